@@ -1,0 +1,46 @@
+# Every target works from a fresh clone: it makes .venv first where it needs one.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint format bench gpu clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
+
+setup: $(STAMP)  ## make .venv and install the package with its pinned development set
+
+# The stamp is last, so that an interrupted install starts again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make setup PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(STAMP)  ## decode built-in prompts with the bundled family and check them; ARGS='--strategy ar ...' for more
+	@$(BIN)/python -m specker.run --check $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
+	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
+
+gpu:  ## GPU tests and benches on this machine's own python3, installing nothing
+	@PYTHON="$(PYTHON)" bash bench/gpu.sh $(ARGS)
+
+clean:  ## remove what the other targets made, .venv included
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	find specker tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

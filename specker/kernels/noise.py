@@ -1,0 +1,163 @@
+"""noise: Gumbel noise that is a pure function of (seed, position, token id).
+
+Contract. Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), the generator of Triton's `tl.philox`:
+
+    key     = (seed & 0xffffffff, seed >> 32)
+    counter = (id // 4, position & 0xffffffff, position >> 32, STREAM)
+    x       = philox(counter, key)[id % 4]                 32 bits
+    u       = min((x + 0.5) * 2^-32, 1 - 2^-24)            fp32, in [2^-33, 1 - 2^-24]
+    g       = -log(-log1p(-u))                             fp32, in [-2.82, 22.88]
+
+So the noise of an id does not depend on the size of the vocabulary, on the other positions asked for, or on their order. The
+largest g, the ones that win, come from the smallest u, where x + 0.5 is exact in fp32 (x < 2^23) and log1p keeps its relative
+precision. The tail is a lattice: u has a spacing of 2^-32, so g has steps of 5e-6 at 10, of 0.1 at 20, and its topmost values
+are 22.87, 21.78, 21.26, ...; probabilities are right to about 2^-32, and a token 25.7 nats below another is never drawn.
+
+Integers are the same on every machine; the two logarithms are the platform's own.
+"""
+
+import operator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STREAM = 0x73706563  # the fourth counter word, "spec": apart from any other use of Philox under the same seed
+MASK = 0xFFFFFFFF
+U_MAX = 1 - 2.0**-24  # the largest fp32 below 1
+
+BLOCK_ELEMENTS = 1 << 17  # 512 KiB of noise and its integer scratch stay in a CPU's second-level cache
+CACHED_BLOCKS = 64  # 32 MiB of noise; 1024 positions of a vocabulary of 8192
+CACHED_ROWS = 256  # more positions than this in one call are not a decoding step and pass the cache by
+
+
+def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
+    """positions [T] int64 -> standard Gumbel noise [T, V] fp32 on the same device. Read-only: it may be a view of a cache.
+
+    seed is any integer in [0, 2^64). Raises ValueError or TypeError on anything else.
+    """
+    seed = _check(seed, positions, vocab_size)
+    if positions.is_cuda:
+        return gumbel_ref(seed, positions, vocab_size)
+    wanted: list[int] = positions.tolist()
+    padded = _padded(vocab_size)
+    if len(wanted) > CACHED_ROWS:
+        return _rows(seed, positions.numpy(), padded)[:, :vocab_size]
+    size = _block_rows(padded)
+    slices = []
+    i = 0
+    while i < len(wanted):  # one slice for each run of consecutive positions within a block
+        block, row = divmod(wanted[i], size)
+        n = 1
+        while i + n < len(wanted) and row + n < size and wanted[i + n] == wanted[i] + n:
+            n += 1
+        slices.append(_block(seed, block, padded)[row : row + n, :vocab_size])
+        i += n
+    if len(slices) == 1:
+        return slices[0]
+    return torch.cat(slices) if slices else torch.empty(0, vocab_size)
+
+
+def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
+    """The same values without the cache, on any device and without a host read."""
+    return _gumbel_at(seed, positions, torch.arange(vocab_size, device=positions.device))
+
+
+def gumbel_cost(positions: Tensor, vocab_size: int) -> tuple[int, int]:
+    """(bytes, operations) of one call: 4 bytes written per value; a fourth of 10 rounds of 10 integer operations, 7 on floats."""
+    n = positions.numel() * vocab_size
+    return 8 * positions.numel() + 4 * n, n * (10 * 10 // 4 + 7)
+
+
+def add_gumbel(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """z [T, K] fp32 or float64 + noise. Column c is token c, or token_ids[c], whose noise it gets whatever K is."""
+    if token_ids is None:
+        return z + gumbel(seed, positions, z.shape[1])
+    if z.is_cuda:
+        return z + _gumbel_at(_check(seed, positions, 1), positions, token_ids)
+    return z + gumbel(seed, positions, int(token_ids.max()) + 1).index_select(1, token_ids)
+
+
+def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any, Any, Any]:
+    """Ten rounds of Philox on broadcastable counter words held in 64-bit lanes: numpy uint64 or torch int64.
+
+    The words that depend on the id alone or on the position alone stay small for the first rounds.
+    """
+    k0, k1 = seed & MASK, seed >> 32
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        # c1 and c3 carry rubbish above bit 31; the masks on c0 and c2 remove it before the next product.
+        c0 = (b >> 32) ^ c1
+        c0 ^= k0
+        c0 &= MASK
+        c2 = (a >> 32) ^ c3
+        c2 ^= k1
+        c2 &= MASK
+        c1, c3 = b, a
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return c0, c1 & MASK, c2, c3 & MASK
+
+
+def _counter(blocks: Any, positions: Any) -> tuple[Any, Any, Any, Any]:
+    """Counter words for id // 4 = blocks [n] at positions [T], as [1, n] and [T, 1]."""
+    p = positions[:, None]
+    return blocks[None], p & MASK, (p >> 32) & MASK, p * 0 + STREAM
+
+
+def _gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
+    """Noise [T, K] of any ids [K]; spends four words on each."""
+    ids = ids.long()
+    words = torch.stack(philox4x32(*_counter(ids >> 2, positions), seed))  # [4, T, K]
+    lane = (ids & 3).expand(1, positions.shape[0], -1)
+    return _from_bits(words.gather(0, lane)[0].float())
+
+
+def _from_bits(x: Tensor) -> Tensor:
+    """32-bit integers, rounded to fp32, -> Gumbel noise, in place."""
+    minus_u = x.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-U_MAX)
+    return minus_u.log1p_().neg_().log_().neg_()
+
+
+def _rows(seed: int, positions: np.ndarray, padded: int) -> Tensor:
+    """Noise [len(positions), padded] on the CPU. numpy's 64-bit products are twice as fast as torch's."""
+    out = np.empty((len(positions), padded // 4, 4), np.float32)
+    step = max(1, BLOCK_ELEMENTS // padded)
+    blocks = np.arange(padded // 4, dtype=np.uint64)
+    for i in range(0, len(positions), step):
+        words = philox4x32(*_counter(blocks, positions[i : i + step].astype(np.uint64)), seed)
+        for lane, word in enumerate(words):
+            out[i : i + step, :, lane] = word
+    return _from_bits(torch.from_numpy(out).view(len(positions), padded))
+
+
+@lru_cache(CACHED_BLOCKS)
+def _block(seed: int, block: int, padded: int) -> Tensor:
+    """Noise of the positions of one aligned block, [rows, padded]: drafter and target ask for the same ones."""
+    size = _block_rows(padded)
+    with torch.inference_mode(False):  # the cache outlives the caller's mode
+        return _rows(seed, np.arange(block * size, (block + 1) * size), padded)
+
+
+def _block_rows(padded: int) -> int:
+    return min(16, max(1, BLOCK_ELEMENTS // padded))
+
+
+def _padded(vocab_size: int) -> int:
+    """A power of two up to 8192, then multiples of it, so that a trimmed head finds the whole vocabulary's block."""
+    return max(4, 1 << (vocab_size - 1).bit_length()) if vocab_size <= 8192 else -(-vocab_size // 8192) * 8192
+
+
+def _check(seed: int, positions: Tensor, vocab_size: int) -> int:
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an integer, got {type(seed).__name__}") from None
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+    if positions.dim() != 1 or positions.dtype != torch.int64:
+        raise ValueError(f"positions must be [T] int64, got {tuple(positions.shape)} {positions.dtype}")
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+    return seed

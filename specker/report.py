@@ -1,0 +1,161 @@
+"""What a run shows: the streamed text and the closing table, and the object that `--json` writes."""
+
+import io
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specker.runtime.stats import Stats
+
+
+def probe(path: str) -> None:
+    """Raise now, not after a long run, where `write_file` could not write; leaves nothing behind."""
+    where = Path(path)
+    if where.is_dir():
+        raise ValueError(f"--json {path}: is a directory")
+    try:
+        with tempfile.TemporaryFile(dir=where.parent) if _replaceable(where) else where.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+
+def write_file(path: str | Path, text: str) -> None:
+    """Write all of the file or nothing: a reader, or a crash, never meets half of it."""
+    where = Path(path)
+    if not _replaceable(where):
+        where.write_text(text, encoding="utf-8")
+        return
+    where = Path(os.path.realpath(where))
+    part = where.with_name(f".{where.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, where)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _replaceable(path: Path) -> bool:
+    return path.is_file() or not path.exists()  # not so /dev/null, /dev/stdout or a named pipe
+
+
+@dataclass
+class Result:
+    """One decoded turn: the chunks so far, and `ar`'s answer where it was asked for."""
+
+    tokens: list[int]
+    text: str
+    stats: Stats
+    check: Any = None  # runtime.engine.CheckResult
+
+
+def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, Any]:
+    """What `--json` writes. `total` joins the prompts; its rates come from the summed counts and times."""
+    total = Result([t for r in results for t in r.tokens], "".join(r.text for r in results), _total(results))
+    checked = [r for r in results if r.check]
+    out = {
+        "strategy": engine.strategy,
+        "target": engine.target_name,
+        "draft": engine.draft_name,
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "prompts": [_row(r, [r] if r.check else []) for r in results],
+        "total": _row(total, checked),
+    }
+    return out | ({"interrupted": True} if interrupted else {})
+
+
+def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
+    row = {"tokens": result.tokens, "text": result.text, **result.stats.to_json()}
+    if checked:
+        own, plain = _total(checked).tokens_per_second, _total_ar(checked).tokens_per_second
+        row |= {"ar_tokens_per_second": plain, "speedup": own / plain if plain else None}
+        row |= {"identical": all(r.check.identical for r in checked)}
+    return row
+
+
+def _total(results: list[Result]) -> Stats:
+    return sum((r.stats for r in results), Stats())
+
+
+def _total_ar(results: list[Result]) -> Stats:
+    return sum((r.check.ar.stats for r in results), Stats())
+
+
+class Screen:
+    """Where text and tables go, and how they look there."""
+
+    def __init__(self, json_to_stdout: bool) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a model may well emit what an ASCII terminal cannot show
+        self.out = sys.stderr if json_to_stdout else sys.stdout
+        self.terminal = self.out.isatty()
+        self.text = Console(file=self.out, highlight=False)
+        self.notes = self.text if self.terminal else Console(stderr=True, highlight=False)
+
+    def note(self, line: str, style: str = "dim") -> None:
+        self.notes.print(Text(line, style), soft_wrap=True)
+
+    def prompt(self, text: str) -> None:
+        """The prompt, which its continuation follows without a break where both go to one terminal."""
+        if self.terminal:
+            self._put(text, "dim")
+        else:
+            self.note(text)
+
+    def pieces(self, pieces: list[tuple[str, bool]]) -> None:
+        for text, drafted in pieces:
+            self._put(text, "green" if drafted else "")
+
+    def _put(self, text: str, style: str) -> None:
+        if self.terminal:
+            self.text.print(Text(text.replace("\x1b", "␛"), style), end="", soft_wrap=True)
+        else:
+            self.out.write(text)
+            self.out.flush()
+
+    def table(self, engine: Any, results: list[Result]) -> None:
+        stats, checked = _total(results), [r for r in results if r.check]
+        plain = _total_ar(checked) if checked else None
+        models = f"{engine.target_name} + {engine.draft_name}" if engine.draft_name else engine.target_name
+        title = Text(f"{models}, {engine.device}, {str(engine.dtype).removeprefix('torch.')}")
+        table = Table(title=title, title_justify="left", show_edge=False)
+        table.add_column("")
+        for name in (engine.strategy, "ar") if plain else (engine.strategy,):
+            table.add_column(name, justify="right")
+        rows = [_column(stats)] + ([_column(plain)] if plain else [])
+        for name in rows[0]:
+            if any(row[name] for row in rows):
+                table.add_row(name, *(row[name] for row in rows))
+        if plain:
+            table.add_section()
+            speedup = _total(checked).tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
+            same = all(r.check.identical for r in checked)
+            table.add_row("speedup", f"{speedup:.2f}x", "1.00x")
+            table.add_row("identical", "[green]yes[/]" if same else "[red]no[/]", "")
+        self.notes.print()
+        self.notes.print(table)
+        if plain and engine.strategy != "ar" and speedup < 1:
+            self.note(f"warning: slower than plain decoding here ({speedup:.2f}x); try --strategy ar", "yellow")
+
+
+def _column(stats: Stats) -> dict[str, str]:
+    column = {
+        "tokens": str(stats.tokens),
+        "tokens/s": f"{stats.tokens_per_second:.1f}",
+        "acceptance length": f"{stats.acceptance_length:.2f}",
+        "accepted by position": " ".join(f"{share:.0%}" for share in stats.accepted_per_position[:8]),
+    }
+    for name, seconds in stats.seconds.items():
+        label, per = (f"{name}, ms", 1) if name == "prefill" else (f"{name}, ms/round", stats.rounds or 1)
+        share = seconds / (stats.wall or 1)
+        column[label] = f"{1e3 * seconds / per:.2f} {share:5.0%}" if seconds else ""
+    return column

@@ -1,0 +1,293 @@
+"""Decode prompts from the command line: `python -m specker.run --help`.
+
+The text streams to stdout as it is accepted; on a terminal the accepted draft tokens are coloured. The closing table
+stands below it, or on stderr when stdout is a pipe or a file. Exit codes: 0; 1 where `--check` or specker itself
+failed; 2 for what the user can put right; 130 after Ctrl-C, when the table and `--json` hold what there was until then.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specker.config import DTYPES, Options, Sampling
+from specker.report import Result, Screen, probe, report, write_file
+from specker.runtime.stats import Stats
+
+T = typing.TypeVar("T")
+
+
+def _opt(default: Any, help: str, metavar: str | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to decode, where, and what to tell about it; the other flags are config.Options and config.Sampling."""
+
+    target: str | None = _opt(None, "the model that decides (default: the bundled code-target)", "DIR|HUB_ID")
+    draft: str | None = _opt(None, "the model that drafts (default with no --target: code-draft)", "DIR|HUB_ID")
+    prompt: str | None = _opt(None, "one prompt; - reads it from stdin, without its last newline")
+    prompts: str | None = _opt(
+        None,
+        "JSON lines with `prompt`, or Spec-Bench's `turns`: with --chat a growing conversation, else a prompt each",
+        "FILE|-",
+    )
+    chat: bool = _opt(False, "wrap prompts in the target's chat template")
+    max_new_tokens: int = _opt(128, "tokens to decode for each prompt")
+    dtype: str | None = _opt(None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)")
+    device: str | None = _opt(None, "cpu or cuda (default: cuda where there is one)")
+    check: bool = _opt(False, "decode with ar too: compare the tokens, print both speeds")
+    json: str | None = _opt(None, "write the results as one JSON object; with - stdout holds nothing else", "FILE|-")
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompts is not None:
+            raise ValueError("--prompt and --prompts exclude each other")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse would print the usage too and exit from here
+        raise ValueError(f"{message} (see --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """One flag per dataclass field. transformers' HfArgumentParser does that too, but costs a second to import."""
+    top = _Parser(prog="specker", description="Speculative decoding that never changes the output.", allow_abbrev=False)
+    top.add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt - does")
+    for cls, title in ((Job, "job"), (Options, "strategy"), (Sampling, "sampling")):
+        group = top.add_argument_group(title)
+        hints = typing.get_type_hints(cls)
+        for f in fields(cls):
+            kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t is not types.NoneType)
+            flag, about = "--" + f.name.replace("_", "-"), f.metadata["help"]
+            if kind is bool:
+                group.add_argument(flag, action="store_true", help=about)
+                continue
+            metavar = f.metadata.get("metavar") or {int: "N", float: "X"}.get(kind, "TEXT")
+            about += "" if f.default is None else f" (default: {f.default})"
+            group.add_argument(flag, type=kind, default=f.default, metavar=metavar, help=about)
+    return top
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
+    """The three dataclasses; raises ValueError with a sentence for the user."""
+    values = vars(parser().parse_args(argv))
+    stdin = values.pop("stdin")
+    if stdin is not None:
+        if stdin != "-":
+            raise ValueError(f"unexpected argument {stdin!r}; a prompt is given with --prompt")
+        if values["prompt"] is not None or values["prompts"] is not None:
+            raise ValueError("- reads the prompt from stdin and excludes --prompt and --prompts")
+        values["prompt"] = "-"
+
+    def make(cls: type[T]) -> T:
+        return cls(**{f.name: values[f.name] for f in fields(cls)})  # type: ignore[arg-type]
+
+    return make(Job), make(Options), make(Sampling)
+
+
+# --- the prompts
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What one user says: several turns are a conversation, each sent after the answer to the one before."""
+
+    turns: tuple[str, ...]
+    where: str  # for messages: the file and line, or the flag
+
+
+def read_talks(job: Job) -> list[Talk]:
+    """Every prompt of the job, all of them checked; ValueError names the file and the line."""
+    if job.prompts is not None:
+        name = "stdin" if job.prompts == "-" else job.prompts
+        found = [talk for where, line in _lines(name, _read(job.prompts)) for talk in _record(line, where, job.chat)]
+        if not found:
+            raise ValueError(f"{name}: no prompts in it")
+        return found
+    if job.prompt == "-":
+        return [Talk((_text(_read("-").removesuffix("\n"), "stdin"),), "stdin")]
+    if job.prompt is not None:
+        return [Talk((_text(job.prompt, "--prompt"),), "--prompt")]
+    from specker.zoo import PROMPTS
+
+    return [Talk((text,), f"built-in prompt {i}") for i, text in enumerate(PROMPTS, 1)]
+
+
+def _read(path: str) -> str:
+    raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{'stdin' if path == '-' else path}: not UTF-8 at byte {error.start}") from None
+
+
+def _lines(name: str, text: str) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): JSON strings may hold U+2028
+        if line.strip():
+            yield f"{name} line {number}", line
+
+
+def _record(line: str, where: str, chat: bool) -> list[Talk]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
+        raise ValueError(f"{where}: expected an object with either `prompt` or `turns`")
+    turns = row["turns"] if "turns" in row else [row["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise ValueError(f"{where}: `prompt` must be a string, `turns` a list of at least one")
+    checked = tuple(_text(turn, where) for turn in turns)
+    return [Talk(checked, where)] if chat else [Talk((turn,), where) for turn in checked]
+
+
+def _text(text: str, where: str) -> str:
+    if not text:
+        raise ValueError(f"{where}: the prompt is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: the prompt is not valid Unicode (a lone surrogate)") from None
+    return text
+
+
+# --- the run
+
+
+class _Stop:
+    """The first Ctrl-C asks the loop to stop after this chunk, so that counts and text agree; the second one raises."""
+
+    asked = False
+
+    def __enter__(self) -> "_Stop":
+        self.old: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self.old = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, *_: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_: Any) -> None:
+        if self.old is not None:
+            signal.signal(signal.SIGINT, self.old)
+
+
+def decode(engine: Any, ids: list[int], job: Job, sampling: Sampling, screen: Screen, results: list[Result]) -> None:
+    """Stream one turn into `results`; raises KeyboardInterrupt at a chunk's end, with what there is in place."""
+    from specker.runtime.engine import Generation
+
+    result = Result([], "", Stats())
+    results.append(result)
+    options = {"max_new_tokens": job.max_new_tokens, **asdict(sampling)}
+    with _Stop() as stop, contextlib.closing(engine.stream(ids, **options)) as stream:
+        for chunk in stream:
+            result.tokens += chunk.tokens
+            result.text += chunk.text
+            result.stats = chunk.stats
+            screen.pieces(chunk.pieces)
+            if stop.asked:
+                break
+    screen.pieces([("\n", False)])
+    if stop.asked:
+        raise KeyboardInterrupt
+    if job.check:
+        generation = Generation(result.tokens, result.text, result.stats, chunk.finished)
+        result.check = engine.check(ids, generation, **options)
+        if not result.check.identical:
+            screen.note(result.check.message, "yellow" if result.check.ok else "red")
+
+
+def run(job: Job, options: Options, sampling: Sampling) -> int:
+    """Decode every prompt; returns the exit code. Everything that can be refused is refused before decoding starts."""
+    talks = read_talks(job)
+    if job.json is not None and job.json != "-":
+        probe(job.json)
+    screen = Screen(job.json == "-")
+
+    import specker
+
+    engine = specker.load(job.target, job.draft, device=job.device, dtype=job.dtype, **asdict(options))
+
+    def encode(said: list[dict[str, str]], where: str) -> list[int]:
+        ids = engine.encode_chat(said) if job.chat else engine.encode(said[-1]["content"])
+        if len(ids) >= engine.max_context:
+            raise ValueError(f"{where}: {len(ids)} tokens leave no room to decode in {engine.max_context} positions")
+        return ids
+
+    for talk in talks:
+        encode([{"role": "user", "content": talk.turns[0]}], talk.where)
+    results: list[Result] = []
+    interrupted = False
+    if screen.terminal and engine.draft_name:
+        screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
+    try:
+        for talk in talks:
+            said: list[dict[str, str]] = []
+            for turn in talk.turns:
+                said.append({"role": "user", "content": turn})
+                ids = encode(said, talk.where)
+                screen.prompt(f"{turn}\n" if job.chat else turn)
+                decode(engine, ids, job, sampling, screen, results)
+                said.append({"role": "assistant", "content": results[-1].text})
+    except KeyboardInterrupt:
+        interrupted = True
+    screen.table(engine, results)
+    if job.json is not None:
+        text = json.dumps(report(engine, results, interrupted), ensure_ascii=False, indent=2) + "\n"
+        if job.json == "-":
+            sys.stdout.write(text)
+        else:
+            write_file(job.json, text)
+    if interrupted:
+        screen.note("interrupted", "yellow")
+        return 130
+    return int(any(r.check and not r.check.ok for r in results))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`run` with errors as one line on stderr; SPECKER_DEBUG=1 shows where they came from."""
+    try:
+        code = run(*parse(argv))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("specker: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has gone, `| head` say; keep the interpreter from flushing into the void
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if os.environ.get("SPECKER_DEBUG"):
+            raise
+        mine = not isinstance(error, (ValueError, OSError))
+        about = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        line = " ".join(about.split())
+        if mine:
+            line = f"{type(error).__name__}: {line} (internal; set SPECKER_DEBUG=1 for the traceback)"
+        print(f"specker: error: {line}", file=sys.stderr)
+        return 1 if mine else 2
+
+
+def cli() -> NoReturn:
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()

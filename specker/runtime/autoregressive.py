@@ -1,0 +1,127 @@
+"""A small model drafts: a chain token by token, or a tree level by level (the best `width` nodes of each level, by
+cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specker.config import Sampling
+from specker.kernels.tree_attention import MAX_WORDS
+from specker.runtime.cache import KVCache
+from specker.runtime.draft import Draft, top_nodes
+from specker.runtime.head import Head
+from specker.runtime.model import Model, Rows, chain_rows, forward, prefill
+from specker.runtime.policy import Budget
+
+CATCH_UP_ROWS = 64  # more uncommitted-to tokens than this are a prompt: prefill them
+
+
+@dataclass
+class AutoregressiveDrafter:
+    model: Model
+    cache: KVCache
+    head: Head
+    width: int = 1  # nodes of a level; 1 drafts a chain
+    _forwarded: int = field(default=0, init=False)  # draft nodes whose K/V stands after exact_len
+
+    def reset(self) -> None:
+        self.cache.truncate(0)
+        self._forwarded = 0
+
+    def prefill(self, committed: list[int]) -> None:
+        """Make the cache exact up to the root, which `propose` forwards itself."""
+        if len(committed) <= self.model.config.max_context:
+            prefill(self.model, self.cache, self._known(committed[self.cache.exact_len : -1]))
+
+    @torch.inference_mode()
+    def propose(self, committed: list[int], budget: Budget, sampling: Sampling) -> Draft:
+        """A draft under the root committed[-1]. N = 0 where the budget or this model's context leaves no room."""
+        limits = self.model.config.max_context, self.cache.capacity
+        budget = budget.clip(min(limits) - len(committed) + 1)
+        self._forwarded = 0
+        if budget.depth == 0 or budget.nodes == 0:
+            return Draft.empty(self.model.device)
+        hidden = self._catch_up(committed)
+        if self.width == 1:
+            return self._chain(hidden, min(budget.depth, budget.nodes), sampling)
+        return self._tree(hidden, budget, sampling)
+
+    def observe(self, path: list[int]) -> None:
+        """Draft nodes on the accepted path whose K/V already stands in its column are exact: keep them."""
+        kept = 0
+        while kept + 1 < len(path) and path[kept + 1] == kept + 1 and kept < self._forwarded:
+            kept += 1
+        self.cache.exact_len += kept
+        self._forwarded = 0
+
+    def _catch_up(self, committed: list[int]) -> Tensor:
+        """Forward the committed tokens that the cache lacks, root included; the root's hidden row [1, E]."""
+        if len(committed) - self.cache.exact_len > CATCH_UP_ROWS:
+            self.prefill(committed)
+        tokens = self._known(committed[self.cache.exact_len :])
+        rows = chain_rows(self.model, self.cache, len(tokens))
+        hidden = forward(self.model, self.cache, rows, self._embed(torch.tensor(tokens))).hidden[-1:]
+        self.cache.exact_len = len(committed)
+        return hidden
+
+    def _chain(self, hidden: Tensor, depth: int, sampling: Sampling) -> Draft:
+        position = self.cache.exact_len - 1  # of the row whose candidates come next
+        tokens = []
+        for n in range(depth):
+            ids, _ = self.head.candidates(hidden, 1, sampling, self.model.positions[position : position + 1])
+            tokens.append(ids[0])
+            if n + 1 == depth:  # the last token's K/V is left to the next catch-up
+                break
+            rows = chain_rows(self.model, self.cache, 1, first=n)
+            hidden = forward(self.model, self.cache, rows, self._embed(ids[0])).hidden
+            self._forwarded += 1
+            position += 1
+        return Draft.chain(torch.cat(tokens))
+
+    def _tree(self, hidden: Tensor, budget: Budget, sampling: Sampling) -> Draft:
+        """Draft node j's K/V stands at column exact_len + j, window column j."""
+        start, width, depth = self.cache.exact_len, self.width, budget.depth
+        device = self.model.device
+        position = self.model.positions[start - 1 : start]
+        ids, scores = self.head.candidates(hidden, width, sampling, position)
+        level_tokens, level_scores = ids[0], scores[0]
+        level_parents = torch.zeros(width, dtype=torch.int64, device=device)
+        words = _own_bits(0, width, depth * width, device)
+        tokens, parents, all_scores = [level_tokens], [level_parents], [level_scores]
+        for level in range(1, depth):
+            first = (level - 1) * width  # node of this level's first leaf
+            rows = Rows(
+                positions=self.model.positions[start + level - 1].expand(width),
+                slots=self.cache.slot_of[start + first : start + first + width],
+                kv_len=self.cache.lengths[start + first + width].unsqueeze(0),
+                window=self.cache.lengths[first + width].unsqueeze(0),
+                ancestors=words,
+            )
+            hidden = forward(self.model, self.cache, rows, self._embed(level_tokens)).hidden
+            self._forwarded += width
+            ids, scores = self.head.candidates(hidden, width, sampling, rows.positions)
+            level_scores, best = (level_scores.unsqueeze(1) + scores).flatten().topk(width)
+            leaf = best // width
+            level_tokens, level_parents = ids.flatten()[best], leaf + first + 1
+            words = words[leaf] | _own_bits(level * width, width, depth * width, device)
+            tokens.append(level_tokens)
+            parents.append(level_parents)
+            all_scores.append(level_scores)
+        return top_nodes(Draft(torch.cat(tokens), torch.cat(parents)), torch.cat(all_scores), budget.nodes)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.model.embed_tokens(tokens.to(self.model.device))
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Ids the draft's (unpadded) vocabulary lacks become its last one: a draft may be anything."""
+        last = self.model.config.vocab_size - 1
+        return [min(token, last) for token in tokens]
+
+
+def _own_bits(first: int, count: int, nodes: int, device: torch.device) -> Tensor:
+    """Ancestor words [count, W] in which node first + i has its own bit alone."""
+    node = torch.arange(first, first + count, device=device)
+    words = torch.zeros(count, min(MAX_WORDS, -(-nodes // 64)), dtype=torch.int64, device=device)
+    words[node - first, node // 64] = torch.ones_like(node) << (node % 64)
+    return words

@@ -1,0 +1,84 @@
+"""The paged K/V cache of one sequence, all layers in one allocation, and the rule that keeps it exact.
+
+Columns 0..exact_len-1 hold the K/V of the first `exact_len` committed tokens, written by an exact forward. Columns
+after them are scratch: a verify pass or a drafter writes there, then `commit` keeps some rows or `truncate` forgets
+them. Nothing is ever "mostly right" below exact_len.
+"""
+
+import torch
+from torch import Tensor
+
+from specker.kernels.kv_calibrate import kv_commit
+from specker.kernels.tree_attention import chain_words
+from specker.runtime.checkpoint import ModelConfig
+
+
+class KVCache:
+    """K and V [L, pages, page_size, Hkv, D]; column c of the sequence stands at slot block_table[c // page] * page +
+    c % page of every layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        page_size: int = 256,
+        pages: Tensor | None = None,
+    ):
+        """`capacity` columns. `pages` [P] int32 orders the pages (a test permutes them); by default 0..P-1."""
+        count = -(-capacity // page_size)
+        shape = (2, config.num_layers, count, page_size, config.num_kv_heads, config.head_dim)
+        self.k, self.v = torch.empty(shape, dtype=dtype, device=device).unbind(0)
+        self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        pages = torch.arange(count, dtype=torch.int32) if pages is None else pages
+        self.block_table = pages.to(device).unsqueeze(0)  # [1, P]
+        self.page_size = page_size
+        self.capacity = count * page_size
+        self.exact_len = 0
+        offsets = torch.arange(page_size, device=device)
+        self.slot_of = (self.block_table[0].long()[:, None] * page_size + offsets).flatten()  # [capacity]
+        # One-element tensors of every length, so that a step slices one instead of copying a number to the device.
+        self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
+
+    def commit(self, path: list[int]) -> None:
+        """Keep rows `path` (path[0] = 0, ascending) of those written after exact_len; they become the next columns."""
+        base, kept = self.exact_len, len(path)
+        if path[-1] != kept - 1:  # a chain's accepted rows are in place already
+            moved = next(i for i, row in enumerate(path) if row != i)
+            src = self.slot_of[[base + row for row in path[moved:]]]
+            kv_commit(self.k, self.v, src, self.slot_of[base + moved : base + kept])
+        self.exact_len = base + kept
+
+    def truncate(self, length: int) -> None:
+        """Forget every column from `length` on."""
+        if not 0 <= length <= self.exact_len:
+            raise ValueError(f"cannot truncate a cache of {self.exact_len} exact columns to {length}")
+        self.exact_len = length
+
+    def check(self, committed: int | None = None) -> None:
+        """Raise AssertionError unless the invariants hold; with `committed`, the count of committed tokens: the
+        target's cache holds all of them but the root."""
+        assert 0 <= self.exact_len <= self.capacity, (self.exact_len, self.capacity)
+        pages = self.block_table[0].tolist()
+        assert sorted(set(pages)) == sorted(pages) and min(pages) >= 0 and max(pages) < self.k.shape[1], pages
+        if committed is not None:
+            assert self.exact_len == committed - 1, (self.exact_len, committed)
+        written = self.slot_of[: self.exact_len]
+        for cache in (self.k, self.v):
+            rows = cache.flatten(1, 2)[:, written]
+            assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"
+
+    def chain_rows(self, count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For `count` rows in a chain at columns exact_len + first..: slots [count], kv_len [1], window [1] and
+        ancestors [count, W]. The window starts at exact_len."""
+        start = self.exact_len + first
+        end = start + count
+        words = chain_words(count, first)
+        return (
+            self.slot_of[start:end],
+            self.lengths[end : end + 1],
+            self.lengths[first + count : first + count + 1],
+            words if self.k.device.type == "cpu" else words.to(self.k.device),
+        )

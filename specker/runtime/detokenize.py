@@ -1,0 +1,34 @@
+"""Token ids -> text as they come, never half a character."""
+
+from typing import Any
+
+
+class Detokenizer:
+    """Text of a growing list of ids. Special tokens are left out."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.start = 0  # ids before this are settled: their text no longer depends on what follows
+        self.shown = ""  # text already given out of ids[start:]
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is unfinished."""
+        self.ids.append(token)
+        text = self._decode()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new = text[len(self.shown) :]
+        # Keep one settled token as context: many tokenizers render a first token without its leading space.
+        self.start = max(self.start, len(self.ids) - 1)
+        self.shown = self._decode()
+        return new
+
+    def flush(self) -> str:
+        """What is left at the end, an unfinished character as U+FFFD."""
+        text = self._decode()
+        new, self.shown = text[len(self.shown) :], text
+        return new
+
+    def _decode(self) -> str:
+        return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)

@@ -1,0 +1,51 @@
+"""A draft: a tree of guesses under the root. A chain, a tree and a trie of lattice paths are all this one type."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """N drafted tokens. Draft n is verify row n + 1; row 0 is the root (the last committed token)."""
+
+    tokens: Tensor  # [N] int64, ids of the target's vocabulary
+    parents: Tensor  # [N] int64: the ROW of draft n's parent; 0 = root, parents[n] <= n
+    is_chain: bool = False  # parents == 0..N-1
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @classmethod
+    def chain(cls, tokens: Tensor) -> "Draft":
+        return cls(tokens, _arange(len(tokens)).to(tokens.device), is_chain=True)
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> "Draft":
+        return cls.chain(torch.empty(0, dtype=torch.int64, device=device))
+
+    def depths(self) -> list[int]:
+        """Of rows 0..N: the root's is 0, its children's 1."""
+        depths = [0]
+        for parent in self.parents.tolist():
+            depths.append(depths[parent] + 1)
+        return depths
+
+
+def top_nodes(draft: Draft, scores: Tensor, count: int) -> Draft:
+    """The `count` best nodes of a tree whose scores [N] never grow from parent to child; earlier nodes win ties, so
+    the kept ones are a tree again."""
+    if len(draft) <= count:
+        return draft
+    order = torch.sort(scores, descending=True, stable=True).indices[:count]
+    kept = order.sort().values
+    row_of = torch.zeros(len(draft) + 1, dtype=torch.int64, device=kept.device)
+    row_of[kept + 1] = torch.arange(1, count + 1, device=kept.device)
+    return Draft(draft.tokens[kept], row_of[draft.parents[kept]])
+
+
+@lru_cache(maxsize=256)
+def _arange(length: int) -> Tensor:
+    return torch.arange(length)

@@ -1,0 +1,354 @@
+"""An engine: a target, perhaps a drafter, and a strategy composed from them. What `specker.load` returns."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specker import zoo
+from specker.config import DTYPES, Options, Sampling, Tree, from_kwargs
+from specker.runtime.autoregressive import AutoregressiveDrafter
+from specker.runtime.cache import KVCache
+from specker.runtime.checkpoint import Checkpoint, CheckpointError
+from specker.runtime.checkpoint import load as load_checkpoint
+from specker.runtime.detokenize import Detokenizer
+from specker.runtime.head import Head
+from specker.runtime.loop import Context, Drafter, decode
+from specker.runtime.model import Model
+from specker.runtime.policy import Fixed, Policy
+from specker.runtime.stats import Stats
+
+SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
+DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a strategy is composed: does it need a second checkpoint, and how is its drafter built?"""
+
+    needs_draft: bool
+    drafter: Callable[[Model, Options], Drafter] | None
+
+
+def _autoregressive(model: Model, options: Options) -> Drafter:
+    weights = model.config
+    head = Head(model.head, model.norm[0], weights.rms_norm_eps)
+    return AutoregressiveDrafter(model, _cache(model, options), head, _tree(options)[0])
+
+
+STRATEGIES = {
+    "ar": Strategy(needs_draft=False, drafter=None),
+    "draft": Strategy(needs_draft=True, drafter=_autoregressive),
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added."""
+
+    tokens: list[int]
+    accepted: int  # the first `accepted` of tokens were draft tokens, the rest is the target's own
+    pieces: list[tuple[str, bool]]  # the new text in order, and whether it came from a draft token
+    stats: Stats  # running totals
+    finished: str | None  # None, "stop" (a stop id) or "length"
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+
+@dataclass(frozen=True)
+class Generation:
+    tokens: list[int]
+    text: str
+    stats: Stats
+    finished: str
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A generation beside plain decoding of the same prompt."""
+
+    ar: Generation
+    identical: bool
+    ok: bool  # identical, or differing where rounding alone explains it
+    message: str
+    first_difference: int | None = None
+    gap: float | None = None  # between the two tokens' (perturbed) logits there, in the target's own row
+    bound: float | None = None
+
+
+@dataclass
+class Engine:
+    target: Checkpoint
+    draft: Checkpoint | None
+    options: Options
+    device: torch.device
+    dtype: torch.dtype
+    target_name: str
+    draft_name: str | None
+    _model: Model = field(init=False, repr=False)
+    _cache: KVCache = field(init=False, repr=False)
+    _drafter: Drafter | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        strategy = STRATEGIES[self.options.strategy]
+        self._model = Model(self.target)
+        self._cache = _cache(self._model, self.options)
+        self._drafter = None
+        if strategy.drafter is not None and self.draft is not None:
+            self._drafter = strategy.drafter(Model(self.draft), self.options)
+
+    @property
+    def strategy(self) -> str:
+        return self.options.strategy
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.target.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        return self.target.config.max_context
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the tokenizer's own special tokens."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, through the tokenizer's chat template, ready for the assistant's turn."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"--chat: the tokenizer of {self.target_name} has no chat template")
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def stream(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Iterator[Chunk]:
+        """Decode, yielding a Chunk a round. `sampling`: the fields of `specker.config.Sampling`.
+
+        Raises ValueError for an empty prompt, one that fills the context, or bad numbers; TypeError for unknown names.
+        """
+        return self._stream(self._context(prompt, max_new_tokens, self._drafter, sampling))
+
+    def generate(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
+        """Decode to the end. See `stream`."""
+        return self._generate(self._context(prompt, max_new_tokens, self._drafter, sampling))
+
+    def generate_ar(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
+        """The same prompt by plain decoding with the same ops and weights: the baseline, and the truth."""
+        return self._generate(self._context(prompt, max_new_tokens, None, sampling))
+
+    def check(
+        self, prompt: str | list[int], generation: Generation, max_new_tokens: int = 128, **sampling: Any
+    ) -> CheckResult:
+        """Decode the prompt with `ar` and compare. Where tokens differ the target's logit gap tells rounding from a
+        bug: float64 admits no difference, other dtypes one within the bound of `_rounding_bound`."""
+        ar = self.generate_ar(prompt, max_new_tokens, **sampling)
+        pairs = zip(generation.tokens, ar.tokens, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if first is None:
+            same = len(generation.tokens) == len(ar.tokens)
+            message = "identical to plain decoding" if same else "a different number of tokens"
+            return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        gap, bound = self._gap(ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
+        ok = self.dtype != torch.float64 and gap <= bound
+        verdict = "within" if ok else "beyond"
+        message = (
+            f"differs from plain decoding at token {first}: the two tokens' logits are {gap:.2e} apart there, "
+            f"{verdict} the rounding bound {bound:.2e} of {str(self.dtype).removeprefix('torch.')}"
+        )
+        return CheckResult(ar, False, ok, message, first, gap, bound)
+
+    def _context(
+        self, prompt: str | list[int], max_new_tokens: int, drafter: Drafter | None, sampling: dict[str, Any]
+    ) -> Context:
+        params = from_kwargs(Sampling, sampling)
+        if max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: there is no token to continue from")
+        if len(ids) >= self.max_context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but the context of {self.target_name} is {self.max_context} "
+                "and decoding needs room for one more"
+            )
+        vocab = self.target.config.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise ValueError(f"token ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+        self._cache.truncate(0)
+        if drafter is not None:
+            drafter.reset()
+        limit = min(len(ids) + max_new_tokens, self.max_context)
+        return Context(self._model, self._cache, drafter, self._policy(), params, Stats(), ids, limit)
+
+    def _policy(self) -> Policy:
+        width, depth = _tree(self.options)
+        nodes = self.options.draft_tokens if self.options.draft_tokens is not None else width * depth
+        return Fixed(nodes, depth)
+
+    def _stream(self, ctx: Context) -> Iterator[Chunk]:
+        text = Detokenizer(self.tokenizer)
+        for tokens, accepted, finished in self._rounds(ctx):
+            pieces = [(text.add(token), n < accepted) for n, token in enumerate(tokens)]
+            if finished:
+                pieces.append((text.flush(), False))
+            yield Chunk(tokens, accepted, [p for p in pieces if p[0]], ctx.stats, finished)
+
+    def _generate(self, ctx: Context) -> Generation:
+        tokens: list[int] = []
+        finished = "length"
+        for new, _, done in self._rounds(ctx):
+            tokens += new
+            finished = done or finished
+        return Generation(tokens, self._decode(tokens), ctx.stats, finished)
+
+    def _decode(self, tokens: list[int]) -> str:
+        try:
+            return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        except CheckpointError:  # a checkpoint without a tokenizer decodes ids
+            return ""
+
+    def _rounds(self, ctx: Context) -> Iterator[tuple[list[int], int, str | None]]:
+        stop_ids = frozenset(self.target.config.eos_ids)
+        start = time.perf_counter()
+        for tokens, accepted in decode(ctx, stop_ids):
+            ctx.stats.wall += time.perf_counter() - start
+            finished = "stop" if tokens[-1] in stop_ids else None
+            if finished is None and len(ctx.committed) >= ctx.limit:
+                finished = "length"
+            yield tokens, accepted, finished
+            start = time.perf_counter()  # the consumer's time between rounds is not ours
+
+    def _gap(self, ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
+        """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
+        from specker.kernels.noise import gumbel
+        from specker.runtime.draft import Draft
+        from specker.runtime.model import prefill
+        from specker.runtime.verify import verify
+
+        params = from_kwargs(Sampling, sampling)
+        self._cache.truncate(0)
+        prefill(self._model, self._cache, ids[:-1])
+        logits, positions = verify(self._model, self._cache, ids[-1], Draft.empty(self.device))
+        bound = _rounding_bound(self.dtype, logits[0], params.temperature)
+        row = logits[0]
+        if params.temperature > 0:
+            row = row / params.temperature + gumbel(params.seed, positions, len(row))[0]
+        return abs(float(row[ours] - row[theirs])), bound
+
+
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    strategy: str = "draft",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    **options: Any,
+) -> Engine:
+    """An Engine from checkpoints: local folders or hub ids in Hugging Face format, the bundled family by default.
+
+    `dtype` is a torch dtype or one of float32, bfloat16, float16, float64: float32 by default on a CPU, bfloat16 on a
+    GPU. `options` are the fields of `specker.config.Options`. Raises TypeError for an unknown option and ValueError
+    (CheckpointError) for a checkpoint or a combination that cannot be run, saying why.
+    """
+    opts: Options = from_kwargs(Options, {"strategy": strategy, **options})
+    where = _device(device)
+    kind = _dtype(dtype, where)
+    parts = STRATEGIES[opts.strategy]
+    if draft is not None and not parts.needs_draft:
+        raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
+    if target is not None and draft is None and parts.needs_draft:
+        raise ValueError(f"strategy {opts.strategy!r} needs a draft checkpoint for {target}: pass --draft")
+    if target is None and draft is not None:
+        raise ValueError("--draft without --target: the bundled target has its own draft")
+    target_source = zoo.path("code-target") if target is None else target
+    main = load_checkpoint(target_source, dtype=kind, device=where, max_context=opts.max_context)
+    side = None
+    if parts.needs_draft:
+        draft_source = zoo.path("code-draft") if draft is None else draft
+        side = load_checkpoint(draft_source, dtype=kind, device=where)
+        if not side.config.causal:
+            raise ValueError(f"{draft_source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
+        if opts.tree and Tree.parse(opts.tree).width > min(side.config.vocab_size, main.config.vocab_size):
+            raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
+        side = _same_vocabulary(main, side)
+    names = [_name(target_source), None if side is None else _name(draft_source)]
+    return Engine(main, side, opts, where, kind, names[0] or "", names[1])
+
+
+def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
+    """The draft with its head cut to the target's ids. Refused unless the two speak of the same tokens: the same size
+    or one padded, and the same tokenizer where both have one."""
+    sizes = target.config.vocab_size, draft.config.vocab_size
+    tokens = [_vocabulary(checkpoint) for checkpoint in (target, draft)]
+    if None not in tokens and tokens[0] != tokens[1]:
+        raise ValueError(
+            f"target and draft have different tokenizers ({target.folder} has {len(tokens[0] or {})} tokens, "
+            f"{draft.folder} has {len(tokens[1] or {})}, not the same ones): use a draft of the target's own family"
+        )
+    if sizes[0] != sizes[1] and None in tokens:
+        raise ValueError(
+            f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without both tokenizers it "
+            "cannot be told whether one is the other padded: use a draft of the target's own family"
+        )
+    if sizes[1] > sizes[0]:  # ids that only the padded draft has must never be drafted
+        return replace(draft, weights=replace(draft.weights, head=draft.weights.head[: sizes[0]]))
+    return draft
+
+
+def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
+    try:
+        return checkpoint.tokenizer.get_vocab()
+    except CheckpointError:
+        return None
+
+
+def _tree(options: Options) -> tuple[int, int]:
+    """(width, depth) of what is drafted; a chain is a tree of width 1."""
+    if options.tree is not None:
+        tree = Tree.parse(options.tree)
+        return tree.width, tree.depth
+    return 1, options.draft_tokens if options.draft_tokens is not None else DRAFT_TOKENS
+
+
+def _cache(model: Model, options: Options) -> KVCache:
+    capacity = model.config.max_context + SCRATCH
+    return KVCache(model.config, capacity, dtype=model.dtype, device=model.device, page_size=options.page_size)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {str(device)!r}: use cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device} is not supported: use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but this torch finds no CUDA GPU: use --device cpu")
+    return device
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return getattr(torch, name)
+
+
+def _rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:
+    """How far two tokens' logits may drift apart when a row is computed beside other rows: a few dozen roundings of
+    the dtype at the logits' scale (each of ~10 layers contributes some), divided by the temperature as they are."""
+    return 64 * torch.finfo(dtype).eps * float(logits.abs().max()) / (temperature or 1.0)
+
+
+def _name(source: str | Path) -> str:
+    path = Path(source)
+    return path.name if path.is_dir() else str(source)

@@ -1,0 +1,109 @@
+"""The one decoding loop: draft -> verify -> sample + accept -> commit -> observe, until a stop id or a limit.
+
+Words: the *root* is the last committed token, its K/V not yet in the target's cache. *accepted*: draft tokens kept.
+*recovered*: the target's own token where a draft was refused; *bonus*: its token after a wholly accepted path; both
+are `next` here, the new root. The target's token after each row is a function of the seed, the position and the
+logits alone (kernels/accept.py), so a round commits exactly what plain decoding would, whatever was drafted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specker.config import Sampling
+from specker.kernels.accept import accept_walk, sample_rows
+from specker.runtime.cache import KVCache
+from specker.runtime.draft import Draft
+from specker.runtime.model import Model, prefill
+from specker.runtime.policy import Budget, Policy
+from specker.runtime.stats import Stats
+from specker.runtime.verify import verify
+
+
+class Drafter(Protocol):
+    def reset(self) -> None: ...
+    def prefill(self, committed: list[int]) -> None: ...
+    def propose(self, committed: list[int], budget: Budget, sampling: Sampling) -> Draft: ...
+    def observe(self, path: list[int]) -> None: ...
+
+
+@dataclass
+class Context:
+    """All that a decode holds. `committed` ends with the root."""
+
+    target: Model
+    cache: KVCache
+    drafter: Drafter | None
+    policy: Policy
+    sampling: Sampling
+    stats: Stats
+    committed: list[int]
+    limit: int  # committed tokens at which decoding ends
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a round committed."""
+
+    path: list[int]  # accepted rows, row 0 (the root) first
+    tokens: list[int]  # accepted draft tokens, then the target's own next token
+    drafted: int = 0
+
+
+def step(ctx: Context) -> Taken:
+    """One round."""
+    with ctx.stats.stage("draft"):
+        draft = _propose(ctx)
+    with ctx.stats.stage("verify"):
+        logits, positions = verify(ctx.target, ctx.cache, ctx.committed[-1], draft)
+    with ctx.stats.stage("accept"):
+        s = ctx.sampling
+        target = sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
+        taken = _take(draft, target)
+    with ctx.stats.stage("commit"):
+        ctx.cache.commit(taken.path)
+        ctx.committed += taken.tokens
+        if ctx.drafter is not None:
+            ctx.drafter.observe(taken.path)
+        ctx.policy.observe(draft, taken.path)
+    return taken
+
+
+def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], int]]:
+    """Rounds until `ctx.limit` tokens are committed or a stop id is: yields each round's emitted tokens and how many
+    of them (the first ones) were draft tokens. A stop id ends the text and is its last token."""
+    with ctx.stats.stage("prefill"):
+        prefill(ctx.target, ctx.cache, ctx.committed[:-1])
+        if ctx.drafter is not None:
+            ctx.drafter.prefill(ctx.committed)
+    while len(ctx.committed) < ctx.limit:
+        taken = step(ctx)
+        tokens = taken.tokens
+        stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
+        if stop is not None:
+            tokens = tokens[: stop + 1]
+        accepted = min(len(taken.path) - 1, len(tokens))
+        ctx.stats.observe(taken.drafted, accepted, len(tokens))
+        yield tokens, accepted
+        if stop is not None:
+            return
+
+
+def _propose(ctx: Context) -> Draft:
+    if ctx.drafter is None:
+        return Draft.empty(ctx.target.device)
+    room = ctx.limit - len(ctx.committed) - 1  # the target's own token needs one place
+    free = ctx.cache.capacity - ctx.cache.exact_len - 1
+    budget = ctx.policy.budget().clip(room)
+    return ctx.drafter.propose(ctx.committed, Budget(min(budget.nodes, free), budget.depth), ctx.sampling)
+
+
+def _take(draft: Draft, target: torch.Tensor) -> Taken:
+    if not len(draft):
+        return Taken([0], target.tolist())
+    path, count, following = accept_walk(draft.tokens, draft.parents, target)
+    rows = path[0, : int(count)].tolist()
+    tokens = draft.tokens.tolist()
+    return Taken(rows, [tokens[row - 1] for row in rows[1:]] + [int(following)], len(draft))

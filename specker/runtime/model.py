@@ -1,0 +1,202 @@
+"""The decoder, one file for every architecture of checkpoint.py: embedding, layers, and hidden rows at chosen depths.
+
+Few rows (a decoding step, a verify pass, a tree level) go through the ops; a long run of prompt tokens (`prefill`)
+goes through torch's linear and SDPA in fixed chunks, the same ones whatever the strategy.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specker.kernels.kv_calibrate import kv_calibrate, rope_table
+from specker.kernels.residual_merge import residual_merge
+from specker.kernels.row_linear import pack, row_linear
+from specker.kernels.tree_attention import gather_pages, tree_attention
+from specker.runtime.cache import KVCache
+from specker.runtime.checkpoint import Checkpoint, Weights
+
+PREFILL_CHUNK = 512
+_TIED_PACK_MAX = 1 << 24  # elements; a packed head is a second copy where the embedding is the same matrix
+
+
+@dataclass(frozen=True)
+class Rows:
+    """T rows of one sequence, about to be forwarded; their K/V goes to `slots`."""
+
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    kv_len: Tensor  # [1] int32, the rows' columns included
+    window: Tensor  # [1] int32, the last columns, seen through `ancestors`
+    ancestors: Tensor  # [T, W] int64
+
+
+class LayerWeights(NamedTuple):
+    """One layer's slices of `Weights`; linear weights are packed for the device."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [1, D]
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    norm_in: Tensor  # [1, E]
+    norm_post: Tensor
+
+
+class Output(NamedTuple):
+    hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
+    taps: dict[int, Tensor]  # n -> the residual stream after n layers
+
+
+class Model:
+    """Weights ready to run, the RoPE table, and one-position index tensors."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        """Consumes the checkpoint's layer weights where they are repacked (see `_layers`)."""
+        config, weights = checkpoint.config, checkpoint.weights
+        self.config = config
+        self.embed, self.norm = weights.embed, weights.norm.unsqueeze(0)
+        self.layers = _layers(weights, config.num_layers)
+        head = weights.head
+        self.head = head if head is weights.embed and head.numel() > _TIED_PACK_MAX else pack(head)
+        self.dtype, self.device = weights.embed.dtype, weights.embed.device
+        self.rope = rope_table(weights.inv_freq.to(self.device), weights.rope_scale, config.max_context, self.dtype)
+        self.positions = torch.arange(config.max_context, device=self.device)
+        self.scale = config.head_dim**-0.5
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """[T] int64 -> [T, E]."""
+        return F.embedding(tokens, self.embed)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64)."""
+        _, normed = residual_merge(hidden, _none(hidden), self.norm, self.config.rms_norm_eps)
+        logits = row_linear(normed[0], self.head)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+@torch.inference_mode()
+def forward(
+    model: Model,
+    cache: KVCache,
+    rows: Rows,
+    hidden: Tensor,
+    layers: slice = slice(None),
+    taps: tuple[int, ...] = (),
+) -> Output:
+    """Run `layers` over T rows whose residual stream entering the first of them is `hidden` [T, E] (the embedding
+    when that is layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the stream."""
+    eps = model.config.rms_norm_eps
+    span = range(*layers.indices(len(model.layers)))
+    kept = {span.start: hidden} if span.start in taps else {}
+    cu_rows = _cu_rows(len(hidden), model.device)
+    normed = None
+    for n in span:
+        w, (k, v) = model.layers[n], cache.layers[n]
+        if normed is None:
+            _, normed = residual_merge(hidden, _none(hidden), w.norm_in, eps)
+        qkv = row_linear(normed[0], w.qkv, w.qkv_bias)
+        q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
+        mixed, _ = tree_attention(
+            q, k, v, cache.block_table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale
+        )
+        delta = row_linear(mixed.reshape(len(hidden), -1), w.o, w.o_bias)
+        hidden, normed = residual_merge(hidden, delta.unsqueeze(0), w.norm_post, eps)
+        delta = row_linear(
+            row_linear(normed[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul"), w.down, w.down_bias
+        )
+        following = model.layers[n + 1].norm_in if n + 1 in span else None
+        hidden, normed = residual_merge(hidden, delta.unsqueeze(0), following, eps)
+        if n + 1 in taps:
+            kept[n + 1] = hidden
+    return Output(hidden, kept)
+
+
+def chain_rows(model: Model, cache: KVCache, count: int, first: int = 0, position: int | None = None) -> Rows:
+    """Rows for `count` tokens one after another at columns exact_len + first.., each seeing all before it. Column and
+    position agree unless `position` says otherwise."""
+    slots, kv_len, window, words = cache.chain_rows(count, first)
+    start = cache.exact_len + first if position is None else position
+    return Rows(model.positions[start : start + count], slots, kv_len, window, words)
+
+
+@torch.inference_mode()
+def prefill(model: Model, cache: KVCache, tokens: list[int]) -> None:
+    """Forward `tokens` after the cache's exact columns and make them exact, in chunks of PREFILL_CHUNK. A causal
+    model's rows see what stands before them; a bidirectional one's see their whole chunk and all before it."""
+    while tokens:
+        chunk, tokens = tokens[:PREFILL_CHUNK], tokens[PREFILL_CHUNK:]
+        _prefill_chunk(model, cache, torch.tensor(chunk, device=model.device))
+
+
+def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor) -> None:
+    eps, T, start = model.config.rms_norm_eps, len(tokens), cache.exact_len
+    end = start + T
+    slots, positions = cache.slot_of[start:end], model.positions[start:end]
+    mask = None
+    if model.config.causal and start > 0:
+        mask = torch.ones(T, end, dtype=torch.bool, device=model.device).tril(start)
+    h = model.embed_tokens(tokens)
+    for w, (k, v) in zip(model.layers, cache.layers, strict=True):
+        normed = F.rms_norm(h, h.shape[-1:], w.norm_in[0], eps)
+        q = kv_calibrate(
+            row_linear(normed, w.qkv, w.qkv_bias), positions, slots, model.rope, k, v, w.q_norm, w.k_norm, eps
+        )
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            gather_pages(k, cache.block_table[0], end).transpose(0, 1).unsqueeze(0),
+            gather_pages(v, cache.block_table[0], end).transpose(0, 1).unsqueeze(0),
+            attn_mask=mask,
+            is_causal=model.config.causal and mask is None,
+            scale=model.scale,
+            enable_gqa=True,
+        )
+        h = h + row_linear(mixed[0].transpose(0, 1).reshape(T, -1), w.o, w.o_bias)
+        normed = F.rms_norm(h, h.shape[-1:], w.norm_post[0], eps)
+        up = row_linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
+        h = h + row_linear(up, w.down, w.down_bias)
+    cache.exact_len = end
+
+
+@lru_cache(maxsize=512)
+def _cu_rows(rows: int, device: torch.device) -> Tensor:
+    return torch.tensor([0, rows], dtype=torch.int32, device=device)
+
+
+def _none(hidden: Tensor) -> Tensor:
+    """No deltas: [0, T, E]."""
+    return hidden.unsqueeze(0)[:0]
+
+
+def _layers(weights: Weights, count: int) -> list[LayerWeights]:
+    def one(stack, n):  # type: ignore[no-untyped-def]
+        return None if stack is None else stack[n]
+
+    def row(stack, n):  # type: ignore[no-untyped-def]
+        return None if stack is None else stack[n].unsqueeze(0)
+
+    return [
+        LayerWeights(
+            qkv=pack(weights.qkv[n]),
+            qkv_bias=one(weights.qkv_bias, n),
+            q_norm=row(weights.q_norm, n),
+            k_norm=row(weights.k_norm, n),
+            o=pack(weights.o[n]),
+            o_bias=one(weights.o_bias, n),
+            gate_up=pack(weights.gate_up[n]),
+            gate_up_bias=one(weights.gate_up_bias, n),
+            down=pack(weights.down[n]),
+            down_bias=one(weights.down_bias, n),
+            norm_in=row(weights.norm_in, n),
+            norm_post=row(weights.norm_post, n),
+        )
+        for n in range(count)
+    ]

@@ -1,0 +1,77 @@
+"""What a run counts. acceptance length = 1 + accepted / rounds: the mean number of tokens a round commits (vLLM's
+definition; papers that leave the target's own token out report it minus 1)."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+STAGES = ("prefill", "draft", "verify", "accept", "commit")
+
+
+@dataclass
+class Stats:
+    tokens: int = 0  # emitted
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
+    wall: float = 0.0  # seconds from the prompt to the last token
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def observe(self, drafted: int, accepted: int, emitted: int) -> None:
+        """One round: `drafted` tokens proposed, `accepted` of them kept, `emitted` with the target's own."""
+        self.tokens += emitted
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.hits += [0] * (accepted - len(self.hits))
+        for i in range(accepted):
+            self.hits[i] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Share of rounds in which the i-th draft token was accepted."""
+        return [hits / self.rounds for hits in self.hits]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over the whole time, prefill included."""
+        return self.tokens / self.wall if self.wall else 0.0
+
+    def __add__(self, other: "Stats") -> "Stats":
+        longest = max(len(self.hits), len(other.hits))
+        padded = [s.hits + [0] * (longest - len(s.hits)) for s in (self, other)]
+        return Stats(
+            tokens=self.tokens + other.tokens,
+            rounds=self.rounds + other.rounds,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            hits=[a + b for a, b in zip(*padded, strict=True)],
+            wall=self.wall + other.wall,
+            seconds={name: self.seconds[name] + other.seconds[name] for name in STAGES},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_length": self.acceptance_length,
+            "accepted_per_position": self.accepted_per_position,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": {**self.seconds, "total": self.wall},
+        }

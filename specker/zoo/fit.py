@@ -1,0 +1,124 @@
+"""One training loop for the three models: schedule, checkpoints, loss log, progress."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .net import Net
+from .optim import Optimizer, lr_scale
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    tokens: int  # in all; may be lowered on resume: the schedule depends on (tokens so far, tokens) alone
+    batch: int  # tokens in a step
+    lr: float
+    seed: int = 0
+    eval_every: int = 250  # steps
+    save_every: float = 120.0  # seconds
+    stop_after: int | None = None  # steps of this model, then leave (to try the resume)
+
+
+class Windows:
+    """Windows of length + 1 tokens of one long row; the order is a function of (seed, step) alone."""
+
+    def __init__(self, data: np.ndarray, seed: int, device: str):
+        self.data, self.seed, self.device, self.orders = data, seed, device, {}
+
+    def batch(self, step: int, rows: int, length: int) -> Tensor:
+        """ids [rows, length + 1] int64."""
+        count = (len(self.data) - 1) // length
+        out = np.empty((rows, length + 1), dtype=np.int64)
+        for r in range(rows):
+            epoch, i = divmod(step * rows + r, count)
+            if (epoch, length) not in self.orders:
+                rng = np.random.default_rng([self.seed, epoch, length])
+                self.orders = {(epoch, length): (rng.permutation(count), int(rng.integers(length)))}
+            order, shift = self.orders[epoch, length]
+            start = min(int(order[i]) * length + shift, len(self.data) - length - 1)
+            out[r] = self.data[start : start + length + 1]
+        return torch.from_numpy(out).to(self.device)
+
+
+def save(path: Path, value) -> None:
+    """A kill leaves the old file or the new one."""
+    temporary = path.with_suffix(".tmp")
+    torch.save(value, temporary)
+    os.replace(temporary, path)
+
+
+def progress(total: int, name: str):
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description:>9}"), BarColumn(), TextColumn("{task.percentage:>5.1f}%"), TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"), disable=not sys.stdout.isatty(),
+    )  # fmt: skip
+    return bar, bar.add_task(name, total=total, note="")
+
+
+def fit(
+    name: str,
+    net: Net,
+    train_loss: Callable[[int, float, np.random.Generator], tuple[Tensor, dict]],
+    held_out: Callable[[], dict],
+    o: FitOptions,
+    work: Path,
+) -> list[dict] | None:
+    """Trains `net` in place. `train_loss(step, done, rng)` gives the loss to differentiate and the values to log.
+
+    Returns the loss log, or None when `stop_after` ended it early. Checkpoints lie in work/<name>.pt."""
+    path, opt, log, start = work / f"{name}.pt", Optimizer(net, o.lr), [], 0
+    if path.exists():
+        saved = torch.load(path, map_location=net.embed.device, weights_only=True)
+        net.load_state_dict(saved["net"])
+        opt.load(saved["opt"])
+        start, log = saved["step"], saved["log"]
+
+    def checkpoint(step: int) -> None:
+        save(path, {"net": net.state_dict(), "opt": opt.state(), "step": step, "log": log})
+
+    bar, task = progress(o.tokens, name)
+    last_save = last_print = time.perf_counter()
+    since = start
+    sums: dict[str, float] = {}
+    step = start
+    with bar:
+        while step * o.batch < o.tokens:
+            if o.stop_after is not None and step >= o.stop_after:
+                checkpoint(step)
+                return None
+            done = step * o.batch / o.tokens
+            loss, values = train_loss(step, done, np.random.default_rng([o.seed, step]))
+            loss.backward()
+            opt.step(lr_scale(done))
+            step += 1
+            for k, v in values.items():
+                sums[k] = sums.get(k, 0.0) + float(v)
+            now = time.perf_counter()
+            if step % o.eval_every == 0 or step * o.batch >= o.tokens:
+                n = step - since
+                row = {"step": step, "tokens": step * o.batch, "tokens_per_s": round(n * o.batch / (now - last_print))}
+                row |= {k: round(v / n, 4) for k, v in sums.items()} | {k: round(v, 4) for k, v in held_out().items()}
+                log.append(row)
+                note = "  ".join(f"{k} {v}" for k, v in row.items() if k != "step")
+                bar.update(task, completed=step * o.batch, note=note)
+                if bar.disable:
+                    print(f"{name} step {step} of {-(-o.tokens // o.batch)}: {note}", flush=True)
+                sums, since, last_print = {}, step, time.perf_counter()
+            else:
+                bar.update(task, completed=step * o.batch)
+            if now - last_save > o.save_every:
+                checkpoint(step)
+                last_save = now
+    checkpoint(step)
+    return log

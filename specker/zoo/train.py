@@ -1,0 +1,168 @@
+"""python -m specker.zoo.train: corpus, tokenizer, target, draft, diffusion, export; each stage is skipped when done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+
+from . import corpus, net as nets
+from .fit import FitOptions, Windows, fit
+from .net import LinearLoss, Net, NetConfig
+
+STAGES = ("corpus", "tokenizer", "target", "draft", "diffusion", "export")
+
+
+@dataclass(frozen=True)
+class Preset:
+    target: NetConfig
+    draft: NetConfig
+    diffusion: NetConfig
+    tokens: tuple[int, int, int]  # target, draft, diffusion
+    lr: tuple[float, float, float]
+    batch: int = 4096
+    lengths: tuple[tuple[float, int], ...] = ((0.7, 256), (0.9, 512), (1.0, 1024))  # (up to this fraction, window)
+    corpus_bytes: int | None = None
+    eval_every: int = 100
+
+
+PRESETS = {
+    "base": Preset(
+        NetConfig(256, 12, 4, 2, 704),
+        NetConfig(128, 2, 2, 1, 384),
+        NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
+        tokens=(28_000_000, 12_000_000, 12_000_000),
+        lr=(3e-3, 4e-3, 3e-3),
+    ),
+    "tiny": Preset(
+        NetConfig(64, 3, 2, 1, 128, vocab=512, head_dim=32),
+        NetConfig(32, 1, 1, 1, 64, vocab=512, head_dim=32),
+        NetConfig(32, 2, 2, 1, 64, vocab=512, head_dim=32, diffusion=True, eps=1e-6),
+        tokens=(16_384, 8_192, 8_192),
+        lr=(3e-3, 4e-3, 3e-3),
+        batch=512,
+        lengths=((0.7, 64), (1.0, 128)),
+        corpus_bytes=200_000,
+        eval_every=8,
+    ),
+}
+
+
+class Run:
+    """The options of one command and the compiled pieces they choose."""
+
+    def __init__(self, preset: Preset, work: Path, device: str, compiled: bool, seed: int, stop_after: int | None):
+        self.p, self.work, self.device, self.seed, self.stop_after = preset, work, device, seed, stop_after
+        self.compute = torch.float32 if preset is PRESETS["tiny"] else torch.bfloat16
+        self.compiled = compiled
+        self.ops = (nets._head_chunk, nets._head_chunk_kl)
+        if compiled:
+            torch._dynamo.config.recompile_limit = 64
+            self.ops = tuple(torch.compile(f, dynamic=False) for f in self.ops)
+
+    def net(self, c: NetConfig) -> Net:
+        torch.manual_seed(self.seed)
+        net = Net(c, self.compute).to(self.device)
+        if self.compiled:
+            for b in net.blocks:
+                b.forward = torch.compile(b.forward, dynamic=False)
+        return net
+
+    def head_loss(self, net: Net, hidden, label, scale, teacher=None, hard: float = 0.0):
+        """(sum of scale * loss, losses [T]) of the rows hidden [T,E]."""
+        chunk = 256 if self.device == "cpu" else 4096
+        return LinearLoss.apply(hidden, net.embed, label, scale, teacher, hard, self.ops, chunk)
+
+    def options(self, which: int, **more) -> FitOptions:
+        p = self.p
+        return FitOptions(p.tokens[which], p.batch, p.lr[which], self.seed, p.eval_every, stop_after=self.stop_after, **more)
+
+    def windows(self, split: str) -> Windows:
+        return Windows(np.load(self.work / f"{split}.npy", mmap_mode="r"), self.seed, self.device)
+
+    def length(self, done: float) -> int:
+        return next(n for upto, n in self.p.lengths if done < upto or upto == 1.0)
+
+
+def make_corpus(run: Run) -> None:
+    texts, held, record = corpus.collect(run.p.corpus_bytes)
+    (run.work / "texts.json").write_text(json.dumps({"train": texts, "held": held}))
+    corpus.write_json(run.work / "corpus.json", record)
+
+
+def make_tokenizer(run: Run) -> None:
+    texts = json.loads((run.work / "texts.json").read_text())
+    tok = corpus.train_tokenizer(texts["train"], run.p.target.vocab)
+    np.save(run.work / "train.npy", corpus.encode(tok, texts["train"]))
+    np.save(run.work / "held.npy", corpus.encode(tok, [t for _, t in texts["held"]]))
+    rows = corpus.prompts([tuple(x) for x in texts["held"]], tok)
+    (run.work / "heldout.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    tok.save(str(run.work / "tokenizer.json"))
+
+
+def train_target(run: Run) -> list[dict] | None:
+    """Cross-entropy after the last layer, plus LayerSkip: layer dropout and one rotating early exit a step."""
+    c, net, data, held = run.p.target, run.net(run.p.target), run.windows("train"), run.windows("held")
+    p_max, exit_scale = 0.1, 0.25
+    drop = [p_max * (2 ** (i / (c.layers - 1)) - 1) for i in range(c.layers)]  # rises exponentially, 0 at the first layer
+
+    def loss(step, done, rng):
+        n = run.length(done)
+        ids = data.batch(step, run.p.batch // n, n)
+        tap = step % (c.layers - 1)
+        skip = frozenset(i for i in range(c.layers) if i != tap and rng.random() < drop[i])
+        hidden, exits = net(ids[:, :-1], skip, (tap,))
+        hidden, early, label = hidden.flatten(0, 1), exits[0].flatten(0, 1), ids[:, 1:].flatten()
+        rows = torch.from_numpy(rng.permutation(len(label))[: len(label) // 4]).to(run.device)
+        weight = exit_scale * 2 * (tap + 1) / c.layers
+        scale = torch.full((len(label),), 1 / len(label), device=run.device)
+        total, losses = run.head_loss(net, hidden, label, scale)
+        extra, losses_early = run.head_loss(net, early[rows], label[rows], weight * 4 * scale[rows])
+        return total + extra, {"loss": losses.mean(), "exit": losses_early.mean()}
+
+    @torch.no_grad()
+    def held_out():
+        length, total, batches = min(512, c.context), 0.0, 4
+        for i in range(batches):
+            ids = held.batch(i, 8, length)
+            hidden = net(ids[:, :-1]).flatten(0, 1)
+            total += torch.cat([
+                torch.nn.functional.cross_entropy(net.logits(h).float(), y, reduction="none")
+                for h, y in zip(hidden.split(512), ids[:, 1:].flatten().split(512))
+            ]).mean().item()  # fmt: skip
+        return {"held_out": total / batches}
+
+    return fit("target", net, loss, held_out, run.options(0), run.work)
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="corpus, tokens and checkpoints")] = Path("~/.cache/specker/zoo"),
+    preset: Annotated[str, typer.Option(help=" or ".join(PRESETS))] = "base",
+    device: str = "cpu",
+    seed: int = 0,
+    target_tokens: Annotated[int, typer.Option(help="0: the preset's; a smaller number on resume starts the decay early")] = 0,
+    compile: Annotated[bool | None, typer.Option(help="default: where a C++ compiler or CUDA is found")] = None,
+    stop_after: Annotated[int | None, typer.Option(help="leave after this many steps of a model")] = None,
+    until: Annotated[str, typer.Option(help="last stage: " + ", ".join(STAGES))] = "export",
+) -> None:
+    p = PRESETS[preset]
+    p = replace(p, tokens=(target_tokens or p.tokens[0], *p.tokens[1:]))
+    compiled = compile if compile is not None else preset != "tiny" and (device != "cpu" or bool(shutil.which("g++")))
+    work = work.expanduser()
+    work.mkdir(parents=True, exist_ok=True)
+    run = Run(p, work, device, compiled, seed, stop_after)
+    if not (work / "corpus.json").exists():
+        make_corpus(run)
+    if not (work / "tokenizer.json").exists():
+        make_tokenizer(run)
+    train_target(run)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,197 @@
+"""Tiny random Hugging Face checkpoints, one for every architecture and option that the runtime reads.
+
+transformers' own classes write them and, through `oracle`, compute what they mean. The scales are chosen so that greedy
+text is not constant and that every weight, bias and norm changes the logits.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+# Context lengths for which a head of 16 has frequencies on all three sides of llama3's and yarn's boundaries.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama-mha", {"kv_heads": 4}),
+    ("llama-mqa", {"kv_heads": 1}),
+    ("llama-tied", {"tied": True}),
+    ("llama-head-dim", {"head_dim": 32}),
+    ("llama-attention-bias", {"attention_bias": True}),
+    ("llama-mlp-bias", {"mlp_bias": True}),
+    ("llama-all-biases", {"attention_bias": True, "mlp_bias": True, "tied": True}),
+    ("llama-odd", {"layers": 1, "hidden": 60, "heads": 3, "kv_heads": 3, "head_dim": 10, "ffn": 37, "vocab": 131}),
+    ("llama-linear", {"rope": LINEAR}),
+    ("llama-3.1", {"rope": LLAMA3}),
+    ("llama-3.1-old-file", {"rope": LLAMA3, "old_rope": True}),
+    ("llama-yarn", {"rope": YARN}),
+    ("llama-bfloat16", {"dtype": torch.bfloat16}),
+    ("llama-float16", {"dtype": torch.float16}),
+    ("llama-sharded", {"shards": 3}),
+    ("llama-base-model", {"tied": True, "prefix": False}),
+    ("llama-eps", {"rms_norm_eps": 1e-2}),
+    ("mistral", {"arch": "mistral"}),
+    ("mistral-head-dim", {"arch": "mistral", "head_dim": 8, "tied": True}),
+    ("mistral-window", {"arch": "mistral", "sliding_window": 256}),
+    ("qwen2", {"arch": "qwen2"}),
+    ("qwen2-tied", {"arch": "qwen2", "tied": True, "rope": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("qwen2-yarn", {"arch": "qwen2", "rope": YARN}),
+    ("qwen2-yarn-factor", {"arch": "qwen2", "rope": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0}}),
+    ("qwen2-window", {"arch": "qwen2", "use_sliding_window": True, "sliding_window": 256, "max_window_layers": 1}),
+    ("qwen3", {"arch": "qwen3"}),
+    ("qwen3-tied", {"arch": "qwen3", "tied": True, "head_dim": 32, "dtype": torch.bfloat16, "shards": 2}),
+    ("qwen3-attention-bias", {"arch": "qwen3", "attention_bias": True}),
+    ("dream", {"arch": "dream"}),
+    ("dream-old-file", {"arch": "dream", "rope": {"rope_type": "default", "rope_theta": 1e6}, "old_rope": True}),
+    ("dream-sharded", {"arch": "dream", "shards": 2, "kv_heads": 4}),
+]
+
+
+def make(
+    folder: Path,
+    arch: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shards: int = 1,
+    layers: int = 3,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    ffn: int = 96,
+    vocab: int = 128,
+    tied: bool = False,
+    rope: dict[str, Any] | None = None,
+    old_rope: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    max_context: int = 256,
+    prefix: bool = True,
+    eos: int | list[int] | None = None,
+    bos: int | None = None,
+    mask: int | None = None,
+    tokenizer: bool = False,
+    **more: Any,
+) -> Path:
+    """Write a random checkpoint into `folder` and return it.
+
+    `shards` is a lower bound on the number of files; `old_rope` writes RoPE as transformers 4 did (rope_theta and
+    rope_scaling); `prefix=False` saves the base model (no "model." in names, no head: with `tied` only); `mask` is the
+    mask token, the last id for Dream unless given; `tokenizer` adds a byte-level one (`vocab` becomes 320 at least);
+    `more` goes to transformers' config (sliding_window, layer_types, rms_norm_eps, ...).
+    """
+    vocab = max(vocab, 320) if tokenizer else vocab
+    mask = vocab - 1 if mask is None and arch == "dream" else mask
+    options = dict(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=ffn,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=tied,
+        rope_parameters=dict(rope or {"rope_type": "default", "rope_theta": 10000.0}),
+        eos_token_id=eos,
+        bos_token_id=bos,
+        **({"head_dim": head_dim} if head_dim * heads != hidden or arch == "qwen3" else {}),
+        **({"attention_bias": attention_bias} if arch in ("llama", "qwen3") else {}),
+        **({"mlp_bias": mlp_bias} if arch == "llama" else {}),
+        **({"sliding_window": None} if arch == "mistral" else {}),
+        **({} if mask is None else {"mask_token_id": mask}),
+    )
+    config = getattr(transformers, f"{FAMILIES[arch]}Config")(**{**options, **more})
+    model = getattr(transformers, f"{FAMILIES[arch]}ForCausalLM")(config).to(dtype)
+    randomize(model, seed)
+    saved = model if prefix else model.model
+    size = sum(p.numel() * p.element_size() for p in saved.parameters())
+    saved.save_pretrained(folder, max_shard_size=size // shards if shards > 1 else size * 2)
+    if arch == "dream":
+        edit(
+            folder,
+            model_type="Dream",
+            architectures=["DreamModel"],
+            auto_map={"AutoModel": "modeling_dream.DreamModel"},
+        )
+    if old_rope:
+        scaling = dict(options["rope_parameters"])
+        theta = scaling.pop("rope_theta")
+        plain = scaling["rope_type"] == "default"
+        edit(folder, rope_parameters=..., rope_theta=theta, rope_scaling=None if plain else scaling)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Projections keep the scale of their input times 1.2, norms are 1 +- 0.2, biases and embeddings 0.3."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if p.ndim == 1:
+            p.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
+        else:
+            p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[1] ** -0.5))
+
+
+def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
+    """Change keys of a JSON file in `folder`, creating it if need be; `...` deletes the key."""
+    path = folder / name
+    content = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+
+
+def byte_tokenizer() -> Any:
+    """Ids 0..255 are the byte alphabet; <|end|> 256 (eos), <|mask|> 257, <|begin|> 258 (bos); with a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|mask|>", "<|begin|>")])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|end|>", mask_token="<|mask|>", bos_token="<|begin|>"
+    )
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return fast
+
+
+def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' own model of the checkpoint, with eager attention. Dream is Qwen2: see `oracle_logits`."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    if json.loads((folder / "config.json").read_text())["model_type"] != "Dream":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    raw = json.loads((folder / "config.json").read_text())
+    config = Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
+    return Qwen2ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def oracle_logits(model: Any, ids: Tensor, *, bidirectional: bool = False) -> Tensor:
+    """Logits [T, V] of `ids` [T], with causal or all-to-all attention. Rows are not shifted."""
+    if not bidirectional:
+        return model(ids[None], use_cache=False).logits[0]
+    everything = torch.zeros(1, 1, len(ids), len(ids), dtype=model.dtype)  # added to the scores
+    return model(ids[None], attention_mask=everything, use_cache=False).logits[0]

@@ -1,0 +1,530 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from make_checkpoint import CASES, LLAMA3, edit, make, oracle
+
+from specker.runtime.checkpoint import ARCHITECTURES, Checkpoint, CheckpointError, load, read_config
+
+NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
+NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
+    return load(folder, dtype=dtype, device="cpu", **options)
+
+
+def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(ck.weights).items() if isinstance(value, torch.Tensor)}
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    folder = make(tmp_path, **options)
+    ck, model = read(folder), oracle(folder)
+    c, w, state = ck.config, ck.weights, model.state_dict()
+    used = set()
+
+    def stack(*parts: str) -> torch.Tensor | None:
+        """The fused pieces of all layers, from transformers' names; None where it has no such parameter."""
+        names = [[f"model.layers.{i}.{part}" for part in parts] for i in range(c.num_layers)]
+        if names[0][0] not in state:
+            return None
+        used.update(name for layer in names for name in layer)
+        return torch.stack([torch.cat([state[name] for name in layer]) for layer in names])
+
+    def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
+        assert (got is None) == (want is None)
+        assert got is None or (got.is_contiguous() and got.dtype == torch.float32 and torch.equal(got, want))
+
+    for field, suffix in (("", "weight"), ("_bias", "bias")):
+        qkv = stack(*(f"self_attn.{x}_proj.{suffix}" for x in "qkv"))
+        same(getattr(w, "qkv" + field), qkv)
+        same(getattr(w, "o" + field), stack(f"self_attn.o_proj.{suffix}"))
+        same(getattr(w, "gate_up" + field), stack(f"mlp.gate_proj.{suffix}", f"mlp.up_proj.{suffix}"))
+        same(getattr(w, "down" + field), stack(f"mlp.down_proj.{suffix}"))
+    same(w.q_norm, stack("self_attn.q_norm.weight"))
+    same(w.k_norm, stack("self_attn.k_norm.weight"))
+    same(w.norm_in, stack("input_layernorm.weight"))
+    same(w.norm_post, stack("post_attention_layernorm.weight"))
+    same(w.embed, state["model.embed_tokens.weight"])
+    same(w.norm, state["model.norm.weight"])
+    same(w.head, state["lm_head.weight"])
+    assert state.keys() - used == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert (w.head is w.embed) == c.tied == options.get("tied", False)
+    same(w.inv_freq, model.model.rotary_emb.inv_freq)
+    assert w.rope_scale == model.model.rotary_emb.attention_scaling
+
+    arch = options.get("arch", "llama")
+    assert c.architecture == NAMES[arch]
+    assert (c.qkv_bias, c.o_bias) == (w.qkv_bias is not None, w.o_bias is not None)
+    assert c.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
+    assert c.qk_norm == (w.q_norm is not None)
+    assert (c.causal, c.shifted_logits) == (arch != "dream", True)
+    assert c.mask_token_id == (127 if arch == "dream" else None)
+    hf = model.config
+    assert (c.vocab_size, c.hidden_size, c.num_layers) == (hf.vocab_size, hf.hidden_size, hf.num_hidden_layers)
+    assert (c.num_heads, c.num_kv_heads) == (hf.num_attention_heads, hf.num_key_value_heads)
+    assert c.head_dim == model.model.layers[0].self_attn.head_dim
+    assert (c.intermediate_size, c.rms_norm_eps) == (hf.intermediate_size, hf.rms_norm_eps)
+    assert c.max_context == 256
+    assert read_config(folder) == c
+
+
+def test_cases_cover_every_architecture() -> None:
+    assert {NAMES[options.get("arch", "llama")] for _, options in CASES} == set(ARCHITECTURES)
+
+
+def test_sharded_equals_single(tmp_path: Path) -> None:
+    one = make(tmp_path / "one", "qwen3", layers=4)
+    many = make(tmp_path / "many", "qwen3", layers=4, shards=4)
+    assert len(list(many.glob("*.safetensors"))) >= 4
+    a, b = tensors(read(one)), tensors(read(many))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("run", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(tmp_path: Path, stored: torch.dtype, run: torch.dtype) -> None:
+    ck = read(make(tmp_path, "qwen2", dtype=stored), run)
+    state = load_file(tmp_path / "model.safetensors")
+    gate, up = (torch.stack([state[f"model.layers.{i}.mlp.{x}_proj.weight"] for i in range(3)]) for x in ("gate", "up"))
+    assert torch.equal(ck.weights.gate_up, torch.cat([gate, up], 1).to(run))
+    assert torch.equal(ck.weights.embed, state["model.embed_tokens.weight"].to(run))
+    assert {t.dtype for name, t in tensors(ck).items() if name != "inv_freq"} == {run}
+    assert ck.weights.inv_freq.dtype == torch.float32
+
+
+def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor larger than a chunk, with a last chunk that is not full, and rows larger than a chunk."""
+    want = tensors(read(make(tmp_path)))
+    for chunk in (64 * 5, 7):
+        monkeypatch.setattr("specker.runtime.checkpoint.CHUNK", chunk)
+        got = tensors(read(tmp_path))
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+MEMORY = """
+import sys, threading, time
+import specker.runtime.checkpoint as checkpoint
+assert not {"transformers", "huggingface_hub", "safetensors"} & sys.modules.keys(), "imports must be lazy"
+import torch
+torch.set_num_threads(1)
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+def watch():
+    while running:
+        peaks.append(anonymous())
+        time.sleep(0.0005)
+
+plain_copy = checkpoint._copy
+def copy(target, source):
+    plain_copy(target, source)
+    peaks.append(anonymous())
+checkpoint._copy = copy
+
+tiny, *runs = sys.argv[1:]
+checkpoint.load(tiny, dtype=torch.float32, device="cpu")  # what is imported on use is not the weights' memory
+for run in runs:
+    folder, name = run.rsplit(":", 1)
+    running, peaks, before = True, [], anonymous()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    ck = checkpoint.load(folder, dtype=getattr(torch, name), device="cpu")
+    running = False
+    watcher.join()
+    size = sum({id(t): t.nbytes for t in vars(ck.weights).values() if isinstance(t, torch.Tensor)}.values())
+    print(size, max(peaks) - before)
+    del ck
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_stays_below_one_copy(tmp_path: Path) -> None:
+    """Anonymous memory while loading < 1.15 x the weights in the run's dtype. The mapped file does not count."""
+    big: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "head_dim": 64, "ffn": 1536, "vocab": 20000}
+    single = make(tmp_path / "single", dtype=torch.bfloat16, **big)
+    wide = make(tmp_path / "wide", dtype=torch.float32, shards=2, **big)
+    runs = [f"{single}:bfloat16", f"{single}:float32", f"{wide}:float32", f"{wide}:bfloat16"]
+    command = [sys.executable, "-c", MEMORY, str(make(tmp_path / "tiny")), *runs]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for run, line in zip(runs, done.stdout.splitlines(), strict=True):
+        size, peak = map(int, line.split())
+        assert size > 50e6
+        assert 0.9 * size < peak < 1.15 * size, f"{run.rsplit('/')[-1]}: {peak / size:.2f} x the weights"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", sorted(NAMES))
+def test_cuda_equals_cpu(tmp_path: Path, arch: str) -> None:
+    folder = make(tmp_path, arch, layers=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        cpu, cuda = tensors(read(folder, dtype)), tensors(load(folder, dtype=dtype, device="cuda"))
+        assert cpu.keys() == cuda.keys()
+        assert all(cuda[name].is_cuda and torch.equal(cuda[name].cpu(), cpu[name]) for name in cpu)
+
+
+def test_llama3_scaling_is_in_the_frequencies(tmp_path: Path) -> None:
+    scaled = read(make(tmp_path / "a", rope=LLAMA3)).weights.inv_freq
+    ratio = scaled / read(make(tmp_path / "b")).weights.inv_freq
+    assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / 8) and ((ratio > 0.13) & (ratio < 0.99)).any()
+
+
+def test_names_without_prefix_and_known_extras(tmp_path: Path) -> None:
+    """A base model's names, rotary buffers of old checkpoints, and the copy of a tied head are all harmless."""
+    want = tensors(read(make(tmp_path / "full", tied=True)))
+    folder = make(tmp_path / "base", tied=True, prefix=False)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    rewrite(folder, lambda s: s.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    rewrite(folder, lambda s: s.update({"lm_head.weight": s["embed_tokens.weight"].clone()}))
+    got = tensors(read(folder))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_bidirectional(tmp_path: Path, arch: str) -> None:
+    folder = make(tmp_path, arch, mask=5)
+    plain = read_config(folder)
+    assert (plain.causal, plain.shifted_logits, plain.mask_token_id) == (True, True, 5)
+    masked = read(folder, bidirectional=True).config
+    assert (masked.causal, masked.shifted_logits, masked.mask_token_id) == (False, False, 5)
+
+
+def test_dream_is_bidirectional_and_shifted_whether_asked_or_not(tmp_path: Path) -> None:
+    folder = make(tmp_path, "dream", mask=0)
+    assert read_config(folder, bidirectional=True) == read_config(folder)
+    c = read_config(folder)
+    assert (c.causal, c.shifted_logits, c.mask_token_id) == (False, True, 0)
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"arch": "mistral", "sliding_window": 100},
+    {"arch": "qwen2", "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1},
+    {"arch": "qwen3", "use_sliding_window": True, "sliding_window": 100, "layer_types": ["sliding_attention"] * 3},
+]
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=lambda options: options["arch"])
+def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = make(tmp_path, **options)
+    assert read(folder, max_context=100).config.max_context == 100
+    for context in (None, 101):
+        with pytest.raises(CheckpointError, match=r"sliding window of 100.* --max-context 100 or less"):
+            read(folder, max_context=context)
+
+
+def test_a_window_that_no_layer_uses_is_accepted(tmp_path: Path) -> None:
+    """Qwen2.5 checkpoints carry sliding_window with use_sliding_window false; Llama has none whatever the file says."""
+    assert read_config(make(tmp_path / "a", "qwen2", sliding_window=100)).max_context == 256
+    folder = make(tmp_path / "b", "qwen2", use_sliding_window=True, sliding_window=100, max_window_layers=3)
+    assert read_config(folder).max_context == 256
+
+
+def test_eos_ids_are_a_union(tmp_path: Path) -> None:
+    folder = make(tmp_path, eos=7, bos=1, tokenizer=True)
+    edit(folder, "generation_config.json", eos_token_id=[9, 7, 3])
+    c = read_config(folder)
+    assert c.eos_ids == (3, 7, 9, 256) and c.bos_id == 1  # 256 is the tokenizer's <|end|>
+    edit(folder, eos_token_id=[11, 12])
+    (folder / "generation_config.json").unlink()
+    assert read_config(folder).eos_ids == (11, 12, 256)
+    table = {"300": {"content": "<|stop|>"}, "301": {"content": "<|other|>"}}
+    edit(folder, "tokenizer_config.json", eos_token={"content": "<|stop|>"}, added_tokens_decoder=table)
+    assert read_config(folder).eos_ids == (11, 12, 300)
+
+
+def test_eos_ids_may_be_empty(tmp_path: Path) -> None:
+    """transformers' Llama config would say 2 (and 1 for bos) where the file says nothing."""
+    folder = make(tmp_path)
+    edit(folder, eos_token_id=..., bos_token_id=...)
+    assert read_config(folder).eos_ids == () and read_config(folder).bos_id is None
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "dream"])
+def test_tokenizer(tmp_path: Path, arch: str) -> None:
+    ck = read(make(tmp_path, arch, tokenizer=True))
+    text = "Naïve café, 3 tabs\t\n"
+    ids = ck.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text.encode()) and ck.tokenizer.decode(ids) == text
+    assert ck.tokenizer is ck.tokenizer and ck.tokenizer.eos_token_id == 256
+    chat = ck.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "user: hi\nassistant: "
+
+
+def test_tokenizer_absent_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer .*copy it there or pass token ids"):
+        _ = read(make(tmp_path)).tokenizer
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .* cannot be read"):
+        _ = read(tmp_path).tokenizer
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Apply `change` to the tensors of model.safetensors."""
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors")
+
+
+SUPPORTED = ", ".join(ARCHITECTURES)
+CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id, edits, options of read_config, message
+    ("activation", {"hidden_act": "gelu"}, {}, "hidden_act 'gelu' is not supported; only 'silu'"),
+    (
+        "gemma",
+        {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
+        {},
+        f"architecture Gemma2ForCausalLM is not supported; supported: {SUPPORTED}",
+    ),
+    ("moe", {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, {}, "Qwen3MoeForCausalLM is not"),
+    ("vision", {"architectures": ["Qwen2VLForConditionalGeneration"]}, {}, "Qwen2VLForConditionalGeneration is not"),
+    ("classifier", {"architectures": ["LlamaForSequenceClassification"]}, {}, "LlamaForSequenceClassification is not"),
+    ("type-mismatch", {"model_type": "qwen2"}, {}, "LlamaForCausalLM with model_type 'qwen2' is not supported"),
+    (
+        "no-names",
+        {"architectures": ..., "model_type": "bert"},
+        {},
+        "architecture of model_type 'bert' is not supported",
+    ),
+    (
+        "quantised",
+        {"quantization_config": {"quant_method": "gptq"}},
+        {},
+        r"quantised weights \(gptq\) are not supported",
+    ),
+    ("heads", {"num_key_value_heads": 3}, {}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
+    ("odd-head", {"head_dim": 3}, {}, "head_dim 3 even"),
+    ("types", {"hidden_size": "large"}, {}, "config.json is not a valid LlamaForCausalLM config"),
+    ("context-long", {}, {"max_context": 257}, "between 1 and .*max_position_embeddings 256; got 257"),
+    ("context-zero", {}, {"max_context": 0}, "between 1 and .*; got 0"),
+    (
+        "rope-dynamic",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {},
+        "rope type 'dynamic' is not supported; supported: default, linear, llama3, yarn",
+    ),
+    (
+        "rope-longrope-old-file",
+        {
+            "rope_parameters": ...,
+            "rope_theta": 1e4,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+        },
+        {},
+        "rope type 'longrope' is not supported",
+    ),
+    ("rope-unknown", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, {}, "rope type 'spiral' is not"),
+    (
+        "rope-partial",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {},
+        "partial_rotary_factor 0.5 is not supported",
+    ),
+    (
+        "rope-lacks-factor",
+        {"rope_parameters": {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}},
+        {},
+        "config.json.*high_freq_factor",
+    ),
+    ("bidirectional", {"mask_token_id": 5}, {"bidirectional": True}, "LlamaForCausalLM cannot be bidirectional"),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A Llama checkpoint to spoil."""
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("edits", "options", "message"), [row[1:] for row in CONFIG_REFUSALS], ids=[row[0] for row in CONFIG_REFUSALS]
+)
+def test_config_refusals(folder: Path, edits: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    edit(folder, **edits)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_config(folder, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "dream"])
+@pytest.mark.parametrize("mask", [None, 128, -1, "<mask>"])
+def test_a_diffusion_model_needs_a_mask_token(tmp_path: Path, arch: str, mask: Any) -> None:
+    edit(make(tmp_path, arch), mask_token_id=mask)
+    with pytest.raises(CheckpointError, match=f"a bidirectional {NAMES[arch]} needs mask_token_id .*; it is {mask}"):
+        read(tmp_path, bidirectional=True)
+
+
+def test_dream_cannot_be_causal(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="DreamModel is always bidirectional"):
+        read(make(tmp_path, "dream"), bidirectional=False)
+
+
+def test_layer_types(tmp_path: Path) -> None:
+    edit(make(tmp_path, "qwen3"), layer_types=["full_attention", "chunked_attention", "full_attention"])
+    with pytest.raises(CheckpointError, match="layer_types chunked_attention, full_attention are not supported"):
+        read(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    edit(tmp_path, layer_types=["full_attention"] * 3, rope_parameters={"full_attention": rope})
+    with pytest.raises(CheckpointError, match=r"RoPE that differs by layer type \(full_attention\) is not supported"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", None, "has no config.json; give a checkpoint's folder"),
+        ("config.json", "{'a': 1}", "config.json is not valid JSON .*download it again"),
+        ("config.json", "[]", "config.json must hold a JSON object"),
+        ("model.safetensors", None, "has no model.safetensors and no model.safetensors.index.json"),
+        ("model.safetensors", "", "model.safetensors is corrupt or truncated .*download it again"),
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n" * 4, "corrupt or truncated"),
+    ],
+)
+def test_spoilt_files(folder: Path, name: str, text: str | None, message: str) -> None:
+    (folder / name).unlink()
+    if text is not None:
+        (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read(folder)
+
+
+def test_truncated_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is corrupt or truncated \(SafetensorError.*again"
+    ) as caught:
+        read(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_pytorch_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"has only pytorch_model.bin; convert it"):
+        read(folder)
+
+
+def test_index_that_does_not_fit(tmp_path: Path) -> None:
+    make(tmp_path, shards=3)
+    (tmp_path / "model-00002-of-00004.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"index.json names model-00002-of-00004.safetensors, which is not in"):
+        read(tmp_path)
+    edit(tmp_path, "model.safetensors.index.json", weight_map=...)
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        read(tmp_path)
+
+
+Q, EMBED, HEAD = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+TENSOR_REFUSALS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = [
+    ("missing", lambda s: s.pop(Q), f"lacks {Q}, which config.json calls for"),
+    ("missing-two", lambda s: (s.pop(Q), s.pop("model.norm.weight")), f"lacks {Q} and 1 more"),
+    ("missing-head", lambda s: s.pop(HEAD), f"lacks {HEAD}, .*or set tie_word_embeddings"),
+    ("shape", lambda s: s.update({Q: torch.zeros(64, 63)}), rf"{Q} has shape \(64, 63\), .* makes it \(64, 64\);"),
+    ("dims", lambda s: s.update({Q: torch.zeros(64)}), rf"{Q} has shape \(64,\), .* makes it \(64, 64\);"),
+    (
+        "vocab",
+        lambda s: s.update({EMBED: torch.zeros(130, 64)}),
+        rf"{EMBED} has shape \(130, 64\), .*\(vocab_size 128\)",
+    ),
+    (
+        "extra",
+        lambda s: s.update({"model.x.bias": torch.zeros(1)}),
+        "has model.x.bias, which LlamaForCausalLM .* not use",
+    ),
+    ("integer", lambda s: s.update({Q: s[Q].to(torch.int8)}), f"{Q} is stored as I8: quantised weights"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [row[1:] for row in TENSOR_REFUSALS], ids=[row[0] for row in TENSOR_REFUSALS]
+)
+def test_tensor_refusals(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str) -> None:
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        read(folder)
+
+
+def test_layers_and_biases_that_config_does_not_mention(folder: Path) -> None:
+    edit(folder, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.2\..* with this config.json does not use"):
+        read(folder)
+    edit(folder, num_hidden_layers=3, attention_bias=True)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.self_attn\.q_proj\.bias and 11 more"):
+        read(folder)
+
+
+def test_tied_head_that_differs(folder: Path) -> None:
+    edit(folder, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from embed_tokens.weight .*set it to false"):
+        read(folder)
+
+
+def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in (tmp_path / "absent", str(tmp_path / "absent"), "no-such-folder", "a/b/c", tmp_path / "org" / "name"):
+        with pytest.raises(CheckpointError, match=r"there is no folder .*; give a checkpoint's folder or a hub id"):
+            read_config(source)
+    (tmp_path / "weights.bin").write_text("")
+    with pytest.raises(CheckpointError, match=r"weights\.bin is a file; give the checkpoint's folder"):
+        read_config(tmp_path / "weights.bin")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(
+        CheckpointError, match="org/name is not a folder here and could not be had from the hub"
+    ) as caught:
+        load("org/name", dtype=torch.float32, device="cpu")
+    assert "\n" not in str(caught.value) and "check the name, the network" in str(caught.value)
+
+
+def test_hub_download_takes_what_is_needed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"]
+    files += ["chat_template.jinja", "model.safetensors.index.json"]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    rest = ["consolidated.safetensors", "original/model.safetensors", "onnx/config.json", "pytorch_model.bin", "a.gguf"]
+    taken: list[list[str]] = []
+
+    def download(name: str, **patterns: Any) -> str:
+        assert name == "org/name"
+        taken.append(list(filter_repo_objects(files + shards + rest, **patterns)))
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert read_config("org/name") == read_config(llama)
+    assert load("org/name", dtype=torch.float32, device="cpu").folder == llama
+    assert taken == [files, files + shards]
+
+
+def test_dtype_and_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"dtype must be one of torch\.float32, .*; got torch\.int8"):
+        read(folder, torch.int8)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(CheckpointError, match="device cuda was asked for but torch sees no GPU; use cpu"):
+        load(folder, dtype=torch.float32, device="cuda")

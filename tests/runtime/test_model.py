@@ -1,0 +1,150 @@
+"""The decoder against transformers' own models, in float64: prefill, decoding, a verify pass, taps and layer slices."""
+
+import dataclasses
+
+import pytest
+import torch
+from make_checkpoint import CASES, make, oracle, oracle_logits
+from torch import Tensor
+
+from specker.runtime.cache import KVCache
+from specker.runtime.checkpoint import load
+from specker.runtime.draft import Draft
+from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.verify import verify
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def float64_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes RMSNorm and softmax in float32 whatever the dtype; an oracle to 1e-9 must not."""
+    import transformers.models as models
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    for family, module in [
+        ("Llama", models.llama),
+        ("Mistral", models.mistral),
+        ("Qwen2", models.qwen2),
+        ("Qwen3", models.qwen3),
+    ]:
+        modeling = getattr(module, f"modeling_{family.lower()}")
+        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", norm)
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+
+
+def build(folder, page_size=16, permute=False, **kwargs):
+    make(folder, **kwargs)
+    model = Model(load(folder, dtype=F64, device="cpu"))
+    capacity = model.config.max_context
+    pages = torch.randperm(-(-capacity // page_size), generator=torch.Generator().manual_seed(1)) if permute else None
+    cache = KVCache(model.config, capacity, dtype=F64, device="cpu", page_size=page_size, pages=pages)
+    cache.k.fill_(float("nan"))  # nothing that was not written may be read
+    cache.v.fill_(float("nan"))
+    return model, cache
+
+
+def tokens_of(model: Model, count: int) -> list[int]:
+    return torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+@pytest.mark.parametrize(("name", "kwargs"), CASES, ids=[name for name, _ in CASES])
+def test_logits_equal_transformers(tmp_path, name, kwargs):
+    model, cache = build(tmp_path, **kwargs)
+    ids = tokens_of(model, 40)
+    expected = oracle_logits(oracle(tmp_path, F64), torch.tensor(ids), bidirectional=not model.config.causal)
+    if not model.config.causal:  # all rows see all: one window of every column
+        words = torch.full((40, 1), (1 << 40) - 1, dtype=torch.int64)
+        rows = dataclasses.replace(chain_rows(model, cache, 40), ancestors=words)
+        got = model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(ids))).hidden)
+        assert (got - expected).abs().max() < 1e-9
+        return
+    prefill(model, cache, ids[:17])
+    got = []
+    for token in ids[17:30]:  # one row at a time
+        logits, positions = verify(model, cache, token, Draft.empty())
+        assert positions.tolist() == [cache.exact_len]
+        cache.commit([0])
+        got.append(logits)
+    logits, _ = verify(model, cache, ids[30], Draft.chain(torch.tensor(ids[31:])))  # and ten at once
+    got.append(logits)
+    assert (torch.cat(got) - expected[17:]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_tree_branches_equal_their_chains(tmp_path, arch):
+    model, cache = build(tmp_path, permute=True, page_size=4, arch=arch)
+    ids = tokens_of(model, 14)
+    parents = [0, 0, 1, 1, 2, 3, 5, 0, 8]
+    draft = Draft(torch.tensor(ids[5:]), torch.tensor(parents))
+    prefill(model, cache, ids[:4])
+    tree, positions = verify(model, cache, ids[4], draft)
+    for row in range(len(draft) + 1):
+        path = [row]
+        while path[0] > 0:
+            path.insert(0, parents[path[0] - 1])
+        chain = Draft.chain(draft.tokens[[r - 1 for r in path[1:]]])
+        logits, chain_positions = verify(model, cache, ids[4], chain)
+        assert positions[row] == chain_positions[-1]
+        assert (tree[row] - logits[-1]).abs().max() < 1e-11
+        verify(model, cache, ids[4], draft)
+
+
+def test_commit_keeps_what_a_sequential_pass_writes(tmp_path):
+    model, cache = build(tmp_path, permute=True, page_size=4)
+    ids = tokens_of(model, 12)
+    prefill(model, cache, ids[:6])
+    verify(model, cache, ids[6], Draft(torch.tensor([9, ids[7], 3, ids[8]]), torch.tensor([0, 0, 1, 2])))
+    cache.commit([0, 2, 4])
+    cache.check(committed=10)
+    _, straight = build(tmp_path, page_size=4)
+    prefill(model, straight, ids[:9])
+    for ours, theirs in ((cache.k, straight.k), (cache.v, straight.v)):
+        a = ours.flatten(1, 2)[:, cache.slot_of[:9]]
+        b = theirs.flatten(1, 2)[:, straight.slot_of[:9]]
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_layer_slices_and_taps_compose(tmp_path):
+    model, cache = build(tmp_path)
+    ids = tokens_of(model, 9)
+    prefill(model, cache, ids[:5])
+    rows = chain_rows(model, cache, 4)
+    x = model.embed_tokens(torch.tensor(ids[5:]))
+    whole = forward(model, cache, rows, x, taps=(0, 1, 3))
+    assert torch.equal(whole.taps[0], x) and torch.equal(whole.taps[3], whole.hidden)
+    first = forward(model, cache, rows, x, layers=slice(0, 1))
+    assert torch.equal(first.hidden, whole.taps[1])
+    rest = forward(model, cache, rows, first.hidden, layers=slice(1, None))
+    assert torch.equal(rest.hidden, whole.hidden)
+    # A late slice over the last row alone, as a self-speculative verify runs the first layers.
+    assert forward(model, cache, rows, x, layers=slice(0, 0)).hidden is x
+
+
+def test_prefill_chunks_do_not_matter(tmp_path, monkeypatch):
+    model, cache = build(tmp_path)
+    ids = tokens_of(model, 30)
+    prefill(model, cache, ids)
+    whole = [cache.k.flatten(1, 2)[:, :30].clone(), cache.v.flatten(1, 2)[:, :30].clone()]
+    monkeypatch.setattr("specker.runtime.model.PREFILL_CHUNK", 7)
+    cache.truncate(0)
+    prefill(model, cache, ids)
+    for ours, theirs in zip((cache.k, cache.v), whole, strict=True):
+        assert (ours.flatten(1, 2)[:, :30] - theirs).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_greedy_equals_transformers_generate(tmp_path, arch):
+    import specker
+
+    make(tmp_path, arch, max_context=320, layers=2)
+    prompt = tokens_of(Model(load(tmp_path, dtype=F64, device="cpu")), 8)
+    out = specker.load(tmp_path, strategy="ar", dtype="float64").generate(prompt, max_new_tokens=264)
+    reference = oracle(tmp_path, F64).generate(
+        torch.tensor([prompt]), max_new_tokens=264, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert out.tokens == reference[0, 8:].tolist()
+    assert len(set(out.tokens)) > 10

@@ -1,0 +1,133 @@
+"""The promise: with the same seed every strategy emits the tokens of plain decoding, at temperature 0 and above."""
+
+import itertools
+
+import pytest
+import torch
+from make_checkpoint import make
+
+import specker
+
+# A draft that is the target but for a little noise agrees often and errs often, so that every path is walked.
+DRAFTS = {"chain-1": {"draft_tokens": 1}, "chain-5": {"draft_tokens": 5}, "tree-3x4": {"tree": "3x4"}}
+CAPPED = {"tree-4x3-cap-7": {"tree": "4x3", "draft_tokens": 7}, "wide": {"tree": "8x1"}, "deep": {"tree": "22x3"}}
+SAMPLING = {
+    "greedy": {},
+    "T0.7": {"temperature": 0.7},
+    "T1": {"temperature": 1.0, "seed": 3},
+    "T1-top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
+}
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """arch -> (target, draft): the draft is the target with its weights perturbed."""
+    from safetensors.torch import load_file, save_file
+
+    made = {}
+    for arch in ARCHITECTURES:
+        target = make(tmp_path_factory.mktemp(arch), arch, layers=2, max_context=192)
+        draft = make(tmp_path_factory.mktemp(arch + "-draft"), arch, layers=2, max_context=192)
+        weights = load_file(target / "model.safetensors")
+        generator = torch.Generator().manual_seed(7)
+        for name, w in weights.items():
+            weights[name] = w + 0.15 * w.std().nan_to_num() * torch.randn(w.shape, generator=generator)
+        save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+        made[arch] = target, draft
+    return made
+
+
+def engines(pair, **options):
+    target, draft = pair
+    plain = specker.load(target, strategy="ar", dtype="float64", page_size=16)
+    return plain, specker.load(target, draft, strategy="draft", dtype="float64", page_size=16, **options)
+
+
+CASES = [
+    *itertools.product(["llama"], {**DRAFTS, **CAPPED}, SAMPLING),
+    *itertools.product(ARCHITECTURES[1:], ["chain-5", "tree-3x4"], ["greedy", "T0.7"]),
+]
+
+
+@pytest.mark.parametrize(("arch", "shape", "how"), CASES, ids=["-".join(case) for case in CASES])
+def test_tokens_equal_plain_decoding(pairs, arch, shape, how):
+    plain, fast = engines(pairs[arch], **{**DRAFTS, **CAPPED}[shape])
+    accepted = 0
+    for prompt in ([5, 9, 40], [1], list(range(3, 90))):
+        expected = plain.generate(prompt, max_new_tokens=60, **SAMPLING[how])
+        got = fast.generate(prompt, max_new_tokens=60, **SAMPLING[how])
+        assert got.tokens == expected.tokens
+        assert got.stats.tokens == len(got.tokens) == got.stats.accepted + got.stats.rounds
+        accepted += got.stats.accepted
+        assert got.stats.accepted < got.stats.drafted, "the draft never erred: this proves little"
+    assert accepted > 0, "nothing was ever accepted: this proves little"
+
+
+def test_every_step_leaves_the_caches_sound(pairs, monkeypatch):
+    """Invariants after each round: the target holds all committed tokens but the root; the drafter's exact columns
+    hold what a sequential pass over the committed tokens writes."""
+    from specker.runtime import loop
+    from specker.runtime.cache import KVCache
+    from specker.runtime.model import prefill
+
+    _, fast = engines(pairs["llama"], tree="3x4")
+    step = loop.step
+
+    def checked(ctx):
+        taken = step(ctx)
+        ctx.cache.check(committed=len(ctx.committed))
+        ctx.drafter.cache.check()
+        for model, cache in ((ctx.target, ctx.cache), (ctx.drafter.model, ctx.drafter.cache)):
+            assert cache.exact_len <= len(ctx.committed)
+            fresh = KVCache(model.config, cache.capacity, dtype=model.dtype, device="cpu", page_size=16)
+            prefill(model, fresh, ctx.committed[: cache.exact_len])
+            for ours, theirs in ((cache.k, fresh.k), (cache.v, fresh.v)):
+                a, b = (c.flatten(1, 2)[:, : cache.exact_len] for c in (ours, theirs))
+                assert (a - b).abs().max() < 1e-12
+        return taken
+
+    monkeypatch.setattr(loop, "step", checked)
+    fast.generate([5, 9, 40], max_new_tokens=40)
+    fast.generate([5, 9, 40], max_new_tokens=40, temperature=0.7)
+
+
+def test_stop_id_inside_an_accepted_path_ends_the_text(pairs):
+    plain, fast = engines(pairs["llama"], draft_tokens=5)
+    free = plain.generate([5, 9, 40], max_new_tokens=60).tokens
+    for stop in dict.fromkeys(free[3:12]):
+        eos = (stop,)
+        for engine in (plain, fast):
+            object.__setattr__(engine.target.config, "eos_ids", eos)
+        expected, got = (engine.generate([5, 9, 40], max_new_tokens=60) for engine in (plain, fast))
+        assert expected.tokens == free[: free.index(stop) + 1] == got.tokens
+        assert expected.finished == got.finished == "stop"
+
+
+@pytest.mark.parametrize("count", range(1, 14))
+def test_max_new_tokens_in_mid_draft(pairs, count):
+    plain, fast = engines(pairs["llama"], draft_tokens=5)
+    got = fast.generate([5, 9, 40], max_new_tokens=count)
+    assert got.tokens == plain.generate([5, 9, 40], max_new_tokens=count).tokens and len(got.tokens) == count
+    assert got.finished == "length"
+
+
+@pytest.mark.parametrize("shape", [*DRAFTS, "deep"])
+def test_the_context_ends_decoding(pairs, shape):
+    plain, fast = engines(pairs["llama"], **{**DRAFTS, **CAPPED}[shape])
+    prompt = [k % 100 for k in range(170)]
+    expected = plain.generate(prompt, max_new_tokens=500)
+    assert fast.generate(prompt, max_new_tokens=500).tokens == expected.tokens
+    assert len(expected.tokens) == 192 - 170
+
+
+def test_a_draft_with_a_shorter_context_stops_drafting(pairs, tmp_path):
+    target, _ = pairs["llama"]
+    short = make(tmp_path, "llama", layers=1, max_context=32)
+    plain = specker.load(target, strategy="ar", dtype="float64")
+    for shape in ({"draft_tokens": 4}, {"tree": "2x4"}):
+        fast = specker.load(target, short, dtype="float64", **shape)
+        for prompt in ([5, 9, 40], list(range(40)), list(range(100))):
+            got = fast.generate(prompt, max_new_tokens=60)
+            assert got.tokens == plain.generate(prompt, max_new_tokens=60).tokens
+        assert got.stats.drafted == 0  # the last prompt alone is longer than the draft's context
