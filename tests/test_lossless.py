@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 from make_checkpoint import make
+from pairs import perturbed
 
 import specker
 
-# A draft that is the target but for a little noise agrees often and errs often, so that every path is walked.
 DRAFTS = {"chain-1": {"draft_tokens": 1}, "chain-5": {"draft_tokens": 5}, "tree-3x4": {"tree": "3x4"}}
 CAPPED = {"tree-4x3-cap-7": {"tree": "4x3", "draft_tokens": 7}, "wide": {"tree": "8x1"}, "deep": {"tree": "22x3"}}
 SAMPLING = {
@@ -22,19 +22,11 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """arch -> (target, draft): the draft is the target with its weights perturbed."""
-    from safetensors.torch import load_file, save_file
-
+    """arch -> (target, draft)."""
     made = {}
     for arch in ARCHITECTURES:
         target = make(tmp_path_factory.mktemp(arch), arch, layers=2, max_context=192)
-        draft = make(tmp_path_factory.mktemp(arch + "-draft"), arch, layers=2, max_context=192)
-        weights = load_file(target / "model.safetensors")
-        generator = torch.Generator().manual_seed(7)
-        for name, w in weights.items():
-            weights[name] = w + 0.15 * w.std().nan_to_num() * torch.randn(w.shape, generator=generator)
-        save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
-        made[arch] = target, draft
+        made[arch] = target, perturbed(target, tmp_path_factory.mktemp(arch + "-draft"))
     return made
 
 

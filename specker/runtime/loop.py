@@ -81,7 +81,7 @@ def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], 
     while len(ctx.committed) < ctx.limit:
         taken = step(ctx)
         tokens = taken.tokens
-        stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
+        stop = _first_stop(tokens, stop_ids)
         if stop is not None:
             tokens = tokens[: stop + 1]
         accepted = min(len(taken.path) - 1, len(tokens))
@@ -89,6 +89,10 @@ def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], 
         yield tokens, accepted
         if stop is not None:
             return
+
+
+def _first_stop(tokens: list[int], stop_ids: frozenset[int]) -> int | None:
+    return next((i for i, token in enumerate(tokens) if token in stop_ids), None)
 
 
 def _propose(ctx: Context) -> Draft:

@@ -1,0 +1,211 @@
+"""Ten bugs that speculative decoders have had, each injected here, each caught by a named check.
+
+A check passes on the code as it is and fails under its bug. The truth is independent of the runtime: transformers'
+model, recomputed from scratch for every token, and the sampling formula written out in this file.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from make_checkpoint import make, oracle
+from pairs import perturbed
+
+import specker
+from specker.config import Sampling
+from specker.kernels.noise import gumbel
+from specker.runtime import autoregressive, head, loop, verify
+from specker.runtime.autoregressive import AutoregressiveDrafter
+from specker.runtime.cache import KVCache
+from specker.runtime.draft import Draft
+from specker.runtime.head import Head
+
+PROMPT, COUNT = [5, 9, 40, 77], 24
+HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}
+
+
+def truth(model, sampling: dict) -> list[int]:
+    """Plain decoding, the slow way."""
+    s, ids = Sampling(**sampling), list(PROMPT)
+    for _ in range(COUNT):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        if s.temperature > 0:
+            p, order = (logits / s.temperature).softmax(0).sort(descending=True)
+            inside = p.cumsum(0) - p < s.top_p
+            noise = gumbel(s.seed, torch.tensor([len(ids) - 1]), len(logits))[0]
+            kept = order[inside]
+            ids.append(int(kept[(p[inside].log() + noise[kept]).argmax()]))
+        else:
+            ids.append(int(logits.argmax()))
+    return ids[len(PROMPT) :]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    target = make(tmp_path_factory.mktemp("target"), layers=2)
+    draft = perturbed(target, tmp_path_factory.mktemp("draft"))
+    model = oracle(target, torch.float64)
+    return {"target": target, "draft": draft, "greedy": truth(model, {}), "hot": truth(model, HOT)}
+
+
+def engine(world, draft="draft", **options):
+    return specker.load(world["target"], world[draft], dtype="float64", page_size=8, **options)
+
+
+def greedy_tree_tokens(world):
+    assert engine(world, tree="3x3").generate(PROMPT, COUNT).tokens == world["greedy"]
+
+
+def sampled_chain_tokens(world):
+    assert engine(world, draft_tokens=4).generate(PROMPT, COUNT, **HOT).tokens == world["hot"]
+
+
+def second_request_equals_first(world):
+    chain = engine(world, draft_tokens=4)
+    for _ in range(2):
+        assert chain.generate(PROMPT, COUNT).tokens == world["greedy"]
+
+
+def perfect_draft_is_always_accepted(world):
+    stats = engine(world, draft="target", tree="8x2").generate(PROMPT, COUNT).stats
+    assert stats.rounds == COUNT // 3
+
+
+def drafter_cache_is_exact(world):
+    fast = engine(world, tree="3x3")
+    fast.generate(PROMPT, COUNT)
+    drafter = fast._drafter
+    length = drafter.cache.exact_len
+    ids = torch.tensor(PROMPT + world["greedy"])[:length]
+    fresh = KVCache(drafter.model.config, length, dtype=torch.float64, device="cpu")
+    autoregressive.prefill(drafter.model, fresh, ids.tolist())
+    ours = drafter.cache.k.flatten(1, 2)[:, drafter.cache.slot_of[:length]]
+    assert (ours - fresh.k.flatten(1, 2)[:, :length]).abs().max() < 1e-12
+
+
+def stop_ends_the_text(world):
+    fast = engine(world, draft="target", draft_tokens=5)
+    stop = world["greedy"][2]  # the third token of the first accepted path
+    fast.target = dataclasses.replace(fast.target, config=dataclasses.replace(fast.target.config, eos_ids=(stop,)))
+    assert fast.generate(PROMPT, COUNT).tokens == world["greedy"][: world["greedy"].index(stop) + 1]
+
+
+def trimmed_head_speaks_full_ids(world):
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = torch.randn(12, 8, generator=generator), torch.randn(2, 8, generator=generator)
+    ids = torch.arange(12) * 2 + 1
+    got, _ = Head(weight, torch.ones(8), 1e-6, ids).candidates(hidden, 1, Sampling(), torch.arange(2))
+    assert got[:, 0].tolist() == ids[(hidden @ weight.T).argmax(1)].tolist()
+
+
+def root_off_by_one(patch):
+    original = loop.verify
+    patch.setattr(loop, "verify", lambda model, cache, root, draft: original(model, cache, root - 1, draft))
+
+
+def stale_kv_after_rejected_draft(patch):
+    def observe(self, path):  # counts accepted rows, though a tree's may stand in another's column
+        self.cache.exact_len += min(self._forwarded, len(path) - 1)
+
+    patch.setattr(AutoregressiveDrafter, "observe", observe)
+
+
+def commit_of_the_wrong_branch(patch):
+    original = KVCache.commit
+
+    def commit(self, path):
+        original(self, path)
+        if path[-1] != len(path) - 1:
+            wrong = self.slot_of[self.exact_len - 1 : self.exact_len]
+            for cache in (self.k, self.v):
+                rows = cache.view(cache.shape[0], -1, *cache.shape[3:])
+                rows[:, wrong] = rows[:, self.slot_of[self.exact_len : self.exact_len + 1]]
+
+    patch.setattr(KVCache, "commit", commit)
+
+
+def noise_keyed_by_row(patch):
+    original = loop.sample_rows
+    patch.setattr(loop, "sample_rows", lambda z, *rest: original(z, *rest[:-1], torch.arange(len(z))))
+
+
+def id_map_applied_twice(patch):
+    original = head.vocab_topk
+
+    def twice(hidden, weight, token_ids, *rest):
+        ids, scores, lse = original(hidden, weight, token_ids, *rest)
+        return token_ids[ids % len(token_ids)], scores, lse
+
+    patch.setattr(head, "vocab_topk", twice)
+
+
+def missing_mask_bit(patch):
+    original = verify.ancestor_words
+
+    def missing(parents):
+        words = original(parents)
+        words[1:] &= ~1  # nobody sees the root
+        return words
+
+    patch.setattr(verify, "ancestor_words", missing)
+
+
+def sibling_order_swapped(patch):
+    original = AutoregressiveDrafter._tree
+
+    def swapped(self, *args):
+        draft = original(self, *args)
+        tokens = draft.tokens.clone()
+        tokens[0], tokens[1] = draft.tokens[1], draft.tokens[0]
+        return Draft(tokens, draft.parents)
+
+    patch.setattr(AutoregressiveDrafter, "_tree", swapped)
+
+
+def stop_ignored_inside_a_path(patch):
+    patch.setattr(loop, "_first_stop", lambda tokens, stop: len(tokens) - 1 if tokens[-1] in stop else None)
+
+
+def top_p_before_temperature(patch):
+    original = loop.sample_rows
+
+    def sample(logits, temperature, top_k, top_p, seed, positions):
+        p, order = logits.softmax(-1).sort(descending=True)
+        outside = torch.zeros_like(p, dtype=torch.bool).scatter(1, order, p.cumsum(-1) - p >= top_p)
+        return original(logits.masked_fill(outside, -1e30), temperature, top_k, 1.0, seed, positions)
+
+    patch.setattr(loop, "sample_rows", sample)
+
+
+def exact_len_not_reset(patch):
+    def truncate(self, length):  # forgets to forget the first column
+        self.exact_len = max(length, min(1, self.exact_len))
+
+    patch.setattr(KVCache, "truncate", truncate)
+
+
+BUGS = [
+    (root_off_by_one, greedy_tree_tokens),
+    (stale_kv_after_rejected_draft, drafter_cache_is_exact),
+    (commit_of_the_wrong_branch, greedy_tree_tokens),
+    (noise_keyed_by_row, sampled_chain_tokens),
+    (id_map_applied_twice, trimmed_head_speaks_full_ids),
+    (missing_mask_bit, greedy_tree_tokens),
+    (sibling_order_swapped, perfect_draft_is_always_accepted),
+    (stop_ignored_inside_a_path, stop_ends_the_text),
+    (top_p_before_temperature, sampled_chain_tokens),
+    (exact_len_not_reset, second_request_equals_first),
+]
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for _, check in BUGS), ids=lambda c: c.__name__)
+def test_the_check_passes_on_the_code_as_it_is(world, check):
+    check(world)
+
+
+@pytest.mark.parametrize(("bug", "check"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+def test_the_bug_is_caught(world, monkeypatch, bug, check):
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(world)
