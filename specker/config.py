@@ -74,8 +74,8 @@ class Sampling:
     seed: int = _opt(0, "same seed, same tokens, whatever the strategy")
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature must be at least 0 and finite, got {self.temperature}")
+        if not (self.temperature == 0 or 1e-6 <= self.temperature < float("inf")):  # logits / 1e-7 could overflow
+            raise ValueError(f"--temperature must be 0 or at least 1e-6, and finite, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"--top-p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:

@@ -14,6 +14,9 @@ from rich.text import Text
 
 from specker.runtime.stats import Stats
 
+# A model's control characters must not steer the terminal: they are shown as the pictures Unicode has for them.
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+
 
 def probe(path: str) -> None:
     """Raise now, not after a long run, where `write_file` could not write; leaves nothing behind."""
@@ -117,7 +120,7 @@ class Screen:
 
     def _put(self, text: str, style: str) -> None:
         if self.terminal:
-            self.text.print(Text(text.replace("\x1b", "␛"), style), end="", soft_wrap=True)
+            self.text.print(Text(text.translate(CONTROLS), style), end="", soft_wrap=True)
         else:
             self.out.write(text)
             self.out.flush()

@@ -250,7 +250,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         interrupted = True
     screen.table(engine, results)
     if job.json is not None:
-        text = json.dumps(report(engine, results, interrupted), ensure_ascii=False, indent=2) + "\n"
+        text = json.dumps(report(engine, results, interrupted), ensure_ascii=False) + "\n"
         if job.json == "-":
             sys.stdout.write(text)
         else:

@@ -1,19 +1,20 @@
 """noise: Gumbel noise that is a pure function of (seed, position, token id).
 
-Contract. Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), the generator of Triton's `tl.philox`:
+Contract. The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), that of Triton's `tl.philox`:
 
     key     = (seed & 0xffffffff, seed >> 32)
     counter = (id // 4, position & 0xffffffff, position >> 32, STREAM)
     x       = philox(counter, key)[id % 4]                 32 bits
-    u       = min((x + 0.5) * 2^-32, 1 - 2^-24)            fp32, in [2^-33, 1 - 2^-24]
+    u       = min((x + 0.5) * 2^-32, 1 - 2^-24)            fp32, from 2^-33
     g       = -log(-log1p(-u))                             fp32, in [-2.82, 22.88]
 
-So the noise of an id does not depend on the size of the vocabulary, on the other positions asked for, or on their order. The
-largest g, the ones that win, come from the smallest u, where x + 0.5 is exact in fp32 (x < 2^23) and log1p keeps its relative
-precision. The tail is a lattice: u has a spacing of 2^-32, so g has steps of 5e-6 at 10, of 0.1 at 20, and its topmost values
-are 22.87, 21.78, 21.26, ...; probabilities are right to about 2^-32, and a token 25.7 nats below another is never drawn.
+An id's noise does not depend on the size of the vocabulary, on the other positions asked for, or on their order. The
+largest g, which win, come from the smallest u; there x + 0.5 is exact in fp32 (x < 2^23) and log1p keeps the relative
+precision. The tail is a lattice: u has a spacing of 2^-32, so g has steps of 5e-6 at 10, of 0.1 at 20, and its topmost
+values are 22.87, 21.78, 21.26; probabilities are right to about 2^-32, and a token 25.7 nats below another never wins.
 
-Integers are the same on every machine; the two logarithms are the platform's own.
+The integers are the same on every machine; the two logarithms are the platform's own. Traffic: the noise, written once
+(a kernel that computes it where it is used has none).
 """
 
 import operator
@@ -34,7 +35,7 @@ CACHED_ROWS = 256  # more positions than this in one call are not a decoding ste
 
 
 def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
-    """positions [T] int64 -> standard Gumbel noise [T, V] fp32 on the same device. Read-only: it may be a view of a cache.
+    """positions [T] int64 -> standard Gumbel noise [T, V] fp32 on their device. Read-only: it may be a view of a cache.
 
     seed is any integer in [0, 2^64). Raises ValueError or TypeError on anything else.
     """
@@ -66,18 +67,18 @@ def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_cost(positions: Tensor, vocab_size: int) -> tuple[int, int]:
-    """(bytes, operations) of one call: 4 bytes written per value; a fourth of 10 rounds of 10 integer operations, 7 on floats."""
+    """(bytes, operations) of one call. Four values share 10 rounds of 10 integer operations; each adds 7 on floats."""
     n = positions.numel() * vocab_size
     return 8 * positions.numel() + 4 * n, n * (10 * 10 // 4 + 7)
 
 
-def add_gumbel(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """z [T, K] fp32 or float64 + noise. Column c is token c, or token_ids[c], whose noise it gets whatever K is."""
+def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """Adds the noise to z [T, K] in place. Column c is token c, or token_ids[c], whose noise it gets whatever K is."""
     if token_ids is None:
-        return z + gumbel(seed, positions, z.shape[1])
+        return z.add_(gumbel(seed, positions, z.shape[1]))
     if z.is_cuda:
-        return z + _gumbel_at(_check(seed, positions, 1), positions, token_ids)
-    return z + gumbel(seed, positions, int(token_ids.max()) + 1).index_select(1, token_ids)
+        return z.add_(_gumbel_at(_check(seed, positions, 1), positions, token_ids))
+    return z.add_(gumbel(seed, positions, int(token_ids.max()) + 1).index_select(1, token_ids))
 
 
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any, Any, Any]:
@@ -120,11 +121,11 @@ def _from_bits(x: Tensor) -> Tensor:
     return minus_u.log1p_().neg_().log_().neg_()
 
 
-def _rows(seed: int, positions: np.ndarray, padded: int) -> Tensor:
-    """Noise [len(positions), padded] on the CPU. numpy's 64-bit products are twice as fast as torch's."""
-    out = np.empty((len(positions), padded // 4, 4), np.float32)
+def _rows(seed: int, positions: Any, padded: int) -> Tensor:
+    """Noise [T, padded] of a numpy array of positions; numpy multiplies 64-bit integers twice as fast as torch."""
+    out: Any = np.empty((len(positions), padded // 4, 4), np.float32)
     step = max(1, BLOCK_ELEMENTS // padded)
-    blocks = np.arange(padded // 4, dtype=np.uint64)
+    blocks: Any = np.arange(padded // 4, dtype=np.uint64)
     for i in range(0, len(positions), step):
         words = philox4x32(*_counter(blocks, positions[i : i + step].astype(np.uint64)), seed)
         for lane, word in enumerate(words):
@@ -149,15 +150,19 @@ def _padded(vocab_size: int) -> int:
     return max(4, 1 << (vocab_size - 1).bit_length()) if vocab_size <= 8192 else -(-vocab_size // 8192) * 8192
 
 
-def _check(seed: int, positions: Tensor, vocab_size: int) -> int:
+def check_seed(seed: int) -> int:
     try:
         seed = operator.index(seed)
     except TypeError:
         raise TypeError(f"seed must be an integer, got {type(seed).__name__}") from None
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+    return seed
+
+
+def _check(seed: int, positions: Tensor, vocab_size: int) -> int:
     if positions.dim() != 1 or positions.dtype != torch.int64:
         raise ValueError(f"positions must be [T] int64, got {tuple(positions.shape)} {positions.dtype}")
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
-    return seed
+    return check_seed(seed)

@@ -1,24 +1,27 @@
-"""vocab_topk: LM head over kept rows, the k best tokens of each row and the log-sum-exp of all.
+"""vocab_topk: LM head over the kept rows of the vocabulary, the k best tokens of each row, the log-sum-exp of all.
 
-Contract, for row t and kept row c, whose token is id(c) = token_ids[c], or c without token_ids:
+Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. For row t:
 
-    h        = hidden[t], or RMSNorm(hidden[t]) * norm weight           fp32 statistics, one rounding to hidden's dtype
-    z[t, c]  = h . weight[c]                                            noise None or temperature 0
-    z[t, c]  = (h . weight[c]) / temperature + g(seed, positions[t], id(c))    noise (seed, positions, temperature): noise.py
-    logits   = the k largest z[t], descending, ties to the lower id(c);  ids = their id(c)
-    lse[t]   = log sum_c exp z[t, c]
+    h        = hidden[t], or hidden[t] * rsqrt(mean(hidden[t]^2) + eps) * norm weight  (fp32, rounded once to the dtype)
+    z[c]     = h . weight[c]                                             noise None, or its temperature 0
+    z[c]     = h . weight[c] / temperature + g(seed, position, id(c))    noise (seed, positions, temperature): noise.py
+    logits   = the k largest z, descending, ties to the lower id(c); ids = their id(c)
+    lse      = log sum_c exp z[c]
 
-so exp(logits - lse) is a confidence over the kept rows in the very ranking that was used, and a trimmed head sees the noise of the
-whole one. The ranking depends on z alone, not on the order of the kept rows. hidden [T, E] and weight [K, E] of one dtype, ids
-[T, k] int64, logits [T, k] and lse [T] fp32 (float64 for float64). Traffic: the weight once, K * E elements; logits do not reach
-memory in the kernel. The reference rounds them to hidden's dtype, as `row_linear` does. Head trimming: VocabTrim, arXiv 2506.22694.
+so exp(logits - lse) is a confidence over the kept rows in the very ranking that was used. A trimmed head sees the whole
+head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] of one dtype; ids [T, k] int64
+in the full vocabulary; logits [T, k] and lse [T] fp32, float64 for float64. Traffic: the weight once, K * E elements;
+logits do not reach memory in the kernel. The reference rounds them to hidden's dtype, as `row_linear` does.
+Source of the trimmed head: VocabTrim, arXiv 2506.22694.
 """
+
+import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from specker.kernels.noise import add_gumbel
+from specker.kernels.accept import MIN_TEMPERATURE, first_argmax
+from specker.kernels.noise import add_gumbel_, check_seed
 from specker.kernels.row_linear import row_linear
 
 MAX_K = 64
@@ -28,18 +31,29 @@ Noise = tuple[int, Tensor, float]  # seed, positions [T] int64, temperature
 
 
 def vocab_topk(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None = None, noise: Noise | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm: Norm | None = None,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, E], weight [K, E] (plain or packed), token_ids [K] of distinct ids -> ids [T, k], logits [T, k], lse [T].
+    """hidden [T, E], weight [K, E] (plain or packed), token_ids [K] -> ids [T, k], logits [T, k], lse [T].
 
-    1 <= k <= min(64, K). Raises ValueError on other shapes, dtypes and ranges.
+    token_ids are distinct, int32 or int64. 1 <= k <= min(64, K). norm = (weight [E], eps), noise = (seed, positions [T]
+    int64, temperature 0 or >= 1e-6). Raises ValueError on other shapes, dtypes and ranges.
     """
     _check(hidden, weight, token_ids, k, norm, noise)
     return vocab_topk_ref(hidden, weight, token_ids, k, norm, noise)
 
 
 def vocab_topk_ref(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None = None, noise: Noise | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm: Norm | None = None,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if norm is not None:
         hidden = _rms_norm(hidden, *norm)
@@ -47,14 +61,21 @@ def vocab_topk_ref(
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if noise is not None and noise[2] > 0:
         seed, positions, temperature = noise
-        z = add_gumbel(z / temperature, seed, positions, token_ids)
-    values, columns = _largest(z, token_ids, k)
+        z = add_gumbel_(z.div_(temperature), seed, positions, token_ids)
+    values, columns = (_largest if z.is_cuda else _select)(z, token_ids, k)
     ids = columns if token_ids is None else token_ids[columns].long()
-    return ids, values, z.logsumexp(-1)
+    best = values[:, :1]
+    lse = z.sub_(best).clamp_(min=-80).exp_().sum(-1).log_() + best[:, 0]  # above e^-87: denormals are 20 times slower
+    return ids, values, lse
 
 
 def vocab_topk_cost(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None = None, noise: Noise | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm: Norm | None = None,
+    noise: Noise | None = None,
 ) -> tuple[int, int]:
     """(bytes, flops) of one call: weight, hidden, ids and norm once, the results out; two flops a weight and row."""
     (T, E), K = hidden.shape, weight.shape[0]
@@ -74,14 +95,19 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row and their columns, ties to the lower id."""
-    if z.is_cuda:  # no host read: sort everything
-        by_id = torch.arange(z.shape[1], device=z.device) if token_ids is None else token_ids.argsort()
-        values, order = z[:, by_id].sort(dim=-1, descending=True, stable=True)
-        return values[:, :k].contiguous(), by_id[order[:, :k]]
-    if k == 1 and token_ids is None:  # max gives a tie to the lower column; topk, below, to any
-        best, column = z.max(-1)
-        return best[:, None], column[:, None]
+    """The k largest of each row and their columns, ties to the lower id. Sorts everything, reads nothing on the host."""
+    by_id = torch.arange(z.shape[1], device=z.device) if token_ids is None else token_ids.argsort()
+    values, order = z[:, by_id].sort(dim=-1, descending=True, stable=True)
+    return values[:, :k].contiguous(), by_id[order[:, :k]]
+
+
+def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """`_largest` on a CPU: selects, and orders by id only where there is a tie, for torch.topk leaves ties in any order."""
+    if k == 1:
+        columns = first_argmax(z)[:, None]
+        values = z.gather(1, columns)
+        if token_ids is None or (z == values).sum() == z.shape[0]:
+            return values, columns
     m = min(k + 1, z.shape[1])  # one more shows a tie at the edge
     values, columns = z.topk(m)
     rows = values.tolist()
@@ -116,8 +142,9 @@ def _check(
     if norm is not None and norm[0].shape != hidden.shape[1:]:
         raise ValueError(f"norm weight must be [{hidden.shape[1]}], got {tuple(norm[0].shape)}")
     if noise is not None:
-        _, positions, temperature = noise
+        seed, positions, temperature = noise
+        check_seed(seed)
         if positions.shape != (T,) or positions.dtype != torch.int64:
             raise ValueError(f"noise positions must be [{T}] int64, got {tuple(positions.shape)} {positions.dtype}")
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"noise temperature must be finite and >= 0, got {temperature}")
+        if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+            raise ValueError(f"noise temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")

@@ -240,6 +240,9 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
     """transformers' config object, which fills in defaults and brings older spellings of RoPE into one form."""
     from transformers import AutoConfig, Qwen2Config
 
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     try:
         if arch == "DreamModel":  # unknown to transformers, and its own code is never run: Qwen2's fields and weights
             return Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
@@ -290,8 +293,6 @@ def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = hf.rope_parameters or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Detokenizer:
-    """Text of a growing list of ids. Special tokens are left out."""
+    """Text of a growing list of ids. Special tokens are left out; without a tokenizer the text is empty."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -31,4 +31,6 @@ class Detokenizer:
         return new
 
     def _decode(self) -> str:
+        if self.tokenizer is None:
+            return ""
         return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)

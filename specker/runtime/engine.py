@@ -93,6 +93,7 @@ class Engine:
     _model: Model = field(init=False, repr=False)
     _cache: KVCache = field(init=False, repr=False)
     _drafter: Drafter | None = field(init=False, repr=False)
+    _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
 
     def __post_init__(self) -> None:
         strategy = STRATEGIES[self.options.strategy]
@@ -191,7 +192,7 @@ class Engine:
         return Fixed(nodes, depth)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
-        text = Detokenizer(self.tokenizer)
+        text = Detokenizer(self._tokenizer_or_none())
         for tokens, accepted, finished in self._rounds(ctx):
             pieces = [(text.add(token), n < accepted) for n, token in enumerate(tokens)]
             if finished:
@@ -207,20 +208,28 @@ class Engine:
         return Generation(tokens, self._decode(tokens), ctx.stats, finished)
 
     def _decode(self, tokens: list[int]) -> str:
+        tokenizer = self._tokenizer_or_none()
+        return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _tokenizer_or_none(self) -> Any:
+        """A checkpoint without a tokenizer decodes ids, and its text is empty."""
         try:
-            return self.tokenizer.decode(tokens, skip_special_tokens=True)
-        except CheckpointError:  # a checkpoint without a tokenizer decodes ids
-            return ""
+            return self.tokenizer
+        except CheckpointError:
+            return None
 
     def _rounds(self, ctx: Context) -> Iterator[tuple[list[int], int, str | None]]:
         stop_ids = frozenset(self.target.config.eos_ids)
         start = time.perf_counter()
+        self._running = ctx
         for tokens, accepted in decode(ctx, stop_ids):
             ctx.stats.wall += time.perf_counter() - start
             finished = "stop" if tokens[-1] in stop_ids else None
             if finished is None and len(ctx.committed) >= ctx.limit:
                 finished = "length"
             yield tokens, accepted, finished
+            if self._running is not ctx:
+                raise RuntimeError("this stream ended when another request began: an engine decodes one at a time")
             start = time.perf_counter()  # the consumer's time between rounds is not ours
 
     def _gap(self, ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:

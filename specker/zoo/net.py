@@ -52,8 +52,10 @@ class Block(nn.Module):
         for w in (self.out, self.down):
             nn.init.normal_(w, std=(2 * c.layers * w.shape[1]) ** -0.5)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor, int] | None = None) -> Tensor:
-        """x [B,T,E] -> [B,T,E]. `past` = (K, V [B,Hkv,context,D], rows already there); the new rows are written behind them."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past=None) -> Tensor:
+        """x [B,T,E] -> [B,T,E]. `mask` [T,T] bool: what each row sees, instead of the config's causal or full attention.
+
+        `past` = (K, V [B,Hkv,length,D], rows already there): the new rows, one or the first ones, are written behind."""
         c, t = self.c, x.dtype
         b, n, _ = x.shape
         h = F.rms_norm(x, (c.hidden,), self.norm1.to(t), c.eps)
@@ -65,11 +67,14 @@ class Block(nn.Module):
             keys, values, done = past
             keys[:, :, done : done + n], values[:, :, done : done + n] = k, v
             k, v = keys[:, :, : done + n], values[:, :, : done + n]
-            causal = causal and done == 0
-        if c.heads != c.kv_heads:
+            if n > 1 and done:
+                raise ValueError(f"expected one new row behind a filled cache, got {n}")
+        if n == 1:  # the heads of a group become the rows of one query: K and V are not copied
+            a = F.scaled_dot_product_attention(q.reshape(b, c.kv_heads, -1, c.head_dim), k, v)
+        else:
             k, v = (z.repeat_interleave(c.heads // c.kv_heads, dim=1) for z in (k, v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        x = x + F.linear(a.transpose(1, 2).reshape(b, n, -1), self.out.to(t))
+            a = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None).transpose(1, 2)
+        x = x + F.linear(a.reshape(b, n, -1), self.out.to(t))
         h = F.rms_norm(x, (c.hidden,), self.norm2.to(t), c.eps)
         gate, up = F.linear(h, self.gate_up.to(t)).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate) * up, self.down.to(t))
@@ -90,17 +95,18 @@ class Net(nn.Module):
     def final(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.c.hidden,), self.norm.to(x.dtype), self.c.eps)
 
-    def forward(self, ids: Tensor, skip: frozenset[int] = frozenset(), taps: tuple[int, ...] = (), past=None, done: int = 0):
+    def forward(self, ids: Tensor, skip=frozenset(), taps=(), mask: Tensor | None = None, rows=None, past=None, done: int = 0):
         """ids [B,T] -> normed hidden rows [B,T,E] after the last layer; with `taps` also those after each layer listed.
 
-        `skip`: layers left out (layer dropout). `past`: a KV cache of `new_cache` that holds `done` rows."""
+        `skip`: layers left out (layer dropout). `mask`: see Block. `rows` [T]: positions, if not done, done + 1, ...
+        `past`: a cache of `new_cache` that holds `done` rows."""
         x = F.embedding(ids, self.embed).to(self.compute)
-        rows = slice(done, done + ids.shape[1])
+        rows = slice(done, done + ids.shape[1]) if rows is None else rows
         cos, sin = self.cos[rows].to(x.dtype), self.sin[rows].to(x.dtype)
         exits = []
         for i, block in enumerate(self.blocks):
             if i not in skip:
-                x = block(x, cos, sin) if past is None else block(x, cos, sin, (past[0][i], past[1][i], done))
+                x = block(x, cos, sin, mask, None if past is None else (past[0][i], past[1][i], done))
             if i in taps:
                 exits.append(self.final(x))
         return (self.final(x), exits) if taps else self.final(x)
@@ -124,15 +130,16 @@ def _head_chunk(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor) -> tupl
     return loss, grad.to(h.dtype)
 
 
-def _head_chunk_kl(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor, teacher: Tensor, hard: float):
-    """As `_head_chunk` against the mixture (1 - hard) * softmax(teacher logits) + hard * one-hot label."""
-    logits, t = F.linear(h, weight).float(), teacher.float()
+def _head_chunk_kl(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor, teacher: Tensor, hard: float, heat: Tensor):
+    """As `_head_chunk` against the mixture (1 - hard) * softmax(teacher logits) + hard * one-hot label, all at temperature
+    `heat` (a tensor, so that a new value compiles nothing anew)."""
+    logits, t = F.linear(h, weight).float() / heat, teacher.float() / heat
     logq = logits - logits.logsumexp(-1, keepdim=True)
     logp = t - t.logsumexp(-1, keepdim=True)
     p = logp.exp()
     hit = (torch.arange(logits.shape[1], device=h.device)[None] == label[:, None]).to(logits.dtype)
     loss = (1 - hard) * (p * (logp - logq)).sum(-1) - hard * (hit * logq).sum(-1)
-    grad = (logq.exp() - (1 - hard) * p - hard * hit) * scale[:, None]
+    grad = (logq.exp() - (1 - hard) * p - hard * hit) * (scale[:, None] / heat)
     return loss, grad.to(h.dtype)
 
 
@@ -140,10 +147,10 @@ class LinearLoss(torch.autograd.Function):
     """sum_i scale_i * loss_i of the tied head, in chunks of rows: fp32 logits [T,V] never exist, nor are they kept.
 
     hidden [T,E], weight [V,E], label [T] int64, scale [T]; `teacher`: None, or (hidden rows [T,E'], weight [V,E']) of the
-    network whose softmax is the soft label. The gradients are computed in the forward pass."""
+    network whose softmax at temperature `heat` is the soft label. The gradients are computed in the forward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, label, scale, teacher, hard, ops, chunk):
+    def forward(ctx, hidden, weight, label, scale, teacher, hard, heat, ops, chunk):
         w = weight.to(hidden.dtype)
         dh, dw = torch.empty_like(hidden), torch.zeros_like(weight)
         losses = torch.empty(len(hidden), device=hidden.device)
@@ -152,7 +159,7 @@ class LinearLoss(torch.autograd.Function):
             if teacher is None:
                 losses[s], g = ops[0](hidden[s], w, label[s], scale[s])
             else:
-                losses[s], g = ops[1](hidden[s], w, label[s], scale[s], F.linear(teacher[0][s], teacher[1]), hard)
+                losses[s], g = ops[1](hidden[s], w, label[s], scale[s], F.linear(teacher[0][s], teacher[1]), hard, heat)
             dh[s] = g @ w
             dw += g.T @ hidden[s]
         ctx.save_for_backward(dh, dw)
@@ -162,4 +169,4 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         dh, dw = ctx.saved_tensors
-        return dh * grad.to(dh.dtype), dw * grad, None, None, None, None, None, None
+        return dh * grad.to(dh.dtype), dw * grad, None, None, None, None, None, None, None

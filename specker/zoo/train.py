@@ -10,6 +10,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import typer
 
 from . import corpus, net as nets
@@ -26,10 +27,11 @@ class Preset:
     diffusion: NetConfig
     tokens: tuple[int, int, int]  # target, draft, diffusion
     lr: tuple[float, float, float]
-    batch: int = 4096
+    batch: int = 4096  # tokens, in `micro` parts
+    micro: int = 4
     lengths: tuple[tuple[float, int], ...] = ((0.7, 256), (0.9, 512), (1.0, 1024))  # (up to this fraction, window)
     corpus_bytes: int | None = None
-    eval_every: int = 100
+    eval_every: int = 50
 
 
 PRESETS = {
@@ -57,31 +59,38 @@ PRESETS = {
 class Run:
     """The options of one command and the compiled pieces they choose."""
 
-    def __init__(self, preset: Preset, work: Path, device: str, compiled: bool, seed: int, stop_after: int | None):
+    def __init__(self, preset: Preset, work: Path, device: str, compiled: bool, seed: int, stop_after: int | None,
+                 workers: int = 1):
+        self.workers = workers
         self.p, self.work, self.device, self.seed, self.stop_after = preset, work, device, seed, stop_after
         self.compute = torch.float32 if preset is PRESETS["tiny"] else torch.bfloat16
         self.compiled = compiled
         self.ops = (nets._head_chunk, nets._head_chunk_kl)
         if compiled:
             torch._dynamo.config.recompile_limit = 64
+            nets.Block.forward = torch.compile(nets.Block.forward, dynamic=False)
             self.ops = tuple(torch.compile(f, dynamic=False) for f in self.ops)
 
     def net(self, c: NetConfig) -> Net:
         torch.manual_seed(self.seed)
         net = Net(c, self.compute).to(self.device)
-        if self.compiled:
-            for b in net.blocks:
-                b.forward = torch.compile(b.forward, dynamic=False)
         return net
 
-    def head_loss(self, net: Net, hidden, label, scale, teacher=None, hard: float = 0.0):
-        """(sum of scale * loss, losses [T]) of the rows hidden [T,E]."""
-        chunk = 256 if self.device == "cpu" else 4096
-        return LinearLoss.apply(hidden, net.embed, label, scale, teacher, hard, self.ops, chunk)
+    def head_loss(self, net: Net, hidden, label, scale, teacher=None, hard: float = 0.0, heat: float = 1.0):
+        """(sum of scale * loss, losses [T]) of the rows hidden [T,E]; `teacher`: hidden rows of the target, for KL."""
+        chunk, n = 512 if self.device == "cpu" else 4096, len(hidden)
+        if self.compiled and n % chunk:  # whole chunks: every new shape would be compiled
+            hidden, label, scale = (F.pad(x, (0, 0) * (x.ndim - 1) + (0, -n % chunk)) for x in (hidden, label, scale))
+            teacher = None if teacher is None else F.pad(teacher, (0, 0, 0, -n % chunk))
+        soft = None if teacher is None else (teacher, self.target_head)
+        heat = torch.tensor(heat, device=self.device)
+        total, losses = LinearLoss.apply(hidden, net.embed, label, scale, soft, hard, heat, self.ops, chunk)
+        return total, losses[:n]
 
     def options(self, which: int, **more) -> FitOptions:
         p = self.p
-        return FitOptions(p.tokens[which], p.batch, p.lr[which], self.seed, p.eval_every, stop_after=self.stop_after, **more)
+        return FitOptions(p.tokens[which], p.batch, p.lr[which], self.seed, p.eval_every, p.micro, self.workers,
+                          stop_after=self.stop_after, **more)
 
     def windows(self, split: str) -> Windows:
         return Windows(np.load(self.work / f"{split}.npy", mmap_mode="r"), self.seed, self.device)
@@ -112,19 +121,20 @@ def train_target(run: Run) -> list[dict] | None:
     p_max, exit_scale = 0.1, 0.25
     drop = [p_max * (2 ** (i / (c.layers - 1)) - 1) for i in range(c.layers)]  # rises exponentially, 0 at the first layer
 
-    def loss(step, done, rng):
-        n = run.length(done)
-        ids = data.batch(step, run.p.batch // n, n)
+    def loss(net, step, part, done):
+        rng = np.random.default_rng([run.seed, step])
+        n, parts = run.length(done), run.p.micro
         tap = step % (c.layers - 1)
         skip = frozenset(i for i in range(c.layers) if i != tap and rng.random() < drop[i])
+        ids = data.batch(step * parts + part, run.p.batch // (n * parts), n)
         hidden, exits = net(ids[:, :-1], skip, (tap,))
         hidden, early, label = hidden.flatten(0, 1), exits[0].flatten(0, 1), ids[:, 1:].flatten()
         rows = torch.from_numpy(rng.permutation(len(label))[: len(label) // 4]).to(run.device)
         weight = exit_scale * 2 * (tap + 1) / c.layers
-        scale = torch.full((len(label),), 1 / len(label), device=run.device)
+        scale = torch.full((len(label),), 1 / run.p.batch, device=run.device)
         total, losses = run.head_loss(net, hidden, label, scale)
         extra, losses_early = run.head_loss(net, early[rows], label[rows], weight * 4 * scale[rows])
-        return total + extra, {"loss": losses.mean(), "exit": losses_early.mean()}
+        return total + extra, {"loss": losses.mean() / parts, "exit": losses_early.mean() / parts}
 
     @torch.no_grad()
     def held_out():
@@ -133,7 +143,7 @@ def train_target(run: Run) -> list[dict] | None:
             ids = held.batch(i, 8, length)
             hidden = net(ids[:, :-1]).flatten(0, 1)
             total += torch.cat([
-                torch.nn.functional.cross_entropy(net.logits(h).float(), y, reduction="none")
+                F.cross_entropy(net.logits(h).float(), y, reduction="none")
                 for h, y in zip(hidden.split(512), ids[:, 1:].flatten().split(512))
             ]).mean().item()  # fmt: skip
         return {"held_out": total / batches}
@@ -148,6 +158,7 @@ def main(
     seed: int = 0,
     target_tokens: Annotated[int, typer.Option(help="0: the preset's; a smaller number on resume starts the decay early")] = 0,
     compile: Annotated[bool | None, typer.Option(help="default: where a C++ compiler or CUDA is found")] = None,
+    workers: Annotated[int, typer.Option(help="threads; more than one is faster on a shared CPU, not bit-reproducible")] = 1,
     stop_after: Annotated[int | None, typer.Option(help="leave after this many steps of a model")] = None,
     until: Annotated[str, typer.Option(help="last stage: " + ", ".join(STAGES))] = "export",
 ) -> None:
@@ -156,7 +167,7 @@ def main(
     compiled = compile if compile is not None else preset != "tiny" and (device != "cpu" or bool(shutil.which("g++")))
     work = work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
-    run = Run(p, work, device, compiled, seed, stop_after)
+    run = Run(p, work, device, compiled, seed, stop_after, workers)
     if not (work / "corpus.json").exists():
         make_corpus(run)
     if not (work / "tokenizer.json").exists():

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from make_checkpoint import CASES, LLAMA3, edit, make, oracle
+from safetensors.torch import load_file, save_file
 
 from specker.runtime.checkpoint import ARCHITECTURES, Checkpoint, CheckpointError, load, read_config
 
@@ -126,6 +125,7 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
+peaks = []
 def watch():
     while running:
         peaks.append(anonymous())
@@ -162,7 +162,9 @@ def test_memory_stays_below_one_copy(tmp_path: Path) -> None:
     runs = [f"{single}:bfloat16", f"{single}:float32", f"{wide}:float32", f"{wide}:bfloat16"]
     command = [sys.executable, "-c", MEMORY, str(make(tmp_path / "tiny")), *runs]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    # A fixed threshold has glibc return every large block at once: what one run freed must not serve the next.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for run, line in zip(runs, done.stdout.splitlines(), strict=True):
         size, peak = map(int, line.split())

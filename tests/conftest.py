@@ -1,0 +1,27 @@
+"""What every test shares. One thread: the tiny models gain nothing from two, and sums come out in one order."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_checkpoint import make
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a tiny random target and a draft of its family, both with the byte tokenizer and a chat template."""
+    folder: Path = tmp_path_factory.mktemp("pair")
+    target = make(folder / "tiny-target", tokenizer=True, max_context=512)
+    draft = make(folder / "tiny-draft", tokenizer=True, max_context=512, layers=1, seed=1)
+    return str(target), str(draft)
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Any:
+    """The bundled family behind `specker.load()`. Its weights are part of the repository: nothing to skip."""
+    import specker
+
+    return specker.load(device="cpu")

@@ -1,0 +1,244 @@
+"""The Python API: streaming, statistics, checks, and everything that is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from make_checkpoint import byte_tokenizer, edit, make
+from pairs import perturbed
+
+import specker
+from specker.runtime.cache import KVCache
+from specker.runtime.detokenize import Detokenizer
+from specker.runtime.stats import Stats
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target = make(tmp_path_factory.mktemp("target"), layers=2, tokenizer=True)
+    return target, perturbed(target, tmp_path_factory.mktemp("draft"))
+
+
+def test_streamed_text_is_the_generated_text(pair):
+    engine = specker.load(*pair, dtype="float64", draft_tokens=3)
+    for temperature in (0.0, 1.0):
+        whole = engine.generate("def f(x):", 50, temperature=temperature)
+        chunks = list(engine.stream("def f(x):", 50, temperature=temperature))
+        assert [t for c in chunks for t in c.tokens] == whole.tokens
+        assert "".join(c.text for c in chunks) == whole.text
+        assert sum(c.accepted for c in chunks) == whole.stats.accepted
+        assert [c.finished for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1].finished == whole.finished == "length"
+        # Text of accepted drafts and of the target's own tokens, told apart, is the whole.
+        assert any(drafted for c in chunks for _, drafted in c.pieces)
+
+
+def test_a_stream_left_halfway_does_not_disturb_the_next(pair):
+    engine = specker.load(*pair, dtype="float64")
+    expected = engine.generate([1, 2, 3], 30).tokens
+    stream = engine.stream([9, 8, 7], 30)
+    next(stream)
+    assert engine.generate([1, 2, 3], 30).tokens == expected
+    with pytest.raises(RuntimeError, match="another request began"):
+        next(stream)
+
+
+def test_characters_are_never_cut():
+    tokenizer = byte_tokenizer()
+    text = "naïve — 日本語 🙂 end"
+    ids = tokenizer(text)["input_ids"]
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.add(token) for token in ids]
+    assert "".join(pieces) == text and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert len([p for p in pieces if p]) == len(text)
+    cut = Detokenizer(tokenizer)
+    assert [cut.add(token) for token in tokenizer("é")["input_ids"][:1]] == [""]
+    assert cut.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_statistics_add_up(pair):
+    engine = specker.load(*pair, dtype="float64", tree="3x3")
+    out = engine.generate([1, 2, 3], 40)
+    s = out.stats
+    assert s.tokens == 40 == s.rounds + s.accepted and s.acceptance_length == 40 / s.rounds
+    assert s.hits[0] >= s.hits[-1] and sum(s.hits) == s.accepted and len(s.hits) <= 3
+    assert sum(s.seconds.values()) <= s.wall and all(v > 0 for v in s.seconds.values())
+    both = s + s
+    assert (both.tokens, both.rounds, both.hits) == (80, 2 * s.rounds, [2 * h for h in s.hits])
+    assert both.acceptance_length == s.acceptance_length and both.to_json()["accepted"] == 2 * s.accepted
+    assert Stats().acceptance_length == 1.0 and Stats().tokens_per_second == 0.0
+
+
+def test_check_finds_a_difference(pair):
+    engine = specker.load(*pair, dtype="float64")
+    good = engine.generate([1, 2, 3], 20)
+    result = engine.check([1, 2, 3], good, 20)
+    assert result.identical and result.ok and result.ar.tokens == good.tokens
+    wrong = dataclasses.replace(good, tokens=[*good.tokens[:7], (good.tokens[7] + 1) % 300, *good.tokens[8:]])
+    result = engine.check([1, 2, 3], wrong, 20)
+    assert not result.identical and not result.ok and result.first_difference == 7 and result.gap > 0
+    assert "at token 7" in result.message
+    shorter = dataclasses.replace(good, tokens=good.tokens[:-1])
+    assert not engine.check([1, 2, 3], shorter, 20).ok
+
+
+def test_check_forgives_only_what_rounding_explains(pair):
+    engine = specker.load(*pair, dtype="float32")
+    good = engine.generate([1, 2, 3], 20, temperature=0.9)
+    logits = {}
+
+    original = type(engine)._gap
+
+    def gap(self, *args):
+        value, bound = original(self, *args)
+        logits["bound"] = bound
+        return bound / 2 if logits.get("close") else value, bound
+
+    patched = pytest.MonkeyPatch()
+    patched.setattr(type(engine), "_gap", gap)
+    wrong = dataclasses.replace(good, tokens=[*good.tokens[:7], (good.tokens[7] + 1) % 300, *good.tokens[8:]])
+    assert not engine.check([1, 2, 3], wrong, 20, temperature=0.9).ok
+    logits["close"] = True
+    assert engine.check([1, 2, 3], wrong, 20, temperature=0.9).ok
+    patched.undo()
+    assert logits["bound"] < 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_dtype_runs_and_checks(pair, dtype):
+    engine = specker.load(*pair, dtype=dtype)
+    out = engine.generate([1, 2, 3], 30)
+    assert len(out.tokens) == 30 and engine.check([1, 2, 3], out, 30).ok
+
+
+def test_unknown_options_are_not_dropped(pair):
+    with pytest.raises(TypeError, match="unknown option 'draft_token'; known: .*draft_tokens"):
+        specker.load(*pair, draft_token=3)
+    with pytest.raises(TypeError, match="unknown option 'temprature'"):
+        specker.load(*pair).generate([1], temprature=1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"strategy": "easyspec"}, "strategy 'easyspec' is not built yet; available: ar, draft"),
+        ({"strategy": "medusa"}, "unknown strategy 'medusa'"),
+        ({"strategy": "ar+draft"}, "do not compose"),
+        ({"strategy": "ar"}, "uses no draft checkpoint"),
+        ({"draft_tokens": 0}, "--draft-tokens must be between 1 and 255, got 0"),
+        ({"tree": "0x3"}, "WIDTHxDEPTH"),
+        ({"tree": "3"}, "WIDTHxDEPTH"),
+        ({"tree": "65x1"}, "too large"),
+        ({"page_size": 0}, "--page-size"),
+        ({"max_context": 0}, "--max-context"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"device": "tpu"}, "device"),
+        ({"device": "meta"}, "not supported"),
+    ],
+)
+def test_refusals_at_load(pair, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        specker.load(*pair, **kwargs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_cuda_without_a_gpu(pair):
+    with pytest.raises(ValueError, match="finds no CUDA GPU"):
+        specker.load(*pair, device="cuda")
+
+
+def test_a_draft_is_needed_and_refused_alone(pair):
+    with pytest.raises(ValueError, match="needs a draft checkpoint"):
+        specker.load(pair[0])
+    with pytest.raises(ValueError, match="--draft without --target"):
+        specker.load(draft=pair[1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "sampling", "message"),
+    [
+        ([], 5, {}, "prompt is empty"),
+        ("", 5, {}, "prompt is empty"),
+        ([1] * 256, 5, {}, "the prompt has 256 tokens, but the context of .* is 256"),
+        ([1, 320], 5, {}, "token ids must be in 0..319"),
+        ([1], 0, {}, "--max-new-tokens must be at least 1, got 0"),
+        ([1], 5, {"temperature": -1.0}, "--temperature"),
+        ([1], 5, {"top_p": 0.0}, r"--top-p must be in \(0, 1\], got 0.0"),
+        ([1], 5, {"top_p": 1.5}, "--top-p"),
+        ([1], 5, {"top_k": -1}, "--top-k"),
+        ([1], 5, {"seed": -1}, "--seed"),
+    ],
+)
+def test_refusals_of_a_request(pair, prompt, count, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        specker.load(*pair).generate(prompt, count, **sampling)
+
+
+def test_max_context_limits_and_is_limited(pair):
+    assert len(specker.load(*pair, max_context=20).generate([1] * 12, 50).tokens) == 8
+    with pytest.raises(ValueError, match="256"):
+        specker.load(*pair, max_context=257)
+
+
+def test_vocabulary_mismatch_is_refused(pair, tmp_path):
+    bare = make(tmp_path / "bare", layers=1, vocab=200)
+    with pytest.raises(ValueError, match="vocabularies of 320 and 200 ids"):
+        specker.load(pair[0], bare)
+    other = make(tmp_path / "other", layers=1, tokenizer=True)
+    content = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(content.replace("<|mask|>", "<|hole|>"))
+    edit(other, "tokenizer_config.json", mask_token="<|hole|>")
+    with pytest.raises(ValueError, match="different tokenizers"):
+        specker.load(pair[0], other)
+    dream = make(tmp_path / "dream", "dream", layers=1, tokenizer=True)
+    with pytest.raises(ValueError, match="bidirectional"):
+        specker.load(pair[0], dream)
+
+
+@pytest.mark.parametrize("sizes", [(320, 384), (384, 320)])
+def test_a_padded_vocabulary_is_the_same_one(tmp_path, sizes):
+    target = make(tmp_path / "target", layers=1, vocab=sizes[0], tokenizer=True, seed=1)
+    draft = make(tmp_path / "draft", layers=1, vocab=sizes[1], tokenizer=True, seed=1)
+    plain = specker.load(target, strategy="ar", dtype="float64")
+    for options in ({"draft_tokens": 4}, {"tree": "3x3"}):
+        fast = specker.load(target, draft, dtype="float64", **options)
+        for temperature in (0.0, 1.0):
+            want = plain.generate([1, 2, 3], 40, temperature=temperature)
+            assert fast.generate([1, 2, 3], 40, temperature=temperature).tokens == want.tokens
+
+
+def test_chat_needs_a_template(pair, tmp_path):
+    engine = specker.load(*pair)
+    ids = engine.encode_chat([{"role": "user", "content": "hi"}])
+    assert engine.tokenizer.decode(ids) == "user: hi\nassistant: "
+    bare = make(tmp_path, layers=1, tokenizer=True)
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    edit(bare, "tokenizer_config.json", chat_template=...)
+    with pytest.raises(ValueError, match="no chat template"):
+        specker.load(bare, strategy="ar").encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_ids_need_no_tokenizer(tmp_path):
+    engine = specker.load(make(tmp_path, layers=1), strategy="ar")
+    assert len(engine.generate([1, 2], 5).tokens) == 5
+    assert [len(c.tokens) for c in engine.stream([1, 2], 5)] == [1] * 5
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine.generate("text", 5)
+
+
+def test_cache_invariants_are_checked(pair):
+    config = specker.load(*pair).target.config
+    cache = KVCache(config, 40, dtype=torch.float32, device="cpu", page_size=8)
+    with pytest.raises(ValueError, match="cannot truncate a cache of 0 exact columns to 3"):
+        cache.truncate(3)
+    cache.k.zero_(), cache.v.zero_()
+    cache.exact_len = 9
+    cache.check(committed=10)
+    with pytest.raises(AssertionError):
+        cache.check(committed=11)
+    cache.v[1, 1, 0] = float("nan")
+    with pytest.raises(AssertionError, match="NaN"):
+        cache.check()
+    cache.block_table[0, 1] = 0
+    with pytest.raises(AssertionError):
+        cache.check()

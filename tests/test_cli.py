@@ -1,0 +1,436 @@
+"""`python -m specker.run` as its users meet it: what it refuses and how, what goes to stdout, stderr and --json."""
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from make_checkpoint import edit, make
+
+from specker import report, run
+from specker.config import Options, Sampling
+from specker.report import Result, Screen
+from specker.runtime.stats import Stats
+
+ROOT = Path(__file__).parent.parent
+ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position"}
+ROW |= {"tokens_per_second", "seconds"}
+CHECKED = {"ar_tokens_per_second", "speedup", "identical"}
+
+
+def models(pair: tuple[str, str], *more: str) -> list[str]:
+    return ["--target", pair[0], "--draft", pair[1], "--device", "cpu", "--max-new-tokens", "8", *more]
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) -> None:
+    """Exit code 2, one line that holds `words` on stderr, nothing on stdout."""
+    assert run.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specker: error: ") and err.count("\n") == 1, err
+    for word in words:
+        assert word in err
+
+
+# --- flags
+
+
+def test_flags_are_the_dataclasses() -> None:
+    argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
+    job, options, sampling = run.parse([*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"])
+    assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, 128)
+    assert options == Options("draft", 7, "2x3", 99, 16)
+    assert sampling == Sampling(0.7, 0.9, 5, 3)
+    assert run.parse([]) == (run.Job(), Options(), Sampling())
+    assert run.parse(["-"])[0].prompt == "-"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--nonsense 1", ["unrecognized arguments: --nonsense"]),
+        ("--temp 1", ["unrecognized"]),  # no abbreviations: a later flag could change what they mean
+        ("hello", ["unexpected argument 'hello'", "--prompt"]),
+        ("--prompt x --prompts y", ["--prompt and --prompts"]),
+        ("- --prompt x", ["stdin", "--prompt"]),
+        ("--max-new-tokens 0", ["--max-new-tokens must be at least 1", "got 0"]),
+        ("--max-new-tokens -3", ["got -3"]),
+        ("--max-new-tokens many", ["--max-new-tokens", "invalid int value: 'many'"]),
+        ("--dtype float8", ["--dtype", "float32, bfloat16, float16, float64", "'float8'"]),
+        ("--temperature -0.1", ["--temperature must be at least 0", "-0.1"]),
+        ("--temperature nan", ["--temperature", "nan"]),
+        ("--temperature inf", ["--temperature", "inf"]),
+        ("--top-p 0", ["--top-p must be in (0, 1]", "0.0"]),
+        ("--top-p 1.5", ["--top-p", "1.5"]),
+        ("--top-k -1", ["--top-k must be at least 0", "-1"]),
+        ("--seed -1", ["--seed", "-1"]),
+        ("--strategy magic", ["unknown strategy 'magic'", "ar, draft"]),
+        ("--strategy easyspec", ["'easyspec' is not built yet"]),
+        ("--strategy draft+ar", ["do not compose"]),
+        ("--strategy ar --draft-tokens 3", ["'ar' drafts nothing"]),
+        ("--draft-tokens 0", ["--draft-tokens must be between 1 and 255", "got 0"]),
+        ("--draft-tokens -2", ["got -2"]),
+        ("--tree 0x5", ["--tree must be WIDTHxDEPTH", "'0x5'"]),
+        ("--tree 4x0", ["'4x0'"]),
+        ("--tree wide", ["'wide'"]),
+        ("--tree 65x1", ["too large"]),
+        ("--max-context 0", ["--max-context must be at least 1"]),
+        ("--page-size 0", ["--page-size must be at least 1"]),
+    ],
+)
+def test_refused_flags(capsys: pytest.CaptureFixture[str], argv: str, words: list[str]) -> None:
+    refused(capsys, argv.split(), *words)
+
+
+def test_usage_needs_no_torch() -> None:
+    code = "import sys; from specker import run; run.parse([]); print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run.main(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for cls in (run.Job, Options, Sampling):
+        for f in dataclasses.fields(cls):
+            assert "--" + f.name.replace("_", "-") in out
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", ["no prompts"]),
+        ('{"prompt": "a"}\n\n{"prompt": ', ["p.jsonl line 3", "not JSON"]),
+        ('{"prompt": "a"}\n["b"]', ["p.jsonl line 2", "`prompt` or `turns`"]),
+        ('{"text": "a"}', ["line 1", "`prompt` or `turns`"]),
+        ('{"prompt": "a", "turns": ["b"]}', ["line 1", "either"]),
+        ('{"prompt": 3}', ["line 1", "`prompt` must be a string"]),
+        ('{"turns": []}', ["line 1", "`turns` a list of at least one"]),
+        ('{"turns": ["a", 1]}', ["line 1", "`turns`"]),
+        ('{"prompt": "a"}\n{"prompt": ""}', ["line 2", "the prompt is empty"]),
+        ('{"prompt": "\\ud800"}', ["line 1", "not valid Unicode"]),
+        (b'{"prompt": "\xff"}', ["p.jsonl", "not UTF-8 at byte 12"]),
+    ],
+)
+def test_refused_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path, lines: Any, words: list[str]) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+    refused(capsys, ["--prompts", str(path)], *words)
+
+
+def test_refused_prompt_sources(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refused(capsys, ["--prompt", ""], "--prompt: the prompt is empty")
+    refused(capsys, ["--prompts", str(tmp_path / "none.jsonl")], "none.jsonl", "No such file")
+    refused(capsys, ["--prompts", str(tmp_path)], str(tmp_path), "directory")
+    for argv in (["-"], ["--prompt", "-"]):
+        stdin(monkeypatch, b"\n")
+        refused(capsys, argv, "stdin: the prompt is empty")
+    stdin(monkeypatch, b"{}\n")
+    refused(capsys, ["--prompts", "-"], "stdin line 1")
+
+
+def test_turns(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question_id": 81, "turns": ["a", "b"]}\r\n{"prompt": "c\u2028d"}\r\n', encoding="utf-8")
+    apart = [talk.turns for talk in run.read_talks(run.Job(prompts=str(path)))]
+    assert apart == [("a",), ("b",), ("c\u2028d",)]
+    together = run.read_talks(run.Job(prompts=str(path), chat=True))
+    assert [talk.turns for talk in together] == [("a", "b"), ("c\u2028d",)]
+
+
+def test_chat_grows(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from specker.runtime.engine import Engine
+
+    seen, real = [], Engine.encode_chat
+    monkeypatch.setattr(Engine, "encode_chat", lambda self, said: seen.append(list(said)) or real(self, said))
+    (tmp_path / "p.jsonl").write_text('{"turns": ["one", "two"]}')
+    argv = models(pair, "--chat", "--prompts", str(tmp_path / "p.jsonl"), "--json", str(tmp_path / "o.json"))
+    assert run.main(argv) == 0
+    rows = json.loads((tmp_path / "o.json").read_text())["prompts"]
+    assert len(rows) == 2
+    assert [m["content"] for m in seen[-1]] == ["one", rows[0]["text"], "two"]
+    assert [m["role"] for m in seen[-1]] == ["user", "assistant", "user"]
+
+
+# --- what only the engine knows
+
+
+def test_refused_models(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(capsys, models((str(tmp_path / "gone"), pair[1]), "--prompt", "x"), "gone")
+    refused(capsys, models((pair[0], str(tmp_path)), "--prompt", "x"), str(tmp_path))
+    refused(capsys, ["--target", pair[0], "--prompt", "x"], "--draft")
+    refused(capsys, models(pair, "--prompt", "x" * 512), "--prompt", "512")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused(capsys, [*models(pair, "--prompt", "x"), "--device", "cuda"], "cuda")
+    refused(capsys, [*models(pair, "--prompt", "x"), "--device", "abacus"], "abacus")
+
+
+def test_all_prompts_are_read_before_any_is_decoded(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "x" * 600}))
+    refused(capsys, models(pair, "--prompts", str(path)), "p.jsonl line 2", "600")
+
+
+def test_chat_without_a_template(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path) -> None:
+    shutil.copytree(pair[0], tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    refused(capsys, models((str(tmp_path / "bare"), pair[1]), "--chat", "--prompt", "x"), "chat template", "bare")
+
+
+# --- results
+
+
+def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path) -> None:
+    import specker
+
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "def f("}\n{"prompt": "class A:"}\n')
+    assert run.main(models(pair, "--prompts", str(path), "--json", str(tmp_path / "o.json"), "--check")) == 0
+    out, err = capsys.readouterr()
+    got = json.loads((tmp_path / "o.json").read_text())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "p.jsonl"]  # no temporary file
+    assert set(got) == {"strategy", "target", "draft", "device", "dtype", "prompts", "total"}
+    assert (got["strategy"], got["target"], got["draft"]) == ("draft", "tiny-target", "tiny-draft")
+    assert (got["device"], got["dtype"]) == ("cpu", "float32")
+    for row in (*got["prompts"], got["total"]):
+        assert set(row) == ROW | CHECKED
+        assert set(row["seconds"]) >= {"prefill", "draft", "verify", "accept", "commit"}
+        assert row["identical"] is True
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["ar_tokens_per_second"])
+    first, second = got["prompts"]
+    assert got["total"]["tokens"] == first["tokens"] + second["tokens"]
+    assert got["total"]["drafted"] == first["drafted"] + second["drafted"] > 0
+    engine = specker.load(*pair, device="cpu")
+    assert first["tokens"] == engine.generate("def f(", max_new_tokens=8).tokens
+    assert out == first["text"] + "\n" + second["text"] + "\n"  # the new text and nothing else
+    assert "\x1b" not in out + err
+    for word in ("def f(", "tokens/s", "acceptance length", "verify", "speedup", "identical", "yes"):
+        assert word in err
+
+
+def test_json_to_stdout(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin(monkeypatch, "def é(".encode() + b"\n")
+    assert run.main(models(pair, "-", "--json", "-", "--temperature", "0.8", "--seed", "5")) == 0
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert set(got["total"]) == ROW
+    assert got["prompts"][0]["text"] in err and "def é(" in err and "tokens/s" in err
+    assert run.main(models(pair, "--prompt", "def é(", "--json", "-", "--temperature", "0.8", "--seed", "5")) == 0
+    assert json.loads(capsys.readouterr().out)["total"]["tokens"] == got["total"]["tokens"]
+
+
+def test_strategy_ar(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+    argv = ["--target", pair[0], "--strategy", "ar", "--device", "cpu", "--max-new-tokens", "8"]
+    assert run.main([*argv, "--prompt", "x", "--json", "-"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["draft"] is None
+    assert got["total"]["drafted"] == got["total"]["accepted"] == 0
+
+
+@pytest.mark.parametrize(
+    "make_path", [lambda tmp: tmp, lambda tmp: tmp / "no" / "o.json", lambda tmp: Path("/dev/full/x")]
+)
+def test_unwritable_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, make_path: Any) -> None:
+    refused(capsys, ["--prompt", "x", "--json", str(make_path(tmp_path))], "--json")  # before any model is looked for
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_leaves_the_old_json(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(run, "decode", broken)
+    (tmp_path / "o.json").write_text("old")
+    argv = models(pair, "--prompt", "x", "--json", str(tmp_path / "o.json"))
+    monkeypatch.delenv("SPECKER_DEBUG", raising=False)
+    assert run.main(argv) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("specker: error: RuntimeError: two lines") and "SPECKER_DEBUG=1" in last
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("o.json", "old")]
+    monkeypatch.setenv("SPECKER_DEBUG", "1")
+    with pytest.raises(RuntimeError):
+        run.main(argv)
+
+
+def test_write_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    report.write_file(link, "one")
+    assert link.is_symlink() and target.read_text() == "one"
+    report.write_file(os.devnull, "gone")
+    assert not Path(os.devnull).is_file()  # written to, not replaced
+    reading, writing = os.pipe()
+    report.probe(f"/dev/fd/{writing}")  # its folder takes no new files, nor need it
+    report.write_file(f"/dev/fd/{writing}", "piped")
+    assert os.read(reading, 9) == b"piped"
+    os.close(reading)
+    os.close(writing)
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        report.write_file(target, "two")
+    assert target.read_text() == "one" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_failed_check(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specker.runtime.engine import Engine
+
+    real = Engine.check
+
+    def differs(ok: bool) -> Any:
+        def check(*args: Any, **options: Any) -> Any:
+            return dataclasses.replace(real(*args, **options), identical=False, ok=ok, message="differs at token 3")
+
+        return check
+
+    for ok, code in ((False, 1), (True, 0)):
+        monkeypatch.setattr(Engine, "check", differs(ok))
+        assert run.main(models(pair, "--prompt", "x", "--check", "--json", "-")) == code
+        out, err = capsys.readouterr()
+        assert json.loads(out)["total"]["identical"] is False
+        assert "differs at token 3" in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """stdout as a colour terminal, from here on: a fixture's would be replaced when pytest resumes its capture."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    return out
+
+
+def test_terminal(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
+    assert run.main(models((pair[0], pair[0]), "--prompt", "def [f](", "--check")) == 0  # its own draft: all accepted
+    out = screen.getvalue()
+    assert capsys.readouterr().err == ""
+    assert out.index("accepted draft tokens") < out.index("\x1b[2mdef [f](\x1b[0m") < out.index("tokens/s")
+    assert out.count("\x1b[32m") > 1
+
+
+def test_pieces_are_coloured_and_controls_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
+    Screen(json_to_stdout=False).pieces([("draft", True), ("own\x1b[31m\x07\n", False)])
+    assert screen.getvalue() == "\x1b[32mdraft\x1b[0mown␛[31m␇\n"
+
+
+def fake_stats(tokens: int, wall: float) -> Stats:
+    stats = Stats(tokens=tokens, rounds=tokens // 2, drafted=tokens * 2, accepted=tokens // 2, wall=wall)
+    stats.hits = [tokens // 2]
+    stats.seconds["verify"] = wall / 2
+    return stats
+
+
+@pytest.mark.parametrize(("wall", "words"), [(2.0, ["2.00x"]), (8.0, ["0.50x", "warning: slower than plain decoding"])])
+def test_table(capsys: pytest.CaptureFixture[str], wall: float, words: list[str]) -> None:
+    engine = SimpleNamespace(strategy="draft", target_name="t", draft_name="d", device="cpu", dtype="torch.float32")
+    plain = Stats(tokens=100, rounds=100, wall=4.0)
+    check = SimpleNamespace(identical=True, ok=True, ar=SimpleNamespace(stats=plain))
+    Screen(json_to_stdout=False).table(engine, [Result([], "", fake_stats(100, wall), check)])
+    out, err = capsys.readouterr()
+    assert out == ""
+    rows = {cells[0].strip(): [c.strip() for c in cells[1:]] for line in err.splitlines() if (cells := line.split("│"))}
+    assert rows["tokens"] == ["100", "100"]
+    assert rows["tokens/s"] == [f"{100 / wall:.1f}", "25.0"]
+    assert rows["acceptance length"] == ["2.00", "1.00"]
+    assert rows["accepted by position"] == ["100%", ""]
+    assert rows["verify, ms/round"] == [f"{1e3 * wall / 2 / 50:.2f}   50%", ""]
+    assert rows["identical"][0] == "yes"
+    assert ("warning" in err) == (wall > 4)
+    for word in words:
+        assert word in err
+
+
+# --- endings that need a process
+
+
+def start(pair: tuple[str, str], *more: str) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "specker.run", *models(pair), "--max-new-tokens", "4000", *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target without stop ids and with room for thousands of tokens, which is its own draft."""
+    folder = make(tmp_path_factory.mktemp("endless") / "endless", tokenizer=True, max_context=8192)
+    edit(folder, "tokenizer_config.json", eos_token=...)
+    return str(folder), str(folder)
+
+
+def test_interrupt(endless: tuple[str, str], tmp_path: Path) -> None:
+    with start(endless, "--prompt", "x", "--json", str(tmp_path / "o.json"), "--check") as process:
+        assert process.stdout and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"tokens/s" in err and b"interrupted" in err and b"Traceback" not in err
+    got = json.loads((tmp_path / "o.json").read_text())
+    assert got["interrupted"] is True
+    row = got["prompts"][0]
+    assert 0 < len(row["tokens"]) < 4000
+    assert len(row["tokens"]) == row["rounds"] + row["accepted"]
+    assert not CHECKED & set(row)
+
+
+def test_closed_pipe(endless: tuple[str, str]) -> None:
+    with start(endless, "--prompt", "x") as process:
+        assert process.stdout and process.stderr and process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=120)
+    assert process.returncode == 141
+    assert b"Traceback" not in err and b"error" not in err
+
+
+def test_interrupt_while_loading(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specker.load", load)
+    assert run.main(["--prompt", "x"]) == 130
+    assert capsys.readouterr().err == "specker: interrupted\n"
+
+
+def test_not_the_main_thread(pair: tuple[str, str]) -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run.main(models(pair, "--prompt", "x"))))
+    thread.start()
+    thread.join()
+    assert codes == [0]

@@ -1,0 +1,48 @@
+"""bench/harness.py: the statistics, the turns and the rows."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import harness
+from bench.harness import Timing, measure, ratios, save
+
+
+def test_quantiles() -> None:
+    timing = Timing((1.0, 2.0, 3.0, 4.0, 10.0), None)
+    assert timing.row() == {"median": 3.0, "p20": pytest.approx(1.8), "p80": pytest.approx(5.2), "rounds": 5}
+    assert Timing((1.0, 2.0), None).median == 1.5
+
+
+def test_ways_take_turns() -> None:
+    calls: list[str] = []
+    timings = measure({name: lambda name=name: calls.append(name) or name for name in "abc"}, rounds=3, warmup=2)
+    assert "".join(calls) == "abcabc" + "abc" + "bca" + "cab"
+    assert {name: timing.last for name, timing in timings.items()} == {"a": "a", "b": "b", "c": "c"}
+    assert all(len(timing.seconds) == 3 for timing in timings.values())
+    with pytest.raises(ValueError, match="nothing to measure"):
+        measure({}, rounds=3)
+    with pytest.raises(ValueError, match="nothing to measure"):
+        measure({"a": lambda: None}, rounds=0)
+
+
+def test_ratios_are_to_the_first() -> None:
+    timings = measure({"slow": lambda: time.sleep(0.02), "fast": lambda: time.sleep(0.001)}, rounds=3, warmup=0)
+    assert ratios(timings)["slow"] == 1.0 and ratios(timings)["fast"] > 2
+    assert 0.02 <= timings["slow"].median < 1
+
+
+def test_rows_are_appended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    path = save("e2e", [{"a": 1}, {"a": 2}])
+    assert path.parent.parent == tmp_path and path.name == "e2e.jsonl"
+    with pytest.raises(ValueError):  # NaN is not JSON
+        save("e2e", [{"a": 3}, {"a": float("nan")}])
+    assert save("e2e", [{"a": 4}]) == path
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["a"] for row in rows] == [1, 2, 4]
+    assert set(rows[0]) == {"a", "machine", "threads", "versions", "commit", "date", "command"}
+    assert rows[0]["machine"] and rows[0]["versions"]["torch"]
+    assert [p.name for p in path.parent.iterdir()] == ["e2e.jsonl"]
