@@ -75,7 +75,7 @@ def test_tree_and_links_exist() -> None:
 
 def test_drawing_and_text_name_real_files() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"\b([a-z_]+\.(?:py|sh|md|txt|toml))\b", text))
+    names = set(re.findall(r"\b([a-z0-9_]+\.(?:py|sh|md|txt|toml))\b", text))
     here = {path.name for top in ("specker", "tests", "bench") for path in (ROOT / top).rglob("*")}
     here |= {path.name for path in ROOT.iterdir()}
     assert names <= here, names - here

@@ -95,14 +95,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row and their columns, ties to the lower id. Sorts everything, reads nothing on the host."""
+    """The k largest of each row and their columns, ties to the lower id: sorts everything, without a host read."""
     by_id = torch.arange(z.shape[1], device=z.device) if token_ids is None else token_ids.argsort()
     values, order = z[:, by_id].sort(dim=-1, descending=True, stable=True)
     return values[:, :k].contiguous(), by_id[order[:, :k]]
 
 
 def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """`_largest` on a CPU: selects, and orders by id only where there is a tie, for torch.topk leaves ties in any order."""
+    """`_largest` on a CPU: selects, and orders by id only where there is a tie (torch.topk orders ties anyhow)."""
     if k == 1:
         columns = first_argmax(z)[:, None]
         values = z.gather(1, columns)

@@ -240,7 +240,7 @@ def test_a_window_that_no_layer_uses_is_accepted(tmp_path: Path) -> None:
 
 def test_eos_ids_are_a_union(tmp_path: Path) -> None:
     folder = make(tmp_path, eos=7, bos=1, tokenizer=True)
-    edit(folder, "generation_config.json", eos_token_id=[9, 7, 3])
+    edit(folder, "generation_config.json", eos_token_id=[9, 3, 9])
     c = read_config(folder)
     assert c.eos_ids == (3, 7, 9, 256) and c.bos_id == 1  # 256 is the tokenizer's <|end|>
     edit(folder, eos_token_id=[11, 12])
