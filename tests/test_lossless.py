@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 from make_checkpoint import make
 from pairs import perturbed
 

@@ -48,7 +48,8 @@ def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilo
 def pack(weight: Tensor) -> Tensor:
     """`weight` [O, E] in the layout `row_linear` runs fastest on here; the weight itself where that is row-major."""
     if (
-        weight.device.type == "cpu"
+        weight.layout is torch.strided  # not packed already
+        and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.numel() >= PACK_MIN
         and torch.backends.mkldnn.is_available()

@@ -64,9 +64,7 @@ def tree_attention_ref(
     return torch.cat(outs), torch.cat(lses)
 
 
-def tree_attention_cost(
-    q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows: Sequence[int]
-) -> tuple[int, int]:
+def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows: Sequence[int]) -> tuple[int, int]:
     """(bytes, flops) of one call over sequences of `kv_len` columns with `rows` query rows each."""
     Hkv, D = k_cache.shape[-2:]
     Hq = q.shape[1]

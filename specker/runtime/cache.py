@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specker.kernels.kv_calibrate import kv_commit
 from specker.kernels.tree_attention import chain_words
-from specker.runtime.checkpoint import ModelConfig
+from specker.runtime.model_config import ModelConfig
 
 
 class KVCache:

@@ -12,12 +12,13 @@ from specker import zoo
 from specker.config import DTYPES, Options, Sampling, Tree, from_kwargs
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import Checkpoint, CheckpointError
+from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.head import Head
 from specker.runtime.loop import Context, Drafter, decode
 from specker.runtime.model import Model
+from specker.runtime.model_config import CheckpointError
 from specker.runtime.policy import Fixed, Policy
 from specker.runtime.stats import Stats
 
@@ -281,7 +282,9 @@ def load(
         draft_source = zoo.path("code-draft") if draft is None else draft
         side = load_checkpoint(draft_source, dtype=kind, device=where)
         if not side.config.causal:
-            raise ValueError(f"{draft_source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
+            raise ValueError(
+                f"{draft_source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one"
+            )
         if opts.tree and Tree.parse(opts.tree).width > min(side.config.vocab_size, main.config.vocab_size):
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side)

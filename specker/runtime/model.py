@@ -17,7 +17,7 @@ from specker.kernels.residual_merge import residual_merge
 from specker.kernels.row_linear import pack, row_linear
 from specker.kernels.tree_attention import gather_pages, tree_attention
 from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import Checkpoint, Weights
+from specker.runtime.checkpoint import Checkpoint, Layers, Weights
 
 PREFILL_CHUNK = 512
 _TIED_PACK_MAX = 1 << 24  # elements; a packed head is a second copy where the embedding is the same matrix
@@ -110,9 +110,7 @@ def forward(
         )
         delta = row_linear(mixed.reshape(len(hidden), -1), w.o, w.o_bias)
         hidden, normed = residual_merge(hidden, delta.unsqueeze(0), w.norm_post, eps)
-        delta = row_linear(
-            row_linear(normed[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul"), w.down, w.down_bias
-        )
+        delta = row_linear(row_linear(normed[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul"), w.down, w.down_bias)
         following = model.layers[n + 1].norm_in if n + 1 in span else None
         hidden, normed = residual_merge(hidden, delta.unsqueeze(0), following, eps)
         if n + 1 in taps:
@@ -177,26 +175,31 @@ def _none(hidden: Tensor) -> Tensor:
 
 
 def _layers(weights: Weights, count: int) -> list[LayerWeights]:
-    def one(stack, n):  # type: ignore[no-untyped-def]
+    """Each layer's weights; the linear ones are packed one at a time, in place of what `weights` held."""
+    for stack in (weights.qkv, weights.o, weights.gate_up, weights.down):
+        if isinstance(stack, list):
+            stack[:] = [pack(stack.pop(0)) for _ in range(len(stack))]
+
+    def at(stack: Layers | None, n: int) -> Tensor | None:
         return None if stack is None else stack[n]
 
-    def row(stack, n):  # type: ignore[no-untyped-def]
+    def row(stack: Layers | None, n: int) -> Tensor | None:
         return None if stack is None else stack[n].unsqueeze(0)
 
     return [
         LayerWeights(
-            qkv=pack(weights.qkv[n]),
-            qkv_bias=one(weights.qkv_bias, n),
+            qkv=weights.qkv[n],
+            qkv_bias=at(weights.qkv_bias, n),
             q_norm=row(weights.q_norm, n),
             k_norm=row(weights.k_norm, n),
-            o=pack(weights.o[n]),
-            o_bias=one(weights.o_bias, n),
-            gate_up=pack(weights.gate_up[n]),
-            gate_up_bias=one(weights.gate_up_bias, n),
-            down=pack(weights.down[n]),
-            down_bias=one(weights.down_bias, n),
-            norm_in=row(weights.norm_in, n),
-            norm_post=row(weights.norm_post, n),
+            o=weights.o[n],
+            o_bias=at(weights.o_bias, n),
+            gate_up=weights.gate_up[n],
+            gate_up_bias=at(weights.gate_up_bias, n),
+            down=weights.down[n],
+            down_bias=at(weights.down_bias, n),
+            norm_in=weights.norm_in[n].unsqueeze(0),
+            norm_post=weights.norm_post[n].unsqueeze(0),
         )
         for n in range(count)
     ]

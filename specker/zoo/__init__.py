@@ -1,6 +1,6 @@
 """The bundled family: a small code model, its draft and its masked-diffusion drafter, with held-out prompts.
 
-`python -m specker.zoo.train` reproduces the weights; RECIPE.md, corpus.json and losses.json tell how they came about."""
+`python -m specker.zoo.train` reproduces the weights; RECIPE.md, corpus.json and losses.json say how they came about."""
 
 from __future__ import annotations
 
@@ -10,11 +10,34 @@ from pathlib import Path
 NAMES = ("code-target", "code-draft", "code-diffusion")
 
 PROMPTS = (
-    'def moving_average(values, window):\n    """Return the means of every `window` consecutive values."""\n    if window < 1:',
-    'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self, items=()):\n        self._items = list(items)\n\n    def push(self, item):',
-    'import os\nimport sys\n\n\ndef read_lines(path, encoding="utf-8"):\n    """Yield the lines of a text file without their line ends."""\n    with open(path',
-    'def parse_version(text):\n    """Parse "1.2.3" into a tuple of integers.\n\n    Raises ValueError if a part is not a number.\n    """\n    parts =',
-)  # fmt: skip
+    '''\
+def moving_average(values, window):
+    """Return the means of every `window` consecutive values."""
+    if window < 1:''',
+    '''\
+class Stack:
+    """A last-in, first-out collection."""
+
+    def __init__(self, items=()):
+        self._items = list(items)
+
+    def push(self, item):''',
+    '''\
+import os
+import sys
+
+
+def read_lines(path, encoding="utf-8"):
+    """Yield the lines of a text file without their line ends."""
+    with open(path''',
+    '''\
+def parse_version(text):
+    """Parse "1.2.3" into a tuple of integers.
+
+    Raises ValueError if a part is not a number.
+    """
+    parts =''',
+)
 
 
 def path(name: str) -> Path:
@@ -25,6 +48,6 @@ def path(name: str) -> Path:
 
 
 def heldout() -> list[dict[str, str]]:
-    """Beginnings of functions and classes of modules never trained on: {"prompt", "source" = "module:line", "licence"}."""
+    """Beginnings of functions of modules never trained on: {"prompt", "source" ("module:line"), "licence"} each."""
     text = (Path(__file__).parent / "heldout.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

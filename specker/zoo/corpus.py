@@ -44,26 +44,26 @@ HELD_OUT = (
 )  # fmt: skip
 STDLIB_HELD_OUT = frozenset(p for p in HELD_OUT if p.count("/") == 0 or p.startswith("json/"))
 CAP = 12_000_000  # bytes of one distribution
-SKIP_PARTS = {"tests", "test", "testing", "_vendor", "_vendored_packages", "vendor", "idlelib", "lib2to3", "site-packages",
+SKIP_PARTS = {"tests", "test", "testing", "_vendor", "vendor", "idlelib", "lib2to3", "site-packages",
               "unicode_data", "turtledemo", "pydoc_data", "encodings", "mypyc", "typeshed", "__pycache__"}  # fmt: skip
-SKIP_FILE = re.compile(r"(_mapping|_builtins|lextab|yacctab|sre_constants|_cm(_listed)?|_generated.*|generated_.*|unistring)\.py$|^test_|_pb2")
+SKIP_FILE = re.compile(
+    r"(_mapping|_builtins|lextab|yacctab|sre_constants|_cm(_listed)?|_generated.*|generated_.*|unistring)\.py$|^test_|_pb2"
+)
 
 
 def is_held_out(rel: str) -> bool:
-    """`rel`: path below the library root. Copies elsewhere (pip/_vendor/rich/table.py) are held out with the original."""
+    """`rel`: path below the library root. Copies elsewhere (pip/_vendor/rich/table.py) are held out as well."""
     if rel in HELD_OUT:
         return True
     return any(rel.endswith("/" + "/".join(p.split("/")[-2:])) for p in HELD_OUT if "/" in p)
 
 
-def library_files(stdlib: bool = True) -> dict[str, tuple[str, str, list[tuple[str, Path]]]]:
+def library_files(only_stdlib: bool = False) -> dict[str, tuple[str, str, list[tuple[str, Path]]]]:
     """name -> (version, licence, [(relative path, file)]) in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = {}
-    if stdlib:
-        files = sorted((p.relative_to(root).as_posix(), p) for p in root.rglob("*.py") if "site-packages" not in p.parts)
-        found["python"] = (platform.python_version(), "PSF-2.0", files)
-    for name in sorted(ALLOWED, key=str.lower):
+    files = sorted((p.relative_to(root).as_posix(), p) for p in root.rglob("*.py") if "site-packages" not in p.parts)
+    found = {"python": (platform.python_version(), "PSF-2.0", files)}
+    for name in [] if only_stdlib else sorted(ALLOWED, key=str.lower):
         try:
             dist = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
@@ -103,28 +103,27 @@ def without_licence(text: str) -> str:
 
 
 def without_repeats(text: str, seen: set[bytes], size: int = 12) -> str | None:
-    """Drops runs of `size` lines seen before (copied modelling code); None when most of the file is one."""
+    """The text, or None when over 40% of its runs of `size` lines were seen before (copied modelling code)."""
     lines = text.split("\n")
-    kept = []
+    fresh = []
     for i in range(0, len(lines), size):
         run = lines[i : i + size]
         key = hashlib.blake2b("\n".join(x.strip() for x in run).encode(), digest_size=8).digest()
-        # compare at every offset of earlier files is dear; aligned windows of this file against all offsets of others is not
-        if len(run) < size or key not in seen:
-            kept.append((run, True))
-        else:
-            kept.append((run, False))
-    if sum(k for _, k in kept) < 0.6 * len(kept):
+        # aligned runs of this file against runs at every offset of the earlier ones
+        fresh.append(len(run) < size or key not in seen)
+    if sum(fresh) < 0.6 * len(fresh):
         return None
-    for i in range(0, max(0, len(lines) - size + 1)):
+    for i in range(max(0, len(lines) - size + 1)):
         seen.add(hashlib.blake2b("\n".join(x.strip() for x in lines[i : i + size]).encode(), digest_size=8).digest())
     return text
 
 
 def collect(limit: int | None = None) -> tuple[list[str], list[tuple[str, str]], dict]:
-    """(training texts in a seeded order, [(module, text)] held out, the record for corpus.json). `limit`: bytes in all."""
+    """-> (training texts in a seeded order, [(module, text)] held out, the record for corpus.json).
+
+    `limit`: about so many bytes, of the standard library alone."""
     texts, held, record, seen_files, seen_runs = [], [], [], set(), set()
-    for name, (version, licence, files) in library_files().items():
+    for name, (version, licence, files) in library_files(only_stdlib=limit is not None).items():
         order = files[:]
         random.Random(f"specker {name}").shuffle(order)
         count = size = 0
@@ -132,7 +131,7 @@ def collect(limit: int | None = None) -> tuple[list[str], list[tuple[str, str]],
             if rel in HELD_OUT and (name != "python") == (rel not in STDLIB_HELD_OUT):
                 held.append((rel, path.read_text()))
                 continue
-            if is_held_out(rel) or size >= CAP:
+            if is_held_out(rel) or size >= (limit or CAP):
                 continue
             text = readable(rel, path)
             digest = hashlib.blake2b((text or "").encode()).digest()
@@ -146,11 +145,6 @@ def collect(limit: int | None = None) -> tuple[list[str], list[tuple[str, str]],
             count, size = count + 1, size + len(text)
         record.append({"name": name, "version": version, "licence": licence, "files": count, "bytes": size})
     random.Random("specker order").shuffle(texts)
-    if limit:
-        total, keep = 0, 0
-        while keep < len(texts) and total < limit:
-            total, keep = total + len(texts[keep]), keep + 1
-        texts = texts[:keep]
     return texts, sorted(held), {"distributions": record, "held_out": list(HELD_OUT), "bytes": sum(map(len, texts))}
 
 
@@ -159,10 +153,13 @@ def train_tokenizer(texts: list[str], vocab: int):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tok = Tokenizer(models.BPE())
-    # words with one leading blank, up to three digits, punctuation runs, newlines with the indentation behind them, blanks
+    # words with one leading blank, three digits, punctuation runs, newlines with the indentation behind them, blanks
     pattern = r" ?[A-Za-z]+| ?_+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9_]+|(?:\n[ ]*)+|[^\S\n]+(?=[^\s])|\s+"
     tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

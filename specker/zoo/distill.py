@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .fit import Windows, fit
+from .fit import fit
 from .net import Net
 from .sample import acceptance, block_accepted, draft_right, generate
 
@@ -52,8 +52,8 @@ def train_draft(run, target: Net) -> list[dict] | None:
     """KL(target || draft) at every position, at the temperature 1 and, every other time, 0.7."""
     net, lessons, judge = run.net(run.p.draft), Lessons(run, run.p.lengths[0][1]), Judge(run, target)
 
-    def loss(net, step, part, done):
-        n = min(run.length(done), 512)
+    def loss(net, part, step, done):
+        n = min(run.length(done), 512) if step % 2 == 0 else run.p.lengths[0][1]
         ids = lessons.batch(step, part, run.p.batch // (n * run.p.micro), n + 1)
         with torch.no_grad():
             teacher = target(ids[:, :-1]).flatten(0, 1)
@@ -69,7 +69,7 @@ def train_draft(run, target: Net) -> list[dict] | None:
 def packed(n: int, k: int, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The layout that supervises n tokens at once and shows each block what it will see in use.
 
-    Row stream: n clean tokens, causal among themselves (the cached prefix), then for each block of k the c committed tokens
+    Rows: n clean tokens, causal among themselves (the cached prefix), then for each block of k the c committed tokens
     before it, run again, and k masks; a block sees the clean rows before its c tokens and all of itself.
     -> positions [R], sees [R,R] bool, is_mask [R] bool, predicts [n] rows that predict the tokens 0..n-1 (shifted)."""
     blocks = torch.arange(n // k)
@@ -92,15 +92,15 @@ def packed(n: int, k: int, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train_diffusion(run, target: Net) -> list[dict] | None:
-    """Shifted masked prediction in three layouts: `packed` (60%), prefix ++ one block of masks (30%), uniform masking."""
-    c0, net = run.p.diffusion, run.net(run.p.diffusion)
+    """Shifted masked prediction in three layouts: `packed` (60%), prefix ++ a block of masks (30%), uniform (10%)."""
+    net = run.net(run.p.diffusion)
     n = run.p.lengths[0][1]
     lessons, judge = Lessons(run, n), Judge(run, target)
     layouts = {k: packed(n, k, k // 4) for k in (4, 8, 16, 32)}
     if run.device != "cpu":
         layouts = {k: tuple(x.to(run.device) for x in v) for k, v in layouts.items()}
 
-    def loss(net, step, part, done):
+    def loss(net, part, step, done):
         rng = np.random.default_rng([run.seed, step])
         k = int(rng.choice((4, 8, 16, 32), p=(0.4, 0.3, 0.2, 0.1)))
         mode, size = rng.random(), run.p.batch // run.p.micro
@@ -130,7 +130,9 @@ def train_diffusion(run, target: Net) -> list[dict] | None:
             teacher = target(ids)[:, where]
         weight = weight.repeat(len(ids))
         scale = weight / (weight.sum() * run.p.micro)
-        total, losses = run.head_loss(net, hidden.flatten(0, 1), label.flatten(), scale, teacher.flatten(0, 1), hard=0.1)
+        total, losses = run.head_loss(
+            net, hidden.flatten(0, 1), label.flatten(), scale, teacher.flatten(0, 1), hard=0.1
+        )
         return total, {"kl": losses.mean() / run.p.micro}
 
     return fit("diffusion", net, loss, lambda: judge.diffusion(net), run.options(2), run.work)

@@ -19,10 +19,10 @@ def hf_state(net: Net) -> dict[str, Tensor]:
     rows = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
     for i, b in enumerate(net.blocks):
         at = f"model.layers.{i}"
-        for name, w in zip("qkv", b.qkv.split(rows)):
+        for name, w in zip("qkv", b.qkv.split(rows), strict=True):
             state[f"{at}.self_attn.{name}_proj.weight"] = w
         if b.bias is not None:
-            for name, w in zip("qkv", b.bias.split(rows)):
+            for name, w in zip("qkv", b.bias.split(rows), strict=True):
                 state[f"{at}.self_attn.{name}_proj.bias"] = w
         state[f"{at}.self_attn.o_proj.weight"] = b.out
         state[f"{at}.mlp.gate_proj.weight"], state[f"{at}.mlp.up_proj.weight"] = b.gate_up.chunk(2)
@@ -57,10 +57,11 @@ def export(net: Net, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.b
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     about = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": net.c.context, "bos_token": EOS, "eos_token": EOS,
-        "pad_token": PAD, "mask_token": MASK, "add_bos_token": False, "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": net.c.context,
+        "bos_token": EOS, "eos_token": EOS, "pad_token": PAD, "mask_token": MASK,
+        "add_bos_token": False, "add_eos_token": False, "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
     if not net.c.diffusion:
         generation = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 2}
@@ -72,11 +73,9 @@ def load(folder: Path, compute: torch.dtype = torch.float32) -> Net:
     from safetensors.torch import load_file
 
     j, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    c = NetConfig(
-        j["hidden_size"], j["num_hidden_layers"], j["num_attention_heads"], j["num_key_value_heads"], j["intermediate_size"],
-        j["vocab_size"], j["head_dim"], j["max_position_embeddings"], j["rope_theta"], j["rms_norm_eps"],
-        diffusion=j["model_type"] == "Dream",
-    )  # fmt: skip
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    names += ("vocab_size", "head_dim", "max_position_embeddings", "rope_theta", "rms_norm_eps")
+    c = NetConfig(*(j[n] for n in names), diffusion=j["model_type"] == "Dream")
     net = Net(c, compute)
     with torch.no_grad():
         for name, view in hf_state(net).items():  # on the CPU these are views of the parameters

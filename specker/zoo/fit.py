@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ class Windows:
 def twin_of(net: Net) -> Net:
     """A network on the same weights with gradients of its own."""
     twin = copy.deepcopy(net)
-    for mine, other in zip(twin.parameters(), net.parameters()):
+    for mine, other in zip(twin.parameters(), net.parameters(), strict=True):
         mine.data = other.data
     return twin
 
@@ -102,7 +103,7 @@ class Workers:
         if errors:
             raise errors[0]
         for twin in self.nets[1:]:
-            for mine, other in zip(self.nets[0].parameters(), twin.parameters()):
+            for mine, other in zip(self.nets[0].parameters(), twin.parameters(), strict=True):
                 if other.grad is not None:
                     mine.grad = other.grad if mine.grad is None else mine.grad.add_(other.grad)
                     other.grad = None
@@ -129,13 +130,13 @@ def progress(total: int, name: str):
 def fit(
     name: str,
     net: Net,
-    train_loss: Callable[[Net, int, int, float], tuple[Tensor, dict]],
+    train_loss: Callable[..., tuple[Tensor, dict]],
     held_out: Callable[[], dict],
     o: FitOptions,
     work: Path,
 ) -> list[dict] | None:
-    """Trains `net` in place. `train_loss(net, step, part, done)` gives the loss of one of `micro` parts of a batch, to be
-    summed over the parts, and the values to log, likewise.
+    """Trains `net` in place. `train_loss(net, part, step=, done=)` gives the loss of one of `micro` parts of a batch
+    and the values to log; both are summed over the parts.
 
     Returns the loss log, or None when `stop_after` ended it early. Checkpoints lie in work/<name>.pt."""
     team = Workers(net, o.workers)
@@ -160,7 +161,7 @@ def fit(
                 checkpoint(step)
                 return None
             done = step * o.batch / o.tokens
-            values = team.gradients(o.micro, lambda n, part: train_loss(n, step, part, done))
+            values = team.gradients(o.micro, partial(train_loss, step=step, done=done))
             opt.step(lr_scale(done))
             step += 1
             for k, v in values.items():

@@ -1,6 +1,6 @@
 """The decoder of the bundled family: Llama (causal) or Qwen2 in Dream's layout (bidirectional, qkv bias), for training.
 
-Weights are fp32 masters; the computation runs in `Net.compute` (bf16 on AMX or CUDA). `hf_state` gives transformers' names.
+Weights are fp32 masters; the computation runs in `Net.compute` (bf16 on AMX or CUDA). export.py names them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class NetConfig:
     context: int = 1024
     rope_theta: float = 10000.0
     eps: float = 1e-5
-    diffusion: bool = False  # bidirectional attention, qkv bias, row i predicts the token at i + 1 as in the causal case
+    diffusion: bool = (
+        False  # bidirectional attention, qkv bias, row i predicts the token at i + 1 as in the causal case
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -53,9 +55,9 @@ class Block(nn.Module):
             nn.init.normal_(w, std=(2 * c.layers * w.shape[1]) ** -0.5)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past=None) -> Tensor:
-        """x [B,T,E] -> [B,T,E]. `mask` [T,T] bool: what each row sees, instead of the config's causal or full attention.
+        """x [B,T,E] -> [B,T,E]. `mask` [T,T] bool: what each row sees, if not what the config says (causal or all).
 
-        `past` = (K, V [B,Hkv,length,D], rows already there): the new rows, one or the first ones, are written behind."""
+        `past` = (K, V [B,Hkv,length,D], rows already there): the new rows, all or one, are written behind them."""
         c, t = self.c, x.dtype
         b, n, _ = x.shape
         h = F.rms_norm(x, (c.hidden,), self.norm1.to(t), c.eps)
@@ -95,7 +97,9 @@ class Net(nn.Module):
     def final(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.c.hidden,), self.norm.to(x.dtype), self.c.eps)
 
-    def forward(self, ids: Tensor, skip=frozenset(), taps=(), mask: Tensor | None = None, rows=None, past=None, done: int = 0):
+    def forward(
+        self, ids: Tensor, skip=frozenset(), taps=(), mask: Tensor | None = None, rows=None, past=None, done: int = 0
+    ):
         """ids [B,T] -> normed hidden rows [B,T,E] after the last layer; with `taps` also those after each layer listed.
 
         `skip`: layers left out (layer dropout). `mask`: see Block. `rows` [T]: positions, if not done, done + 1, ...
@@ -131,8 +135,9 @@ def _head_chunk(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor) -> tupl
 
 
 def _head_chunk_kl(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor, teacher: Tensor, hard: float, heat: Tensor):
-    """As `_head_chunk` against the mixture (1 - hard) * softmax(teacher logits) + hard * one-hot label, all at temperature
-    `heat` (a tensor, so that a new value compiles nothing anew)."""
+    """As `_head_chunk`, against the mixture (1 - hard) * softmax(teacher logits) + hard * one-hot label.
+
+    All at temperature `heat` (a tensor, so that a new value compiles nothing anew)."""
     logits, t = F.linear(h, weight).float() / heat, teacher.float() / heat
     logq = logits - logits.logsumexp(-1, keepdim=True)
     logp = t - t.logsumexp(-1, keepdim=True)
@@ -146,8 +151,8 @@ def _head_chunk_kl(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor, teac
 class LinearLoss(torch.autograd.Function):
     """sum_i scale_i * loss_i of the tied head, in chunks of rows: fp32 logits [T,V] never exist, nor are they kept.
 
-    hidden [T,E], weight [V,E], label [T] int64, scale [T]; `teacher`: None, or (hidden rows [T,E'], weight [V,E']) of the
-    network whose softmax at temperature `heat` is the soft label. The gradients are computed in the forward pass."""
+    hidden [T,E], weight [V,E], label [T] int64, scale [T]; `teacher`: None, or (rows [T,E'], weight [V,E']) of the net
+    whose softmax at temperature `heat` is the soft label. The gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, label, scale, teacher, hard, heat, ops, chunk):

@@ -52,14 +52,14 @@ class Optimizer:
             group["lr"] = lr
         self.adam.step()
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for (w, sizes), buf in zip(self.matrices, self.buffers):
+        for (w, sizes), buf in zip(self.matrices, self.buffers, strict=True):
             if w.grad is None:  # layer dropped in this step
                 continue
             buf.lerp_(w.grad, 1 - self.momentum)
             update = w.grad.lerp(buf, self.momentum)  # Nesterov
             w.mul_(1 - lr * self.decay)
             sizes = sizes or (w.shape[0],)
-            for piece, u in zip(w.split(sizes), update.split(sizes)):
+            for piece, u in zip(w.split(sizes), update.split(sizes), strict=True):
                 by_shape.setdefault(tuple(u.shape), []).append((piece, u))
         for (rows, cols), pairs in by_shape.items():
             # 0.2 sqrt(max) matches AdamW's update size, so that one rate serves both (Liu et al., 2025)
@@ -73,5 +73,5 @@ class Optimizer:
 
     def load(self, state: dict) -> None:
         self.adam.load_state_dict(state["adam"])
-        for mine, saved in zip(self.buffers, state["buffers"]):
+        for mine, saved in zip(self.buffers, state["buffers"], strict=True):
             mine.copy_(saved)

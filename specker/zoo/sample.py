@@ -24,7 +24,7 @@ def choose(logits: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def generate(net: Net, prompts: Tensor, new: int, temperature: float, seed: int = 0) -> Tensor:
-    """prompts [B,P] -> [B,P+new], the token at position i drawn with `gumbel(seed, i)`; goes on behind <|endoftext|>."""
+    """prompts [B,P] -> [B,P+new], the token at position i drawn with `gumbel(seed, i)`; no stop token."""
     b, p = prompts.shape
     cache, ids = net.new_cache(b, p + new), prompts
     hidden = net(ids, past=cache)[:, -1:]
@@ -37,8 +37,10 @@ def generate(net: Net, prompts: Tensor, new: int, temperature: float, seed: int 
     return ids
 
 
-def own_text(net: Net, data: np.ndarray, count: int, length: int, seed: int, batch: int = 128, note=lambda done: None) -> np.ndarray:
-    """[count, length] uint16: text the target wrote behind 16..64 tokens of the corpus, a third each at T = 0.7, 0.85, 1."""
+def own_text(
+    net: Net, data: np.ndarray, count: int, length: int, seed: int, batch: int = 128, note=lambda done: None
+) -> np.ndarray:
+    """[count, length] uint16: the target's words behind 16..64 tokens of the corpus, at T = 0.7, 0.85 and 1 in turn."""
     rng, rows = np.random.default_rng(seed), []
     while sum(map(len, rows)) < count:
         p, t = int(rng.integers(16, 65)), (0.7, 0.85, 1.0)[len(rows) % 3]
@@ -51,7 +53,7 @@ def own_text(net: Net, data: np.ndarray, count: int, length: int, seed: int, bat
 
 
 def acceptance(right: np.ndarray, chain: int = 4) -> float:
-    """right [B,T] bool: would the drafter propose the token at this place, given the true ones before? -> acceptance length.
+    """right [B,T] bool, would the drafter propose the token here, given the true ones before -> acceptance length.
 
     Exact for a chain: within the accepted part its context is the target's own text."""
     rounds = tokens = 0
@@ -74,7 +76,9 @@ def draft_right(draft: Net, ids: Tensor, prompt: int, temperature: float, seed: 
 
 
 @torch.no_grad()
-def block_accepted(net: Net, ids: Tensor, prompt: int, temperature: float, seed: int = 0, block: int = 8, every: int = 5) -> float:
+def block_accepted(
+    net: Net, ids: Tensor, prompt: int, temperature: float, seed: int = 0, block: int = 8, every: int = 5
+) -> float:
     """Acceptance length of the diffusion drafter's first guesses, one block of masks behind every fifth position."""
     total, places = 0.0, range(prompt, ids.shape[1] - block, every)
     for i in places:

@@ -1,4 +1,4 @@
-"""python -m specker.zoo.train: corpus, tokenizer, target, draft, diffusion, export; each stage is skipped when done."""
+"""python -m specker.zoo.train: corpus, tokenizer, target, own text, draft, diffusion, export; what is done stays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
+from torch import Tensor
 
-from . import corpus, net as nets
-from .fit import FitOptions, Windows, fit
+from . import corpus, distill
+from . import net as nets
+from .export import export
+from .fit import FitOptions, Windows, fit, progress
 from .net import LinearLoss, Net, NetConfig
-
-STAGES = ("corpus", "tokenizer", "target", "draft", "diffusion", "export")
+from .sample import own_text
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Preset:
     batch: int = 4096  # tokens, in `micro` parts
     micro: int = 4
     lengths: tuple[tuple[float, int], ...] = ((0.7, 256), (0.9, 512), (1.0, 1024))  # (up to this fraction, window)
+    own_rows: int = 6144  # windows of the target's own text
     corpus_bytes: int | None = None
     eval_every: int = 50
 
@@ -39,17 +42,19 @@ PRESETS = {
         NetConfig(256, 12, 4, 2, 704),
         NetConfig(128, 2, 2, 1, 384),
         NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
-        tokens=(28_000_000, 12_000_000, 12_000_000),
+        tokens=(28_000_000, 8_000_000, 8_000_000),
         lr=(3e-3, 4e-3, 3e-3),
     ),
     "tiny": Preset(
-        NetConfig(64, 3, 2, 1, 128, vocab=512, head_dim=32),
-        NetConfig(32, 1, 1, 1, 64, vocab=512, head_dim=32),
-        NetConfig(32, 2, 2, 1, 64, vocab=512, head_dim=32, diffusion=True, eps=1e-6),
+        NetConfig(64, 3, 2, 1, 128, vocab=512, head_dim=32, context=128),
+        NetConfig(32, 1, 1, 1, 64, vocab=512, head_dim=32, context=128),
+        NetConfig(32, 2, 2, 1, 64, vocab=512, head_dim=32, context=128, diffusion=True, eps=1e-6),
         tokens=(16_384, 8_192, 8_192),
         lr=(3e-3, 4e-3, 3e-3),
         batch=512,
+        micro=2,
         lengths=((0.7, 64), (1.0, 128)),
+        own_rows=16,
         corpus_bytes=200_000,
         eval_every=8,
     ),
@@ -57,15 +62,16 @@ PRESETS = {
 
 
 class Run:
-    """The options of one command and the compiled pieces they choose."""
+    """The options of one command, and the loss compiled or not as they say."""
 
-    def __init__(self, preset: Preset, work: Path, device: str, compiled: bool, seed: int, stop_after: int | None,
-                 workers: int = 1):
-        self.workers = workers
-        self.p, self.work, self.device, self.seed, self.stop_after = preset, work, device, seed, stop_after
-        self.compute = torch.float32 if preset is PRESETS["tiny"] else torch.bfloat16
-        self.compiled = compiled
+    def __init__(
+        self, preset: Preset, work: Path, device: str, compiled: bool, seed: int, stop_after: int | None, workers: int
+    ):
+        self.p, self.work, self.device, self.compiled = preset, work, device, compiled
+        self.seed, self.stop_after, self.workers = seed, stop_after, workers
+        self.compute = torch.float32 if preset.target.vocab < 8192 else torch.bfloat16
         self.ops = (nets._head_chunk, nets._head_chunk_kl)
+        self.target_head: Tensor | None = None  # [V,E] of the teacher, in `compute`
         if compiled:
             torch._dynamo.config.recompile_limit = 64
             nets.Block.forward = torch.compile(nets.Block.forward, dynamic=False)
@@ -73,7 +79,20 @@ class Run:
 
     def net(self, c: NetConfig) -> Net:
         torch.manual_seed(self.seed)
-        net = Net(c, self.compute).to(self.device)
+        return Net(c, self.compute).to(self.device)
+
+    def saved(self, name: str) -> dict | None:
+        path = self.work / f"{name}.pt"
+        return torch.load(path, map_location=self.device, weights_only=True) if path.exists() else None
+
+    def trained(self, name: str) -> Net:
+        net = self.net(getattr(self.p, name))
+        net.load_state_dict(self.saved(name)["net"])
+        return net.requires_grad_(False)
+
+    def teacher(self) -> Net:
+        net = self.trained("target")
+        self.target_head = net.embed.to(self.compute)
         return net
 
     def head_loss(self, net: Net, hidden, label, scale, teacher=None, hard: float = 0.0, heat: float = 1.0):
@@ -87,10 +106,10 @@ class Run:
         total, losses = LinearLoss.apply(hidden, net.embed, label, scale, soft, hard, heat, self.ops, chunk)
         return total, losses[:n]
 
-    def options(self, which: int, **more) -> FitOptions:
+    def options(self, which: int) -> FitOptions:
         p = self.p
-        return FitOptions(p.tokens[which], p.batch, p.lr[which], self.seed, p.eval_every, p.micro, self.workers,
-                          stop_after=self.stop_after, **more)
+        more = {"micro": p.micro, "workers": self.workers, "stop_after": self.stop_after, "eval_every": p.eval_every}
+        return FitOptions(p.tokens[which], p.batch, p.lr[which], self.seed, **more)
 
     def windows(self, split: str) -> Windows:
         return Windows(np.load(self.work / f"{split}.npy", mmap_mode="r"), self.seed, self.device)
@@ -119,9 +138,11 @@ def train_target(run: Run) -> list[dict] | None:
     """Cross-entropy after the last layer, plus LayerSkip: layer dropout and one rotating early exit a step."""
     c, net, data, held = run.p.target, run.net(run.p.target), run.windows("train"), run.windows("held")
     p_max, exit_scale = 0.1, 0.25
-    drop = [p_max * (2 ** (i / (c.layers - 1)) - 1) for i in range(c.layers)]  # rises exponentially, 0 at the first layer
+    drop = [
+        p_max * (2 ** (i / (c.layers - 1)) - 1) for i in range(c.layers)
+    ]  # rises exponentially, 0 at the first layer
 
-    def loss(net, step, part, done):
+    def loss(net, part, step, done):
         rng = np.random.default_rng([run.seed, step])
         n, parts = run.length(done), run.p.micro
         tap = step % (c.layers - 1)
@@ -138,41 +159,96 @@ def train_target(run: Run) -> list[dict] | None:
 
     @torch.no_grad()
     def held_out():
-        length, total, batches = min(512, c.context), 0.0, 4
+        length, batches, losses = min(512, c.context), 4, []
         for i in range(batches):
             ids = held.batch(i, 8, length)
-            hidden = net(ids[:, :-1]).flatten(0, 1)
-            total += torch.cat([
-                F.cross_entropy(net.logits(h).float(), y, reduction="none")
-                for h, y in zip(hidden.split(512), ids[:, 1:].flatten().split(512))
-            ]).mean().item()  # fmt: skip
-        return {"held_out": total / batches}
+            hidden, label = net(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
+            for h, y in zip(hidden.split(512), label.split(512), strict=True):
+                losses.append(F.cross_entropy(net.logits(h).float(), y).item())
+        return {"held_out": float(np.mean(losses))}
 
     return fit("target", net, loss, held_out, run.options(0), run.work)
 
 
+def write_own_text(run: Run) -> None:
+    data = np.load(run.work / "train.npy", mmap_mode="r")
+    bar, task = progress(1, "own text")
+    with bar:
+        length = run.p.lengths[0][1] + 9  # a window, its next token and the lead of the longest block
+        batch = min(128, run.p.own_rows)
+        rows = own_text(
+            run.teacher(), data, run.p.own_rows, length, run.seed, batch, lambda x: bar.update(task, completed=x)
+        )
+    np.save(run.work / "own.npy", rows)
+
+
+STAGES = ("corpus", "tokenizer", "target", "own", "draft", "diffusion", "export")
+
+
+def do(run: Run, stage: str, out: Path) -> bool:
+    """Runs one stage unless it is done; False when `stop_after` ended it early."""
+    made = {"corpus": "corpus.json", "tokenizer": "tokenizer.json", "own": "own.npy"}
+    if stage in made:
+        if not (run.work / made[stage]).exists():
+            {"corpus": make_corpus, "tokenizer": make_tokenizer, "own": write_own_text}[stage](run)
+        return True
+    if stage == "export":
+        export_all(run, out)
+        return True
+    which = ("target", "draft", "diffusion").index(stage)
+    saved = run.saved(stage)
+    if saved and saved["step"] * run.p.batch >= run.p.tokens[which]:
+        return True
+    if stage == "target":
+        return train_target(run) is not None
+    return {"draft": distill.train_draft, "diffusion": distill.train_diffusion}[stage](run, run.teacher()) is not None
+
+
+def export_all(run: Run, out: Path) -> None:
+    """Folders, prompts and records of what is trained so far."""
+    logs = {}
+    for name in ("target", "draft", "diffusion"):
+        if saved := run.saved(name):
+            export(run.trained(name), run.work / "tokenizer.json", out / f"code-{name}")
+            logs[name] = saved["log"]
+    for name in ("corpus.json", "heldout.jsonl"):
+        shutil.copyfile(run.work / name, out / name)
+    rows = (f' "{k}": [\n  ' + ",\n  ".join(map(json.dumps, v)) + "\n ]" for k, v in logs.items())
+    (out / "losses.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
 def main(
     work: Annotated[Path, typer.Option(help="corpus, tokens and checkpoints")] = Path("~/.cache/specker/zoo"),
+    out: Annotated[Path | None, typer.Option(help="folder of the export; default WORK/export")] = None,
     preset: Annotated[str, typer.Option(help=" or ".join(PRESETS))] = "base",
     device: str = "cpu",
     seed: int = 0,
-    target_tokens: Annotated[int, typer.Option(help="0: the preset's; a smaller number on resume starts the decay early")] = 0,
-    compile: Annotated[bool | None, typer.Option(help="default: where a C++ compiler or CUDA is found")] = None,
-    workers: Annotated[int, typer.Option(help="threads; more than one is faster on a shared CPU, not bit-reproducible")] = 1,
+    target_tokens: Annotated[int, typer.Option(help="0: the preset's; fewer on resume start the decay early")] = 0,
+    draft_tokens: Annotated[int, typer.Option(help="likewise")] = 0,
+    diffusion_tokens: Annotated[int, typer.Option(help="likewise")] = 0,
+    draft_layers: Annotated[int, typer.Option(help="0: the preset's")] = 0,
+    compile: Annotated[bool | None, typer.Option(help="default: where CUDA or a C++ compiler is found")] = None,
+    workers: Annotated[int, typer.Option(help="threads; more than one is not bit-reproducible")] = 1,
     stop_after: Annotated[int | None, typer.Option(help="leave after this many steps of a model")] = None,
     until: Annotated[str, typer.Option(help="last stage: " + ", ".join(STAGES))] = "export",
 ) -> None:
+    """Trains the bundled family; the same command goes on after a kill."""
+    if preset not in PRESETS or until not in STAGES:
+        raise typer.BadParameter(f"expected a preset of {', '.join(PRESETS)} and a stage of {', '.join(STAGES)}")
     p = PRESETS[preset]
-    p = replace(p, tokens=(target_tokens or p.tokens[0], *p.tokens[1:]))
+    chosen = (target_tokens, draft_tokens, diffusion_tokens)
+    p = replace(p, tokens=tuple(a or b for a, b in zip(chosen, p.tokens, strict=True)))
+    if draft_layers:
+        p = replace(p, draft=replace(p.draft, layers=draft_layers))
     compiled = compile if compile is not None else preset != "tiny" and (device != "cpu" or bool(shutil.which("g++")))
     work = work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
     run = Run(p, work, device, compiled, seed, stop_after, workers)
-    if not (work / "corpus.json").exists():
-        make_corpus(run)
-    if not (work / "tokenizer.json").exists():
-        make_tokenizer(run)
-    train_target(run)
+    for stage in STAGES[: STAGES.index(until) + 1]:
+        if not do(run, stage, out or work / "export"):
+            print(f"stopped within {stage}; the same command goes on from here")
+            return
+        print(f"{stage}: done", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ def randn(*shape, dtype=torch.float64, seed=0):
 
 def close(got, want, dtype, roundings=4):
     scale = want.abs().max() if want.numel() else 1.0
-    return want.shape == got.shape and bool(((got.double() - want).abs() <= roundings * torch.finfo(dtype).eps * scale).all())
+    return want.shape == got.shape and bool(
+        ((got.double() - want).abs() <= roundings * torch.finfo(dtype).eps * scale).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,14 +65,21 @@ def test_row_linear_refuses():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("P", "Q"), [(0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (3, 2)])
 def test_residual_merge(dtype, P, Q):
-    x, deltas, weight = randn(5, 24, dtype=dtype), randn(P, 5, 24, dtype=dtype, seed=1), randn(Q, 24, dtype=dtype, seed=2)
+    x, deltas, weight = (
+        randn(5, 24, dtype=dtype),
+        randn(P, 5, 24, dtype=dtype, seed=1),
+        randn(Q, 24, dtype=dtype, seed=2),
+    )
     y, normed = residual_merge(x, deltas, weight if Q else None, 1e-5)
     want = x.double() + deltas.double().sum(0)
     assert close(y, want, dtype, 2) and y.data_ptr() != x.data_ptr()
     rounded = y.double()
     norm = rounded / (rounded.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert close(normed, norm * weight.double()[:, None], dtype)
-    assert residual_merge_cost(x, deltas, weight if Q else None, 1e-5)[0] == ((2 + P + Q) * 120 + Q * 24) * x.element_size()
+    assert (
+        residual_merge_cost(x, deltas, weight if Q else None, 1e-5)[0]
+        == ((2 + P + Q) * 120 + Q * 24) * x.element_size()
+    )
 
 
 def test_residual_merge_refuses():

@@ -51,24 +51,24 @@ def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1)
             for h in range(Hq):
                 kv = h * Hkv // Hq
                 score = keys[columns, kv].double() @ rows[r, h].double() / math.sqrt(D)
-                want.append((score.softmax(0) @ values[columns, kv].double()))
+                want.append(score.softmax(0) @ values[columns, kv].double())
                 lse.append(score.logsumexp(0))
         q.append(rows)
         own = ancestor_words(parents)
         words.append(torch.nn.functional.pad(own, (0, W - own.shape[1])))
         cu.append(cu[-1] + n + 1)
     T = cu[-1]
-    args = dict(
-        q=torch.cat(q),
-        k_cache=k,
-        v_cache=v,
-        block_table=pages,
-        kv_len=torch.tensor([p + n + 1 for p, n in lengths], dtype=torch.int32),
-        window=torch.tensor([n + 1 for _, n in lengths], dtype=torch.int32),
-        cu_rows=torch.tensor(cu, dtype=torch.int32),
-        ancestors=torch.cat(words),
-        scale=1 / math.sqrt(D),
-    )
+    args = {
+        "q": torch.cat(q),
+        "k_cache": k,
+        "v_cache": v,
+        "block_table": pages,
+        "kv_len": torch.tensor([p + n + 1 for p, n in lengths], dtype=torch.int32),
+        "window": torch.tensor([n + 1 for _, n in lengths], dtype=torch.int32),
+        "cu_rows": torch.tensor(cu, dtype=torch.int32),
+        "ancestors": torch.cat(words),
+        "scale": 1 / math.sqrt(D),
+    }
     return args, torch.stack(want).view(T, Hq, D), torch.stack(lse).view(T, Hq)
 
 

@@ -29,7 +29,7 @@ def drafter(model, width):
 
 
 def grown(model, sampling, width, depth):
-    """METHODS: level 1 the root's best; each later level the best `width` of all children, by cumulative probability."""
+    """Level 1: the root's best; each later level the best `width` of all children, by cumulative probability."""
 
     def children(ids):
         with torch.no_grad():

@@ -112,7 +112,7 @@ def test_every_dtype_runs_and_checks(pair, dtype):
 
 
 def test_unknown_options_are_not_dropped(pair):
-    with pytest.raises(TypeError, match="unknown option 'draft_token'; known: .*draft_tokens"):
+    with pytest.raises(TypeError, match=r"unknown option .draft_token.; known: .*draft_tokens"):
         specker.load(*pair, draft_token=3)
     with pytest.raises(TypeError, match="unknown option 'temprature'"):
         specker.load(*pair).generate([1], temprature=1)

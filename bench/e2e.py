@@ -1,0 +1,207 @@
+"""End to end on the bundled family: what speculation gains, and whether the runtime costs anything.
+
+One process, all ways interleaved, held-out prompts, medians. Ways: `ar`, chains and trees of `draft`, transformers'
+`generate` and its assisted generation with the same two checkpoints in the same dtype. Speedup over `ar` should be
+
+    tau / (k * c + v)      tau: acceptance length, k: draft tokens, c: a draft step over a target step,
+                           v: a verify pass (with accept and commit) over a target step
+
+so c and v are printed, with the speedup they predict beside the one measured. Tokens must equal those of `ar` (in
+float32, up to a tie within rounding, which is counted) or nothing is written. Distinct 4-grams stand beside
+acceptance because text that loops flatters it.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import HfArgumentParser
+
+import specker
+from bench import harness
+from specker.runtime.engine import Engine, Generation
+from specker.runtime.stats import Stats
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "ar": {"strategy": "ar"},
+    "draft chain 2": {"draft_tokens": 2},
+    "draft chain 3": {"draft_tokens": 3},
+    "draft chain 4": {"draft_tokens": 4},
+    "draft chain 6": {"draft_tokens": 6},
+    "draft tree 2x4": {"tree": "2x4"},
+    "draft tree 4x4": {"tree": "4x4"},
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    prompts: int = field(default=16, metadata={"help": "held-out prompts"})
+    max_new_tokens: int = 96
+    rounds: int = 5
+    temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
+    device: str = "cpu"
+    dtype: str = "float32"
+    transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
+    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+
+
+@dataclass(frozen=True)
+class Decoded:
+    tokens: list[list[int]]
+    stats: Stats | None  # None where the way is not ours
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+def distinct4(texts: Sequence[list[int]]) -> float:
+    """Share of 4-grams of tokens that are the first of their kind in their text."""
+    grams = [[tuple(t[i : i + 4]) for i in range(len(t) - 3)] for t in texts]
+    return sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
+
+
+def ours(engine: Engine, prompts: list[list[int]], count: int, temperature: float) -> Decoded:
+    done: list[Generation] = [engine.generate(p, count, temperature=temperature) for p in prompts]
+    return Decoded([g.tokens for g in done], sum((g.stats for g in done), Stats()))
+
+
+class Transformers:
+    """The same checkpoints through transformers."""
+
+    def __init__(self, args: Args, eos: tuple[int, ...]):
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        load = {"dtype": getattr(torch, args.dtype), "device_map": None}
+        self.target, self.draft = (
+            AutoModelForCausalLM.from_pretrained(specker.zoo.path(name), **load).eval().to(args.device)
+            for name in ("code-target", "code-draft")
+        )
+        self.args, self.eos = args, list(eos) or None
+
+    @torch.inference_mode()
+    def decode(self, prompts: list[list[int]], temperature: float, assisted: bool) -> Decoded:
+        how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": self.args.max_new_tokens}
+        if temperature > 0:
+            how |= {"temperature": temperature, "top_k": 0}
+        if assisted:
+            how["assistant_model"] = self.draft
+        tokens = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=self.args.device)
+            out = self.target.generate(
+                ids, attention_mask=torch.ones_like(ids), eos_token_id=self.eos, pad_token_id=0, **how
+            )
+            tokens.append(out[0, len(prompt) :].tolist())
+        return Decoded(tokens, None)
+
+
+def differing(engine: Engine, prompts: list[list[int]], got: Decoded, want: Decoded, args: Args, how: dict) -> int:
+    """How many texts differ from `ar` within rounding; exits where rounding does not explain one."""
+    count = 0
+    for prompt, ours_, theirs in zip(prompts, got.tokens, want.tokens, strict=True):
+        if ours_ != theirs:
+            generation = Generation(ours_, "", Stats(), "length")
+            result = engine.check(prompt, generation, args.max_new_tokens, **how)
+            if not result.ok:
+                sys.exit(f"bench: {result.message}; no timing of a wrong answer is worth keeping")
+            count += 1
+    return count
+
+
+def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: list[list[int]], hf: Any) -> list[dict]:
+    how = {"temperature": temperature}
+    ways: dict[str, Any] = {
+        name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
+    }
+    if hf is not None:
+        ways["transformers generate"] = lambda: hf.decode(prompts, temperature, assisted=False)
+        ways["transformers assisted"] = lambda: hf.decode(prompts, temperature, assisted=True)
+    timings = harness.measure(ways, args.rounds)
+    plain: Decoded = timings["ar"].last
+    assert plain.stats is not None
+    step = _step(plain.stats)
+    base = plain.count / timings["ar"].median
+    rows = []
+    for name, timing in timings.items():
+        done: Decoded = timing.last
+        speed = done.count / timing.median
+        row: dict[str, Any] = {
+            "bench": "e2e",
+            "way": name,
+            "temperature": temperature,
+            "dtype": args.dtype,
+            "device": args.device,
+            "prompts": len(prompts),
+            "tokens": done.count,
+            **timing.row(),
+            "tokens_per_second": speed,
+            "over_ar": speed / base,
+            "distinct_4grams": distinct4(done.tokens),
+        }
+        if (s := done.stats) is not None:
+            row |= {"acceptance_length": s.acceptance_length, "accepted_per_position": s.accepted_per_position}
+            if s.drafted:
+                row["differing_within_rounding"] = differing(engines[name], prompts, done, plain, args, how)
+                k = s.drafted / s.rounds
+                c, v = s.seconds["draft"] / s.drafted / step, _step(s) / step
+                row |= {"k": k, "c": c, "v": v, "predicted": s.acceptance_length / (k * c + v)}
+        rows.append(row)
+    return rows
+
+
+def _step(stats: Stats) -> float:
+    """Seconds of a round outside prefill and drafting."""
+    return sum(stats.seconds[name] for name in ("verify", "accept", "commit")) / stats.rounds
+
+
+def show(rows: list[dict], temperature: float) -> None:
+    table = Table(title=f"temperature {temperature:g}")
+    for column in ("way", "tokens/s", "over ar", "tau", "k", "c", "v", "predicted", "distinct 4-grams", "differ"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+
+    def number(row: dict, key: str, digits: int) -> str:
+        return f"{row[key]:.{digits}f}" if key in row else ""
+
+    for row in rows:
+        table.add_row(
+            row["way"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['over_ar']:.2f}",
+            *(number(row, key, 2) for key in ("acceptance_length", "k", "c", "v", "predicted", "distinct_4grams")),
+            str(row.get("differing_within_rounding", "")),
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    engines = {
+        name: specker.load(device=args.device, dtype=args.dtype, **{"strategy": "draft", **shape})
+        for name, shape in SHAPES.items()
+    }
+    plain = engines["ar"]
+    prompts = [plain.encode(p["prompt"]) for p in specker.zoo.heldout()[: args.prompts]]
+    prompts = [p[: plain.max_context - args.max_new_tokens] for p in prompts]
+    hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        new = bench(args, temperature, engines, prompts, hf)
+        show(new, temperature)
+        rows += new
+    if args.save:
+        print(harness.save("e2e", rows, args.device))
+    else:
+        print(json.dumps(dataclasses.asdict(args)))
+
+
+if __name__ == "__main__":
+    main()
