@@ -227,12 +227,15 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
 
     def encode(said: list[dict[str, str]], where: str) -> list[int]:
         ids = engine.encode_chat(said) if job.chat else engine.encode(said[-1]["content"])
-        if len(ids) >= engine.max_context:
-            raise ValueError(f"{where}: {len(ids)} tokens leave no room to decode in {engine.max_context} positions")
-        return ids
+        try:
+            return engine.validate(ids)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
     for talk in talks:
         encode([{"role": "user", "content": talk.turns[0]}], talk.where)
+    if job.check:
+        engine.warmup()  # both speeds are printed: neither should carry the first calls
     results: list[Result] = []
     interrupted = False
     if screen.terminal and engine.draft_name:

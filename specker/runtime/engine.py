@@ -1,7 +1,7 @@
 """An engine: a target, perhaps a drafter, and a strategy composed from them. What `specker.load` returns."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,40 +10,18 @@ import torch
 
 from specker import zoo
 from specker.config import DTYPES, Options, Sampling, Tree, from_kwargs
-from specker.runtime.autoregressive import AutoregressiveDrafter
+from specker.kernels.noise import gumbel
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.detokenize import Detokenizer
-from specker.runtime.head import Head
+from specker.runtime.draft import Draft
 from specker.runtime.loop import Context, Drafter, decode
-from specker.runtime.model import Model
+from specker.runtime.model import Model, prefill
 from specker.runtime.model_config import CheckpointError
-from specker.runtime.policy import Fixed, Policy
 from specker.runtime.stats import Stats
-
-SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
-DRAFT_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How a strategy is composed: does it need a second checkpoint, and how is its drafter built?"""
-
-    needs_draft: bool
-    drafter: Callable[[Model, Options], Drafter] | None
-
-
-def _autoregressive(model: Model, options: Options) -> Drafter:
-    weights = model.config
-    head = Head(model.head, model.norm[0], weights.rms_norm_eps)
-    return AutoregressiveDrafter(model, _cache(model, options), head, _tree(options)[0])
-
-
-STRATEGIES = {
-    "ar": Strategy(needs_draft=False, drafter=None),
-    "draft": Strategy(needs_draft=True, drafter=_autoregressive),
-}
+from specker.runtime.strategies import STRATEGIES, allocate, policy
+from specker.runtime.verify import verify
 
 
 @dataclass(frozen=True)
@@ -99,7 +77,7 @@ class Engine:
     def __post_init__(self) -> None:
         strategy = STRATEGIES[self.options.strategy]
         self._model = Model(self.target)
-        self._cache = _cache(self._model, self.options)
+        self._cache = allocate(self._model, self.options)
         self._drafter = None
         if strategy.drafter is not None and self.draft is not None:
             self._drafter = strategy.drafter(Model(self.draft), self.options)
@@ -126,6 +104,27 @@ class Engine:
             raise ValueError(f"--chat: the tokenizer of {self.target_name} has no chat template")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def validate(self, prompt: str | list[int]) -> list[int]:
+        """A prompt's token ids; ValueError if it is empty, fills the context or has ids the target lacks."""
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: there is no token to continue from")
+        if len(ids) >= self.max_context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but the context of {self.target_name} is {self.max_context} "
+                "and decoding needs room for one more"
+            )
+        vocab = self.target.config.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise ValueError(f"token ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+        return ids
+
+    def warmup(self) -> None:
+        """Decode a few tokens with and without the drafter, so that first calls are not what a comparison times."""
+        for how in ({}, {"temperature": 1.0}):
+            self.generate([0, 0], 8, **how)
+            self.generate_ar([0, 0], 2, **how)
 
     def stream(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Iterator[Chunk]:
         """Decode, yielding a Chunk a round. `sampling`: the fields of `specker.config.Sampling`.
@@ -170,27 +169,12 @@ class Engine:
         params = from_kwargs(Sampling, sampling)
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty: there is no token to continue from")
-        if len(ids) >= self.max_context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but the context of {self.target_name} is {self.max_context} "
-                "and decoding needs room for one more"
-            )
-        vocab = self.target.config.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab:
-            raise ValueError(f"token ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+        ids = self.validate(prompt)
         self._cache.truncate(0)
         if drafter is not None:
             drafter.reset()
         limit = min(len(ids) + max_new_tokens, self.max_context)
-        return Context(self._model, self._cache, drafter, self._policy(), params, Stats(), ids, limit)
-
-    def _policy(self) -> Policy:
-        width, depth = _tree(self.options)
-        nodes = self.options.draft_tokens if self.options.draft_tokens is not None else width * depth
-        return Fixed(nodes, depth)
+        return Context(self._model, self._cache, drafter, policy(self.options), params, Stats(), ids, limit)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
         text = Detokenizer(self._tokenizer_or_none())
@@ -235,11 +219,6 @@ class Engine:
 
     def _gap(self, ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
         """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
-        from specker.kernels.noise import gumbel
-        from specker.runtime.draft import Draft
-        from specker.runtime.model import prefill
-        from specker.runtime.verify import verify
-
         params = from_kwargs(Sampling, sampling)
         self._cache.truncate(0)
         prefill(self._model, self._cache, ids[:-1])
@@ -317,19 +296,6 @@ def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
         return checkpoint.tokenizer.get_vocab()
     except CheckpointError:
         return None
-
-
-def _tree(options: Options) -> tuple[int, int]:
-    """(width, depth) of what is drafted; a chain is a tree of width 1."""
-    if options.tree is not None:
-        tree = Tree.parse(options.tree)
-        return tree.width, tree.depth
-    return 1, options.draft_tokens if options.draft_tokens is not None else DRAFT_TOKENS
-
-
-def _cache(model: Model, options: Options) -> KVCache:
-    capacity = model.config.max_context + SCRATCH
-    return KVCache(model.config, capacity, dtype=model.dtype, device=model.device, page_size=options.page_size)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -1,0 +1,52 @@
+"""The strategies, as data: which checkpoints one needs, and how its drafter and its policy are composed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specker.config import Options, Tree
+from specker.runtime.autoregressive import AutoregressiveDrafter
+from specker.runtime.cache import KVCache
+from specker.runtime.head import Head
+from specker.runtime.loop import Drafter
+from specker.runtime.model import Model
+from specker.runtime.policy import Fixed, Policy
+
+SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
+DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Strategy:
+    needs_draft: bool  # a second checkpoint
+    drafter: Callable[[Model, Options], Drafter] | None  # from that checkpoint's model; None: nothing is drafted
+
+
+def _autoregressive(model: Model, options: Options) -> Drafter:
+    head = Head(model.head, model.norm[0], model.config.rms_norm_eps)
+    return AutoregressiveDrafter(model, allocate(model, options), head, width=shape(options)[0])
+
+
+STRATEGIES = {
+    "ar": Strategy(needs_draft=False, drafter=None),
+    "draft": Strategy(needs_draft=True, drafter=_autoregressive),
+}
+
+
+def shape(options: Options) -> tuple[int, int]:
+    """(width, depth) of what is drafted; a chain is a tree of width 1."""
+    if options.tree is not None:
+        tree = Tree.parse(options.tree)
+        return tree.width, tree.depth
+    return 1, DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
+
+
+def policy(options: Options) -> Policy:
+    """A request's own policy, fresh: what one learns from a prompt does not leak into the next."""
+    width, depth = shape(options)
+    return Fixed(width * depth if options.draft_tokens is None else options.draft_tokens, depth)
+
+
+def allocate(model: Model, options: Options) -> KVCache:
+    """A cache for the model's whole context and a round's scratch columns."""
+    capacity = model.config.max_context + SCRATCH
+    return KVCache(model.config, capacity, dtype=model.dtype, device=model.device, page_size=options.page_size)
