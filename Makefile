@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench gpu clean
+.PHONY: help setup run test lint format static bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -34,6 +34,9 @@ format: $(STAMP)  ## let ruff fix what it can
 
 test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
 	$(BIN)/python -m pytest $(ARGS)
+
+static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); writes bench/results/static.md
+	PYTHONPATH=. $(BIN)/python bench/static.py $(ARGS)
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)

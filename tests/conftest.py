@@ -1,5 +1,6 @@
 """What every test shares. One thread: the tiny models gain nothing from two, and sums come out in one order."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,13 @@ import torch
 from make_checkpoint import make
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels run in Triton's interpreter, on CPU tensors, but where the GPU's tests were asked for (`-m gpu`). Before
+    any test module is imported, since a kernel is one or the other from its definition on."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -133,8 +133,8 @@ def noise_keyed_by_row(patch):
 def id_map_applied_twice(patch):
     original = head.vocab_topk
 
-    def twice(hidden, weight, token_ids, *rest):
-        ids, scores, lse = original(hidden, weight, token_ids, *rest)
+    def twice(hidden, weight, token_ids, *rest, **more):
+        ids, scores, lse = original(hidden, weight, token_ids, *rest, **more)
         return token_ids[ids % len(token_ids)], scores, lse
 
     patch.setattr(head, "vocab_topk", twice)

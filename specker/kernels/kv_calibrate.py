@@ -5,15 +5,23 @@ rope [C, 2, D] (see `rope_table`), k_cache and v_cache [pages, page_size, Hkv, D
 or None -> q [T, Hq, D]. Row t belongs to group t // (T / G): G layers' rows run as one launch. A slot is
 page * page_size + offset. Heads are first RMS-normalised over D (Qwen3), then rotated:
     out = x * cos + swap(x) * sin,   swap([a, b]) = [b, a] over the halves of D, the sign folded into the table.
-Traffic: qkv read once, q, k and v written once.
+The kernel reads the half of the table that determines it: cos[:D/2] and sin[D/2:]. It rounds once, the reference after
+the norm too. Traffic: qkv read once, q, k and v written once. A row's bits depend on that row alone.
 
 Contract of `kv_commit`: k_cache and v_cache [L, pages, page_size, Hkv, D] (mutated), src and dst [M] int64 slots of
 one layer: row dst[i] <- row src[i] in every layer, as if all were read before any is written (src and dst may overlap).
+Two equal dst must have equal src. Traffic: each moved row read and written once.
 """
+
+from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from specker.kernels import few
+from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 
 def kv_calibrate(
@@ -28,7 +36,28 @@ def kv_calibrate(
     eps: float = 1e-6,
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D]; K/V of the rows go to `slots`. See the module for the contract."""
+    if torch.compiler.is_compiling():
+        return torch.ops.specker.kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    q = few.kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    if q is not None:
+        return q
+    return _kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+
+
+def _kv_calibrate(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
     _check(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
+    if qkv.is_cuda and qkv.dtype != torch.float64:
+        return _launch(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     return kv_calibrate_ref(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
 
 
@@ -57,6 +86,14 @@ def kv_calibrate_ref(
     return qk[:, :Hq]
 
 
+def _norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over D of [T, H, D], row t with weight[t // (T / G)]."""
+    if weight.shape[0] == 1:
+        return F.rms_norm(heads, heads.shape[-1:], weight[0], eps)
+    grouped = heads.unflatten(0, (weight.shape[0], -1))
+    return (F.rms_norm(grouped, heads.shape[-1:], None, eps) * weight[:, None, None, :]).flatten(0, 1)
+
+
 def kv_calibrate_cost(qkv: Tensor, *_: object, **__: object) -> tuple[int, int]:
     """(bytes, flops) of one call; positions, slots and the table's rows are small beside qkv and left out."""
     return 2 * qkv.numel() * qkv.element_size(), 3 * qkv.numel()
@@ -75,11 +112,17 @@ def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) 
 
 def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """Move rows src [M] to dst [M] in every layer of k_cache, v_cache [L, pages, page_size, Hkv, D], in place."""
-    if k_cache.shape != v_cache.shape or k_cache.dim() != 5:
-        raise ValueError(f"caches must be [L, pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
-    if src.shape != dst.shape or src.dim() != 1:
-        raise ValueError(f"src and dst must be [M], got {tuple(src.shape)} and {tuple(dst.shape)}")
-    kv_commit_ref(k_cache, v_cache, src, dst)
+    if torch.compiler.is_compiling():
+        return torch.ops.specker.kv_commit(k_cache, v_cache, src, dst)
+    return _kv_commit(k_cache, v_cache, src, dst)
+
+
+def _kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    _check_commit(k_cache, v_cache, src, dst)
+    if k_cache.is_cuda and src.shape[0] <= MAX_COMMIT:
+        _launch_commit(k_cache, v_cache, src, dst)
+    else:
+        kv_commit_ref(k_cache, v_cache, src, dst)
 
 
 def kv_commit_ref(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -94,12 +137,227 @@ def kv_commit_cost(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -
     return 4 * L * src.shape[0] * Hkv * D * k_cache.element_size(), 0
 
 
-def _norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over D of [T, H, D], row t with weight[t // (T / G)]."""
-    if weight.shape[0] == 1:
-        return F.rms_norm(heads, heads.shape[-1:], weight[0], eps)
-    grouped = heads.unflatten(0, (weight.shape[0], -1))
-    return (F.rms_norm(grouped, heads.shape[-1:], None, eps) * weight[:, None, None, :]).flatten(0, 1)
+TILE = 2048  # elements of a half of D that one program holds: rows x heads x D/2
+MAX_COMMIT = 256  # a window's rows; more are moved by the reference, which reads all first too
+
+
+@triton.jit
+def _calibrate_heads(
+    p_in,  # [R, 1] pointers to the heads
+    p_out,  # [R, 1] where they go
+    m_head,  # [R, 1]
+    i_position,  # [R, 1]
+    rope_ptr,  # [C, 2, D] fp32
+    p_norm,  # [R, 1] pointers to the rows of the norm's weight
+    eps,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2 padded to a power of two
+):
+    o_d = tl.arange(0, HALF)[None, :]
+    m = m_head & (o_d < D // 2)
+    b_a = tl.load(p_in + o_d, mask=m, other=0.0).to(tl.float32)
+    b_b = tl.load(p_in + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
+    p_rope = rope_ptr + i_position.to(tl.int64) * (2 * D) + o_d
+    b_cos = tl.load(p_rope, mask=m, other=0.0)
+    b_sin = tl.load(p_rope + D + D // 2, mask=m, other=0.0)
+    if NORM:
+        b_wa = tl.load(p_norm + o_d, mask=m, other=0.0).to(tl.float32)
+        b_wb = tl.load(p_norm + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
+        b_square = tl.sum(b_a * b_a + b_b * b_b, axis=1)
+        b_scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(b_square, D * 1.0) + eps))[:, None]
+        b_a = b_a * b_scale * b_wa
+        b_b = b_b * b_scale * b_wb
+    tl.store(p_out + o_d, (b_a * b_cos - b_b * b_sin).to(p_out.dtype.element_ty), mask=m)
+    tl.store(p_out + D // 2 + o_d, (b_b * b_cos + b_a * b_sin).to(p_out.dtype.element_ty), mask=m)
+
+
+@triton.jit(
+    do_not_specialize=["T", "group"],
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],  # slices of longer tables
+)
+def _kv_calibrate_kernel(
+    qkv_ptr,  # [T, Hq + 2 * Hkv, D]
+    positions_ptr,  # [T]
+    slots_ptr,  # [T]
+    rope_ptr,  # [C, 2, D] fp32
+    q_norm_ptr,  # [G, D]
+    k_norm_ptr,  # [G, D]
+    q_ptr,  # [T, Hq, D]
+    k_cache_ptr,  # [slots, Hkv, D]
+    v_cache_ptr,  # [slots, Hkv, D]
+    T,
+    group,  # rows of a group, T / G
+    eps,
+    Hq: tl.constexpr,
+    Hkv: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2 padded to a power of two
+    BT: tl.constexpr,  # rows a program
+    BH: tl.constexpr,  # heads a program, all of them q, all k or all v
+    NORM: tl.constexpr,
+):
+    o_r = tl.arange(0, BT * BH)[:, None]
+    i_t = tl.program_id(0) * BT + o_r // BH
+    i_block = tl.program_id(1)
+    q_blocks: tl.constexpr = (Hq + BH - 1) // BH
+    kv_blocks: tl.constexpr = (Hkv + BH - 1) // BH
+    m_t = i_t < T
+    row = i_t.to(tl.int64)
+    i_group = i_t // group
+    if i_block < q_blocks:
+        i_h = i_block * BH + o_r % BH
+        p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + i_h) * D
+        i_position = tl.load(positions_ptr + i_t, mask=m_t, other=0)
+        p_out, p_norm = q_ptr + (row * Hq + i_h) * D, q_norm_ptr + i_group * D
+        _calibrate_heads(p_in, p_out, m_t & (i_h < Hq), i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
+    elif i_block < q_blocks + kv_blocks:
+        i_h = (i_block - q_blocks) * BH + o_r % BH
+        p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + Hq + i_h) * D
+        i_position = tl.load(positions_ptr + i_t, mask=m_t, other=0)
+        i_slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)
+        p_out, p_norm = k_cache_ptr + (i_slot * Hkv + i_h) * D, k_norm_ptr + i_group * D
+        _calibrate_heads(p_in, p_out, m_t & (i_h < Hkv), i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
+    else:
+        i_h = (i_block - q_blocks - kv_blocks) * BH + o_r % BH
+        p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + Hq + Hkv + i_h) * D
+        i_slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)
+        p_out = v_cache_ptr + (i_slot * Hkv + i_h) * D
+        o_d = tl.arange(0, HALF)[None, :]
+        m = m_t & (i_h < Hkv) & (o_d < D // 2)
+        b_a = tl.load(p_in + o_d, mask=m)
+        b_b = tl.load(p_in + D // 2 + o_d, mask=m)
+        tl.store(p_out + o_d, b_a, mask=m)
+        tl.store(p_out + D // 2 + o_d, b_b, mask=m)
+
+
+@lru_cache
+def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool) -> Variant:
+    """Rows and heads lie in one tile of which every head is q, k or v, so a program does one thing; as many heads as
+    fill a KV block without padding, then as many rows as make 256 threads of 16 bytes of each half (2-byte types). A
+    partner in the rotation is in the same thread: no shuffles. 8 such programs an SM have 64 KiB of qkv in flight; the
+    table's rows are read by every head of a row, from L1. A head's sum of squares runs over the same threads in the
+    same order whatever T. Alike on every architecture: nothing but memory is used."""
+    half = triton.next_power_of_2(D // 2)
+    rows = max(TILE // half, 1)
+    BH = min(triton.next_power_of_2(Hkv), rows)
+    t = TYPES[dtype]
+    return Variant(
+        name=f"{t} Hq{Hq} Hkv{Hkv} D{D}{' norm' if norm else ''}",
+        kernel=_kv_calibrate_kernel,
+        arguments=(f"*{t}", "*i64", "*i64", "*fp32", *[f"*{t}"] * 5, "i32", "i32", "fp32"),
+        constexprs={"Hq": Hq, "Hkv": Hkv, "D": D, "HALF": half, "BT": rows // BH, "BH": BH, "NORM": norm},
+        num_warps=8,
+        wide=D // 2 * dtype.itemsize % 16 == 0,
+        smoke=dtype == torch.bfloat16 and (Hq, D) == (32, 128),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["M", "slots"],
+    do_not_specialize_on_alignment=["src_ptr", "dst_ptr"],
+)
+def _kv_commit_kernel(
+    k_cache_ptr,  # [L, slots, ROW]
+    v_cache_ptr,  # [L, slots, ROW]
+    src_ptr,  # [M]
+    dst_ptr,  # [M]
+    M,
+    slots,
+    ROW: tl.constexpr,  # Hkv * D
+    BM: tl.constexpr,  # M rounded up to a bucket
+    BC: tl.constexpr,  # columns of a row
+):
+    i_layer = tl.program_id(1).to(tl.int64)
+    o_m, o_c = tl.arange(0, BM)[:, None], tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+    m_m = o_m < M
+    m = m_m & (o_c < ROW)
+    first = i_layer * slots.to(tl.int64)
+    o_src = (first + tl.load(src_ptr + o_m, mask=m_m, other=0).to(tl.int64)) * ROW + o_c
+    o_dst = (first + tl.load(dst_ptr + o_m, mask=m_m, other=0).to(tl.int64)) * ROW + o_c
+    b_k = tl.load(k_cache_ptr + o_src, mask=m)
+    b_v = tl.load(v_cache_ptr + o_src, mask=m)
+    tl.debug_barrier()  # a row may be another's destination: all are read before any is written
+    tl.store(k_cache_ptr + o_dst, b_k, mask=m)
+    tl.store(v_cache_ptr + o_dst, b_v, mask=m)
+
+
+@lru_cache
+def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
+    """A program owns some columns of all moved rows of one layer, K and V, hence nobody else's reads come after its
+    writes. 4 KiB each of K and V (8 columns of 16 bytes where many rows are moved): at 16 rows and 32 layers of Hkv 8,
+    D 128 that is 256 programs, all resident at once, each with one round trip to memory."""
+    t = TYPES[dtype]
+    BC = min(max(4096 // (BM * dtype.itemsize), 128 // dtype.itemsize), triton.next_power_of_2(ROW))
+    return Variant(
+        name=f"commit {t} row {ROW} M{BM}",
+        kernel=_kv_commit_kernel,
+        arguments=(f"*{t}", f"*{t}", "*i64", "*i64", "i32", "i32"),
+        constexprs={"ROW": ROW, "BM": BM, "BC": BC},
+        num_warps=4 if BM < MAX_COMMIT else 8,
+        wide=ROW * dtype.itemsize % 16 == 0,
+        smoke=dtype == torch.bfloat16 and ROW == 1024 and BM == 16,
+    )
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """What the compile-only checks compile for sm_`arch`; the launchers take any heads and D."""
+    for norm in (False, True):
+        yield _variant(torch.bfloat16, 32, 8, 128, norm)
+        yield _variant(torch.bfloat16, 14, 2, 64, norm)
+    for Hq, Hkv, D in ((32, 32, 128), (8, 1, 256), (6, 3, 96)):
+        yield _variant(torch.bfloat16, Hq, Hkv, D, False)
+    yield _variant(torch.float16, 32, 8, 128, True)
+    yield _variant(torch.float32, 32, 8, 128, True)
+    for BM in (16, 64, 256):
+        yield _commit_variant(torch.bfloat16, 1024, BM)
+    yield _commit_variant(torch.bfloat16, 96, 16)
+    yield _commit_variant(torch.float32, 1024, 16)
+
+
+def _launch(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    same_device(
+        qkv, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
+    )
+    _check_contiguous(k_cache, v_cache)
+    if rope.dtype != torch.float32 or not rope.is_contiguous():
+        raise ValueError(f"rope must be a contiguous float32 table, got {rope.dtype}")
+    qkv, positions, slots = qkv.contiguous(), positions.contiguous(), slots.contiguous()
+    if q_norm is not None and k_norm is not None:
+        q_norm, k_norm = q_norm.contiguous(), k_norm.contiguous()
+    T, (Hkv, D) = qkv.shape[0], k_cache.shape[2:]
+    Hq = qkv.shape[1] // D - 2 * Hkv
+    q = qkv.new_empty(T, Hq, D)
+    if T:
+        variant = _variant(qkv.dtype, Hq, Hkv, D, q_norm is not None)
+        BT, BH = variant.constexprs["BT"], variant.constexprs["BH"]
+        grid = (-(-T // BT), -(-Hq // BH) + 2 * -(-Hkv // BH))
+        group = T if q_norm is None else T // q_norm.shape[0]
+        # without norms their pointers are not read
+        norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
+        variant(grid, qkv, positions, slots, rope, *norms, q, k_cache, v_cache, T, group, eps)
+    return q
+
+
+def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
+    _check_contiguous(k_cache, v_cache)
+    L, pages, page_size, Hkv, D = k_cache.shape
+    if M := src.shape[0]:
+        bucket = next(b for b in (16, 64, MAX_COMMIT) if M <= b)
+        variant = _commit_variant(k_cache.dtype, Hkv * D, bucket)
+        grid = (-(-Hkv * D // variant.constexprs["BC"]), L)
+        variant(grid, k_cache, v_cache, src.contiguous(), dst.contiguous(), M, pages * page_size)
 
 
 def _check(
@@ -128,3 +386,45 @@ def _check(
         raise ValueError("q_norm and k_norm come together or not at all")
     if q_norm is not None and (q_norm.dim() != 2 or q_norm.shape[1] != D or T % q_norm.shape[0]):
         raise ValueError(f"q_norm must be [G, {D}] with G dividing {T} rows, got {tuple(q_norm.shape)}")
+
+
+def _check_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    if k_cache.shape != v_cache.shape or k_cache.dim() != 5:
+        raise ValueError(f"caches must be [L, pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
+    if src.shape != dst.shape or src.dim() != 1:
+        raise ValueError(f"src and dst must be [M], got {tuple(src.shape)} and {tuple(dst.shape)}")
+
+
+def _check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"the caches must be contiguous and of one dtype: {k_cache.dtype}, {v_cache.dtype}")
+
+
+def _fake(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    _check(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
+    Hkv, D = k_cache.shape[2:]
+    heads = qkv.new_empty(qkv.shape[0], qkv.shape[1] // D - Hkv, D)  # the reference's q is a view beside its k
+    q = heads[:, : heads.shape[1] - Hkv]
+    return q.new_empty(q.shape) if qkv.is_cuda and qkv.dtype != torch.float64 else q
+
+
+_lib = torch.library.Library("specker", "FRAGMENT")
+_lib.define(
+    "kv_calibrate(Tensor qkv, Tensor positions, Tensor slots, Tensor rope, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=1e-6) -> Tensor"
+)
+_lib.impl("kv_calibrate", _kv_calibrate, "CompositeExplicitAutograd")
+torch.library.register_fake("specker::kv_calibrate", _fake, lib=_lib)
+_lib.define("kv_commit(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor src, Tensor dst) -> ()")
+_lib.impl("kv_commit", _kv_commit, "CompositeExplicitAutograd")
+torch.library.register_fake("specker::kv_commit", _check_commit, lib=_lib)

@@ -4,17 +4,32 @@ Contract: x [T, E], deltas [P, T, E], norm_weight [Q, E] or None, one dtype -> y
 without weights). Sums run in float32 (float64 for float64) in the order p = 0..P-1 and are rounded once, to y; the
 norm is taken of the rounded y, so a row's bits depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w.
 P = 1, Q = 1 is a decoder layer's residual add + norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a
-group of N layers that run side by side. Traffic: (1 + P + 1 + Q) * T * E elements.
+group of N layers that run side by side. Traffic: (1 + P + 1 + Q) * T * E elements, each moved once for E up to 16,384
+(the row stays in registers); a longer row is read back once from the cache, T * E elements more.
 """
+
+from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.kernels import few
+from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
+
 
 def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """x [T, E], deltas [P, T, E], norm_weight [Q, E] or None -> y [T, E], normed [Q, T, E]. Neither aliases x."""
+    if torch.compiler.is_compiling():
+        return torch.ops.specker.residual_merge(x, deltas, norm_weight, eps)
+    return few.residual_merge(x, deltas, norm_weight, eps) or _residual_merge(x, deltas, norm_weight, eps)
+
+
+def _residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check(x, deltas, norm_weight)
+    if x.is_cuda and x.dtype != torch.float64:
+        return _launch(x, deltas, norm_weight, eps)
     return residual_merge_ref(x, deltas, norm_weight, eps)
 
 
@@ -45,6 +60,98 @@ def residual_merge_cost(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, e
     return ((2 + P + Q) * x.numel() + weights) * x.element_size(), (P + 3 * (Q > 0) + Q) * x.numel()
 
 
+MAX_BLOCK = 16384
+
+
+@triton.jit(do_not_specialize=["T"])
+def _residual_merge_kernel(
+    x_ptr,  # [T, E]
+    deltas_ptr,  # [P, T, E]
+    weight_ptr,  # [Q, E]
+    y_ptr,  # [T, E]
+    normed_ptr,  # [Q, T, E]
+    T,
+    eps,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    plane = T.to(tl.int64) * E
+    o_row = i_t * E
+    square = 0.0
+    for i_e in tl.static_range(0, E, BLOCK):
+        o_e = i_e + tl.arange(0, BLOCK)
+        m_e = o_e < E
+        b_y = tl.load(x_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
+        for p in tl.static_range(P):
+            b_y += tl.load(deltas_ptr + p * plane + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
+        if Q > 0 and E <= BLOCK:  # asked for before the reduction, whose barrier nothing crosses
+            b_first = tl.load(weight_ptr + o_e, mask=m_e, other=0.0, eviction_policy="evict_last")
+        b_kept = b_y.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + o_row + o_e, b_kept, mask=m_e)
+        b_y = b_kept.to(tl.float32)
+        if Q > 0:
+            square += tl.sum(b_y * b_y, axis=0)
+    if Q > 0:
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, E * 1.0) + eps))
+        if E > BLOCK:
+            tl.debug_barrier()  # another thread of the program may have written what this one reads back
+        for i_e in tl.static_range(0, E, BLOCK):
+            o_e = i_e + tl.arange(0, BLOCK)
+            m_e = o_e < E
+            if E > BLOCK:
+                b_y = tl.load(y_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
+            for q in tl.static_range(Q):
+                if q > 0 or E > BLOCK:
+                    b_weight = tl.load(weight_ptr + q * E + o_e, mask=m_e, other=0.0, eviction_policy="evict_last")
+                else:
+                    b_weight = b_first
+                b_normed = b_y * scale * b_weight.to(tl.float32)
+                tl.store(normed_ptr + q * plane + o_row + o_e, b_normed.to(normed_ptr.dtype.element_ty), mask=m_e)
+
+
+@lru_cache
+def _variant(dtype: torch.dtype, P: int, Q: int, E: int) -> Variant:
+    """One program a row, so that rows cannot meet; the tile and the warps follow E alone, and so does the order of the
+    sum. 16 elements a thread: two 16-byte loads of each operand in flight (four in float32), (P + 1) * 2 * E bytes a
+    program, and 2048 threads an SM hold 32 KiB of each operand. The same on every architecture: nothing but memory
+    is used. A row of more than 16,384 goes through the registers in pieces."""
+    block = min(triton.next_power_of_2(E), MAX_BLOCK)
+    t = TYPES[dtype]
+    return Variant(
+        name=f"{t} P{P} Q{Q} E{E}",
+        kernel=_residual_merge_kernel,
+        arguments=(f"*{t}", f"*{t}", f"*{t}", f"*{t}", f"*{t}", "i32", "fp32"),
+        constexprs={"P": P, "Q": Q, "E": E, "BLOCK": block},
+        num_warps=min(max(block // 512, 1), 16),
+        wide=E * dtype.itemsize % 16 == 0,
+        smoke=dtype == torch.bfloat16 and E == 4096 and (P, Q) in ((2, 1), (1, 4)),
+    )
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """What the compile-only checks compile for sm_`arch`; the launcher takes any P, Q and E."""
+    for P, Q in ((0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (4, 1)):
+        yield _variant(torch.bfloat16, P, Q, 4096)
+    for E in (896, 1023, 5120, 8192, 16384, 18432):
+        yield _variant(torch.bfloat16, 1, 1, E)
+    yield _variant(torch.float16, 1, 1, 4096)
+    yield _variant(torch.float32, 1, 1, 4096)
+
+
+def _launch(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    same_device(x, deltas=deltas, norm_weight=norm_weight)
+    x, deltas = x.contiguous(), deltas.contiguous()
+    weight = x if norm_weight is None else norm_weight.contiguous()  # x is not read where there is no weight
+    (T, E), P, Q = x.shape, deltas.shape[0], 0 if norm_weight is None else norm_weight.shape[0]
+    y, normed = torch.empty_like(x), x.new_empty(Q, T, E)
+    if x.numel():
+        _variant(x.dtype, P, Q, E)((T,), x, deltas, weight, y, normed, T, eps)
+    return y, normed
+
+
 def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None) -> None:
     if x.dim() != 2 or deltas.dim() != 3 or deltas.shape[1:] != x.shape:
         raise ValueError(f"expected x [T, E], deltas [P, T, E]: x {tuple(x.shape)}, deltas {tuple(deltas.shape)}")
@@ -52,3 +159,14 @@ def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None) -> None:
         raise ValueError(f"deltas and norm_weight must have x's dtype, {x.dtype}")
     if norm_weight is not None and (norm_weight.dim() != 2 or norm_weight.shape[1] != x.shape[1]):
         raise ValueError(f"norm_weight must be [Q, {x.shape[1]}], got {tuple(norm_weight.shape)}")
+
+
+def _fake(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    _check(x, deltas, norm_weight)
+    return x.new_empty(x.shape), x.new_empty(0 if norm_weight is None else norm_weight.shape[0], *x.shape)
+
+
+_lib = torch.library.Library("specker", "FRAGMENT")
+_lib.define("residual_merge(Tensor x, Tensor deltas, Tensor? norm_weight, float eps) -> (Tensor, Tensor)")
+_lib.impl("residual_merge", _residual_merge, "CompositeExplicitAutograd")
+torch.library.register_fake("specker::residual_merge", _fake, lib=_lib)

@@ -8,17 +8,54 @@ Columns before kv_len - window are seen by all rows of the sequence; column kv_l
 (bit j % 64 of word j // 64) is set: the row itself and its ancestors. The rows need not be the window's last columns,
 nor as many. Query heads g*Hq/Hkv.. share KV head g (GQA). Several layers are a batch of sequences: page ids of layer l
 are l * num_pages + page on the flattened cache. Every row sees at least one column.
-Traffic: K and V of each sequence read once per KV head; q and out once. Softmax in float32 (float64 for float64).
+Traffic: K and V of each sequence read once per KV head, from memory; rows beyond 64 of a KV head's (row, query head)
+pairs read them again, from the cache. q and out once; of a sequence of more than one split, a float32 partial a split,
+written and read. Softmax in float32 (float64 for float64).
+
+Determinism: the bits of a row are a function of its query and of the K and V of the columns it sees, at the columns
+where they stand. They do not depend on the rows and sequences beside it, nor on kv_len, on the width of block_table or
+on which columns it does not see. Tiles and splits stand at absolute columns, whatever the length: split boundaries are
+the numbers with four mantissa bits, 0, 1, .. 31, 32, 34, .. 62, 64, 68, .. times a unit that the number of KV heads
+sets. So a split is about 1/16 of the columns before it, there are 16 for each doubling of the context, and the last,
+longest ones are started first. A masked column adds exactly 0 to sum and accumulator, and so does a split of which a
+row sees nothing; every tile goes through one loop; partials are merged in split order. A verify row of a chain
+therefore equals the row that plain decoding computes at its position, bit for bit, at any length.
+A block_table wider than the sequences need costs scratch memory and programs that stop at once, nothing else: pass a
+narrower slice of it (`block_table[:, :n]`) where the lengths are known to stay below n * page_size.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-MAX_WORDS = 4
-_WORD = (1 << 64) - 1
+from specker.kernels import few
+from specker.kernels.ancestors import (
+    MAX_WORDS,
+    ancestor_mask,
+    ancestor_words,
+    chain_words,
+    pack_bits,
+    unpack_words,
+)
+from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
+
+__all__ = [
+    "MAX_WORDS",
+    "ancestor_mask",
+    "ancestor_words",
+    "attend",
+    "chain_words",
+    "gather_pages",
+    "pack_bits",
+    "tree_attention",
+    "tree_attention_cost",
+    "tree_attention_ref",
+]
+
+_LOG2E = 1 / math.log(2)
 
 
 def tree_attention(
@@ -33,7 +70,28 @@ def tree_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [T, Hq, D], lse [T, Hq]; see the module for shapes. Raises ValueError on other shapes or dtypes."""
-    _check(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors)
+    if torch.compiler.is_compiling():
+        return torch.ops.specker.tree_attention(
+            q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
+        )
+    args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
+    return few.tree_attention(*args) or _tree_attention(*args)
+
+
+def _tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    _check(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
+    if q.is_cuda and q.dtype != torch.float64:
+        return _launch(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
     return tree_attention_ref(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
 
 
@@ -52,8 +110,10 @@ def tree_attention_ref(
     words = ancestors.tolist()
     outs, lses = [], []
     for b in range(len(lens)):
+        if starts[b] == starts[b + 1]:
+            continue
         rows = slice(starts[b], starts[b + 1])
-        mask = ancestor_mask(_bits(words[rows]), lens[b], windows[b], q.dtype)
+        mask = ancestor_mask(unpack_words(words[rows]), lens[b], windows[b], q.dtype)
         k = gather_pages(k_cache, block_table[b], lens[b])
         v = gather_pages(v_cache, block_table[b], lens[b])
         out, lse = attend(q[rows], k, v, None if mask is None else mask.to(q.device), scale)
@@ -61,6 +121,8 @@ def tree_attention_ref(
         lses.append(lse)
     if len(outs) == 1:
         return outs[0], lses[0]
+    if not outs:
+        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.cat(outs), torch.cat(lses)
 
 
@@ -69,6 +131,9 @@ def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows:
     Hkv, D = k_cache.shape[-2:]
     Hq = q.shape[1]
     bytes_ = 2 * sum(kv_len) * Hkv * D * k_cache.element_size() + 2 * q.numel() * q.element_size()
+    for n, t in zip(kv_len, rows, strict=True):
+        if (splits := split_count(n, split_unit(Hkv))) > 1:
+            bytes_ += 2 * splits * t * Hq * (D + 2) * 4
     return bytes_, sum(4 * n * t * Hq * D for n, t in zip(kv_len, rows, strict=True))
 
 
@@ -103,51 +168,318 @@ def gather_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     return cache[ids].flatten(0, 1)[:length]
 
 
-def ancestor_words(parents: Tensor) -> Tensor:
-    """parents [N] (rows, 0 = root, parents[n] <= n) -> [N + 1, W] int64: row r sees itself and its ancestors,
-    where verify row r stands at window column r. W = ceil((N + 1) / 64)."""
-    bits = [1]
-    for n, parent in enumerate(parents.tolist()):
-        if not 0 <= parent <= n:
-            raise ValueError(f"parents[{n}] must be a row in 0..{n}, got {parent}")
-        bits.append(bits[parent] | 1 << (n + 1))
-    return pack_bits(bits, len(bits)).to(parents.device)
+# Split i holds the columns from split_start(i) to split_start(i + 1), numbers with four bits of mantissa times a unit.
 
 
-@lru_cache(maxsize=512)
-def chain_words(rows: int, first: int = 0) -> Tensor:
-    """Ancestor words [rows, W] of a chain: row r sees window columns 0..first + r."""
-    return pack_bits([(2 << (first + r)) - 1 for r in range(rows)], first + rows)
+def split_unit(Hkv: int) -> int:
+    """Columns of the shortest splits: 256 for 8 KV heads, inversely as many programs for fewer or more."""
+    return min(max(32 << (Hkv - 1).bit_length(), 128), 1024)
 
 
-def pack_bits(bits: Sequence[int], columns: int) -> Tensor:
-    """Rows of arbitrarily long bit sets -> [rows, W] int64 words, W = ceil(columns / 64) and at least 1."""
-    W = max(1, -(-columns // 64))
-    if W > MAX_WORDS:
-        raise ValueError(f"a window has at most {64 * MAX_WORDS} columns, got {columns}")
-    words = [[(b >> 64 * w) & _WORD for w in range(W)] for b in bits]
-    return torch.tensor([[x - (1 << 64) if x >> 63 else x for x in row] for row in words], dtype=torch.int64)
+def split_count(kv_len: int, unit: int) -> int:
+    """Splits of `kv_len` columns: `_split_of(kv_len - 1) + 1`, on the host."""
+    x = (kv_len - 1) // unit
+    shift = max(x.bit_length() - 5, 0)
+    return 16 * shift + (x >> shift) + 1
 
 
-def _bits(words: list[list[int]]) -> tuple[int, ...]:
-    """int64 words of each row -> one unbounded int of its bits."""
-    if len(words[0]) == 1:
-        return tuple(row[0] & _WORD for row in words)
-    return tuple(sum((x & _WORD) << 64 * w for w, x in enumerate(row)) for row in words)
+@triton.jit
+def _split_of(column, UNIT: tl.constexpr):
+    """The split of a column: the exponent and four bits of the mantissa of column / UNIT as a float."""
+    x = column // UNIT
+    return tl.where(x < 16, x, (x.to(tl.float32).to(tl.int32, bitcast=True) >> 19) - (130 << 4))
 
 
-@lru_cache(maxsize=64)
-def ancestor_mask(bits: tuple[int, ...], kv_len: int, window: int, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask [rows, kv_len] (0 or -inf), or None where every row sees every column. All layers of a forward
-    ask for the same one, hence the cache."""
-    full = (1 << window) - 1
-    if all(b & full == full for b in bits):
-        return None
-    column = torch.arange(window)
-    seen = pack_bits(bits, window)[:, column // 64] >> (column % 64) & 1
-    mask = torch.zeros(len(bits), kv_len, dtype=dtype)
-    mask[:, kv_len - window :].masked_fill_(seen == 0, float("-inf"))
-    return mask
+@triton.jit
+def _split_start(split, UNIT: tl.constexpr):
+    octave = tl.maximum(split // 16 - 1, 0)
+    return (split - 16 * octave << octave) * UNIT
+
+
+@triton.jit
+def _window_bits(words_ptr, o_t, m_t, j, W):
+    """Bits j..j+63 of each row's words; a bit before the first word or after the last is 0."""
+    word = j >> 6
+    shift = (j & 63).to(tl.uint64)
+    p_words = words_ptr + o_t * W + word
+    low = tl.load(p_words, mask=m_t & (word >= 0) & (word < W), other=0).to(tl.uint64, bitcast=True)
+    high = tl.load(p_words + 1, mask=m_t & (word >= -1) & (word + 1 < W), other=0).to(tl.uint64, bitcast=True)
+    return (low >> shift) | ((high << 1) << (63 - shift))
+
+
+@triton.jit(
+    do_not_specialize=["T", "B", "W", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "kv_len_ptr", "window_ptr", "cu_rows_ptr", "words_ptr"],
+)
+def _tree_attention_kernel(
+    q_ptr,  # [T, HQ, D]
+    k_ptr,  # [pages, PAGE, HKV, D], strides PAGE_STRIDE, COLUMN_STRIDE, HEAD_STRIDE, 1
+    v_ptr,  # like k
+    table_ptr,  # [B, max_pages]
+    kv_len_ptr,  # [B]
+    window_ptr,  # [B]
+    cu_rows_ptr,  # [B + 1]
+    words_ptr,  # [T, W]
+    partial_ptr,  # [splits, T, HQ, D] float32
+    stats_ptr,  # [2, splits, T, HQ] float32: maximum of the scores in base 2, sum of their powers
+    out_ptr,  # [T, HQ, D]
+    lse_ptr,  # [T, HQ] float32
+    scale2,  # scale * log2(e)
+    T,
+    B,
+    W,
+    table_stride,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,  # a power of two, at least 16
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,  # columns of the shortest splits
+    M: tl.constexpr,  # (row, query head) pairs of a program
+    N: tl.constexpr,  # columns at a time; divides UNIT, at most 64
+    SEQS: tl.constexpr,  # a power of two, at least B
+):
+    tl.static_assert(N <= 64 and UNIT % N == 0)
+    G: tl.constexpr = HQ // HKV
+    i_slot = tl.program_id(0)  # sequence b has the slots from cu_rows[b] * G // M + b on: enough, whatever cu_rows
+    i_kv = tl.program_id(1)
+    i_b = 0
+    if SEQS > 1:
+        o_b = tl.arange(0, SEQS)
+        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0) * G // M + o_b + 1
+        i_b = tl.sum(((end <= i_slot) & (o_b < B - 1)).to(tl.int32), axis=0)
+    first = tl.load(cu_rows_ptr + i_b)
+    pairs = (tl.load(cu_rows_ptr + i_b + 1) - first) * G
+    kv_len = tl.load(kv_len_ptr + i_b)
+    shared = kv_len - tl.load(window_ptr + i_b)  # columns before it are seen by all rows
+    o_m = (i_slot - (first * G // M + i_b)) * M + tl.arange(0, M)
+    splits = _split_of(kv_len - 1, UNIT) + 1
+    i_split = splits - 1 - tl.program_id(2)  # the longest first
+    if (i_split < 0) | (tl.min(o_m, axis=0) >= pairs):
+        return
+    m_m = o_m < pairs
+    o_t = (first + o_m // G).to(tl.int64)
+    o_th = o_t * HQ + i_kv * G + o_m % G  # where in [T, HQ]
+    o_d = tl.arange(0, D_PAD)
+    m_md = m_m[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(q_ptr + o_th[:, None] * D + o_d[None, :], mask=m_md, other=0.0)
+
+    p_table = table_ptr + i_b.to(tl.int64) * table_stride if SEQS > 1 else table_ptr
+    o_n = tl.arange(0, N)
+    o_kv = i_kv * HEAD_STRIDE + o_d[None, :]
+    b_max = tl.full([M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([M], tl.float32)
+    b_acc = tl.zeros([M, D_PAD], tl.float32)
+    start = _split_start(i_split, UNIT)
+    stop = tl.minimum(_split_start(i_split + 1, UNIT), kv_len)
+    # The next tile's page is asked for one tile ahead, so that the loads of K and V depend on nothing in their own
+    # iteration: a load behind a load would be issued only when it is needed.
+    if PAGE % N == 0:
+        page = tl.load(p_table + start // PAGE)
+    else:
+        page = tl.load(p_table + (start + o_n) // PAGE, mask=start + o_n < stop, other=0)
+    for i_n in tl.range(start, stop, N):
+        o_c = i_n + o_n
+        if PAGE % N == 0:
+            o_column = page.to(tl.int64) * PAGE_STRIDE + (i_n % PAGE) * COLUMN_STRIDE + o_n[:, None] * COLUMN_STRIDE
+            page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
+        else:
+            o_column = (page.to(tl.int64) * PAGE_STRIDE + (o_c % PAGE) * COLUMN_STRIDE)[:, None]
+            page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
+        m_kv = (o_c < kv_len)[:, None] & (o_d < D)[None, :]
+        b_k = tl.load(k_ptr + o_column + o_kv, mask=m_kv, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if i_n + N > shared:
+            bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
+            seen = (bits[:, None] >> o_n[None, :].to(tl.uint64)) & 1
+            b_s = tl.where(((seen != 0) | (o_c < shared)[None, :]) & (o_c < kv_len)[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale2)
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen nothing yet
+        b_p = tl.exp2(tl.fma(b_s, scale2, -b_base[:, None]))
+        b_shrink = tl.exp2(b_max - b_base)
+        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+        b_acc = b_acc * b_shrink[:, None]
+        b_v = tl.load(v_ptr + o_column + o_kv, mask=m_kv, other=0.0)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_max = b_new
+
+    if splits == 1:
+        b_out = b_acc / b_sum[:, None]
+        tl.store(out_ptr + o_th[:, None] * D + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_md)
+        tl.store(lse_ptr + o_th, (b_max + tl.log2(b_sum)) * 0.6931471805599453, mask=m_m)
+    else:
+        o_p = i_split.to(tl.int64) * T * HQ + o_th
+        tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
+        tl.store(stats_ptr + o_p, b_max, mask=m_m)
+        tl.store(stats_ptr + tl.num_programs(2).to(tl.int64) * T * HQ + o_p, b_sum, mask=m_m)
+
+
+@triton.jit(do_not_specialize=["T", "B", "max_splits"], do_not_specialize_on_alignment=["kv_len_ptr", "cu_rows_ptr"])
+def _tree_attention_merge_kernel(
+    partial_ptr,  # [max_splits, T, HQ, D] float32
+    stats_ptr,  # [2, max_splits, T, HQ] float32
+    kv_len_ptr,  # [B]
+    cu_rows_ptr,  # [B + 1]
+    out_ptr,  # [T, HQ, D]
+    lse_ptr,  # [T, HQ] float32
+    T,
+    B,
+    max_splits,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    S: tl.constexpr,  # splits at a time
+    SEQS: tl.constexpr,
+):
+    i_th = tl.program_id(0).to(tl.int64)
+    i_b = 0
+    if SEQS > 1:
+        o_b = tl.arange(0, SEQS)
+        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0)
+        i_b = tl.sum(((end <= i_th // HQ) & (o_b < B - 1)).to(tl.int32), axis=0)
+    splits = _split_of(tl.load(kv_len_ptr + i_b) - 1, UNIT) + 1
+    if (splits == 1) | (i_th // HQ >= tl.load(cu_rows_ptr + i_b + 1)):  # written already, or nobody's row
+        return
+    rows = T.to(tl.int64) * HQ
+    o_d = tl.arange(0, D_PAD)
+    best = float("-inf")
+    for i_s in tl.range(0, splits, S):
+        o_s = i_s + tl.arange(0, S)
+        best = tl.maximum(
+            best, tl.max(tl.load(stats_ptr + o_s * rows + i_th, mask=o_s < splits, other=float("-inf")), axis=0)
+        )
+    total = 0.0
+    b_acc = tl.zeros([D_PAD], tl.float32)
+    for i_s in tl.range(0, splits, S):
+        o_s = i_s + tl.arange(0, S)
+        m_s = o_s < splits
+        b_max = tl.load(stats_ptr + o_s * rows + i_th, mask=m_s, other=float("-inf"))
+        b_sum = tl.load(stats_ptr + (max_splits + o_s) * rows + i_th, mask=m_s, other=0.0)
+        o_p = (o_s * rows + i_th)[:, None] * D + o_d[None, :]
+        b_part = tl.load(partial_ptr + o_p, mask=m_s[:, None] & (o_d < D)[None, :], other=0.0)
+        b_weight = tl.exp2(b_max - best)
+        total += tl.sum(b_weight * b_sum, axis=0)
+        b_acc += tl.sum(b_weight[:, None] * b_part, axis=0)
+    tl.store(out_ptr + i_th * D + o_d, (b_acc / total).to(out_ptr.dtype.element_ty), mask=o_d < D)
+    tl.store(lse_ptr + i_th, (best + tl.log2(total)) * 0.6931471805599453)
+
+
+@lru_cache(maxsize=256)
+def _variants(
+    dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int, strides: tuple[int, int, int], arch: int
+) -> tuple[Variant, Variant]:
+    """The kernel and its merge. TILES"""
+    t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
+    half = dtype != torch.float32
+    M, N = (64, 64 if d_pad <= 128 else 32) if half else (16, 32)
+    seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
+    name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
+    smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page % 64 == 0
+    sizes = {"HQ": Hq, "D": D, "D_PAD": d_pad, "UNIT": split_unit(Hkv), "SEQS": seqs}
+    split = Variant(
+        name=name,
+        kernel=_tree_attention_kernel,
+        arguments=(f"*{t}",) * 3 + ("*i32",) * 4 + ("*i64", "*fp32", "*fp32", f"*{t}", "*fp32", "fp32") + ("i32",) * 4,
+        constexprs={
+            **sizes,
+            "HKV": Hkv,
+            "PAGE": page,
+            "PAGE_STRIDE": strides[0],
+            "COLUMN_STRIDE": strides[1],
+            "HEAD_STRIDE": strides[2],
+            "M": M,
+            "N": N,
+        },
+        num_warps=4,
+        num_stages=3,
+        dot=half,
+        wide=D * dtype.itemsize % 16 == 0,
+        smoke=smoke,
+    )
+    merge = Variant(
+        name=name + " merge",
+        kernel=_tree_attention_merge_kernel,
+        arguments=("*fp32", "*fp32", "*i32", "*i32", f"*{t}", "*fp32") + ("i32",) * 3,
+        constexprs={**sizes, "S": 32},
+        num_warps=4,
+        smoke=smoke,
+    )
+    return split, merge
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """What the compile-only checks compile for sm_`arch`; the launcher takes any heads, D, page size and strides."""
+    bf16 = torch.bfloat16
+    for dtype, B, Hq, Hkv, D, page in (
+        (bf16, 1, 32, 8, 128, 256),
+        (bf16, 16, 32, 8, 128, 256),
+        (bf16, 1, 32, 8, 128, 16),
+        (bf16, 1, 32, 8, 64, 256),
+        (bf16, 1, 14, 2, 64, 256),
+        (bf16, 1, 32, 32, 96, 256),
+        (bf16, 1, 16, 8, 256, 256),
+        (torch.float16, 1, 32, 8, 128, 256),
+        (torch.float32, 1, 32, 8, 128, 256),
+    ):
+        yield from _variants(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch)
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    others = {"block_table": block_table, "kv_len": kv_len, "window": window, "cu_rows": cu_rows}
+    same_device(q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, **others)
+    strides = k_cache.stride()
+    if strides != v_cache.stride() or strides[3] != 1:
+        raise ValueError(
+            f"the caches must have one layout with adjacent elements, got strides {strides} and {v_cache.stride()}"
+        )
+    q, kv_len, window, cu_rows, ancestors = (x.contiguous() for x in (q, kv_len, window, cu_rows, ancestors))
+    (T, Hq, D), (_, page, Hkv, _), (B, max_pages) = q.shape, k_cache.shape, block_table.shape
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    out, lse = torch.empty_like(q), q.new_empty((T, Hq), dtype=torch.float32)
+    if T == 0:
+        return out, lse
+    split, merge = _variants(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device))
+    splits = split_count(max_pages * page, split_unit(Hkv))
+    several = splits if splits > 1 else 0
+    partial = q.new_empty((several, T, Hq, D), dtype=torch.float32)
+    stats = q.new_empty((2, several, T, Hq), dtype=torch.float32)
+    # Sequences with x pairs of (row, query head) take ceil(x / M) tiles each; sum(x) // M + B slots hold them all.
+    grid = (T * (Hq // Hkv) // split.constexprs["M"] + B, Hkv, splits)
+    numbers = (scale * _LOG2E, T, B, ancestors.shape[1], block_table.stride(0))
+    split(
+        grid,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        kv_len,
+        window,
+        cu_rows,
+        ancestors,
+        partial,
+        stats,
+        out,
+        lse,
+        *numbers,
+    )
+    if several:
+        merge((T * Hq,), partial, stats, kv_len, cu_rows, out, lse, T, B, splits)
+    return out, lse
 
 
 def _check(
@@ -159,6 +491,7 @@ def _check(
     window: Tensor,
     cu_rows: Tensor,
     ancestors: Tensor,
+    scale: float,
 ) -> None:
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
@@ -175,7 +508,38 @@ def _check(
             f"for {B} sequences expected block_table [{B}, P], window [{B}], cu_rows [{B + 1}]: "
             f"{tuple(block_table.shape)}, {tuple(window.shape)}, {tuple(cu_rows.shape)}"
         )
+    if not block_table.dtype == kv_len.dtype == window.dtype == cu_rows.dtype == torch.int32:
+        raise ValueError(
+            "block_table, kv_len, window and cu_rows must be int32, "
+            f"got {block_table.dtype}, {kv_len.dtype}, {window.dtype}, {cu_rows.dtype}"
+        )
     if ancestors.dim() != 2 or ancestors.shape[0] != q.shape[0] or not 1 <= ancestors.shape[1] <= MAX_WORDS:
         raise ValueError(f"ancestors must be [{q.shape[0]}, 1..{MAX_WORDS}], got {tuple(ancestors.shape)}")
     if ancestors.dtype != torch.int64:
         raise ValueError(f"ancestors must be int64 words, got {ancestors.dtype}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+
+
+def _fake(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    _check(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+_lib = torch.library.Library("specker", "FRAGMENT")
+_lib.define(
+    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len, Tensor window, "
+    "Tensor cu_rows, Tensor ancestors, float scale) -> (Tensor, Tensor)"
+)
+_lib.impl("tree_attention", _tree_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("specker::tree_attention", _fake, lib=_lib)

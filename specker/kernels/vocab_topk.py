@@ -19,6 +19,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specker.kernels.accept import MIN_TEMPERATURE, first_argmax
 from specker.kernels.noise import add_gumbel_, check_seed
@@ -37,14 +38,16 @@ def vocab_topk(
     k: int,
     norm: Norm | None = None,
     noise: Noise | None = None,
+    with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, E], weight [K, E] (plain or packed), token_ids [K] -> ids [T, k], logits [T, k], lse [T].
 
     token_ids are distinct, int32 or int64. 1 <= k <= min(64, K). norm = (weight [E], eps), noise = (seed, positions [T]
-    int64, temperature 0 or >= 1e-6). Raises ValueError on other shapes, dtypes and ranges.
+    int64, temperature 0 or >= 1e-6). Without `with_lse` lse is empty, [0]: on a CPU it costs as much as the search.
+    Raises ValueError on other shapes, dtypes and ranges.
     """
     _check(hidden, weight, token_ids, k, norm, noise)
-    return vocab_topk_ref(hidden, weight, token_ids, k, norm, noise)
+    return vocab_topk_ref(hidden, weight, token_ids, k, norm, noise, with_lse)
 
 
 def vocab_topk_ref(
@@ -54,9 +57,10 @@ def vocab_topk_ref(
     k: int,
     norm: Norm | None = None,
     noise: Noise | None = None,
+    with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if norm is not None:
-        hidden = _rms_norm(hidden, *norm)
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
     z = row_linear(hidden, weight)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if noise is not None and noise[2] > 0:
@@ -64,9 +68,7 @@ def vocab_topk_ref(
         z = add_gumbel_(z.div_(temperature), seed, positions, token_ids)
     values, columns = (_largest if z.is_cuda else _select)(z, token_ids, k)
     ids = columns if token_ids is None else token_ids[columns].long()
-    best = values[:, :1]
-    lse = z.sub_(best).clamp_(min=-80).exp_().sum(-1).log_() + best[:, 0]  # above e^-87: denormals are 20 times slower
-    return ids, values, lse
+    return ids, values, z.logsumexp(-1) if with_lse else z.new_empty(0)
 
 
 def vocab_topk_cost(
@@ -76,6 +78,7 @@ def vocab_topk_cost(
     k: int,
     norm: Norm | None = None,
     noise: Noise | None = None,
+    with_lse: bool = True,
 ) -> tuple[int, int]:
     """(bytes, flops) of one call: weight, hidden, ids and norm once, the results out; two flops a weight and row."""
     (T, E), K = hidden.shape, weight.shape[0]
@@ -85,13 +88,7 @@ def vocab_topk_cost(
     if noise is not None:
         read += 8 * T
     size = 8 if hidden.dtype == torch.float64 else 4
-    return read + T * k * (8 + size) + T * size, 2 * T * K * E
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * scale * weight).to(x.dtype)
+    return read + T * k * (8 + size) + T * size * with_lse, 2 * T * K * E
 
 
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,6 @@ class AutoregressiveDrafter:
         if len(committed) <= self.model.config.max_context:
             prefill(self.model, self.cache, self._known(committed[self.cache.exact_len : -1]))
 
-    @torch.inference_mode()
     def propose(self, committed: list[int], budget: Budget, sampling: Sampling) -> Draft:
         """A draft under the root committed[-1]. N = 0 where the budget or this model's context leaves no room."""
         limits = self.model.config.max_context, self.cache.capacity
@@ -69,12 +68,12 @@ class AutoregressiveDrafter:
         position = self.cache.exact_len - 1  # of the row whose candidates come next
         tokens = []
         for n in range(depth):
-            ids, _ = self.head.candidates(hidden, 1, sampling, self.model.positions[position : position + 1])
-            tokens.append(ids[0])
+            token = self.head.best(hidden, sampling, self.model.positions[position : position + 1])
+            tokens.append(token)
             if n + 1 == depth:  # the last token's K/V is left to the next catch-up
                 break
             rows = chain_rows(self.model, self.cache, 1, first=n)
-            hidden = forward(self.model, self.cache, rows, self._embed(ids[0])).hidden
+            hidden = forward(self.model, self.cache, rows, self._embed(token)).hidden
             self._forwarded += 1
             position += 1
         return Draft.chain(torch.cat(tokens))

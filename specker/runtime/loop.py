@@ -52,6 +52,7 @@ class Taken:
     drafted: int = 0
 
 
+@torch.inference_mode()
 def step(ctx: Context) -> Taken:
     """One round."""
     with ctx.stats.stage("draft"):

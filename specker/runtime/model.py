@@ -74,7 +74,7 @@ class Model:
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[T] int64 -> [T, E]."""
-        return F.embedding(tokens, self.embed)
+        return torch.embedding(self.embed, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64)."""
@@ -83,7 +83,6 @@ class Model:
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-@torch.inference_mode()
 def forward(
     model: Model,
     cache: KVCache,

@@ -9,7 +9,6 @@ from specker.runtime.draft import Draft
 from specker.runtime.model import Model, Rows, chain_rows, forward
 
 
-@torch.inference_mode()
 def verify(model: Model, cache: KVCache, root: int, draft: Draft) -> tuple[Tensor, Tensor]:
     """-> logits [N + 1, V] (row 0 follows the root) and the rows' absolute positions [N + 1] int64.
 

@@ -184,6 +184,11 @@ def encode(tok, texts: list[str]) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def licence_of(module: str) -> str:
+    names = {n.lower().replace("-", "_"): v for n, v in ALLOWED.items()}
+    return "PSF-2.0" if module in STDLIB_HELD_OUT else names[module.split("/")[0].lower()]
+
+
 def prompts(held: list[tuple[str, str]], tok, count: int = 96, seed: int = 0) -> list[dict]:
     """`count` beginnings of functions and classes of the held-out modules, 64..160 tokens, cut inside the body."""
     rng, pool = random.Random(seed), []
@@ -196,10 +201,9 @@ def prompts(held: list[tuple[str, str]], tok, count: int = 96, seed: int = 0) ->
             while end < len(lines) and len(tok.encode("\n".join(lines[i:end])).ids) < want:
                 end += 1
             prompt = "\n".join(lines[i:end])  # no newline at the end: it would split a newline + indentation token
-            indent = len(lines[i]) - len(lines[i].lstrip())
             inside = any(x.strip() for x in lines[end : end + 3])
             if 64 <= len(tok.encode(prompt).ids) <= 176 and inside and not re.search(r"[^\x00-\x7f]", prompt):
-                mine.append({"prompt": prompt, "source": f"{module}:{i + 1}", "indent": indent})
+                mine.append({"prompt": prompt, "source": f"{module}:{i + 1}", "licence": licence_of(module)})
         rng.shuffle(mine)
         pool.append(mine)
     chosen = []
@@ -207,7 +211,7 @@ def prompts(held: list[tuple[str, str]], tok, count: int = 96, seed: int = 0) ->
         for mine in pool:
             if mine and len(chosen) < count:
                 row = mine.pop()
-                chosen.append({"prompt": row["prompt"], "source": row["source"]})
+                chosen.append(row)
     return chosen
 
 

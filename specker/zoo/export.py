@@ -59,8 +59,13 @@ def export(net: Net, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.b
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": net.c.context,
-        "bos_token": EOS, "eos_token": EOS, "pad_token": PAD, "mask_token": MASK,
-        "add_bos_token": False, "add_eos_token": False, "clean_up_tokenization_spaces": False,
+        "bos_token": EOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "mask_token": MASK,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
     if not net.c.diffusion:

@@ -73,8 +73,6 @@ class Workers:
         for _ in range(count - 1):
             self.nets.append(twin_of(net))
         # the threads live on: oneDNN keeps its compiled kernels per thread
-        if count > 1:
-            torch.set_num_threads(1)  # the optimizer too: a waiting OpenMP thread spins
         self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
     def gradients(self, parts: int, part_loss: Callable[[Net, int], tuple[Tensor, dict]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from .net import Net
 def gumbel(shape: tuple[int, ...], seed: int, position: int, device) -> Tensor:
     """Noise that target and drafter share at one position: argmax(log p / T + g) is an exact draw from p at T."""
     g = torch.Generator(device).manual_seed(seed * 1_000_003 + position)
-    return -torch.empty(shape, device=device).exponential_(generator=g).log()
+    return -(-torch.rand(shape, generator=g, device=device).log()).log()
 
 
 def choose(logits: Tensor, temperature: float, noise: Tensor | None) -> Tensor:

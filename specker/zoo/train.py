@@ -31,8 +31,8 @@ class Preset:
     lr: tuple[float, float, float]
     batch: int = 4096  # tokens, in `micro` parts
     micro: int = 4
-    lengths: tuple[tuple[float, int], ...] = ((0.7, 256), (0.9, 512), (1.0, 1024))  # (up to this fraction, window)
-    own_rows: int = 6144  # windows of the target's own text
+    lengths: tuple[tuple[float, int], ...] = ((0.85, 256), (0.97, 512), (1.0, 1024))  # (up to this fraction, window)
+    own_rows: int = 2048  # windows of the target's own text
     corpus_bytes: int | None = None
     eval_every: int = 50
 
@@ -73,7 +73,7 @@ class Run:
         self.ops = (nets._head_chunk, nets._head_chunk_kl)
         self.target_head: Tensor | None = None  # [V,E] of the teacher, in `compute`
         if compiled:
-            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.recompile_limit = 64  # shapes, not mistakes
             nets.Block.forward = torch.compile(nets.Block.forward, dynamic=False)
             self.ops = tuple(torch.compile(f, dynamic=False) for f in self.ops)
 
@@ -91,8 +91,8 @@ class Run:
         return net.requires_grad_(False)
 
     def teacher(self) -> Net:
-        net = self.trained("target")
-        self.target_head = net.embed.to(self.compute)
+        net = self.trained("target").to(self.compute)  # as it is exported
+        self.target_head = net.embed
         return net
 
     def head_loss(self, net: Net, hidden, label, scale, teacher=None, hard: float = 0.0, heat: float = 1.0):
@@ -227,6 +227,7 @@ def main(
     draft_tokens: Annotated[int, typer.Option(help="likewise")] = 0,
     diffusion_tokens: Annotated[int, typer.Option(help="likewise")] = 0,
     draft_layers: Annotated[int, typer.Option(help="0: the preset's")] = 0,
+    draft_hidden: Annotated[int, typer.Option(help="0: the preset's; the ffn is three times as wide")] = 0,
     compile: Annotated[bool | None, typer.Option(help="default: where CUDA or a C++ compiler is found")] = None,
     workers: Annotated[int, typer.Option(help="threads; more than one is not bit-reproducible")] = 1,
     stop_after: Annotated[int | None, typer.Option(help="leave after this many steps of a model")] = None,
@@ -240,7 +241,11 @@ def main(
     p = replace(p, tokens=tuple(a or b for a, b in zip(chosen, p.tokens, strict=True)))
     if draft_layers:
         p = replace(p, draft=replace(p.draft, layers=draft_layers))
+    if draft_hidden:
+        p = replace(p, draft=replace(p.draft, hidden=draft_hidden, ffn=3 * draft_hidden))
     compiled = compile if compile is not None else preset != "tiny" and (device != "cpu" or bool(shutil.which("g++")))
+    if workers > 1:
+        torch.set_num_threads(1)  # of each: an OpenMP team waits at every op for the core that others use too
     work = work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
     run = Run(p, work, device, compiled, seed, stop_after, workers)

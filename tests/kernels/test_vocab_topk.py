@@ -266,3 +266,12 @@ def test_arguments_are_checked():
     ]:
         with pytest.raises(ValueError, match=message):
             vocab_topk(*arguments)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_without_lse_the_rest_is_the_same(k: int) -> None:
+    hidden, weight = torch.randn(2, 8), torch.randn(11, 8)
+    ids, logits, lse = vocab_topk(hidden, weight, None, k)
+    bare = vocab_topk(hidden, weight, None, k, with_lse=False)
+    assert torch.equal(bare[0], ids) and torch.equal(bare[1], logits)
+    assert lse.shape == (2,) and bare[2].shape == (0,)

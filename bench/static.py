@@ -1,0 +1,246 @@
+"""Compile every kernel variant for sm_80, sm_90 and sm_100, without a GPU, and write down what came out.
+
+An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the very objects that its launcher
+launches. Each is compiled to a cubin. Registers, stack and shared memory come from `cuobjdump --dump-resource-usage`;
+the instruction mix is counted in the PTX. A kernel fails when
+
+* it spills: its stack frame is not empty;
+* its shared memory exceeds what a block may have on the architecture;
+* a half-precision dot was meant (`dot`) and there is no matrix instruction;
+* wide reads were meant (`wide`) and less than `WIDE` of the bytes that the load instructions name are read
+  16 bytes at a time or asynchronously.
+
+Occupancy is an estimate: blocks an SM by registers (allocated to a warp in units of 256), by shared memory (1 KiB of
+each block is the system's) and by warps. The resource table of everything goes to bench/results/static.md.
+
+    python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json]
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHES = (80, 90, 100)
+SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB an SM; a block may have 1 KiB less
+WIDE = 0.6  # of the loaded bytes, where wide reads were meant; what is left are indices, or the check fails
+WARPS_SM, BLOCKS_SM, REGISTERS_SM = 64, 32, 65536
+RESULT = Path(__file__).parent / "results" / "static.md"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One variant on one architecture."""
+
+    op: str
+    kernel: str
+    variant: str
+    arch: int
+    warps: int
+    stages: int
+    registers: int  # of a thread
+    stack: int  # bytes of a thread; more than none means spills
+    shared: int  # bytes of a block
+    matrix: str  # the matrix instructions in the PTX: "wgmma 8"
+    loads: int  # global load instructions, asynchronous ones included
+    wide: float  # share of the bytes loaded by 16-byte (or wider), asynchronous or bulk instructions
+    asynchronous: int  # cp.async and bulk copies
+    stores: int
+    blocks: int  # an SM
+    problems: tuple[str, ...]
+
+    @property
+    def occupancy(self) -> float:
+        return self.blocks * self.warps / WARPS_SM
+
+
+def ops() -> dict[str, Any]:
+    """The modules of specker.kernels that expose `variants`, by name."""
+    package = importlib.import_module("specker.kernels")
+    modules = {m.name: importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)}
+    return {name: module for name, module in sorted(modules.items()) if hasattr(module, "variants")}
+
+
+def compile_variant(variant: Any, arch: int) -> tuple[str, bytes, int]:
+    """-> PTX, cubin, bytes of shared memory. Raises ValueError where the launcher's calls would compile something else."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = variant.kernel
+    names = kernel.arg_names
+    runtime = names[: len(variant.arguments)]
+    if set(names[len(runtime) :]) != set(variant.constexprs):
+        raise ValueError(
+            f"{variant.name}: {kernel.__name__} takes {names}; given {len(runtime)} arguments and constexprs "
+            f"{sorted(variant.constexprs)}"
+        )
+    signature, constexprs, attrs = {}, dict(variant.constexprs), {}
+    for i, (name, param, kind) in enumerate(zip(runtime, kernel.params, variant.arguments, strict=False)):
+        if kind is None:
+            signature[name], constexprs[name] = "constexpr", None
+            continue
+        kind, _, multiple = kind.partition(":")
+        signature[name] = kind
+        if multiple:
+            attrs[(i,)] = [["tt.divisibility", int(multiple)]]
+        elif kind.startswith("*"):
+            if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        elif kind[0] in "iu" and not param.do_not_specialize:
+            raise ValueError(f"{variant.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
+    signature |= dict.fromkeys(variant.constexprs, "constexpr")
+    source = ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
+    done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=variant.compile_options())
+    return done.asm["ptx"], done.asm["cubin"], done.metadata.shared
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, LOCAL and SHARED of the only kernel in a cubin."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+MATRIX = {"wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma": r"(?<![.\w])mma\.sync"}
+_LOAD = re.compile(r"\bld\.global[.\w:]*?(?:\.v(\d))?\.[busf](\d+)\b")
+_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\S* .*?,.*?, *(0x[0-9a-f]+|\d+)")
+
+
+def mix(ptx: str) -> dict[str, Any]:
+    """Counts of the instructions that matter, and what share of the loaded bytes comes in wide."""
+    plain = [int(vector or 1) * int(bits) // 8 for vector, bits in _LOAD.findall(ptx)]
+    copies = [int(size, 0) for size in _ASYNC.findall(ptx)]
+    bulk = len(re.findall(r"\bcp\.async\.bulk\S*global", ptx))
+    total = sum(plain) + sum(copies)
+    wide = sum(size for size in plain if size >= 16) + sum(copies)
+    return {
+        "matrix": ", ".join(f"{name} {n}" for name, p in MATRIX.items() if (n := len(re.findall(p, ptx)))),
+        "loads": len(plain) + len(copies) + bulk,
+        "wide": 1.0 if bulk else wide / total if total else 0.0,
+        "asynchronous": len(copies) + bulk,
+        "stores": len(re.findall(r"\bst\.global", ptx)),
+    }
+
+
+def blocks_per_sm(arch: int, warps: int, registers: int, shared: int) -> int:
+    by_registers = REGISTERS_SM // (warps * -(-registers * 32 // 256) * 256)
+    return min(BLOCKS_SM, WARPS_SM // warps, by_registers, SHARED_SM[arch] * 1024 // (shared + 1024))
+
+
+def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts: dict[str, Any]) -> tuple[str, ...]:
+    found = []
+    if used["STACK"] or used["LOCAL"]:
+        found.append(f"spills: a stack frame of {used['STACK']} bytes, {used['LOCAL']} local")
+    if shared > (SHARED_SM[arch] - 1) * 1024:
+        found.append(f"{shared} bytes of shared memory, a block may have {(SHARED_SM[arch] - 1) * 1024}")
+    if variant.dot and not counts["matrix"]:
+        found.append("a dot, and no matrix instruction")
+    if variant.wide and counts["wide"] < WIDE:
+        found.append(f"only {counts['wide']:.0%} of the loaded bytes come 16 at a time")
+    return tuple(found)
+
+
+def report(op: str, variant: Any, arch: int) -> Report:
+    ptx, cubin, shared = compile_variant(variant, arch)
+    used, counts = resources(cubin), mix(ptx)
+    return Report(
+        op=op,
+        kernel=variant.kernel.__name__,
+        variant=variant.name,
+        arch=arch,
+        warps=variant.num_warps,
+        stages=variant.num_stages,
+        registers=used["REG"],
+        stack=used["STACK"],
+        shared=shared,
+        **counts,
+        blocks=blocks_per_sm(arch, variant.num_warps, used["REG"], shared),
+        problems=problems(variant, arch, used, shared, counts),
+    )
+
+
+def reports(arches: tuple[int, ...], names: list[str], smoke: bool) -> Iterator[Report]:
+    found = ops()
+    if unknown := set(names) - set(found):
+        sys.exit(f"static: no kernels in {', '.join(sorted(unknown))}; there are {', '.join(found)}")
+    for op in names or found:
+        for arch in arches:
+            for variant in found[op].variants(arch):
+                if variant.smoke or not smoke:
+                    yield report(op, variant, arch)
+
+
+def markdown(rows: list[Report], versions: str) -> str:
+    lines = [
+        "# What the kernels compile to",
+        "",
+        f"Written by `make static`, which compiles without a GPU: {versions}. Nothing here is a timing. Registers are a",
+        "thread's, shared memory a block's (bytes); *wide* is the share of the bytes named by global loads that come 16",
+        "or more at a time or asynchronously (*async*: how many such instructions); *blocks* an SM and *occupancy* are",
+        "estimates from registers, shared memory and warps.",
+    ]
+    for op in sorted({row.op for row in rows}):
+        lines += [
+            "",
+            f"## {op}",
+            "",
+            "| kernel | variant | sm | warps | stages | registers | stack | shared | matrix | loads | wide | async "
+            "| stores | blocks | occupancy |",
+            "|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
+        ]
+        for r in sorted((r for r in rows if r.op == op), key=lambda r: (r.kernel, r.variant, r.arch)):
+            cells = (r.kernel, r.variant, r.arch, r.warps, r.stages, r.registers, r.stack, r.shared, r.matrix, r.loads)
+            more = (f"{r.wide:.0%}", r.asynchronous, r.stores, r.blocks, f"{r.occupancy:.0%}")
+            lines.append("| " + " | ".join(map(str, cells + more)) + " |")
+    problems = [f"* {r.op}, {r.variant}, sm_{r.arch}: {p}" for r in rows for p in r.problems]
+    return "\n".join([*lines, "", "## Problems", "", *(problems or ["None."]), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile every kernel variant without a GPU.")
+    parser.add_argument("--ops", default="", help="comma-separated; default: all, which writes bench/results/static.md")
+    parser.add_argument("--arch", default=",".join(map(str, ARCHES)))
+    parser.add_argument("--smoke", action="store_true", help="only the variants that `make test` compiles")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("static: TRITON_INTERPRET=1 turns the compiler off; unset it")
+    import triton
+
+    start = time.perf_counter()
+    rows = []
+    for row in reports(tuple(map(int, args.arch.split(","))), [n for n in args.ops.split(",") if n], args.smoke):
+        rows.append(row)
+        if args.json:
+            print(json.dumps(asdict(row)))
+        else:
+            state = "; ".join(row.problems) or f"{row.registers} registers, {row.shared} shared, {row.occupancy:.0%} {row.matrix}"
+            print(f"{row.op:16} sm_{row.arch:<4} {row.variant:32} {state}", flush=True)
+    bad = sum(bool(row.problems) for row in rows)
+    if not args.json:
+        print(f"{len(rows)} compiled in {time.perf_counter() - start:.0f} s, {bad} with problems")
+        if not (args.ops or args.smoke) and args.arch == "80,90,100":
+            RESULT.parent.mkdir(parents=True, exist_ok=True)
+            RESULT.write_text(markdown(rows, f"triton {triton.__version__}"), encoding="utf-8")
+            print(RESULT)
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

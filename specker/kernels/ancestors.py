@@ -1,0 +1,61 @@
+"""ancestors: which columns of the window a row sees, as 64-bit words, and as the additive mask of the reference.
+
+Bit j % 64 of word j // 64 of a row is set where window column j holds the row itself or one of its ancestors. The words
+hold any relation, trees and more: a chain, a forest, a directed acyclic graph, or all ones.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+MAX_WORDS = 4
+_WORD = (1 << 64) - 1
+
+
+def ancestor_words(parents: Tensor) -> Tensor:
+    """parents [N] (rows, 0 = root, parents[n] <= n) -> [N + 1, W] int64: row r sees itself and its ancestors,
+    where verify row r stands at window column r. W = ceil((N + 1) / 64)."""
+    bits = [1]
+    for n, parent in enumerate(parents.tolist()):
+        if not 0 <= parent <= n:
+            raise ValueError(f"parents[{n}] must be a row in 0..{n}, got {parent}")
+        bits.append(bits[parent] | 1 << (n + 1))
+    return pack_bits(bits, len(bits)).to(parents.device)
+
+
+@lru_cache(maxsize=512)
+def chain_words(rows: int, first: int = 0) -> Tensor:
+    """Ancestor words [rows, W] of a chain: row r sees window columns 0..first + r."""
+    return pack_bits([(2 << (first + r)) - 1 for r in range(rows)], first + rows)
+
+
+def pack_bits(bits: Sequence[int], columns: int) -> Tensor:
+    """Rows of arbitrarily long bit sets -> [rows, W] int64 words, W = ceil(columns / 64) and at least 1."""
+    W = max(1, -(-columns // 64))
+    if W > MAX_WORDS:
+        raise ValueError(f"a window has at most {64 * MAX_WORDS} columns, got {columns}")
+    words = [[(b >> 64 * w) & _WORD for w in range(W)] for b in bits]
+    return torch.tensor([[x - (1 << 64) if x >> 63 else x for x in row] for row in words], dtype=torch.int64)
+
+
+def unpack_words(words: list[list[int]]) -> tuple[int, ...]:
+    """int64 words of each row -> one unbounded int of its bits."""
+    if len(words[0]) == 1:
+        return tuple(row[0] & _WORD for row in words)
+    return tuple(sum((x & _WORD) << 64 * w for w, x in enumerate(row)) for row in words)
+
+
+@lru_cache(maxsize=64)
+def ancestor_mask(bits: tuple[int, ...], kv_len: int, window: int, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask [rows, kv_len] (0 or -inf), or None where every row sees every column. All layers of a forward
+    ask for the same one, hence the cache."""
+    full = (1 << window) - 1
+    if all(b & full == full for b in bits):
+        return None
+    column = torch.arange(window)
+    seen = pack_bits(bits, window)[:, column // 64] >> (column % 64) & 1
+    mask = torch.zeros(len(bits), kv_len, dtype=dtype)
+    mask[:, kv_len - window :].masked_fill_(seen == 0, float("-inf"))
+    return mask

@@ -1,0 +1,131 @@
+"""few: the small ops for few rows on a CPU, in numpy. Each equals its reference, and returns None for arguments that
+are not its own to handle (many rows, a GPU, half precision, or shapes that the op's check must speak about).
+
+A decoding step is some hundreds of operations on a few kilobytes each, and between them the weights sweep the caches:
+what an operation costs is the code that has to be fetched again. A numpy view or ufunc costs a third of a torch one
+(a decoding step of a 12-layer model of width 256 went from 4.0 to 2.6 ms). More rows are torch's, which has threads.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specker.kernels.ancestors import ancestor_mask, unpack_words
+
+FEW_ROWS = 64
+FEW_PRODUCTS = 1 << 23  # of attention's q k^T: more are worth torch's threads
+_TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float16 is slow
+
+
+def _few(x: Tensor) -> bool:
+    return x.dtype in _TYPES and x.shape[0] <= FEW_ROWS and x.device.type == "cpu" and not x.requires_grad
+
+
+def rms_norm(x: Any, weight: Any, eps: float) -> Any:
+    """RMSNorm over the last dimension of a numpy array: x / sqrt(mean(x^2) + eps) * weight."""
+    square = np.einsum("...e,...e->...", x, x)[..., None]
+    square /= x.shape[-1]
+    square += eps
+    return x / np.sqrt(square) * weight
+
+
+def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
+    if not _few(x):
+        return None
+    y, d = x.numpy(), deltas.numpy()
+    w = np.empty((0, y.shape[-1]), y.dtype) if norm_weight is None else norm_weight.numpy()
+    if y.ndim != 2 or d.shape[1:] != y.shape or w.shape[1:] != y.shape[1:] or not y.dtype == d.dtype == w.dtype:
+        return None
+    y = y + d[0] if len(d) else y.copy()
+    for delta in d[1:]:
+        y += delta
+    normed = rms_norm(y, w[0], eps)[None] if len(w) == 1 else rms_norm(y[None], w[:, None], eps)
+    return torch.from_numpy(y), torch.from_numpy(normed)
+
+
+def kv_calibrate(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor | None:
+    if not _few(qkv):
+        return None
+    x, k, v, table = qkv.numpy(), k_cache.numpy(), v_cache.numpy(), rope.numpy()
+    T, at, place = len(x), slots.numpy(), positions.numpy()
+    if k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype or not at.shape == place.shape == (T,):
+        return None
+    Hkv, D = k.shape[2:]
+    if x.ndim != 2 or x.shape[1] % D or x.shape[1] <= 2 * Hkv * D or table.ndim != 3 or table.shape[1:] != (2, D):
+        return None
+    heads = x.reshape(T, -1, D)
+    Hq = heads.shape[1] - 2 * Hkv
+    qk = heads[:, : Hq + Hkv]
+    if q_norm is not None or k_norm is not None:
+        if q_norm is None or k_norm is None or q_norm.shape != k_norm.shape or q_norm.shape[1:] != (D,):
+            return None
+        if T % len(q_norm):
+            return None
+        norms = (w.numpy().repeat(T // len(w), axis=0)[:, None] for w in (q_norm, k_norm))
+        qk = np.concatenate([rms_norm(h, w, eps) for h, w in zip((qk[:, :Hq], qk[:, Hq:]), norms, strict=True)], 1)
+    turn, half = table[place], D // 2
+    cos, sin = turn[:, :1], turn[:, 1:]
+    out = qk * cos
+    out[..., :half] += qk[..., half:] * sin[..., :half]
+    out[..., half:] += qk[..., :half] * sin[..., half:]
+    k.reshape(-1, Hkv, D)[at] = out[:, Hq:]
+    v.reshape(-1, Hkv, D)[at] = heads[:, Hq + Hkv :]
+    return torch.from_numpy(out[:, :Hq])
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor] | None:
+    """Of one sequence. Rows, and the query heads that share a KV head, are the rows of one product."""
+    if not (_few(q) and len(kv_len) == 1 and q.numel() * int(kv_len) <= FEW_PRODUCTS):
+        return None
+    x, k, v, table = q.numpy(), k_cache.numpy(), v_cache.numpy(), block_table.numpy()
+    if x.ndim != 3 or k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype:
+        return None
+    (T, Hq, D), (_, page, Hkv, _) = x.shape, k.shape
+    if k.shape[3] != D or Hq % Hkv or table.ndim != 2 or not len(table) == len(window) == 1 or len(cu_rows) != 2:
+        return None
+    if ancestors.dtype != torch.int64 or ancestors.dim() != 2 or len(ancestors) != T or not T:
+        return None
+    S, w = int(kv_len), int(window)
+    pages = table[0, : -(-S // page)]
+    if len(pages) > 1 and (pages[1:] != pages[:-1] + 1).any():
+        k, v = k[pages], v[pages]
+    else:
+        k, v = k[pages[0] :], v[pages[0] :]
+    k, v = k.reshape(-1, Hkv, D)[:S], v.reshape(-1, Hkv, D)[:S]
+    rows = x.reshape(T, Hkv, -1, D).swapaxes(0, 1).reshape(Hkv, -1, D)  # [Hkv, T * G, D]
+    scores = np.matmul(rows, k.transpose(1, 2, 0))  # [Hkv, T * G, S]
+    scores *= scale
+    mask = ancestor_mask(unpack_words(ancestors.tolist()), w, w, q.dtype)
+    if mask is not None:
+        scores.reshape(Hkv, T, -1, S)[..., S - w :] += mask.numpy()[:, None]
+    top = scores.max(-1, keepdims=True)
+    scores -= top
+    np.exp(scores, out=scores)
+    total = scores.sum(-1, keepdims=True)
+    out = np.matmul(scores, v.swapaxes(0, 1))
+    out /= total
+    top += np.log(total)
+    out = out.reshape(Hkv, T, -1, D).swapaxes(0, 1).reshape(T, Hq, D)
+    return torch.from_numpy(out), torch.from_numpy(top.reshape(Hkv, T, -1).swapaxes(0, 1).reshape(T, Hq))

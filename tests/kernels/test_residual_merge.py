@@ -1,0 +1,181 @@
+"""residual_merge: reference and kernel against the formula in float64, and what its contract promises."""
+
+import importlib
+
+import pytest
+import torch
+from compile_only import compilations
+
+from specker.kernels.residual_merge import _launch, residual_merge, residual_merge_cost, residual_merge_ref
+
+module = importlib.import_module("specker.kernels.residual_merge")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (3, 2)]
+EPS = 1e-5
+
+
+def randn(*shape, dtype=torch.float64, seed=0, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def inputs(T, E, P, Q, dtype, device="cpu"):
+    x, deltas = randn(T, E, dtype=dtype, device=device), randn(P, T, E, dtype=dtype, seed=1, device=device)
+    return x, deltas, randn(Q, E, dtype=dtype, seed=2, device=device) if Q else None
+
+
+def formula(x, deltas, weight, y):
+    """The sum, and the norms of `y`, the sum as rounded, in float64."""
+    norm = y.double() / (y.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    weight = x.new_empty(0, x.shape[1]) if weight is None else weight
+    return x.double() + deltas.double().sum(0), norm * weight.double()[:, None]
+
+
+def close(got, want, dtype, roundings):
+    scale = want.abs().max() if want.numel() else 1.0
+    return want.shape == got.shape and bool(
+        ((got.double() - want).abs() <= roundings * torch.finfo(dtype).eps * scale).all()
+    )
+
+
+@pytest.fixture
+def poisoned():
+    """Memory is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("P", "Q"), SHAPES)
+def test_residual_merge(dtype, P, Q):
+    args = inputs(5, 24, P, Q, dtype)
+    y, normed = residual_merge(*args, EPS)
+    want, norm = formula(*args, y)
+    assert close(y, want, dtype, 2) and y.data_ptr() != args[0].data_ptr()
+    assert close(normed, norm, dtype, 4)
+    assert residual_merge_cost(*args, EPS)[0] == ((2 + P + Q) * 120 + Q * 24) * y.element_size()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("P", "Q"), SHAPES)
+@pytest.mark.parametrize(("T", "E"), [(0, 8), (1, 1), (3, 7), (2, 64), (5, 1023)])
+def test_kernel(poisoned, dtype, P, Q, T, E):
+    args = inputs(T, E, P, Q, dtype)
+    y, normed = _launch(*args, EPS)
+    want, norm = formula(*args, y)
+    assert y.dtype == normed.dtype == dtype
+    assert close(y, want, dtype, 1) and close(normed, norm, dtype, 2)
+
+
+@pytest.mark.parametrize("Q", [0, 1, 3])
+def test_a_row_too_long_for_the_registers(poisoned, monkeypatch, Q):
+    monkeypatch.setattr(module, "MAX_BLOCK", 16)
+    module._variant.cache_clear()
+    try:
+        args = inputs(3, 45, 2, Q, torch.float16)
+        y, normed = _launch(*args, EPS)
+        assert module._variant(torch.float16, 2, Q, 45).constexprs["BLOCK"] == 16
+    finally:
+        module._variant.cache_clear()
+    want, norm = formula(*args, y)
+    assert close(y, want, torch.float16, 1) and close(normed, norm, torch.float16, 2)
+
+
+@pytest.mark.parametrize("op", [residual_merge_ref, _launch])
+def test_the_sum_is_rounded_once_and_in_order(op):
+    x = torch.full((1, 8), 2048.0, dtype=torch.float16)  # whose neighbour is 2050: a sum rounded twice stays 2048
+    deltas = torch.ones(2, 1, 8, dtype=torch.float16)
+    assert op(x, deltas, None, EPS)[0].tolist() == [[2050.0] * 8]
+    x, deltas = torch.full((1, 8), 1e8), torch.tensor([-1e8, 1.0]).view(2, 1, 1).expand(2, 1, 8).contiguous()
+    assert op(x, deltas, None, EPS)[0].tolist() == [[1.0] * 8]
+    assert op(x, deltas.flip(0), None, EPS)[0].tolist() == [[0.0] * 8]
+
+
+def test_views_at_an_offset_and_what_lies_around_them():
+    x, deltas, weight = inputs(3, 20, 2, 2, torch.float32)
+    want = _launch(x, deltas, weight, EPS)
+
+    def inside(tensor):
+        around = torch.full((tensor.numel() + 9,), float("nan"))
+        around[5 : 5 + tensor.numel()] = tensor.flatten()
+        return around[5 : 5 + tensor.numel()].view(tensor.shape)
+
+    got = _launch(inside(x), inside(deltas), inside(weight), EPS)
+    assert all(map(torch.equal, got, want))
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, deltas, weight)]
+    assert not strided[0].is_contiguous()
+    assert all(map(torch.equal, _launch(*strided, EPS), want))
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 64, 65])
+def test_a_row_is_the_same_alone_and_among_others(T):
+    x, deltas, weight = inputs(65, 40, 2, 2, torch.float16)
+    y, normed = _launch(x[:T], deltas[:, :T].contiguous(), weight, EPS)
+    for t in {0, T // 2, T - 1}:
+        alone, alone_normed = _launch(x[t : t + 1], deltas[:, t : t + 1].contiguous(), weight, EPS)
+        assert torch.equal(y[t : t + 1], alone) and torch.equal(normed[:, t : t + 1], alone_normed)
+
+
+def test_registration():
+    for P, Q in SHAPES:
+        torch.library.opcheck(torch.ops.specker.residual_merge, (*inputs(3, 8, P, Q, torch.float32), EPS))
+
+
+def test_fullgraph():
+    args = inputs(3, 8, 2, 2, torch.float32)
+    compiled = torch.compile(lambda *a: residual_merge(*a, EPS), fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, compiled(*args), residual_merge(*args, EPS)))
+
+
+def launches():
+    """Run in a process that compiles: one model, many lengths, buffers at any offset of 16 bytes."""
+    for T in (1, 2, 16, 17, 64, 8192):
+
+        x = torch.zeros(1, 64).bfloat16().expand(T, 64)
+        _launch(x, x.expand(2, T, 64), torch.ones(1, 64).bfloat16(), EPS)
+
+
+def test_no_length_recompiles():
+    assert compilations(__file__, "launches") == {"_residual_merge_kernel": 1}
+
+
+def test_refuses():
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="expected x"):
+        residual_merge(x, torch.zeros(2, 8), None, EPS)
+    with pytest.raises(ValueError, match="must have x's dtype"):
+        residual_merge(x, torch.zeros(1, 2, 8).half(), None, EPS)
+    with pytest.raises(ValueError, match="norm_weight must be"):
+        residual_merge(x, torch.zeros(1, 2, 8), torch.zeros(8), EPS)
+    with pytest.raises(ValueError, match="deltas must be on cpu, got meta"):
+        _launch(x, torch.zeros(1, 2, 8, device="meta"), None, EPS)
+    with pytest.raises(ValueError, match="norm_weight must be on cpu, got meta"):
+        _launch(x, torch.zeros(1, 2, 8), torch.zeros(1, 8, device="meta"), EPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("P", "Q"), SHAPES)
+@pytest.mark.parametrize("E", [1023, 4096, 5120, 18432])
+def test_bfloat16_is_as_good_as_torch(P, Q, E):
+    x, deltas, weight = inputs(33, E, P, Q, torch.bfloat16, "cuda")
+    y, normed = residual_merge(x, deltas, weight, EPS)
+    exact = x.double() + deltas.double().sum(0)
+    torch_y, torch_normed = residual_merge_ref(x, deltas, weight, EPS)
+    assert (y - exact).abs().max() <= 2 * (torch_y - exact).abs().max()
+    if Q:
+        # the norm of each one's own rounded sum
+        ours, theirs = (formula(x, deltas, weight, rounded)[1] for rounded in (y, torch_y))
+        assert (normed - ours).abs().max() <= 2 * (torch_normed - theirs).abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("E", [4096, 18432])
+def test_bfloat16_rows_are_invariant(E):
+    x, deltas, weight = inputs(65, E, 2, 2, torch.bfloat16, "cuda")
+    whole = residual_merge(x, deltas, weight, EPS)
+    for T in (1, 2, 7, 64, 65):
+        for first in {0, 65 - T}:
+            rows = slice(first, first + T)
+            y, normed = residual_merge(x[rows], deltas[:, rows], weight, EPS)
+            assert torch.equal(y, whole[0][rows]) and torch.equal(normed, whole[1][:, rows])

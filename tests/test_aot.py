@@ -1,0 +1,98 @@
+"""Every op's kernels compile for sm_80, sm_90 and sm_100 into what was meant; no GPU takes part. `make static` compiles
+all variants, this the ones marked `smoke`."""
+
+import json
+
+import bad_kernels
+import pytest
+from compile_only import compilations, python
+
+from bench import static
+
+ARCHES = (80, 90, 100)
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict]:
+    program = f"""
+import json, dataclasses
+from bench import static
+for row in static.reports({ARCHES}, [], smoke=True):
+    print(json.dumps(dataclasses.asdict(row)))
+"""
+    return [json.loads(line) for line in python("-c", program).splitlines()]
+
+
+def test_every_op_with_kernels_is_compiled_for_each_architecture(reports):
+    found = set(static.ops())
+    assert {"residual_merge", "kv_calibrate"} <= found
+    assert {(r["op"], r["arch"]) for r in reports} == {(op, arch) for op in found for arch in ARCHES}
+
+
+def test_what_was_meant_is_what_was_compiled(reports):
+    assert [(r["op"], r["variant"], r["arch"], p) for r in reports for p in r["problems"]] == []
+    for r in reports:
+        assert 0 < r["registers"] <= 255 and r["blocks"] >= 1 and r["loads"] > 0 and r["stores"] > 0, r
+
+
+def test_each_problem_is_noticed():
+    program = """
+import dataclasses, json
+import bad_kernels
+from bench import static
+for variant in bad_kernels.variants():
+    print(json.dumps(dataclasses.asdict(static.report("bad", variant, 80))))
+"""
+    rows = {row["variant"]: row for row in map(json.loads, python("-c", program).splitlines())}
+    texts = {name: " ".join(row["problems"]) for name, row in rows.items()}
+    assert texts["good"] == texts["bfloat16 dot"] == "" and rows["bfloat16 dot"]["matrix"].startswith("mma ")
+    assert "spills" in texts["spilling"]
+    assert "no matrix instruction" in texts["float32 dot"]
+    assert "come 16 at a time" in texts["narrow"]
+    fine = {"STACK": 0, "LOCAL": 0}, {"matrix": "", "wide": 1.0}
+    greedy = [static.problems(next(bad_kernels.variants()), arch, fine[0], 164 * 1024, fine[1]) for arch in ARCHES]
+    assert greedy == [("167936 bytes of shared memory, a block may have 166912",), (), ()]
+
+
+def test_a_launch_that_specialises_is_counted():
+    assert compilations("tests/bad_kernels.py", "launches") == {"_scale_kernel": 1, "_specialising_kernel": 3}
+
+
+def test_an_integer_that_would_recompile_is_refused():
+    program = """
+from bad_kernels import specialising
+from bench import static
+try:
+    static.compile_variant(specialising(), 90)
+except ValueError as error:
+    print(error)
+"""
+    assert "recompiles with n: name it in do_not_specialize" in python("-c", program)
+
+
+def test_the_mix_is_counted_from_the_text():
+    ptx = """
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.L1::evict_last.L2::cache_hint.v2.b64 { %rd2, %rd3 }, [ %rd4 + 0 ], %rd5;
+    ld.global.b16 { %rs1 }, [ %rd6 + 0 ];
+    cp.async.cg.shared.global [ %r5 + 0 ], [ %rd7 + 0 ], 0x10, %r6;
+    cp.async.commit_group ;
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { }, { }, { }, { };
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 { };
+    st.global.b32 [ %rd8 + 0 ], { %r7 };
+    """
+    assert static.mix(ptx) == {
+        "matrix": "wgmma 1, mma 1",
+        "loads": 4,
+        "wide": 48 / 50,
+        "asynchronous": 1,
+        "stores": 1,
+    }
+
+
+def test_occupancy_is_bounded_by_each_resource():
+    assert static.blocks_per_sm(90, warps=4, registers=32, shared=0) == 16  # warps
+    assert static.blocks_per_sm(90, warps=1, registers=32, shared=0) == 32  # blocks
+    assert static.blocks_per_sm(90, warps=4, registers=168, shared=0) == 3  # registers
+    assert static.blocks_per_sm(90, warps=4, registers=32, shared=75 * 1024) == 3  # shared memory
+    assert static.blocks_per_sm(80, warps=4, registers=32, shared=75 * 1024) == 2
