@@ -20,28 +20,31 @@ _TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float1
 
 
 def _few(x: Tensor) -> bool:
-    return x.dtype in _TYPES and x.shape[0] <= FEW_ROWS and x.device.type == "cpu" and not x.requires_grad
+    return x.is_cpu and x.dtype in _TYPES and x.shape[0] <= FEW_ROWS and not x.requires_grad
 
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     """RMSNorm over the last dimension of a numpy array: x / sqrt(mean(x^2) + eps) * weight."""
-    square = np.einsum("...e,...e->...", x, x)[..., None]
-    square /= x.shape[-1]
-    square += eps
-    return x / np.sqrt(square) * weight
+    scale = np.einsum("...e,...e->...", x, x)[..., None]
+    scale /= x.shape[-1]
+    scale += eps
+    np.sqrt(scale, out=scale)
+    return x / scale * weight
 
 
 def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
     if not _few(x):
         return None
     y, d = x.numpy(), deltas.numpy()
-    w = np.empty((0, y.shape[-1]), y.dtype) if norm_weight is None else norm_weight.numpy()
-    if y.ndim != 2 or d.shape[1:] != y.shape or w.shape[1:] != y.shape[1:] or not y.dtype == d.dtype == w.dtype:
+    if y.ndim != 2 or d.shape[1:] != y.shape or d.dtype != y.dtype:
+        return None
+    w = np.empty((0, y.shape[1]), y.dtype) if norm_weight is None else norm_weight.numpy()
+    if w.shape[1:] != y.shape[1:] or w.dtype != y.dtype:
         return None
     y = y + d[0] if len(d) else y.copy()
-    for delta in d[1:]:
-        y += delta
-    normed = rms_norm(y, w[0], eps)[None] if len(w) == 1 else rms_norm(y[None], w[:, None], eps)
+    for p in range(1, len(d)):
+        y += d[p]
+    normed = rms_norm(y, w, eps)[None] if len(w) == 1 else rms_norm(y[None], w[:, None], eps)
     return torch.from_numpy(y), torch.from_numpy(normed)
 
 
@@ -71,7 +74,7 @@ def kv_calibrate(
     if q_norm is not None or k_norm is not None:
         if q_norm is None or k_norm is None or q_norm.shape != k_norm.shape or q_norm.shape[1:] != (D,):
             return None
-        if T % len(q_norm):
+        if T % q_norm.shape[0]:
             return None
         norms = (w.numpy().repeat(T // len(w), axis=0)[:, None] for w in (q_norm, k_norm))
         qk = np.concatenate([rms_norm(h, w, eps) for h, w in zip((qk[:, :Hq], qk[:, Hq:]), norms, strict=True)], 1)
@@ -97,19 +100,22 @@ def tree_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor] | None:
     """Of one sequence. Rows, and the query heads that share a KV head, are the rows of one product."""
-    if not (_few(q) and len(kv_len) == 1 and q.numel() * int(kv_len) <= FEW_PRODUCTS):
+    if not _few(q):
         return None
-    x, k, v, table = q.numpy(), k_cache.numpy(), v_cache.numpy(), block_table.numpy()
+    x, k, v, table, words = q.numpy(), k_cache.numpy(), v_cache.numpy(), block_table.numpy(), ancestors.numpy()
+    lengths, windows = kv_len.numpy(), window.numpy()
     if x.ndim != 3 or k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype:
         return None
     (T, Hq, D), (_, page, Hkv, _) = x.shape, k.shape
-    if k.shape[3] != D or Hq % Hkv or table.ndim != 2 or not len(table) == len(window) == 1 or len(cu_rows) != 2:
+    if k.shape[3] != D or Hq % Hkv or not lengths.shape == windows.shape == table.shape[:1] == (1,) or table.ndim != 2:
         return None
-    if ancestors.dtype != torch.int64 or ancestors.dim() != 2 or len(ancestors) != T or not T:
+    if words.ndim != 2 or words.dtype != np.int64 or len(words) != T or cu_rows.shape[0] != 2 or not T:
         return None
-    S, w = int(kv_len), int(window)
+    S, w = int(lengths[0]), int(windows[0])
+    if x.size * S > FEW_PRODUCTS:
+        return None
     pages = table[0, : -(-S // page)]
-    if len(pages) > 1 and (pages[1:] != pages[:-1] + 1).any():
+    if len(pages) > 1 and not np.array_equal(pages[1:], pages[:-1] + 1):
         k, v = k[pages], v[pages]
     else:
         k, v = k[pages[0] :], v[pages[0] :]
@@ -117,7 +123,7 @@ def tree_attention(
     rows = x.reshape(T, Hkv, -1, D).swapaxes(0, 1).reshape(Hkv, -1, D)  # [Hkv, T * G, D]
     scores = np.matmul(rows, k.transpose(1, 2, 0))  # [Hkv, T * G, S]
     scores *= scale
-    mask = ancestor_mask(unpack_words(ancestors.tolist()), w, w, q.dtype)
+    mask = ancestor_mask(unpack_words(words.tolist()), w, w, q.dtype)
     if mask is not None:
         scores.reshape(Hkv, T, -1, S)[..., S - w :] += mask.numpy()[:, None]
     top = scores.max(-1, keepdims=True)

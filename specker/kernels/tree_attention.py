@@ -375,10 +375,10 @@ def _variants(
     """The kernel and its merge. TILES"""
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
-    M, N = (64, 64 if d_pad <= 128 else 32) if half else (16, 32)
+    M, N = (64, 32 if d_pad > 128 or arch == 80 else 64) if half else (16, 32)
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
-    smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page % 64 == 0
+    smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256
     sizes = {"HQ": Hq, "D": D, "D_PAD": d_pad, "UNIT": split_unit(Hkv), "SEQS": seqs}
     split = Variant(
         name=name,
@@ -394,8 +394,8 @@ def _variants(
             "M": M,
             "N": N,
         },
-        num_warps=4,
-        num_stages=3,
+        num_warps=8 if d_pad > 128 and half else 4,
+        num_stages=4 if arch == 80 else 3,
         dot=half,
         wide=D * dtype.itemsize % 16 == 0,
         smoke=smoke,
@@ -406,6 +406,7 @@ def _variants(
         arguments=("*fp32", "*fp32", "*i32", "*i32", f"*{t}", "*fp32") + ("i32",) * 3,
         constexprs={**sizes, "S": 32},
         num_warps=4,
+        wide=False,  # but for two numbers a split, which stand apart
         smoke=smoke,
     )
     return split, merge

@@ -96,7 +96,8 @@ def forward(
     eps = model.config.rms_norm_eps
     span = range(*layers.indices(len(model.layers)))
     kept = {span.start: hidden} if span.start in taps else {}
-    cu_rows = _cu_rows(len(hidden), model.device)
+    T = hidden.shape[0]
+    cu_rows = _cu_rows(T, model.device)
     normed = None
     for n in span:
         w, (k, v) = model.layers[n], cache.layers[n]
@@ -107,7 +108,7 @@ def forward(
         mixed, _ = tree_attention(
             q, k, v, cache.block_table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale
         )
-        delta = row_linear(mixed.reshape(len(hidden), -1), w.o, w.o_bias)
+        delta = row_linear(mixed.reshape(T, -1), w.o, w.o_bias)
         hidden, normed = residual_merge(hidden, delta.unsqueeze(0), w.norm_post, eps)
         delta = row_linear(row_linear(normed[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul"), w.down, w.down_bias)
         following = model.layers[n + 1].norm_in if n + 1 in span else None

@@ -1,0 +1,77 @@
+"""The numpy forms of the small ops equal their references, and step aside where they must."""
+
+import pytest
+import torch
+
+from specker.kernels import few
+from specker.kernels.ancestors import ancestor_words
+from specker.kernels.kv_calibrate import kv_calibrate_ref
+from specker.kernels.residual_merge import residual_merge_ref
+from specker.kernels.tree_attention import tree_attention_ref
+
+DTYPES = [torch.float32, torch.float64]
+
+
+def randn(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def close(got, want):
+    bound = 32 * torch.finfo(want.dtype).eps * max(1.0, float(want.abs().max())) if want.numel() else 0
+    return got.shape == want.shape and got.dtype == want.dtype and bool(((got - want).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("P", "Q"), [(0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (3, 2)])
+def test_residual_merge(dtype, P, Q):
+    x, deltas, weight = (
+        randn(5, 24, dtype=dtype),
+        randn(P, 5, 24, dtype=dtype, seed=1),
+        randn(Q, 24, dtype=dtype, seed=2),
+    )
+    args = x, deltas, weight if Q else None, 1e-5
+    before = x.clone()
+    got, want = few.residual_merge(*args), residual_merge_ref(*args)
+    assert all(map(close, got, want))
+    got[0].zero_()
+    assert torch.equal(x, before), "the output aliases x"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_kv_calibrate(dtype, groups):
+    T, Hq, Hkv, D = 6, 4, 2, 8
+    qkv, rope = randn(T, (Hq + 2 * Hkv) * D, dtype=dtype), randn(40, 2, D, dtype=dtype, seed=3)
+    positions, slots = torch.tensor([3, 3, 7, 0, 39, 12]), torch.tensor([9, 2, 3, 11, 0, 7])
+    norms = [1 + 0.1 * randn(groups, D, dtype=dtype, seed=s) for s in (1, 2)] if groups else [None, None]
+    caches = [[torch.zeros(3, 4, Hkv, D, dtype=dtype) for _ in range(2)] for _ in range(2)]
+    got = few.kv_calibrate(qkv, positions, slots, rope, *caches[0], *norms, 1e-5)
+    want = kv_calibrate_ref(qkv, positions, slots, rope, *caches[1], *norms, 1e-5)
+    assert close(got, want) and all(map(close, *caches))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pages", [[0, 1, 2, 3], [2, 3, 4, 5], [5, 0, 3, 1]])
+@pytest.mark.parametrize("parents", [[], [0, 1, 2], [0, 0, 1, 1, 3, 0]])
+def test_tree_attention(dtype, pages, parents):
+    T, prefix, Hq, Hkv, D, page = len(parents) + 1, 7, 4, 2, 8, 4
+    k, v = (randn(6, page, Hkv, D, dtype=dtype, seed=s) for s in (1, 2))
+    q, words = randn(T, Hq, D, dtype=dtype), ancestor_words(torch.tensor(parents, dtype=torch.int64))
+    table = torch.tensor([pages], dtype=torch.int32)
+    sizes = (torch.tensor([n], dtype=torch.int32) for n in (prefix + T, T))
+    args = (q, k, v, table, *sizes, torch.tensor([0, T], dtype=torch.int32), words, D**-0.5)
+    got, want = few.tree_attention(*args), tree_attention_ref(*args)
+    assert all(map(close, got, want))
+    assert few.tree_attention(q.half(), k.half(), v.half(), *args[3:]) is None
+
+
+def test_many_rows_half_types_and_bad_shapes_are_left_to_the_op():
+    x, weight = torch.zeros(few.FEW_ROWS + 1, 8), torch.ones(1, 8)
+    assert few.residual_merge(x, x[None], weight, 1e-5) is None
+    x = x[:4]
+    assert few.residual_merge(x, x[None], weight, 1e-5) is not None
+    for bad in (x.bfloat16(), x[:, :4], x.double()):
+        assert few.residual_merge(bad, x[None], weight, 1e-5) is None
+    assert few.residual_merge(x, x, weight, 1e-5) is None
+    assert few.residual_merge(x, x[None], weight[0], 1e-5) is None
+    assert few.residual_merge(x.clone().requires_grad_(), x[None], weight, 1e-5) is None

@@ -1,0 +1,53 @@
+"""The bundled family: small enough, lossless on its own prompts, and worth drafting with."""
+
+from pathlib import Path
+
+import pytest
+
+import specker
+from specker.runtime.checkpoint import load, read_config
+from specker.runtime.stats import Stats
+
+CHAIN = {"draft_tokens": 4}
+FLOOR = {0.0: 2.6, 0.7: 2.1}  # acceptance length on the first held-out prompts, with room below what was measured
+
+
+def test_it_is_at_most_40_megabytes():
+    folder = Path(specker.zoo.__file__).parent
+    assert sum(f.stat().st_size for f in folder.rglob("*.safetensors")) <= 40e6
+
+
+@pytest.mark.parametrize("temperature", FLOOR)
+@pytest.mark.parametrize("shape", [CHAIN, {"tree": "3x4"}], ids=["chain", "tree"])
+def test_check_passes_on_the_built_in_prompts(shape, temperature):
+    engine = specker.load(device="cpu", **shape)
+    for prompt in specker.zoo.PROMPTS:
+        out = engine.generate(prompt, 64, temperature=temperature)
+        result = engine.check(prompt, out, 64, temperature=temperature)
+        assert result.ok, result.message
+
+
+@pytest.mark.parametrize("temperature", FLOOR)
+def test_the_draft_is_accepted(temperature):
+    engine = specker.load(device="cpu", **CHAIN)
+    stats = Stats()
+    for row in specker.zoo.heldout()[:12]:
+        stats += engine.generate(row["prompt"], 64, temperature=temperature).stats
+    assert stats.acceptance_length >= FLOOR[temperature]
+
+
+def test_the_models_are_what_they_say():
+    import torch
+
+    target, draft, diffusion = (read_config(specker.zoo.path(name)) for name in specker.zoo.NAMES[:3])
+    assert target.architecture == draft.architecture == "LlamaForCausalLM"
+    assert target.vocab_size == draft.vocab_size == diffusion.vocab_size >= 8192
+    assert (diffusion.architecture, diffusion.causal, diffusion.shifted_logits) == ("DreamModel", False, True)
+    assert diffusion.qkv_bias and diffusion.mask_token_id is not None
+
+    def read_per_step(name):  # weights that one decoding step reads
+        w = load(specker.zoo.path(name), dtype=torch.float32, device="cpu").weights
+        return w.head.numel() + sum(t.numel() for kind in (w.qkv, w.o, w.gate_up, w.down) for t in kind)
+
+    assert read_per_step("code-draft") <= read_per_step("code-target") / 10
+    assert draft.num_layers <= 2
