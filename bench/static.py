@@ -1,8 +1,8 @@
 """Compile every kernel variant for sm_80, sm_90 and sm_100, without a GPU, and write down what came out.
 
-An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the very objects that its launcher
-launches. Each is compiled to a cubin. Registers, stack and shared memory come from `cuobjdump --dump-resource-usage`;
-the instruction mix is counted in the PTX. A kernel fails when
+An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the very objects that its
+launcher launches. Each is compiled to a cubin. Registers, stack and shared memory come from
+`cuobjdump --dump-resource-usage`; the instruction mix is counted in the PTX. A kernel fails when
 
 * it spills: its stack frame is not empty;
 * its shared memory exceeds what a block may have on the architecture;
@@ -67,12 +67,14 @@ class Report:
 def ops() -> dict[str, Any]:
     """The modules of specker.kernels that expose `variants`, by name."""
     package = importlib.import_module("specker.kernels")
-    modules = {m.name: importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)}
+    modules = {
+        m.name: importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)
+    }
     return {name: module for name, module in sorted(modules.items()) if hasattr(module, "variants")}
 
 
 def compile_variant(variant: Any, arch: int) -> tuple[str, bytes, int]:
-    """-> PTX, cubin, bytes of shared memory. Raises ValueError where the launcher's calls would compile something else."""
+    """-> PTX, cubin, bytes of shared memory. Raises ValueError where launches would compile something else."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -190,10 +192,10 @@ def markdown(rows: list[Report], versions: str) -> str:
     lines = [
         "# What the kernels compile to",
         "",
-        f"Written by `make static`, which compiles without a GPU: {versions}. Nothing here is a timing. Registers are a",
-        "thread's, shared memory a block's (bytes); *wide* is the share of the bytes named by global loads that come 16",
-        "or more at a time or asynchronously (*async*: how many such instructions); *blocks* an SM and *occupancy* are",
-        "estimates from registers, shared memory and warps.",
+        f"Written by `make static`, which compiles without a GPU: {versions}. Nothing here is a timing. Registers are",
+        "a thread's, shared memory a block's (bytes); *wide* is the share of the bytes named by global loads that come",
+        "16 or more at a time or asynchronously (*async*: how many such instructions); *blocks* an SM and *occupancy*",
+        "are estimates from registers, shared memory and warps.",
     ]
     for op in sorted({row.op for row in rows}):
         lines += [
@@ -230,7 +232,10 @@ def main() -> None:
         if args.json:
             print(json.dumps(asdict(row)))
         else:
-            state = "; ".join(row.problems) or f"{row.registers} registers, {row.shared} shared, {row.occupancy:.0%} {row.matrix}"
+            state = (
+                "; ".join(row.problems)
+                or f"{row.registers} registers, {row.shared} shared, {row.occupancy:.0%} {row.matrix}"
+            )
             print(f"{row.op:16} sm_{row.arch:<4} {row.variant:32} {state}", flush=True)
     bad = sum(bool(row.problems) for row in rows)
     if not args.json:

@@ -5,8 +5,8 @@ cost beside it, is reached with `from specker.kernels.tree_attention import ...`
 An op that has Triton kernels exposes `variants(arch: int) -> Iterator[Variant]` in its file: the forms of its kernels
 that its launcher launches on sm_`arch` (80, 90, 100), built by the very function that the launcher calls. By that name
 `make static` and tests/test_aot.py find it, compile it for all three without a GPU, and fail on spills, too much
-shared memory, a dot without matrix instructions and narrow reads. See variant.py for what a `Variant` holds; mark two or
-three with `smoke=True` for `make test`.
+shared memory, a dot without matrix instructions and narrow reads. See variant.py for what a `Variant` holds; mark two
+or three with `smoke=True` for `make test`.
 """
 
 from specker.kernels.accept import accept_walk, sample_rows

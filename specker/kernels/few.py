@@ -65,10 +65,12 @@ def kv_calibrate(
     T, at, place = len(x), slots.numpy(), positions.numpy()
     if k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype or not at.shape == place.shape == (T,):
         return None
+    if not (k.flags.c_contiguous and v.flags.c_contiguous):  # a reshape would copy, and the rows be lost
+        return None
     Hkv, D = k.shape[2:]
     if x.ndim != 2 or x.shape[1] % D or x.shape[1] <= 2 * Hkv * D or table.ndim != 3 or table.shape[1:] != (2, D):
         return None
-    heads = x.reshape(T, -1, D)
+    heads = x.reshape(T, x.shape[1] // D, D)
     Hq = heads.shape[1] - 2 * Hkv
     qk = heads[:, : Hq + Hkv]
     if q_norm is not None or k_norm is not None:

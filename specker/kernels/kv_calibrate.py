@@ -74,7 +74,7 @@ def kv_calibrate_ref(
 ) -> Tensor:
     T = qkv.shape[0]
     Hkv, D = k_cache.shape[-2:]
-    heads = qkv.view(T, -1, D)
+    heads = qkv.view(T, qkv.shape[1] // D, D)
     Hq = heads.shape[1] - 2 * Hkv
     qk = heads[:, : Hq + Hkv]  # rotated together: they lie side by side
     if q_norm is not None and k_norm is not None:
@@ -235,9 +235,10 @@ def _kv_calibrate_kernel(
 def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool) -> Variant:
     """Rows and heads lie in one tile of which every head is q, k or v, so a program does one thing; as many heads as
     fill a KV block without padding, then as many rows as make 256 threads of 16 bytes of each half (2-byte types). A
-    partner in the rotation is in the same thread: no shuffles. 8 such programs an SM have 64 KiB of qkv in flight; the
-    table's rows are read by every head of a row, from L1. A head's sum of squares runs over the same threads in the
-    same order whatever T. Alike on every architecture: nothing but memory is used."""
+    partner in the rotation is in the same thread: no shuffles. A program has 8 KiB of qkv in flight, the compiler's
+    registers leave six an SM (four with norms); the table's rows are read by every head of a row, from L1. A head's
+    sum of squares runs over the same threads in the same order whatever T. Alike on every architecture: nothing but
+    memory is used."""
     half = triton.next_power_of_2(D // 2)
     rows = max(TILE // half, 1)
     BH = min(triton.next_power_of_2(Hkv), rows)
@@ -354,7 +355,7 @@ def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -
     _check_contiguous(k_cache, v_cache)
     L, pages, page_size, Hkv, D = k_cache.shape
     if M := src.shape[0]:
-        bucket = next(b for b in (16, 64, MAX_COMMIT) if M <= b)
+        bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
         variant = _commit_variant(k_cache.dtype, Hkv * D, bucket)
         grid = (-(-Hkv * D // variant.constexprs["BC"]), L)
         variant(grid, k_cache, v_cache, src.contiguous(), dst.contiguous(), M, pages * page_size)

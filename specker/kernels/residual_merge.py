@@ -115,9 +115,9 @@ def _residual_merge_kernel(
 @lru_cache
 def _variant(dtype: torch.dtype, P: int, Q: int, E: int) -> Variant:
     """One program a row, so that rows cannot meet; the tile and the warps follow E alone, and so does the order of the
-    sum. 16 elements a thread: two 16-byte loads of each operand in flight (four in float32), (P + 1) * 2 * E bytes a
-    program, and 2048 threads an SM hold 32 KiB of each operand. The same on every architecture: nothing but memory
-    is used. A row of more than 16,384 goes through the registers in pieces."""
+    sum. 16 elements a thread: two 16-byte loads of each operand in flight (four in float32). At E 4096 the compiler's
+    48 registers leave five programs an SM, 40 KiB of each operand in flight. The same on every architecture: nothing
+    but memory is used. A row of more than 16,384 goes through the registers in pieces."""
     block = min(triton.next_power_of_2(E), MAX_BLOCK)
     t = TYPES[dtype]
     return Variant(

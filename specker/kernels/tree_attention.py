@@ -27,6 +27,7 @@ narrower slice of it (`block_table[:, :n]`) where the lengths are known to stay 
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,21 +79,11 @@ def tree_attention(
     return few.tree_attention(*args) or _tree_attention(*args)
 
 
-def _tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    _check(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
+def _tree_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(q, *rest)
     if q.is_cuda and q.dtype != torch.float64:
-        return _launch(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
-    return tree_attention_ref(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
+        return _launch(q, *rest)
+    return tree_attention_ref(q, *rest)
 
 
 def tree_attention_ref(
@@ -197,13 +188,32 @@ def _split_start(split, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _sequence_of(place, cu_rows_ptr, B, G: tl.constexpr, M: tl.constexpr, SLACK: tl.constexpr, SEQS: tl.constexpr):
+    """The sequence that has `place`, where sequence b ends before cu_rows[b + 1] * G // M + SLACK * (b + 1)."""
+    if SEQS == 1:
+        i_b = tl.full([], 0, tl.int32)
+    else:
+        o_b = tl.arange(0, SEQS)
+        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0) * G // M + SLACK * (o_b + 1)
+        i_b = tl.sum(((end <= place) & (o_b < B - 1)).to(tl.int32), axis=0)
+    return i_b
+
+
+@triton.jit
+def _first_bits(n):
+    """A word with its first n bits set: all of them for n >= 64, none for n <= 0."""
+    ones = tl.full([], -1, tl.int64).to(tl.uint64, bitcast=True) >> tl.minimum(tl.maximum(64 - n, 0), 63).to(tl.uint64)
+    return tl.where(n > 0, ones, 0)
+
+
+@triton.jit
 def _window_bits(words_ptr, o_t, m_t, j, W):
     """Bits j..j+63 of each row's words; a bit before the first word or after the last is 0."""
-    word = j >> 6
+    o_w = tl.zeros_like(o_t) + (j >> 6)
     shift = (j & 63).to(tl.uint64)
-    p_words = words_ptr + o_t * W + word
-    low = tl.load(p_words, mask=m_t & (word >= 0) & (word < W), other=0).to(tl.uint64, bitcast=True)
-    high = tl.load(p_words + 1, mask=m_t & (word >= -1) & (word + 1 < W), other=0).to(tl.uint64, bitcast=True)
+    p_words = words_ptr + o_t * W + o_w
+    low = tl.load(p_words, mask=m_t & (o_w >= 0) & (o_w < W), other=0).to(tl.uint64, bitcast=True)
+    high = tl.load(p_words + 1, mask=m_t & (o_w >= -1) & (o_w + 1 < W), other=0).to(tl.uint64, bitcast=True)
     return (low >> shift) | ((high << 1) << (63 - shift))
 
 
@@ -242,24 +252,23 @@ def _tree_attention_kernel(
     N: tl.constexpr,  # columns at a time; divides UNIT, at most 64
     SEQS: tl.constexpr,  # a power of two, at least B
 ):
-    tl.static_assert(N <= 64 and UNIT % N == 0)
+    tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     G: tl.constexpr = HQ // HKV
-    i_slot = tl.program_id(0)  # sequence b has the slots from cu_rows[b] * G // M + b on: enough, whatever cu_rows
+    # A slot holds M (row, head) pairs of one sequence. Sequence b has the slots from cu_rows[b] * G // M + b on: all
+    # that it needs, wherever its rows begin and end, and at most one to spare.
+    i_slot = tl.program_id(0)
     i_kv = tl.program_id(1)
-    i_b = 0
-    if SEQS > 1:
-        o_b = tl.arange(0, SEQS)
-        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0) * G // M + o_b + 1
-        i_b = tl.sum(((end <= i_slot) & (o_b < B - 1)).to(tl.int32), axis=0)
+    i_b = _sequence_of(i_slot, cu_rows_ptr, B, G, M, 1, SEQS)
     first = tl.load(cu_rows_ptr + i_b)
     pairs = (tl.load(cu_rows_ptr + i_b + 1) - first) * G
     kv_len = tl.load(kv_len_ptr + i_b)
     shared = kv_len - tl.load(window_ptr + i_b)  # columns before it are seen by all rows
-    o_m = (i_slot - (first * G // M + i_b)) * M + tl.arange(0, M)
+    i_m = (i_slot - (first * G // M + i_b)) * M
     splits = _split_of(kv_len - 1, UNIT) + 1
     i_split = splits - 1 - tl.program_id(2)  # the longest first
-    if (i_split < 0) | (tl.min(o_m, axis=0) >= pairs):
+    if (i_split < 0) | (i_m >= pairs):
         return
+    o_m = i_m + tl.arange(0, M)
     m_m = o_m < pairs
     o_t = (first + o_m // G).to(tl.int64)
     o_th = o_t * HQ + i_kv * G + o_m % G  # where in [T, HQ]
@@ -267,9 +276,9 @@ def _tree_attention_kernel(
     m_md = m_m[:, None] & (o_d < D)[None, :]
     b_q = tl.load(q_ptr + o_th[:, None] * D + o_d[None, :], mask=m_md, other=0.0)
 
-    p_table = table_ptr + i_b.to(tl.int64) * table_stride if SEQS > 1 else table_ptr
+    p_table = table_ptr + i_b.to(tl.int64) * table_stride
     o_n = tl.arange(0, N)
-    o_kv = i_kv * HEAD_STRIDE + o_d[None, :]
+    o_head = i_kv.to(tl.int64) * HEAD_STRIDE
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, D_PAD], tl.float32)
@@ -284,32 +293,37 @@ def _tree_attention_kernel(
     for i_n in tl.range(start, stop, N):
         o_c = i_n + o_n
         if PAGE % N == 0:
-            o_column = page.to(tl.int64) * PAGE_STRIDE + (i_n % PAGE) * COLUMN_STRIDE + o_n[:, None] * COLUMN_STRIDE
+            o_page = page.to(tl.int64) * PAGE_STRIDE + (i_n % PAGE) * COLUMN_STRIDE
+            o_kv = o_n[:, None] * COLUMN_STRIDE + o_d[None, :]  # one number and a constant tile: few registers
             page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
         else:
-            o_column = (page.to(tl.int64) * PAGE_STRIDE + (o_c % PAGE) * COLUMN_STRIDE)[:, None]
+            o_page = 0
+            o_kv = (page.to(tl.int64) * PAGE_STRIDE + (o_c % PAGE) * COLUMN_STRIDE)[:, None] + o_d[None, :]
             page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
         m_kv = (o_c < kv_len)[:, None] & (o_d < D)[None, :]
-        b_k = tl.load(k_ptr + o_column + o_kv, mask=m_kv, other=0.0)
+        b_k = tl.load(k_ptr + o_head + o_page + o_kv, mask=m_kv, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
-            seen = (bits[:, None] >> o_n[None, :].to(tl.uint64)) & 1
-            b_s = tl.where(((seen != 0) | (o_c < shared)[None, :]) & (o_c < kv_len)[None, :], b_s, float("-inf"))
+            bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
+            # In halves: the compiler keeps 1 << column of each column, and 64-bit ones would cost 48 registers.
+            low, high = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
+            seen = (tl.where(o_n[None, :] < 32, low, high) >> (o_n % 32)[None, :].to(tl.uint32)) & 1
+            b_s = tl.where(seen != 0, b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale2)
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen nothing yet
         b_p = tl.exp2(tl.fma(b_s, scale2, -b_base[:, None]))
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_acc = b_acc * b_shrink[:, None]
-        b_v = tl.load(v_ptr + o_column + o_kv, mask=m_kv, other=0.0)
+        b_v = tl.load(v_ptr + o_head + o_page + o_kv, mask=m_kv, other=0.0)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_max = b_new
 
     if splits == 1:
-        b_out = b_acc / b_sum[:, None]
+        b_out = b_acc / tl.where(m_m, b_sum, 1.0)[:, None]
         tl.store(out_ptr + o_th[:, None] * D + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_md)
-        tl.store(lse_ptr + o_th, (b_max + tl.log2(b_sum)) * 0.6931471805599453, mask=m_m)
+        tl.store(lse_ptr + o_th, (b_max + tl.log2(tl.where(m_m, b_sum, 1.0))) * 0.6931471805599453, mask=m_m)
     else:
         o_p = i_split.to(tl.int64) * T * HQ + o_th
         tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
@@ -336,11 +350,7 @@ def _tree_attention_merge_kernel(
     SEQS: tl.constexpr,
 ):
     i_th = tl.program_id(0).to(tl.int64)
-    i_b = 0
-    if SEQS > 1:
-        o_b = tl.arange(0, SEQS)
-        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0)
-        i_b = tl.sum(((end <= i_th // HQ) & (o_b < B - 1)).to(tl.int32), axis=0)
+    i_b = _sequence_of(i_th // HQ, cu_rows_ptr, B, 1, 1, 0, SEQS)
     splits = _split_of(tl.load(kv_len_ptr + i_b) - 1, UNIT) + 1
     if (splits == 1) | (i_th // HQ >= tl.load(cu_rows_ptr + i_b + 1)):  # written already, or nobody's row
         return
@@ -372,7 +382,15 @@ def _tree_attention_merge_kernel(
 def _variants(
     dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int, strides: tuple[int, int, int], arch: int
 ) -> tuple[Variant, Variant]:
-    """The kernel and its merge. TILES"""
+    """The kernel and its merge. An M tile of 64 for any number of rows: wgmma's, and the same on sm_80, where fewer
+    rows would put the warps side by side along the columns and change the order of the sums. 4 warps, one warpgroup.
+
+    sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are under way while one is
+    worked on; three buffers and q's 16 KiB are 112 KiB, so two blocks an SM fill its shared memory and its registers,
+    and 64 to 128 KiB an SM are in flight; 132 SMs at 4.3 TB/s and 1 us need 33. One block's exponentials overlap the
+    other's products. sm_100 has the same room. sm_80 (164 KiB) takes tiles of 32 columns, three of them under way, for
+    two blocks an SM. D 256 splits the accumulator over 8 warps. float32 goes through FMA: small tiles, correctness.
+    """
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
     M, N = (64, 32 if d_pad > 128 or arch == 80 else 64) if half else (16, 32)
@@ -522,18 +540,8 @@ def _check(
         raise ValueError(f"scale must be positive, got {scale}")
 
 
-def _fake(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    _check(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
+def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(q, *rest)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 

@@ -64,7 +64,7 @@ class Variant:
 
     name: str  # unique within the op: "bf16 P2 Q1 E4096"
     kernel: Any  # a @triton.jit function: runtime arguments first, constexprs last
-    arguments: tuple[str | None, ...]  # types of the runtime arguments: "*bf16", "i32", "fp32"; None where None is passed
+    arguments: tuple[str | None, ...]  # types of the runtime arguments: "*bf16", "i32"; None for a None
     constexprs: Mapping[str, Any]
     num_warps: int
     num_stages: int = 1

@@ -16,8 +16,8 @@ MASK_ID = 1
 class Lessons:
     """Windows of the corpus in even steps, of the target's own text in odd ones."""
 
-    def __init__(self, run, length: int):
-        self.run, self.length = run, length
+    def __init__(self, run):
+        self.run = run
         self.corpus, self.own = run.windows("train"), np.load(run.work / "own.npy", mmap_mode="r")
 
     def batch(self, step: int, part: int, rows: int, length: int) -> Tensor:
@@ -48,9 +48,19 @@ class Judge:
         return {f"block8_T{t}": block_accepted(net, ids, self.prompt, t, every=16) for t, ids in self.texts.items()}
 
 
+@torch.no_grad()
+def start_from(net: Net, target: Net) -> Net:
+    """The target's embedding on its leading principal axes: its geometry need not be found anew."""
+    embed = target.embed.float()
+    axes = torch.linalg.eigh(embed.T @ embed).eigenvectors.flip(1)[:, : net.c.hidden]
+    net.embed.copy_(embed @ axes)
+    net.norm.fill_(target.norm.float().mean().item())
+    return net
+
+
 def train_draft(run, target: Net) -> list[dict] | None:
     """KL(target || draft) at every position, at the temperature 1 and, every other time, 0.7."""
-    net, lessons, judge = run.net(run.p.draft), Lessons(run, run.p.lengths[0][1]), Judge(run, target)
+    net, lessons, judge = start_from(run.net(run.p.draft), target), Lessons(run), Judge(run, target)
 
     def loss(net, part, step, done):
         n = min(run.length(done), 512) if step % 2 == 0 else run.p.lengths[0][1]
@@ -93,9 +103,9 @@ def packed(n: int, k: int, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def train_diffusion(run, target: Net) -> list[dict] | None:
     """Shifted masked prediction in three layouts: `packed` (60%), prefix ++ a block of masks (30%), uniform (10%)."""
-    net = run.net(run.p.diffusion)
+    net = start_from(run.net(run.p.diffusion), target)
     n = run.p.lengths[0][1]
-    lessons, judge = Lessons(run, n), Judge(run, target)
+    lessons, judge = Lessons(run), Judge(run, target)
     layouts = {k: packed(n, k, k // 4) for k in (4, 8, 16, 32)}
     if run.device != "cpu":
         layouts = {k: tuple(x.to(run.device) for x in v) for k, v in layouts.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +41,7 @@ class Preset:
 PRESETS = {
     "base": Preset(
         NetConfig(256, 12, 4, 2, 704),
-        NetConfig(128, 2, 2, 1, 384),
+        NetConfig(96, 2, 2, 1, 256),
         NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
         tokens=(28_000_000, 8_000_000, 8_000_000),
         lr=(3e-3, 4e-3, 3e-3),
@@ -171,15 +172,18 @@ def train_target(run: Run) -> list[dict] | None:
 
 
 def write_own_text(run: Run) -> None:
-    data = np.load(run.work / "train.npy", mmap_mode="r")
-    bar, task = progress(1, "own text")
-    with bar:
-        length = run.p.lengths[0][1] + 9  # a window, its next token and the lead of the longest block
-        batch = min(128, run.p.own_rows)
-        rows = own_text(
-            run.teacher(), data, run.p.own_rows, length, run.seed, batch, lambda x: bar.update(task, completed=x)
-        )
-    np.save(run.work / "own.npy", rows)
+    """Text of the target for its drafters: what they meet in use is not the corpus but this."""
+    data, net = np.load(run.work / "train.npy", mmap_mode="r"), run.teacher()
+    rows = min(128, run.p.own_rows)
+    length = run.p.lengths[0][1] + 9  # a window, its next token and the lead of the longest block
+    parts = range(run.p.own_rows // rows)
+    bar, task = progress(len(parts), "own text")
+    with bar, ThreadPoolExecutor(run.workers) as pool:
+        done = []
+        for block in pool.map(lambda part: own_text(net, data, part, rows, length, run.seed), parts):
+            done.append(block)
+            bar.advance(task)
+    np.save(run.work / "own.npy", np.concatenate(done))
 
 
 STAGES = ("corpus", "tokenizer", "target", "own", "draft", "diffusion", "export")

@@ -50,6 +50,14 @@ def test_kv_calibrate(dtype, groups):
     assert close(got, want) and all(map(close, *caches))
 
 
+def test_kv_calibrate_of_no_rows_and_of_a_strided_cache():
+    nothing, k = torch.zeros(0, dtype=torch.int64), torch.zeros(2, 4, 2, 8)
+    args = torch.zeros(0, 64), nothing, nothing, torch.zeros(9, 2, 8), k, k.clone(), None, None, 1e-5
+    assert few.kv_calibrate(*args).shape == (0, 4, 8)
+    strided = torch.zeros(2, 4, 4, 8)[:, :, ::2]
+    assert few.kv_calibrate(*args[:4], strided, strided, *args[6:]) is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pages", [[0, 1, 2, 3], [2, 3, 4, 5], [5, 0, 3, 1]])
 @pytest.mark.parametrize("parents", [[], [0, 1, 2], [0, 0, 1, 1, 3, 0]])

@@ -93,6 +93,13 @@ def test_the_sum_is_rounded_once_and_in_order(op):
     assert op(x, deltas.flip(0), None, EPS)[0].tolist() == [[0.0] * 8]
 
 
+def test_the_norm_is_of_the_rounded_sum_and_rounded_once():
+    x, deltas, weight = inputs(4, 256, 1, 1, torch.float16)
+    y, normed = _launch(x, deltas, weight, EPS)
+    want = formula(x, deltas, weight, y)[1].half()
+    assert (normed == want).double().mean() > 0.995  # what is left lies within float32's error of a tie
+
+
 def test_views_at_an_offset_and_what_lies_around_them():
     x, deltas, weight = inputs(3, 20, 2, 2, torch.float32)
     want = _launch(x, deltas, weight, EPS)

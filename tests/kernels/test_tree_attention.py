@@ -1,11 +1,25 @@
-"""tree_attention against the softmax written out, over random forests, ragged batches and poisoned caches."""
+"""tree_attention against the softmax written out, over random forests, ragged batches and poisoned caches: the
+reference in float64, the kernel in Triton's interpreter (`gpu`: on a device, in bfloat16)."""
 
+import importlib
 import math
 
 import pytest
 import torch
+from compile_only import compilations
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specker.kernels.tree_attention import ancestor_words, chain_words, pack_bits, tree_attention, tree_attention_cost
+from specker.kernels.tree_attention import (
+    ancestor_words,
+    chain_words,
+    pack_bits,
+    split_count,
+    tree_attention,
+    tree_attention_cost,
+)
+from specker.kernels.variant import Variant, tl, triton
+
+op = importlib.import_module("specker.kernels.tree_attention")  # the package's attribute of this name is the function
 
 
 def forest(generator, nodes):
@@ -30,34 +44,48 @@ def ancestors_of(parents):
     return seen
 
 
-def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1), (21, 9), (5, 40))):
-    """Sequences of (prefix, draft nodes), pages permuted, NaN in every slot that must not be read."""
+def related(relation, parents, generator):
+    """(sets of window columns that each row sees, words): a forest, a directed acyclic graph, or all ones."""
+    rows = len(parents) + 1
+    if relation == "forest":
+        return ancestors_of(parents), ancestor_words(parents)
+    if relation == "dag":
+        draws = torch.rand(rows, rows, generator=generator) < 0.5
+        seen = [{r, *(c for c in range(r) if draws[r, c])} for r in range(rows)]
+        return seen, pack_bits([sum(1 << c for c in mine) for mine in seen], rows)
+    ones = torch.full((rows, -(-rows // 64)), -1)  # bits beyond the window stand for nothing
+    return [set(range(rows))] * rows, ones
+
+
+def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1), (21, 9), (5, 40)), relation="forest"):
+    """Sequences of (prefix, draft nodes), pages permuted, NaN in every slot that must not be read. Returns arguments,
+    and out and lse by the formula in float64."""
     g = torch.Generator().manual_seed(seed)
     widest = max(-(-(p + n + 1) // page) for p, n in lengths)
     count = widest * len(lengths) + 2
     k, v = (torch.full((count, page, Hkv, D), math.nan, dtype=dtype) for _ in range(2))
     pages = torch.randperm(count, generator=g)[: widest * len(lengths)].view(len(lengths), widest).int()
     q, words, cu, want, lse = [], [], [0], [], []
-    parents_all = [forest(g, n) for _, n in lengths]
     W = max(-(-(n + 1) // 64) for _, n in lengths)
-    for b, ((prefix, n), parents) in enumerate(zip(lengths, parents_all, strict=True)):
+    for b, (prefix, n) in enumerate(lengths):
+        seen, own = related(relation, forest(g, n), g)
         S = prefix + n + 1
         keys, values = (torch.randn(S, Hkv, D, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
-        for c in range(S):
-            k[pages[b, c // page], c % page], v[pages[b, c // page], c % page] = keys[c], values[c]
+        slots = pages[b].long().repeat_interleave(page)[:S], torch.arange(S) % page
+        k[slots], v[slots] = keys, values
         rows = torch.randn(n + 1, Hq, D, generator=g, dtype=torch.float64).to(dtype)
-        for r, mine in enumerate(ancestors_of(parents)):
-            columns = [*range(prefix), *(prefix + m for m in sorted(mine))]
-            for h in range(Hq):
-                kv = h * Hkv // Hq
-                score = keys[columns, kv].double() @ rows[r, h].double() / math.sqrt(D)
-                want.append(score.softmax(0) @ values[columns, kv].double())
-                lse.append(score.logsumexp(0))
+        visible = torch.zeros(n + 1, S, dtype=torch.bool)
+        visible[:, :prefix] = True
+        for r, mine in enumerate(seen):
+            visible[r, [prefix + m for m in mine]] = True
+        shared = torch.arange(Hq) * Hkv // Hq  # the KV head of each query head
+        score = torch.einsum("thd,shd->ths", rows.double(), keys.double()[:, shared]) / math.sqrt(D)
+        score = score.masked_fill(~visible[:, None], -math.inf)
+        want.append(torch.einsum("ths,shd->thd", score.softmax(-1), values.double()[:, shared]))
+        lse.append(score.logsumexp(-1))
         q.append(rows)
-        own = ancestor_words(parents)
         words.append(torch.nn.functional.pad(own, (0, W - own.shape[1])))
         cu.append(cu[-1] + n + 1)
-    T = cu[-1]
     args = {
         "q": torch.cat(q),
         "k_cache": k,
@@ -69,13 +97,13 @@ def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1)
         "ancestors": torch.cat(words),
         "scale": 1 / math.sqrt(D),
     }
-    return args, torch.stack(want).view(T, Hq, D), torch.stack(lse).view(T, Hq)
+    return args, torch.cat(want), torch.cat(lse)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "relation"), [(0, "forest"), (1, "forest"), (2, "forest"), (3, "dag"), (4, "ones")])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (3, 1)])
-def test_equals_the_formula(seed, heads):
-    args, out, lse = ragged(seed, Hq=heads[0], Hkv=heads[1])
+def test_equals_the_formula(seed, relation, heads):
+    args, out, lse = ragged(seed, Hq=heads[0], Hkv=heads[1], relation=relation)
     got, got_lse = tree_attention(**args)
     assert (got - out).abs().max() < 1e-12 and (got_lse - lse).abs().max() < 1e-12
 
@@ -118,6 +146,8 @@ def test_ancestor_words_are_the_definition():
 def test_cost_counts_each_byte_once():
     q, cache = torch.empty(5, 4, 16), torch.empty(2, 8, 2, 16)
     assert tree_attention_cost(q, cache, [10], [5]) == (2 * 10 * 2 * 16 * 4 + 2 * 5 * 4 * 16 * 4, 4 * 10 * 5 * 4 * 16)
+    partials = 2 * 3 * 5 * 4 * (16 + 2) * 4  # three splits of 128 columns, written and read
+    assert tree_attention_cost(q, cache, [300], [5])[0] == 2 * 300 * 2 * 16 * 4 + 2 * 5 * 4 * 16 * 4 + partials
 
 
 @pytest.mark.parametrize(
@@ -129,6 +159,8 @@ def test_cost_counts_each_byte_once():
         ({"kv_len": torch.ones(2, dtype=torch.int32)}, "for 2 sequences"),
         ({"ancestors": torch.ones(5, 1, dtype=torch.int64)}, "ancestors must be"),
         ({"ancestors": torch.ones(53, 1, dtype=torch.int32)}, "int64"),
+        ({"kv_len": torch.ones(3, dtype=torch.int64)}, "must be int32"),
+        ({"scale": 0.0}, "scale must be positive"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -143,3 +175,366 @@ def test_bad_trees_are_refused():
         ancestor_words(torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="at most 256 columns"):
         pack_bits([1], 257)
+
+
+# The kernel, in the interpreter. `op._launch` is what a CUDA tensor reaches.
+
+CASES = {
+    "ragged": {},
+    "one split, one sequence": {"lengths": ((3, 6),), "Hq": 2, "Hkv": 1},
+    "empty prefix, 65 rows": {"lengths": ((0, 64),), "Hq": 2, "Hkv": 1},
+    "three splits, pages of 64": {"lengths": ((300, 9),), "page": 64},
+    "two words across tiles and splits": {"lengths": ((90, 70), (0, 3)), "Hq": 3, "Hkv": 1, "page": 16},
+    "page 5, D 20, 3 heads": {"lengths": ((140, 3), (64, 0)), "page": 5, "D": 20, "Hq": 3, "Hkv": 1},
+    "dag": {"lengths": ((61, 64),), "relation": "dag", "Hkv": 1},
+    "all ones": {"lengths": ((0, 70), (130, 2)), "relation": "ones", "Hq": 1, "Hkv": 1},
+}
+
+
+@pytest.fixture
+def poisoned():
+    """Every torch.empty holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.zeros(1).new_empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_equals_the_formula(poisoned, case, dtype):
+    args, out, lse = ragged(len(case), dtype=dtype, **CASES[case])
+    got, got_lse = op._launch(**args)
+    assert got.dtype == dtype and got_lse.dtype == torch.float32
+    assert (got.double() - out).abs().max() < 8 * torch.finfo(dtype).eps * out.abs().max()
+    assert (got_lse - lse).abs().max() < 16 * torch.finfo(torch.float32).eps * lse.abs().max().clamp(min=1)
+
+
+def test_kernel_takes_a_window_of_256_columns():
+    args, out, _ = ragged(3, torch.float16, Hq=1, Hkv=1, lengths=((30, 255),))
+    assert args["ancestors"].shape[1] == 4
+    assert (op._launch(**args)[0].double() - out).abs().max() < 4e-3 * out.abs().max()
+
+
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_kernel_takes_head_sizes(D):
+    args, out, _ = ragged(D, torch.float16, D=D, Hq=2, Hkv=1, lengths=((40, 5),))
+    assert (op._launch(**args)[0].double() - out).abs().max() < 4e-3 * out.abs().max()
+
+
+def only(args, rows, **change):
+    """`args` of one sequence with some of its rows."""
+    q, words = args["q"][rows], args["ancestors"][rows]
+    cu_rows = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    return {**args, "q": q, "ancestors": words, "cu_rows": cu_rows, **change}
+
+
+def same(a, b):
+    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others():
+    args, *_ = ragged(1, torch.float16, Hq=2, Hkv=1, lengths=((120, 64),))
+    out, lse = op._launch(**args)
+    assert len(out) == 65
+    for rows in (slice(0, 1), slice(64, 65), slice(33, 35), slice(20, 27), slice(1, 65)):
+        assert same(op._launch(**only(args, rows)), (out[rows], lse[rows]))
+
+
+def test_a_sequence_has_the_same_bits_alone_and_beside_others():
+    args, *_ = ragged(2, torch.float16, lengths=((33, 6), (0, 40), (150, 2)))
+    out, lse = op._launch(**args)
+    for b in range(3):
+        rows = slice(int(args["cu_rows"][b]), int(args["cu_rows"][b + 1]))
+        alone = {n: args[n][b : b + 1] for n in ("block_table", "kv_len", "window")}
+        assert same(op._launch(**only(args, rows, **alone)), (out[rows], lse[rows]))
+
+
+def chain_and_decoding(args, prefix, rows, launch):
+    """The chain's (out, lse), and those of plain decoding: row by row, the cache one column longer each time."""
+    chain = launch(**{**args, "ancestors": chain_words(rows).to(args["q"].device)})
+    one = torch.ones(1, dtype=torch.int32, device=args["q"].device)
+    words = chain_words(1).to(args["q"].device)
+    steps = [
+        launch(**only(args, slice(r, r + 1), kv_len=one * (prefix + r + 1), window=one, ancestors=words))
+        for r in range(rows)
+    ]
+    return chain, tuple(torch.cat(parts) for parts in zip(*steps, strict=True))
+
+
+# Across a tile, from one split to two, and from a split of 128 columns to one of 256 with another tile.
+@pytest.mark.parametrize(
+    ("prefix", "nodes", "dtype"),
+    [(60, 6, torch.float32), (60, 6, torch.float16), (123, 8, torch.float32), (4094, 2, torch.float16)],
+)
+def test_a_chain_has_the_bits_of_plain_decoding(prefix, nodes, dtype):
+    args, *_ = ragged(prefix, dtype, Hq=2, Hkv=1, page=64, lengths=((prefix, nodes),))
+    assert same(*chain_and_decoding(args, prefix, nodes + 1, op._launch))
+
+
+def test_the_width_of_the_block_table_changes_no_bit():
+    args, *_ = ragged(6, torch.float16, Hq=2, Hkv=1, lengths=((120, 3),))
+    wide = torch.cat((args["block_table"], torch.zeros(1, 500, dtype=torch.int32)), dim=1)
+    one_split = only(args, slice(0, 1), kv_len=torch.tensor([121], dtype=torch.int32))
+    one_split |= {"window": torch.ones(1, dtype=torch.int32), "ancestors": chain_words(1)}
+    for call in (args, one_split):
+        assert same(op._launch(**call), op._launch(**{**call, "block_table": wide}))
+    narrow = {**one_split, "block_table": wide[:, :16]}  # no split but the first: the merge is not launched
+    assert same(op._launch(**one_split), op._launch(**narrow))
+
+
+@pytest.mark.parametrize(
+    ("launch", "dtype", "bound"), [(tree_attention, torch.float64, 1e-12), (op._launch, torch.float32, 2e-6)]
+)
+def test_each_branch_of_a_tree_is_the_chain_of_its_path(launch, dtype, bound):
+    prefix, nodes, page = 130, 12, 8
+    args, *_ = ragged(8, dtype, Hq=2, Hkv=1, lengths=((prefix, nodes),))
+    g = torch.Generator().manual_seed(3)
+    parents = forest(g, nodes)
+    seen = ancestors_of(parents)
+    tree, _ = launch(**{**args, "ancestors": ancestor_words(parents)})
+    slot = (
+        args["block_table"][0].long().repeat_interleave(page) * page
+        + torch.arange(args["block_table"].numel() * page) % page
+    )
+    for leaf in sorted(set(range(nodes + 1)) - set(parents.tolist()))[:3]:
+        path = sorted(seen[leaf])
+        caches = {}
+        for name in ("k_cache", "v_cache"):
+            cache = args[name].clone()
+            flat = cache.flatten(0, 1)
+            flat[slot[prefix : prefix + len(path)]] = flat[slot[[prefix + r for r in path]]]
+            caches[name] = cache
+        lengths = {"kv_len": prefix + len(path), "window": len(path)}
+        lengths = {n: torch.tensor([x], dtype=torch.int32) for n, x in lengths.items()}
+        chain, _ = launch(**only(args, path, **caches, **lengths, ancestors=chain_words(len(path))))
+        assert (chain - tree[path]).abs().max() < bound
+
+
+@pytest.mark.parametrize(
+    ("launch", "dtype", "bound"), [(tree_attention, torch.float64, 1e-12), (op._launch, torch.float32, 0)]
+)
+def test_layers_are_a_batch_of_sequences(launch, dtype, bound):
+    layers = [ragged(seed, dtype, lengths=((30, 7),))[0] for seed in (1, 2, 3)]
+    pages = layers[0]["k_cache"].shape[0]
+    rows = len(layers[0]["q"])
+    together = {n: torch.cat([x[n] for x in layers]) for n in layers[0] if n not in ("cu_rows", "scale")}
+    together["block_table"] = torch.cat([x["block_table"] + l * pages for l, x in enumerate(layers)])
+    cu_rows = torch.arange(4, dtype=torch.int32) * rows
+    out, lse = launch(**together, cu_rows=cu_rows, scale=layers[0]["scale"])
+    for l, layer in enumerate(layers):
+        rows_of_l = slice(l * rows, (l + 1) * rows)
+        alone = launch(**layer)
+        assert (alone[0] - out[rows_of_l]).abs().max() <= bound and (alone[1] - lse[rows_of_l]).abs().max() <= bound
+
+
+def odd(x, by=3):
+    """`x` as a view at an offset into something larger, filled with rubbish."""
+    rubbish = torch.full((x.numel() + by,), 7777 if x.dtype in (torch.int32, torch.int64) else math.nan, dtype=x.dtype)
+    rubbish[by:] = x.flatten()
+    return rubbish[by:].view(x.shape)
+
+
+@pytest.mark.parametrize("launch", [tree_attention, op._launch])
+def test_views_are_taken_as_they_are(launch):
+    args, *_ = ragged(4, torch.float32)
+    plain = launch(**args)
+    assert same(launch(**{n: x if n == "scale" else odd(x) for n, x in args.items()}), plain)
+    pairs = torch.stack((args["k_cache"], args["v_cache"]), dim=1)  # [pages, 2, page, Hkv, D]
+    qkv = torch.cat((args["q"], args["q"] * math.nan), dim=1)
+    view = {"q": qkv[:, :4], "k_cache": pairs[:, 0], "v_cache": pairs[:, 1]}
+    view["block_table"] = torch.stack((args["block_table"], args["block_table"] * 0), dim=-1)[..., 0]
+    assert not view["q"].is_contiguous() and not view["k_cache"].is_contiguous()
+    assert same(launch(**{**args, **view}), plain)
+
+
+@pytest.mark.parametrize("launch", [tree_attention, op._launch])
+def test_sequences_may_be_empty(launch):
+    args, *_ = ragged(4, torch.float32)
+    plain = launch(**args)
+    # A sequence without rows between the first and the second, and another at the end.
+    more = {n: args[n][[0, 1, 1, 2, 2]] for n in ("block_table", "kv_len", "window")}
+    assert same(launch(**{**args, **more, "cu_rows": args["cu_rows"][[0, 1, 1, 2, 3, 3]]}), plain)
+    none = {**args, "q": args["q"][:0], "ancestors": args["ancestors"][:0], "cu_rows": args["cu_rows"] * 0}
+    out, lse = launch(**none)
+    assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
+    no_sequence = {n: none[n][:0] for n in ("block_table", "kv_len", "window")} | {"cu_rows": none["cu_rows"][:1]}
+    assert launch(**{**none, **no_sequence})[0].shape == (0, 4, 16)
+
+
+@triton.jit
+def _splits_kernel(
+    column_ptr,  # [n]
+    split_ptr,  # [n]
+    start_ptr,  # [n]
+    n,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    o = tl.arange(0, BLOCK)
+    b_split = op._split_of(tl.load(column_ptr + o, mask=o < n, other=0), UNIT)
+    tl.store(split_ptr + o, b_split, mask=o < n)
+    tl.store(start_ptr + o, op._split_start(b_split, UNIT), mask=o < n)
+
+
+@pytest.mark.parametrize("unit", [128, 1024])
+def test_splits_stand_at_numbers_of_four_mantissa_bits(unit):
+    starts = [*range(16), *((16 + r) << e for e in range(11) for r in range(16))]
+    edges = torch.tensor([unit * s for s in starts if unit * s < 2**30])
+    columns = torch.cat((edges, edges[1:] - 1, edges + 1)).int()
+    split, start = torch.empty_like(columns), torch.empty_like(columns)
+    _splits_kernel[(1,)](columns, split, start, len(columns), UNIT=unit, BLOCK=1024)
+    want = torch.searchsorted(edges, columns.long(), right=True) - 1
+    assert torch.equal(split.long(), want) and torch.equal(start.long(), edges[want])
+    assert [split_count(c + 1, unit) for c in columns.tolist()] == (want + 1).tolist()
+
+
+def test_the_launcher_reads_no_tensor(monkeypatch):
+    """In fake mode a tensor has no values to read."""
+    launched = []
+    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
+    args, *_ = ragged(0, torch.float32)
+    with FakeTensorMode() as mode:
+        fake = {n: x if n == "scale" else mode.from_tensor(x) for n, x in args.items()}
+        assert op._launch(**fake)[0].shape == (53, 4, 16)
+        op._launch(**{**fake, "block_table": mode.from_tensor(torch.zeros(3, 60, dtype=torch.int32))})
+    # 53 rows of 2 heads are 106 pairs: 106 // 16 + 3 slots; 48 columns are one split, 480 are four.
+    assert launched[0] == ("_tree_attention_kernel", (9, 2, 1))
+    assert launched[1:] == [("_tree_attention_kernel", (9, 2, 4)), ("_tree_attention_merge_kernel", (53 * 4,))]
+
+
+def launches():
+    """What a decoding run varies, on one model: rows, sequences up to 16, lengths, words, widths and offsets."""
+    k, v = torch.zeros(2, 40, 256, 2, 128, dtype=torch.bfloat16)
+    table = torch.zeros(17, 41, dtype=torch.int32)
+    lengths = torch.ones(64, dtype=torch.int32)
+    for T, B, W, width in ((2, 2, 1, 1), (3, 3, 1, 16), (16, 7, 2, 40), (17, 16, 3, 32), (256, 5, 4, 17)):
+        q, words = torch.zeros(T, 8, 128, dtype=torch.bfloat16), torch.ones(T, W, dtype=torch.int64)
+        some = table[1 : B + 1, 1 : width + 1], lengths[B : 2 * B], lengths[1 : B + 1], lengths[3 : B + 4]
+        op._launch(q, k, v, *some, words, 0.1 * T)
+    for T in (1, 2, 16):
+        q, words = torch.zeros(T, 8, 128, dtype=torch.bfloat16), torch.ones(T, 1, dtype=torch.int64)
+        op._launch(q, k, v, table[:1], lengths[T : T + 1], lengths[5:6], lengths[7:9], words, 0.1)
+
+
+def test_no_length_recompiles():
+    """Two forms: for one sequence, and for up to 16."""
+    assert compilations(__file__, "launches") == {"_tree_attention_kernel": 2, "_tree_attention_merge_kernel": 2}
+
+
+def test_the_operator_is_registered():
+    args, *_ = ragged(0, torch.float32)
+    torch.library.opcheck(torch.ops.specker.tree_attention.default, tuple(args.values()))
+    one, *_ = ragged(0, torch.float32, lengths=((9, 3),))
+    torch.library.opcheck(torch.ops.specker.tree_attention.default, tuple(one.values()))
+
+
+def test_compiles_into_one_graph():
+    args, *_ = ragged(0, torch.float32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def doubled(q, rest):
+        out, lse = tree_attention(q * 2, **rest)
+        return out + 1, lse
+
+    got = doubled(args["q"], {n: x for n, x in args.items() if n != "q"})
+    out, lse = tree_attention(**{**args, "q": args["q"] * 2})
+    assert torch.equal(got[0], out + 1) and torch.equal(got[1], lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_len": torch.ones(3, dtype=torch.int32, device="meta")}, "kv_len must be on cpu, got meta"),
+        ({"v_cache": torch.zeros(20, 8, 16, 2).mT}, "one layout with adjacent elements"),
+    ],
+)
+def test_the_launcher_refuses(change, message):
+    args, *_ = ragged(0, torch.float32)
+    assert args["v_cache"].shape == (20, 8, 2, 16)
+    with pytest.raises(ValueError, match=message):
+        op._launch(**{**args, **change})
+
+
+# On a device, in bfloat16.
+
+
+def on_gpu(args):
+    return {n: x if n == "scale" else x.cuda() for n, x in args.items()}
+
+
+def torch_error(args, out):
+    """The largest error of SDPA in the same dtype, over all sequences."""
+    worst = 0.0
+    page = args["k_cache"].shape[1]
+    words = args["ancestors"]
+    for b, n in enumerate(args["kv_len"].tolist()):
+        rows = slice(*args["cu_rows"][b : b + 2].tolist())
+        window = int(args["window"][b])
+        column = torch.arange(window, device=words.device)
+        mask = torch.ones(rows.stop - rows.start, n, dtype=torch.bool, device=words.device)
+        mask[:, n - window :] = words[rows][:, column // 64] >> column % 64 & 1
+        used = args["block_table"][b, : -(-n // page)].long()
+        k, v = (args[c][used].flatten(0, 1)[:n].transpose(0, 1)[None] for c in ("k_cache", "v_cache"))
+        q = args["q"][rows].transpose(0, 1)[None]
+        got = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=args["scale"], enable_gqa=True
+        )
+        worst = max(worst, float((got[0].transpose(0, 1) - out[rows]).abs().max()))
+    return worst
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("relation", ["forest", "dag", "ones"])
+@pytest.mark.parametrize(
+    ("heads", "D", "page"),
+    [((8, 2), 128, 256), ((14, 2), 64, 256), ((4, 4), 96, 16), ((8, 1), 128, 5), ((2, 2), 256, 64), ((3, 1), 40, 8)],
+)
+def test_gpu_error_is_at_most_twice_that_of_torch(relation, heads, D, page):
+    lengths = ((1000, 16), (0, 63), (300, 0), (5, 200))
+    shape = {"Hq": heads[0], "Hkv": heads[1], "D": D, "page": page}
+    args, out, lse = ragged(D, torch.bfloat16, lengths=lengths, relation=relation, **shape)
+    args, out, lse = on_gpu(args), out.cuda(), lse.cuda()
+    got, got_lse = tree_attention(**args)
+    assert (got - out).abs().max() <= 2 * torch_error(args, out)
+    assert (got_lse - lse).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2, 7, 64, 65])
+def test_gpu_rows_have_the_same_bits_alone_and_among_others(T):
+    args = on_gpu(ragged(1, torch.bfloat16, Hq=8, Hkv=2, D=128, page=256, lengths=((2000, 64),))[0])
+    out, lse = tree_attention(**args)
+    for rows in {slice(0, T), slice((65 - T) // 2, (65 - T) // 2 + T), slice(65 - T, 65)}:
+        assert same(tree_attention(**only(args, rows)), (out[rows], lse[rows]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", [0, 60, 123, 1000, 4090, 8190])
+@pytest.mark.parametrize("D", [64, 128])
+def test_gpu_a_chain_has_the_bits_of_plain_decoding(prefix, D):
+    args = on_gpu(ragged(prefix, torch.bfloat16, Hq=8, Hkv=2, D=D, page=256, lengths=((prefix, 15),))[0])
+    assert same(*chain_and_decoding(args, prefix, 16, tree_attention))
+
+
+@pytest.mark.gpu
+def test_gpu_a_graph_follows_the_lengths_without_a_host_read():
+    args = on_gpu(ragged(1, torch.bfloat16, Hq=8, Hkv=2, D=128, page=64, lengths=((900, 9),))[0])
+    want = tree_attention(**args)
+    shorter = {"kv_len": args["kv_len"] - 300, "window": args["window"] - 9, "ancestors": args["ancestors"] | 1}
+    want_shorter = tree_attention(**{**args, **shorter})
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tree_attention(**args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        got = tree_attention(**args)
+    captured.replay()
+    assert same(got, want)
+    for name, x in shorter.items():
+        args[name].copy_(x)
+    captured.replay()
+    assert same(got, want_shorter)

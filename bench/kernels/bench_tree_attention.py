@@ -1,0 +1,133 @@
+"""tree_attention against SDPA with a dense mask, FlexAttention and FlashInfer, on Llama-3-8B's heads (32 of 8, D 128).
+
+Up to 16 rows the call is a read of K and V, 4 KiB a column and sequence: 8 us of an H200's 4.3 TB/s for 8,192 columns.
+What it takes beyond that is the start (lengths, then the page, then the first tiles: three round trips to memory), the
+merge's launch, and the partials, which for 16 rows are 32 KiB a split and KV head beside 1 MiB of K and V (at 1,024
+columns). At 64 rows four tiles of 64 (row, head) pairs share K and V through the L2 cache, and the matrix units and
+exponentials take as long as the read. The other ways get K and V gathered and contiguous, and the mask built, for
+nothing; "sdpa" has the query heads of a KV head packed as rows, which reads K and V once.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from bench.kernels import common
+from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.kernels.tree_attention import ancestor_words, tree_attention, tree_attention_cost
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+HEADS = (32, 8, 128) if DEVICE == "cuda" else (4, 2, 32)
+PAGE = 256
+
+
+def build(rows: int, lengths: tuple[int, ...], page: int = PAGE) -> Built:
+    """One random tree a sequence, `rows` rows including the root, which end its `lengths` columns; pages permuted."""
+    Hq, Hkv, D = HEADS
+    g = torch.Generator().manual_seed(0)
+    B, widest = len(lengths), -(-max(lengths) // page)
+    scale = D**-0.5
+    q = torch.randn(B * rows, Hq, D, dtype=DTYPE, device=DEVICE)
+    k, v = torch.randn(2, B * widest, page, Hkv, D, dtype=DTYPE, device=DEVICE).unbind(0)
+    table = torch.randperm(B * widest, generator=g).view(B, widest).to(DEVICE, torch.int32)
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    window = torch.full((B,), rows, dtype=torch.int32, device=DEVICE)
+    cu_rows = torch.arange(B + 1, dtype=torch.int32, device=DEVICE) * rows
+    parents = [torch.tensor([int(torch.randint(n + 1, (), generator=g)) for n in range(rows - 1)]) for _ in lengths]
+    words = torch.cat([ancestor_words(p.long()) for p in parents])
+    column = torch.arange(rows)
+    seen = (words[:, column // 64] >> column % 64 & 1).bool().view(B, rows, rows).to(DEVICE)
+    words = words.to(DEVICE)
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, scale)
+
+    # What the others are given: [1, heads, length, D] and a mask [rows, length] for each sequence.
+    q_of = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in q.split(rows)]
+    k_of, v_of = (
+        [c[table[b].long()].flatten(0, 1)[:n].transpose(0, 1).unsqueeze(0).contiguous() for b, n in enumerate(lengths)]
+        for c in (k, v)
+    )
+    masks = [torch.cat((s.new_ones(rows, n - rows), s), dim=1) for s, n in zip(seen, lengths, strict=True)]
+    packed_q = [x.unflatten(1, (Hkv, -1)).flatten(2, 3) for x in q_of]  # heads of a KV head, then rows
+    packed_masks = [torch.zeros(m.shape, dtype=DTYPE, device=DEVICE).masked_fill_(~m, -torch.inf) for m in masks]
+    packed_masks = [None if rows == 1 else m.repeat(Hq // Hkv, 1)[None, None] for m in packed_masks]
+
+    def dense() -> list[Tensor]:
+        return [
+            sdpa(x, y, z, attn_mask=m, scale=scale)
+            for x, y, z, m in zip(packed_q, k_of, v_of, packed_masks, strict=True)
+        ]
+
+    def check() -> None:
+        out = ours()[0].split(rows)
+        for b, theirs in enumerate(dense()):
+            theirs = theirs.view(Hq, rows, D)
+            ours_error = theirs_error = 0.0
+            for h in range(Hq):
+                kv = h * Hkv // Hq
+                score = (q_of[b][0, h].double() @ k_of[b][0, kv].double().T * scale).masked_fill(~masks[b], -torch.inf)
+                exact = score.softmax(-1) @ v_of[b][0, kv].double()
+                ours_error = max(ours_error, float((out[b][:, h] - exact).abs().max()))
+                theirs_error = max(theirs_error, float((theirs[h] - exact).abs().max()))
+            assert ours_error <= 2 * theirs_error, f"sequence {b}: error {ours_error:.2e}, torch's {theirs_error:.2e}"
+
+    ways: dict[str, Callable[[], Any]] = {"specker": ours, "sdpa": dense}
+    if DEVICE == "cuda" and B == 1:
+        ways |= flex(q_of[0], k_of[0], v_of[0], seen[0], scale) | flashinfer(q, k_of[0], v_of[0], masks[0], scale)
+    return Built(ways, check, tree_attention_cost(q, k, lengths, [rows] * B))
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> dict[str, Callable[[], Any]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    rows, columns = q.shape[2], k.shape[2]
+    prefix = columns - rows
+
+    def visible(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return (column < prefix) | seen[row, (column - prefix).clamp(min=0)]
+
+    mask = create_block_mask(visible, None, None, rows, columns, device=q.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return {"flex_attention": lambda: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)}
+
+
+def flashinfer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> dict[str, Callable[[], Any]]:
+    """Its custom mask, where it is installed and builds."""
+    k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
+    try:
+        from flashinfer import packbits, single_prefill_with_kv_cache
+
+        bits = packbits(mask.flatten(), bitorder="little")
+
+        def call() -> Tensor:
+            return single_prefill_with_kv_cache(q, k, v, packed_custom_mask=bits, sm_scale=scale)
+
+        call()
+    except (ImportError, RuntimeError):
+        return {}
+    return {"flashinfer": call}
+
+
+def cases() -> Iterator[Case]:
+    if DEVICE == "cpu":
+        for rows, lengths in ((1, (300,)), (16, (300,)), (64, (1024,)), (16, (40, 300))):
+            yield Case(f"B {len(lengths)}, {rows} rows, {max(lengths)}", lambda r=rows, n=lengths: build(r, n))
+        return
+    for length, share in ((8192, 0.65), (32768, 0.80), (131072, 0.85)):
+        for rows in (1, 8, 16):
+            yield Case(f"B 1, {rows} rows, {length}", lambda r=rows, n=length: build(r, (n,)), Goal(share=share))
+    goal = Goal(share=0.55, over=(("sdpa", 2.0), ("flex_attention", 1.0)))
+    yield Case("B 1, 64 rows, 32768", lambda: build(64, (32768,)), goal)
+    yield Case("B 1, 16 rows, 32768, pages of 16", lambda: build(16, (32768,), 16))
+    mixed = (512, 1000, 2048, 3000, 4096, 6000, 8192, 10000, 12000, 16384, 20000, 24000, 32768, 777, 1500, 5000)
+    yield Case("B 16, 16 rows, mixed", lambda: build(16, mixed), Goal(share=0.75))
+
+
+test_tree_attention = common.benchmarks(cases())
+
+if __name__ == "__main__":
+    common.main("tree_attention", cases())

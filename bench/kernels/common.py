@@ -1,0 +1,254 @@
+"""Timing kernels against the hardware's limit and against what a user would otherwise call.
+
+On a CUDA device each way is captured in a graph and replayed with a cold L2: between replays a buffer of twice its size
+is read (not written: dirty lines would be written back on the timed kernel's account). Ways take turns within a round,
+CUDA events time them, medians with p20 and p80 are reported. The limit of a call is
+
+    max(bytes / bandwidth, flops / matmul rate)
+
+with bytes and flops from the op's `_cost` and both rates measured in the same process. What a replay of an empty kernel
+takes is measured the same way; it is part of every time. A result is checked before anything is timed. Rows go to
+bench/results/<gpu>/<op>.jsonl.
+
+On a CPU the same benches run the references on small shapes: that they run is what there is to see.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench import harness
+from bench.harness import Timing
+from specker.kernels.variant import Variant, tl, triton
+
+ROUNDS = 50
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a case is meant to reach; a number left out is not asked for."""
+
+    share: float | None = None  # of the limit
+    over_empty: float | None = None  # seconds above the replay of an empty kernel
+    over: tuple[tuple[str, float], ...] = ()  # (another way, how many times as fast as it)
+
+    def __str__(self) -> str:
+        parts = [f">= {self.share:.0%}"] if self.share else []
+        parts += [f"<= empty + {self.over_empty * 1e6:g} us"] if self.over_empty else []
+        return ", ".join(parts + [f">= {times:g}x {way}" for way, times in self.over])
+
+
+@dataclass(frozen=True)
+class Built:
+    """A case with its tensors."""
+
+    ways: dict[str, Callable[[], Any]]  # the first is ours
+    check: Callable[[], None]  # raises AssertionError where ours is wrong
+    cost: tuple[int, int]  # bytes, flops
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str  # "P2 Q1, T 8"
+    build: Callable[[], Built]
+    goal: Goal = Goal()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this device does at best, measured."""
+
+    bandwidth: float  # bytes a second, reading
+    matmul: float  # flops a second, bfloat16
+    empty: float  # seconds, a replay of an empty kernel
+
+    def limit(self, cost: tuple[int, int]) -> float:
+        return max(cost[0] / self.bandwidth, cost[1] / self.matmul)
+
+
+@triton.jit
+def _empty_kernel(
+    x_ptr,  # [1]
+):
+    tl.static_assert(True)
+
+
+@triton.jit
+def _read_kernel(
+    x_ptr,  # [programs * STEPS * BLOCK] int32
+    out_ptr,  # [programs]
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    o = i * (STEPS * BLOCK) + tl.arange(0, BLOCK)
+    b_max = tl.load(x_ptr + o)
+    for step in tl.static_range(1, STEPS):
+        b_max = tl.maximum(b_max, tl.load(x_ptr + o + step * BLOCK))
+    tl.store(out_ptr + i, tl.max(b_max, axis=0))
+
+
+_READ = Variant("read", _read_kernel, ("*i32", "*i32"), {"STEPS": 4, "BLOCK": 4096}, num_warps=8)
+_EMPTY = Variant("empty", _empty_kernel, ("*i32",), {}, num_warps=4)
+
+
+def _reader(size: int) -> Callable[[], None]:
+    """A call that reads `size` bytes, rounded up, of memory of its own."""
+    step = _READ.constexprs["STEPS"] * _READ.constexprs["BLOCK"]
+    programs = -(-size // (4 * step))
+    x = torch.randint(1 << 30, (programs * step,), dtype=torch.int32, device="cuda")
+    out = torch.empty(programs, dtype=torch.int32, device="cuda")
+    return lambda: _READ((programs,), x, out)
+
+
+@lru_cache
+def _flush() -> Callable[[], None]:
+    return _reader(2 * torch.cuda.get_device_properties(0).L2_cache_size)
+
+
+def graph(call: Callable[[], Any]) -> Callable[[], None]:
+    """`call` as a CUDA graph's replay; called before, so that compilation and allocation are done."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        call()
+    return captured.replay
+
+
+def measure_cuda(ways: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Timing]:
+    """Cold-L2 graph replays, the ways in turn, in seconds of CUDA events."""
+    flush, replays = _flush(), {name: graph(call) for name, call in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for _ in range(rounds):
+        events = {}
+        for name in order:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush()
+            start.record()
+            replays[name]()
+            end.record()
+            events[name] = start, end
+        torch.cuda.synchronize()
+        for name, (start, end) in events.items():
+            times[name].append(start.elapsed_time(end) * 1e-3)
+        order = order[1:] + order[:1]
+    return {name: Timing(tuple(sorted(seconds)), None) for name, seconds in times.items()}
+
+
+@lru_cache
+def this_machine() -> Machine:
+    size, n = 1 << 30, 8192
+    x = torch.zeros(1, dtype=torch.int32, device="cuda")
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    ways = {"read": _reader(size), "matmul": lambda: a @ b, "empty": lambda: _EMPTY((1,), x)}
+    medians = {name: timing.median for name, timing in measure_cuda(ways, 20).items()}
+    empty = medians["empty"]
+    # The rates without what a launch takes: the limit is the hardware's, not that of one call.
+    return Machine(size / (medians["read"] - empty), 2 * n**3 / (medians["matmul"] - empty), empty)
+
+
+def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
+    """Check, time, and compare one case; a row for each way."""
+    built = case.build()
+    built.check()
+    on_gpu = DEVICE == "cuda"
+    timings = measure_cuda(built.ways) if on_gpu else harness.measure(built.ways, rounds=3)
+    ours = next(iter(timings.values())).median
+    rows = []
+    for i, (name, timing) in enumerate(timings.items()):
+        row: dict[str, Any] = {"bench": "kernels", "op": op, "case": case.name, "way": name, "device": DEVICE}
+        row |= {**timing.row(), "bytes": built.cost[0], "flops": built.cost[1], "ours_over_this": timing.median / ours}
+        if on_gpu:
+            machine = this_machine()
+            limit = machine.limit(built.cost)
+            row |= {"limit": limit, "share": limit / timing.median, "empty": machine.empty}
+            row |= {"bandwidth": machine.bandwidth, "matmul": machine.matmul}
+            if i == 0 and str(case.goal):
+                row |= {"goal": str(case.goal), "met": _met(case.goal, timings, limit, machine.empty)}
+        rows.append(row)
+    return rows
+
+
+def _met(goal: Goal, timings: dict[str, Timing], limit: float, empty: float) -> bool:
+    ours = next(iter(timings.values())).median
+    return (
+        (goal.share is None or limit / ours >= goal.share)
+        and (goal.over_empty is None or ours - empty <= goal.over_empty)
+        and all(timings[way].median / ours >= times for way, times in goal.over)
+    )
+
+
+def show(op: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{op} on {harness.machine(DEVICE)}")
+    for column in ("case", "way", "us", "p20", "p80", "of the limit", "over empty, us", "ours is", "goal", "met"):
+        table.add_column(column, justify="left" if column in ("case", "way", "goal") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["case"],
+            row["way"],
+            *(f"{row[key] * 1e6:.1f}" for key in ("median", "p20", "p80")),
+            f"{row['share']:.0%}" if "share" in row else "",
+            f"{(row['median'] - row['empty']) * 1e6:.1f}" if "empty" in row else "",
+            f"{row['ours_over_this']:.2f}x",
+            row.get("goal", ""),
+            {True: "yes", False: "no", None: ""}[row.get("met")],
+        )
+    Console(width=160).print(table)
+
+
+def main(op: str, cases: Iterable[Case]) -> None:
+    """What `python bench/kernels/bench_<op>.py [-k PART OF A NAME] [--no-save]` does."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-k", default="", help="only cases whose name contains this")
+    parser.add_argument("--no-save", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    for case in cases:
+        if args.k in case.name:
+            try:
+                rows += rows_of(op, case)
+            except AssertionError as error:
+                sys.exit(f"{op}, {case.name}: wrong, so not timed: {error}")
+    show(op, rows)
+    if DEVICE == "cuda":
+        machine = this_machine()
+        print(
+            f"read {machine.bandwidth / 1e12:.2f} TB/s, matmul {machine.matmul / 1e12:.0f} Tflop/s, "
+            f"empty {machine.empty * 1e6:.1f} us"
+        )
+        if not args.no_save:
+            print(harness.save(op, rows, DEVICE))
+
+
+def benchmarks(cases: Iterable[Case]) -> Any:
+    """A pytest-benchmark entry point over `cases`: every way of each, checked first."""
+
+    @pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
+    def test(benchmark: Any, case: Case) -> None:
+        built = case.build()
+        built.check()
+        ours = next(iter(built.ways.values()))
+
+        def call() -> None:
+            ours()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+
+        benchmark(call)
+
+    return test

@@ -1,0 +1,54 @@
+"""bench/kernels/common.py: what a goal asks for, and a bench from end to end on this machine."""
+
+import pytest
+import torch
+
+from bench.harness import Timing
+from bench.kernels import common
+from bench.kernels.common import Built, Case, Goal, Machine
+
+
+def timing(seconds: float) -> Timing:
+    return Timing((seconds,), None)
+
+
+def test_the_limit_is_the_slower_of_bytes_and_flops():
+    machine = Machine(bandwidth=4e12, matmul=8e14, empty=2e-6)
+    assert machine.limit((4_000_000, 8)) == 1e-6
+    assert machine.limit((4, 800_000_000_000)) == 1e-3
+
+
+def test_every_part_of_a_goal_counts():
+    times = {"specker": timing(10e-6), "torch": timing(15e-6)}
+    for goal, met in [
+        (Goal(), True),
+        (Goal(share=0.8), True),
+        (Goal(share=0.9), False),
+        (Goal(over_empty=8.1e-6), True),
+        (Goal(over_empty=7.9e-6), False),
+        (Goal(over=(("torch", 1.5),)), True),
+        (Goal(over=(("torch", 1.6),)), False),
+        (Goal(share=0.8, over=(("torch", 1.6),)), False),
+    ]:
+        assert common._met(goal, times, limit=8.5e-6, empty=2e-6) is met, goal
+    assert str(Goal(0.85, 3e-6, (("torch", 1.15),))) == ">= 85%, <= empty + 3 us, >= 1.15x torch"
+
+
+def test_rows_and_a_wrong_result(monkeypatch, capsys):
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+    x = torch.ones(4)
+    right = Case("right", lambda: Built({"a": x.clone, "b": x.exp}, lambda: None, (32, 4)), Goal(share=0.5))
+    rows = common.rows_of("op", right)
+    assert [(r["case"], r["way"], r["bytes"]) for r in rows] == [("right", "a", 32), ("right", "b", 32)]
+    assert rows[0]["ours_over_this"] == 1 and "share" not in rows[0] and "met" not in rows[0]
+
+    def wrong() -> None:
+        raise AssertionError("off by one")
+
+    monkeypatch.setattr("sys.argv", ["bench"])
+    with pytest.raises(SystemExit, match="op, wrong: wrong, so not timed: off by one"):
+        common.main("op", [Case("wrong", lambda: Built({"a": x.clone}, wrong, (1, 1)))])
+    monkeypatch.setattr("sys.argv", ["bench", "-k", "right"])
+    common.main("op", [right, Case("other", right.build)])
+    shown = capsys.readouterr().out
+    assert "right" in shown and "other" not in shown and "/results/" not in shown
