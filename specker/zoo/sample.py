@@ -38,12 +38,12 @@ def generate(net: Net, prompts: Tensor, new: int, temperature: float, seed: int 
 
 
 def own_text(net: Net, data: np.ndarray, part: int, rows: int, length: int, seed: int) -> np.ndarray:
-    """[rows, length] uint16: the target's words behind 16..64 tokens of the corpus, at T = 0, 0.7 or 1."""
+    """[rows, length] uint16: the target's words behind 16..64 tokens of the corpus, at T = 0.7, 0.85 or 1."""
     rng = np.random.default_rng([seed, part])
     p = int(rng.integers(16, 65))
     prompts = np.stack([data[s : s + p] for s in rng.integers(0, len(data) - p, size=rows)]).astype(np.int64)
     ids = torch.from_numpy(prompts).to(net.embed.device)
-    return generate(net, ids, length - p, (0.0, 0.7, 1.0)[part % 3], seed=part + 1).cpu().numpy().astype(np.uint16)
+    return generate(net, ids, length - p, (0.7, 0.85, 1.0)[part % 3], seed=part + 1).cpu().numpy().astype(np.uint16)
 
 
 def acceptance(right: np.ndarray, chain: int = 4) -> float:
