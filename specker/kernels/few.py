@@ -32,6 +32,22 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return x / scale * weight
 
 
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    """RMSNorm of x [T, E]."""
+    if not _few(x) or weight.dtype != x.dtype:
+        return None
+    return torch.from_numpy(rms_norm(x.numpy(), weight.numpy(), eps))
+
+
+def largest(z: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The largest value of each row of z [T, K] and its column, both [T, 1], the lower column of equals."""
+    if not _few(z):
+        return None
+    rows = z.numpy()
+    column = rows.argmax(-1)[:, None]
+    return torch.from_numpy(np.take_along_axis(rows, column, -1)), torch.from_numpy(column)
+
+
 def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
     if not _few(x):
         return None

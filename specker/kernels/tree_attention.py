@@ -412,8 +412,8 @@ def _variants(
             "M": M,
             "N": N,
         },
-        num_warps=8 if d_pad > 128 and half else 4,
-        num_stages=4 if arch == 80 else 3,
+        num_warps=8 if d_pad > 128 else 4,
+        num_stages=3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3,  # sm_80: at most 99 KiB, for its kin
         dot=half,
         wide=D * dtype.itemsize % 16 == 0,
         smoke=smoke,

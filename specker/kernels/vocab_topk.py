@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.kernels import few
 from specker.kernels.accept import MIN_TEMPERATURE, first_argmax
 from specker.kernels.noise import add_gumbel_, check_seed
 from specker.kernels.row_linear import row_linear
@@ -60,7 +61,8 @@ def vocab_topk_ref(
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if norm is not None:
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
+        normed = few.normed(hidden, *norm)
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm) if normed is None else normed
     z = row_linear(hidden, weight)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if noise is not None and noise[2] > 0:
@@ -101,8 +103,11 @@ def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tenso
 def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """`_largest` on a CPU: selects, and orders by id only where there is a tie (torch.topk orders ties anyhow)."""
     if k == 1:
-        columns = first_argmax(z)[:, None]
-        values = z.gather(1, columns)
+        best = few.largest(z)
+        if best is None:
+            columns = first_argmax(z)[:, None]
+            best = z.gather(1, columns), columns
+        values, columns = best
         if token_ids is None or (z == values).sum() == z.shape[0]:
             return values, columns
     m = min(k + 1, z.shape[1])  # one more shows a tie at the edge

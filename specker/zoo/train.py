@@ -43,7 +43,7 @@ PRESETS = {
         NetConfig(256, 12, 4, 2, 704),
         NetConfig(96, 2, 2, 1, 256),
         NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
-        tokens=(28_000_000, 8_000_000, 8_000_000),
+        tokens=(11_000_000, 6_000_000, 3_200_000),
         lr=(3e-3, 4e-3, 3e-3),
     ),
     "tiny": Preset(
