@@ -33,7 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "draft chain 2": {"draft_tokens": 2},
     "draft chain 3": {"draft_tokens": 3},
     "draft chain 4": {"draft_tokens": 4},
-    "draft chain 6": {"draft_tokens": 6},
     "draft tree 2x4": {"tree": "2x4"},
     "draft tree 4x4": {"tree": "4x4"},
 }
