@@ -38,7 +38,7 @@ class Options:
     """How an engine decodes; fixed when it is loaded."""
 
     strategy: str = _opt("draft", "ar, draft, or a combination joined by +")
-    draft_tokens: int | None = _opt(None, "tokens in a draft chain (default 3), or a cap on the nodes of a --tree")
+    draft_tokens: int | None = _opt(None, "tokens in a draft chain (default 4), or a cap on the nodes of a --tree")
     tree: str | None = _opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5")
     max_context: int | None = _opt(None, "positions to allocate K/V for (default: what the checkpoint allows)")
     page_size: int = _opt(256, "K/V cache positions per page")
