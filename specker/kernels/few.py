@@ -6,6 +6,7 @@ what an operation costs is the code that has to be fetched again. A numpy view o
 (bench/LOG.md has the step's time with and without). More rows are torch's, which has threads.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 from specker.kernels.ancestors import ancestor_mask, unpack_words
 
 FEW_ROWS = 64
-FEW_PRODUCTS = 1 << 23  # of attention's q k^T: more are worth torch's threads
+NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product; from here OpenBLAS wakes threads of its own, which
+# torch's waiting ones keep off the cores: 20 us become 3,700
 _TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float16 is slow
 
 
@@ -25,7 +27,7 @@ def _few(x: Tensor) -> bool:
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     """RMSNorm over the last dimension of a numpy array: x / sqrt(mean(x^2) + eps) * weight."""
-    if x.ndim == 2 and len(x) == 1:  # a decoding step: the factor is one number
+    if x.ndim == 2 and len(x) == 1 and x.size <= 8192:  # a decoding step: the factor is one number
         y = x * ((float(x[0] @ x[0]) / x.shape[1] + eps) ** -0.5)
         y *= weight
         return y
@@ -100,11 +102,11 @@ def kv_calibrate(
             return None
         norms = (w.numpy().repeat(T // len(w), axis=0)[:, None] for w in (q_norm, k_norm))
         qk = np.concatenate([rms_norm(h, w, eps) for h, w in zip((qk[:, :Hq], qk[:, Hq:]), norms, strict=True)], 1)
-    turn, half = table[place], D // 2
-    cos, sin = turn[:, :1], turn[:, 1:]
-    out = qk * cos
-    out[..., :half] += qk[..., half:] * sin[..., :half]
-    out[..., half:] += qk[..., :half] * sin[..., half:]
+    turn = table.reshape(-1, 2, 1, 2, D // 2).take(place, 0)
+    halves = qk.reshape(T, Hq + Hkv, 2, D // 2)
+    out = halves * turn[:, 0]
+    out += halves[:, :, ::-1] * turn[:, 1]  # the table's sines are signed
+    out = out.reshape(T, Hq + Hkv, D)
     k.reshape(-1, Hkv, D)[at] = out[:, Hq:]
     v.reshape(-1, Hkv, D)[at] = heads[:, Hq + Hkv :]
     return torch.from_numpy(out[:, :Hq])
@@ -120,6 +122,7 @@ def tree_attention(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
+    with_lse: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """Of one sequence. Rows, and the query heads that share a KV head, are the rows of one product."""
     if not _few(q):
@@ -129,31 +132,56 @@ def tree_attention(
     if x.ndim != 3 or k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype:
         return None
     (T, Hq, D), (_, page, Hkv, _) = x.shape, k.shape
-    if k.shape[3] != D or Hq % Hkv or not lengths.shape == windows.shape == table.shape[:1] == (1,) or table.ndim != 2:
+    if k.shape[3] != D or Hq % Hkv or not (k.flags.c_contiguous and v.flags.c_contiguous):
+        return None
+    if not lengths.shape == windows.shape == table.shape[:1] == (1,) or table.ndim != 2:
         return None
     if words.ndim != 2 or words.dtype != np.int64 or len(words) != T or cu_rows.shape[0] != 2 or not T:
         return None
     S, w = int(lengths[0]), int(windows[0])
-    if x.size * S > FEW_PRODUCTS:
-        return None
     pages = table[0, : -(-S // page)]
     if len(pages) > 1 and not np.array_equal(pages[1:], pages[:-1] + 1):
-        k, v = k[pages], v[pages]
-    else:
-        k, v = k[pages[0] :], v[pages[0] :]
-    k, v = k.reshape(-1, Hkv, D)[:S], v.reshape(-1, Hkv, D)[:S]
+        return None
+    first = int(pages[0]) * page
+    if x.size * S // Hkv >= NUMPY_PRODUCTS:
+        mask = _mask(words.tobytes(), T, S, w, q.dtype)
+        return _fused(q, k_cache, v_cache, first, S, None if mask is None else torch.from_numpy(mask), scale)
+    k, v = (c.reshape(-1, Hkv, D)[first : first + S] for c in (k, v))
     rows = x.reshape(T, Hkv, -1, D).swapaxes(0, 1).reshape(Hkv, -1, D)  # [Hkv, T * G, D]
     scores = np.matmul(rows, k.transpose(1, 2, 0))  # [Hkv, T * G, S]
     scores *= scale
-    mask = ancestor_mask(unpack_words(words.tolist()), w, w, q.dtype)
+    mask = _mask(words.tobytes(), T, w, w, q.dtype)
     if mask is not None:
-        scores.reshape(Hkv, T, -1, S)[..., S - w :] += mask.numpy()[:, None]
-    top = scores.max(-1, keepdims=True)
+        scores.reshape(Hkv, T, -1, S)[..., S - w :] += mask[:, None]
+    top = np.maximum.reduce(scores, -1, keepdims=True)
     scores -= top
     np.exp(scores, out=scores)
-    total = scores.sum(-1, keepdims=True)
+    total = np.add.reduce(scores, -1, keepdims=True)
     out = np.matmul(scores, v.swapaxes(0, 1))
     out /= total
+    out = torch.from_numpy(out.reshape(Hkv, T, -1, D).swapaxes(0, 1).reshape(T, Hq, D))
+    if not with_lse:
+        return out, q.new_empty(0)
     top += np.log(total)
-    out = out.reshape(Hkv, T, -1, D).swapaxes(0, 1).reshape(T, Hq, D)
-    return torch.from_numpy(out), torch.from_numpy(top.reshape(Hkv, T, -1).swapaxes(0, 1).reshape(T, Hq))
+    return out, torch.from_numpy(top.reshape(Hkv, T, -1).swapaxes(0, 1).reshape(T, Hq))
+
+
+@lru_cache(maxsize=64)
+def _mask(words: bytes, rows: int, columns: int, window: int, dtype: torch.dtype) -> Any:
+    """The additive mask of int64 ancestor words, as numpy; every layer of a forward asks for the same one."""
+    bits = unpack_words(np.frombuffer(words, np.int64).reshape(rows, -1).tolist())
+    mask = ancestor_mask(bits, columns, window, dtype)
+    return None if mask is None else mask.numpy()
+
+
+def _fused(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, first: int, S: int, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's fused attention of q [T, Hq, D] over S slots from `first` on, a view apart from the reference's."""
+    (T, Hq, D), (Hkv, width) = q.shape, (k_cache.shape[2], k_cache.shape[2] * k_cache.shape[3])
+    x = q.as_strided((1, Hq, T, D), (0, q.stride(1), q.stride(0), q.stride(2)), q.storage_offset())
+    k, v = (
+        c.as_strided((1, Hkv, S, D), (0, D, width, 1), c.storage_offset() + first * width) for c in (k_cache, v_cache)
+    )
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, k, v, attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1), lse.view(Hq, T).t()

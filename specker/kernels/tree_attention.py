@@ -69,14 +69,18 @@ def tree_attention(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
+    with_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, Hq, D], lse [T, Hq]; see the module for shapes. Raises ValueError on other shapes or dtypes."""
+    """Returns out [T, Hq, D], lse [T, Hq]; see the module for shapes. Raises ValueError on other shapes or dtypes.
+
+    Without `with_lse` the second may be empty, [0]: a CPU saves a tenth of a short call.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.specker.tree_attention(
             q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
         )
     args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
-    return few.tree_attention(*args) or _tree_attention(*args)
+    return few.tree_attention(*args, with_lse) or _tree_attention(*args)
 
 
 def _tree_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ def forward(
         qkv = row_linear(normed[0], w.qkv, w.qkv_bias)
         q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
         mixed, _ = tree_attention(
-            q, k, v, cache.block_table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale
+            q, k, v, cache.block_table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale, with_lse=False
         )
         delta = row_linear(mixed.reshape(T, -1), w.o, w.o_bias)
         hidden, normed = residual_merge(hidden, delta.unsqueeze(0), w.norm_post, eps)
