@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format static bench gpu clean
+.PHONY: help setup run test lint format static bench plot gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -40,6 +40,9 @@ static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU ne
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
+
+plot: $(STAMP)  ## draw bench/results/ (PNG, SVG) and list it
+	PYTHONPATH=. $(BIN)/python bench/plot.py $(ARGS)
 
 gpu:  ## GPU tests and benches on this machine's own python3, installing nothing
 	@PYTHON="$(PYTHON)" bash bench/gpu.sh $(ARGS)

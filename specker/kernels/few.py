@@ -102,7 +102,7 @@ def kv_calibrate(
             return None
         norms = (w.numpy().repeat(T // len(w), axis=0)[:, None] for w in (q_norm, k_norm))
         qk = np.concatenate([rms_norm(h, w, eps) for h, w in zip((qk[:, :Hq], qk[:, Hq:]), norms, strict=True)], 1)
-    turn = table.reshape(-1, 2, 1, 2, D // 2).take(place, 0)
+    turn: Any = table.reshape(-1, 2, 1, 2, D // 2).take(place, 0)
     halves = qk.reshape(T, Hq + Hkv, 2, D // 2)
     out = halves * turn[:, 0]
     out += halves[:, :, ::-1] * turn[:, 1]  # the table's sines are signed

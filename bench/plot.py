@@ -1,0 +1,163 @@
+"""What the results say, drawn: `python bench/plot.py [FOLDER of bench/results ...]`.
+
+For each machine's folder: the newest row of every (op, case, way) and (way, temperature) counts. Kernels: the share of
+the hardware's limit, with the goal where it names one, and how many times as fast as each baseline. End to end: tokens
+a second, and acceptance length. PNG and SVG beside the rows; a table of all of it is printed last.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
+
+
+def read(folder: Path) -> list[Row]:
+    """Rows of every .jsonl in `folder`, oldest first. ValueError names the file and line of a broken one."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {n}: {error}") from None
+    return sorted(rows, key=lambda row: row.get("date", ""))
+
+
+def newest(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
+    """Of rows with the same key the last one, where the first of them stood."""
+    return list({key(row): row for row in rows}.values())
+
+
+def kernels(rows: Iterable[Row]) -> list[list[Row]]:
+    """Each case's rows of one run, ours first, by op and case."""
+    rows = newest((r for r in rows if r.get("bench") == "kernels"), lambda row: (row["op"], row["case"], row["way"]))
+    cases: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((row["op"], row["case"]), []).append(row)
+    return [[r for r in ways if r["date"] == ways[0]["date"]] for _, ways in sorted(cases.items())]
+
+
+def end_to_end(rows: Iterable[Row]) -> list[Row]:
+    return newest((r for r in rows if r.get("bench") == "e2e"), lambda row: (row["temperature"], row["way"]))
+
+
+def goal_share(row: Row) -> float | None:
+    """The share of the limit in a goal such as ">= 85%, >= 1x torch"."""
+    found = re.match(r">= (\d+)%", row.get("goal", ""))
+    return int(found[1]) / 100 if found else None
+
+
+def draw_kernels(cases: list[list[Row]], title: str) -> Any:
+    """Left: share of the limit. Right: speed over each baseline, on a log axis."""
+    from matplotlib.figure import Figure
+
+    names = [f"{ways[0]['op']}: {ways[0]['case']}" for ways in cases]
+    figure = Figure(figsize=(13, 1.2 + 0.32 * len(cases)), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    left, right = figure.subplots(1, 2, sharey=True)
+    at = range(len(cases))
+    left.barh(at, [100 * ways[0].get("share", 0) for ways in cases], color="#4878a8", height=0.6)
+    goals = [(i, goal_share(ways[0])) for i, ways in enumerate(cases)]
+    marks = [(100 * share, i) for i, share in goals if share is not None]
+    if marks:
+        left.scatter(*zip(*marks, strict=True), marker="|", s=160, color="black", label="goal")
+        left.legend(loc="lower right", fontsize=8)
+    left.set_yticks(at, names, fontsize=8)
+    left.invert_yaxis()
+    left.set_xlim(0, 100)
+    left.set_xlabel("% of max(bytes / bandwidth, flops / matmul rate)")
+    for baseline in dict.fromkeys(row["way"] for ways in cases for row in ways[1:]):
+        points = [(r["ours_over_this"], i) for i, ways in enumerate(cases) for r in ways[1:] if r["way"] == baseline]
+        right.scatter(*zip(*points, strict=True), s=22, label=baseline)
+    right.axvline(1, color="grey", linewidth=0.8)
+    right.set_xscale("log")
+    right.set_xlabel("times as fast as")
+    if right.collections:
+        right.legend(fontsize=7)
+    return figure
+
+
+def draw_end_to_end(rows: list[Row], title: str) -> Any:
+    """Tokens a second of each way, a panel for each temperature; acceptance lengths beside the bars."""
+    from matplotlib.figure import Figure
+
+    temperatures = sorted({row["temperature"] for row in rows})
+    figure = Figure(figsize=(6.5 * len(temperatures), 1.2 + 0.32 * len(rows) / len(temperatures)), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for axis, temperature in zip(figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True):
+        ways = [row for row in rows if row["temperature"] == temperature]
+        speeds = [row["tokens_per_second"] for row in ways]
+        bars = axis.barh(range(len(ways)), speeds, color="#4878a8", height=0.6)
+        lengths = [row.get("acceptance_length") for row in ways]
+        axis.bar_label(bars, [f" {tau:.2f}" if tau and tau != 1 else "" for tau in lengths], fontsize=8)
+        axis.set_yticks(range(len(ways)), [row["way"] for row in ways], fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.12)
+        axis.set_title(f"temperature {temperature:g}", fontsize=9)
+        axis.set_xlabel("tokens a second (acceptance length at the bar)")
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """`path` without its ending -> PNG and SVG; the same rows give the same SVG."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": path.name}):
+        figure.savefig(path.with_suffix(".png"), dpi=120)
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+
+
+def show(machine: str, cases: list[list[Row]], runs: list[Row]) -> None:
+    table = Table(title=f"{machine}: what stands in the results")
+    for column in ("bench", "case", "us or tokens/s", "of the limit", "over baselines", "goal", "met"):
+        table.add_column(column, justify="left" if column in ("bench", "case", "over baselines", "goal") else "right")
+    for ways in cases:
+        ours = ways[0]
+        table.add_row(
+            ours["op"],
+            ours["case"],
+            f"{ours['median'] * 1e6:.1f}",
+            f"{ours['share']:.0%}" if "share" in ours else "",
+            ", ".join(f"{row['ours_over_this']:.2f}x {row['way']}" for row in ways[1:]),
+            ours.get("goal", ""),
+            {True: "yes", False: "no", None: ""}[ours.get("met")],
+        )
+    for row in runs:
+        speed = f"{row['tokens_per_second']:.0f}"
+        table.add_row("e2e", f"{row['way']}, T {row['temperature']:g}", speed, "", f"{row['over_ar']:.2f}x ar", "", "")
+    Console(width=170).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw and list what stands in bench/results.")
+    parser.add_argument("folders", nargs="*", type=Path, help="default: every machine's folder of bench/results")
+    args = parser.parse_args()
+    folders = args.folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    for folder in folders:
+        try:
+            rows = read(folder)
+        except ValueError as error:
+            parser.error(str(error))
+        cases, runs = kernels(rows), end_to_end(rows)
+        if not cases and not runs:
+            parser.error(f"{folder}: there are no rows to draw")
+        machine = rows[-1]["machine"]
+        timed = [ways for ways in cases if "share" in ways[0]]  # a CPU has no limit to compare with
+        for name, data, draw in (("kernels", timed, draw_kernels), ("e2e", runs, draw_end_to_end)):
+            if data:
+                save(draw(data, machine), folder / name)
+                print(folder / f"{name}.png", folder / f"{name}.svg", file=sys.stderr)
+        show(machine, cases, runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The newest rows are drawn, and a broken or empty folder is refused in a sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from bench import plot
+
+ROOT = Path(__file__).parents[1]
+
+
+def kernel_row(date, way, op="merge", case="T 8", **more):
+    row = {"bench": "kernels", "op": op, "case": case, "way": way, "median": 1e-5, "ours_over_this": 1.0}
+    return {**row, "machine": "a card", "date": date, **more}
+
+
+def write(folder, name, rows):
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_newest_row_of_a_case_counts_with_the_baselines_of_its_own_run(tmp_path):
+    old = [kernel_row("1", "specker", share=0.5), kernel_row("1", "torch"), kernel_row("1", "dropped since")]
+    new = [kernel_row("2", "specker", share=0.8, goal=">= 85%"), kernel_row("2", "torch", ours_over_this=2.0)]
+    write(tmp_path, "merge", new + old)
+    [ways] = plot.kernels(plot.read(tmp_path))
+    assert [(r["way"], r["date"]) for r in ways] == [("specker", "2"), ("torch", "2")]
+    assert plot.goal_share(ways[0]) == 0.85 and plot.goal_share(ways[1]) is None
+    figure = plot.draw_kernels([ways], "a card")
+    left, right = figure.axes
+    assert [bar.get_width() for bar in left.patches] == [80.0]
+    assert left.collections[0].get_offsets().tolist() == [[85.0, 0.0]]
+    assert right.collections[0].get_offsets().tolist() == [[2.0, 0.0]]
+
+
+def test_pictures_and_table(tmp_path):
+    run = {"bench": "e2e", "machine": "a card", "date": "3", "temperature": 0.0}
+    rows = [
+        {**run, "way": "ar", "tokens_per_second": 300.0, "over_ar": 1.0, "acceptance_length": 1.0},
+        {**run, "way": "draft chain 4", "tokens_per_second": 450.0, "over_ar": 1.5, "acceptance_length": 3.25},
+    ]
+    write(tmp_path, "e2e", rows)
+    write(tmp_path, "merge", [kernel_row("1", "specker", share=0.5, goal=">= 85%", met=False)])
+    command = [sys.executable, "bench/plot.py", str(tmp_path)]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "", "COLUMNS": "170"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("kernels", "e2e"):
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
+    for text in ("merge", "50%", ">= 85%", "no", "draft chain 4, T 0", "1.50x ar"):
+        assert text in done.stdout
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "there are no rows"), ('{"bench": "e2e"\n', "merge.jsonl, line 1")])
+def test_nothing_and_nonsense_are_refused(tmp_path, text, message):
+    (tmp_path / "merge.jsonl").write_text(text)
+    command = [sys.executable, "bench/plot.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
