@@ -3,16 +3,15 @@
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from specker.flags import opt
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 STRATEGIES = ("ar", "draft")
-PLANNED = ("easyspec", "del", "diffuspec", "vocabtrim")
-
-
-def _opt(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+PLANNED = ("easyspec", "del", "diffuspec")
+TRIM = "vocabtrim"  # not a way to draft but a smaller head for one: joined with `+`, or alone for draft+vocabtrim
 
 
 @dataclass(frozen=True)
@@ -34,44 +33,95 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """How much of a ranked vocabulary to keep: exactly one of the three."""
+
+    rows: int | None = None
+    fraction: float | None = None
+    coverage: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Keep":
+        """`8192` rows, `0.25` of the vocabulary, or as many rows as make up `coverage:0.98` of the counted tokens."""
+        value = text.removeprefix("coverage:")
+        try:
+            if value == text and re.fullmatch(r"\d+", text):
+                if int(text) >= 1:
+                    return cls(rows=int(text))
+            elif 0 < float(value) <= 1:
+                return cls(coverage=float(value)) if value != text else cls(fraction=float(value))
+        except ValueError:
+            pass
+        raise ValueError(
+            f"--vocab-keep must be rows (8192), a fraction (0.25) or a coverage (coverage:0.98), got {text!r}"
+        )
+
+
+@dataclass(frozen=True)
 class Options:
     """How an engine decodes; fixed when it is loaded."""
 
-    strategy: str = _opt("draft", "ar, draft, or a combination joined by +")
-    draft_tokens: int | None = _opt(None, "tokens in a draft chain (default 4), or a cap on the nodes of a --tree")
-    tree: str | None = _opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5")
-    max_context: int | None = _opt(None, "positions to allocate K/V for (default: what the checkpoint allows)")
-    page_size: int = _opt(256, "K/V cache positions per page")
+    strategy: str = opt("draft", "ar, draft, vocabtrim, or a combination joined by +")
+    draft_tokens: int | None = opt(None, "tokens in a draft chain (default 4), or a cap on the nodes of a --tree")
+    tree: str | None = opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5")
+    vocab_scores: str | None = opt(
+        None, "vocabtrim: how often each token occurs (default: the bundled family's); see python -m specker.calibrate"
+    )
+    vocab_keep: str | None = opt(
+        None, "vocabtrim: rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of the counted tokens"
+    )
+    max_context: int | None = opt(None, "positions to allocate K/V for (default: what the checkpoint allows)")
+    page_size: int = opt(256, "K/V cache positions per page")
 
     def __post_init__(self) -> None:
+        known = (*STRATEGIES, TRIM)
         parts = self.strategy.split("+")
         for part in parts:
             if part in PLANNED:
-                raise ValueError(f"strategy {part!r} is not built yet; available: {', '.join(STRATEGIES)}")
-            if part not in STRATEGIES:
-                raise ValueError(f"unknown strategy {part!r}; available: {', '.join(STRATEGIES)}")
-        if len(parts) > 1:
+                raise ValueError(f"strategy {part!r} is not built yet; available: {', '.join(known)}")
+            if part not in known:
+                raise ValueError(f"unknown strategy {part!r}; available: {', '.join(known)}")
+        ways = [part for part in parts if part != TRIM]
+        if len(ways) > 1 or len(set(parts)) < len(parts):
             raise ValueError(f"strategies {' and '.join(parts)} do not compose: each decides what is drafted")
+        if ways == ["ar"] and self.trimmed:
+            raise ValueError("strategies ar and vocabtrim do not compose: ar drafts nothing, so it has no draft head")
+        if self.vocab_keep is not None:
+            Keep.parse(self.vocab_keep)
+        for name in ("vocab_scores", "vocab_keep"):
+            if getattr(self, name) is not None and not self.trimmed:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is for strategy vocabtrim or a combination with it, not {self.strategy!r}")
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= 255:
             raise ValueError(f"--draft-tokens must be between 1 and 255, got {self.draft_tokens}")
         if self.tree is not None:
             Tree.parse(self.tree)
-        if self.strategy == "ar" and (self.tree is not None or self.draft_tokens is not None):
+        if self.way == "ar" and (self.tree is not None or self.draft_tokens is not None):
             raise ValueError("strategy 'ar' drafts nothing: --tree and --draft-tokens do not apply")
         if self.max_context is not None and self.max_context < 1:
             raise ValueError(f"--max-context must be at least 1, got {self.max_context}")
         if self.page_size < 1:
             raise ValueError(f"--page-size must be at least 1, got {self.page_size}")
 
+    @property
+    def trimmed(self) -> bool:
+        """Whether the drafter's head keeps only some of the vocabulary."""
+        return TRIM in self.strategy.split("+")
+
+    @property
+    def way(self) -> str:
+        """What drafts: the strategy without the trimming, which alone is `draft`'s."""
+        return next((part for part in self.strategy.split("+") if part != TRIM), "draft")
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How the target's token is drawn from its logits, the same for every strategy (see kernels/accept.py)."""
 
-    temperature: float = _opt(0.0, "0 decodes greedily")
-    top_p: float = _opt(1.0, "keep the smallest set of tokens with this much probability")
-    top_k: int = _opt(0, "keep the k most probable tokens; 0 keeps all")
-    seed: int = _opt(0, "same seed, same tokens, whatever the strategy")
+    temperature: float = opt(0.0, "0 decodes greedily")
+    top_p: float = opt(1.0, "keep the smallest set of tokens with this much probability")
+    top_k: int = opt(0, "keep the k most probable tokens; 0 keeps all")
+    seed: int = opt(0, "same seed, same tokens, whatever the strategy")
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or 1e-6 <= self.temperature < float("inf")):  # logits / 1e-7 could overflow

@@ -18,28 +18,28 @@ from specker.runtime.stats import Stats
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
-def probe(path: str) -> None:
+def probe(path: str, flag: str = "--json") -> None:
     """Raise now, not after a long run, where `write_file` could not write; leaves nothing behind."""
     where = Path(path)
     if where.is_dir():
-        raise ValueError(f"--json {path}: is a directory")
+        raise ValueError(f"{flag} {path}: is a directory")
     try:
         with tempfile.TemporaryFile(dir=where.parent) if _replaceable(where) else where.open("a"):
             pass
     except OSError as error:
-        raise ValueError(f"--json {path}: cannot be written: {error.strerror}") from None
+        raise ValueError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 
 
-def write_file(path: str | Path, text: str) -> None:
+def write_file(path: str | Path, data: str | bytes) -> None:
     """Write all of the file or nothing: a reader, or a crash, never meets half of it."""
-    where = Path(path)
+    where, data = Path(path), data.encode() if isinstance(data, str) else data
     if not _replaceable(where):
-        where.write_text(text, encoding="utf-8")
+        where.write_bytes(data)
         return
     where = Path(os.path.realpath(where))
     part = where.with_name(f".{where.name}.{os.getpid()}.tmp")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(data)
         os.replace(part, where)
     finally:
         part.unlink(missing_ok=True)
@@ -72,7 +72,8 @@ def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, A
         "prompts": [_row(r, [r] if r.check else []) for r in results],
         "total": _row(total, checked),
     }
-    return out | ({"interrupted": True} if interrupted else {})
+    trim = engine.trim_report(total.stats)
+    return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})
 
 
 def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
@@ -138,6 +139,13 @@ class Screen:
         for name in rows[0]:
             if any(row[name] for row in rows):
                 table.add_row(name, *(row[name] for row in rows))
+        if trim := engine.trim_report(stats):
+            table.add_section()
+            table.add_row("kept rows of the draft's head", f"{trim['kept_rows']} of {trim['vocab_size']}")
+            table.add_row("emitted tokens among them", f"{trim['coverage']:.1%}")
+            table.add_row("rounds ended by a trimmed token", f"{trim['rounds_lost']} of {stats.rounds}")
+            table.add_row("head, KiB a draft step", f"{trim['head_bytes_per_draft_step'] / 1024:.0f}")
+            table.add_row("memory-bound speed-up (a model)", f"{trim['mbsu']:.2f}")
         if plain:
             table.add_section()
             speedup = _total(checked).tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0

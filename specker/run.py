@@ -5,49 +5,40 @@ stands below it, or on stderr when stdout is a pipe or a file. Exit codes: 0; 1 
 failed; 2 for what the user can put right; 130 after Ctrl-C, when the table and `--json` hold what there was until then.
 """
 
-import argparse
 import contextlib
 import json
-import os
 import signal
 import sys
 import threading
-import types
-import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from specker.config import DTYPES, Options, Sampling
+from specker.flags import Parser, ended, make, opt
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime.stats import Stats
-
-T = typing.TypeVar("T")
-
-
-def _opt(default: Any, help: str, metavar: str | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "metavar": metavar})
 
 
 @dataclass(frozen=True)
 class Job:
     """What to decode, where, and what to tell about it; the other flags are config.Options and config.Sampling."""
 
-    target: str | None = _opt(None, "the model that decides (default: the bundled code-target)", "DIR|HUB_ID")
-    draft: str | None = _opt(None, "the model that drafts (default with no --target: code-draft)", "DIR|HUB_ID")
-    prompt: str | None = _opt(None, "one prompt; - reads it from stdin, without its last newline")
-    prompts: str | None = _opt(
+    target: str | None = opt(None, "the model that decides (default: the bundled code-target)", "DIR|HUB_ID")
+    draft: str | None = opt(None, "the model that drafts (default with no --target: code-draft)", "DIR|HUB_ID")
+    prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline")
+    prompts: str | None = opt(
         None,
         "JSON lines with `prompt`, or Spec-Bench's `turns`: with --chat a growing conversation, else a prompt each",
         "FILE|-",
     )
-    chat: bool = _opt(False, "wrap prompts in the target's chat template")
-    max_new_tokens: int = _opt(128, "tokens to decode for each prompt")
-    dtype: str | None = _opt(None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)")
-    device: str | None = _opt(None, "cpu or cuda (default: cuda where there is one)")
-    check: bool = _opt(False, "decode with ar too: compare the tokens, print both speeds")
-    json: str | None = _opt(None, "write the results as one JSON object; with - stdout holds nothing else", "FILE|-")
+    chat: bool = opt(False, "wrap prompts in the target's chat template")
+    max_new_tokens: int = opt(128, "tokens to decode for each prompt")
+    dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)")
+    device: str | None = opt(None, "cpu or cuda (default: cuda where there is one)")
+    check: bool = opt(False, "decode with ar too: compare the tokens, print both speeds")
+    json: str | None = opt(None, "write the results as one JSON object; with - stdout holds nothing else", "FILE|-")
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompts is not None:
@@ -58,27 +49,11 @@ class Job:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse would print the usage too and exit from here
-        raise ValueError(f"{message} (see --help)")
-
-
-def parser() -> argparse.ArgumentParser:
-    """One flag per dataclass field. transformers' HfArgumentParser does that too, but costs a second to import."""
-    top = _Parser(prog="specker", description="Speculative decoding that never changes the output.", allow_abbrev=False)
+def parser() -> Parser:
+    top = Parser(prog="specker", description="Speculative decoding that never changes the output.", allow_abbrev=False)
     top.add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt - does")
     for cls, title in ((Job, "job"), (Options, "strategy"), (Sampling, "sampling")):
-        group = top.add_argument_group(title)
-        hints = typing.get_type_hints(cls)
-        for f in fields(cls):
-            kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t is not types.NoneType)
-            flag, about = "--" + f.name.replace("_", "-"), f.metadata["help"]
-            if kind is bool:
-                group.add_argument(flag, action="store_true", help=about)
-                continue
-            metavar = f.metadata.get("metavar") or {int: "N", float: "X"}.get(kind, "TEXT")
-            about += "" if f.default is None else f" (default: {f.default})"
-            group.add_argument(flag, type=kind, default=f.default, metavar=metavar, help=about)
+        top.add(cls, title)
     return top
 
 
@@ -93,10 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
             raise ValueError("- reads the prompt from stdin and excludes --prompt and --prompts")
         values["prompt"] = "-"
 
-    def make(cls: type[T]) -> T:
-        return cls(**{f.name: values[f.name] for f in fields(cls)})  # type: ignore[arg-type]
-
-    return make(Job), make(Options), make(Sampling)
+    return make(Job, values), make(Options, values), make(Sampling, values)
 
 
 # --- the prompts
@@ -265,27 +237,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`run` with errors as one line on stderr; SPECKER_DEBUG=1 shows where they came from."""
-    try:
-        code = run(*parse(argv))
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        print("specker: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader has gone, `| head` say; keep the interpreter from flushing into the void
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:
-        if os.environ.get("SPECKER_DEBUG"):
-            raise
-        mine = not isinstance(error, (ValueError, OSError))
-        about = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        line = " ".join(about.split())
-        if mine:
-            line = f"{type(error).__name__}: {line} (internal; set SPECKER_DEBUG=1 for the traceback)"
-        print(f"specker: error: {line}", file=sys.stderr)
-        return 1 if mine else 2
+    return ended(lambda: run(*parse(argv)))
 
 
 def cli() -> NoReturn:

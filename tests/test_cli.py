@@ -52,7 +52,7 @@ def test_flags_are_the_dataclasses() -> None:
     argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
     job, options, sampling = run.parse([*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"])
     assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, 128)
-    assert options == Options("draft", 7, "2x3", 99, 16)
+    assert options == Options("draft", 7, "2x3", max_context=99, page_size=16)
     assert sampling == Sampling(0.7, 0.9, 5, 3)
     assert run.parse([]) == (run.Job(), Options(), Sampling())
     assert run.parse(["-"])[0].prompt == "-"
@@ -361,6 +361,7 @@ def fake_stats(tokens: int, wall: float) -> Stats:
 @pytest.mark.parametrize(("wall", "words"), [(2.0, ["2.00x"]), (8.0, ["0.50x", "warning: slower than plain decoding"])])
 def test_table(capsys: pytest.CaptureFixture[str], wall: float, words: list[str]) -> None:
     engine = SimpleNamespace(strategy="draft", target_name="t", draft_name="d", device="cpu", dtype="torch.float32")
+    engine.trim_report = lambda stats: {}
     plain = Stats(tokens=100, rounds=100, wall=4.0)
     check = SimpleNamespace(identical=True, ok=True, ar=SimpleNamespace(stats=plain))
     Screen(json_to_stdout=False).table(engine, [Result([], "", fake_stats(100, wall), check)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specker import run
+from specker import calibrate, run
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md")
@@ -42,6 +42,8 @@ def test_command(line: str) -> None:
             assert all(word.startswith("ARGS=") for word in more)
         case ["python", "-m", "specker.run", *flags]:
             run.parse(flags)
+        case ["python", "-m", "specker.calibrate", *flags]:
+            calibrate.parse(flags)
         case ["pip", "install", "."] | ["source", ".venv/bin/activate"]:
             pass
         case _:
@@ -82,7 +84,7 @@ def test_drawing_and_text_name_real_files() -> None:
 
 
 def test_every_strategy_is_in_the_table() -> None:
-    from specker.config import PLANNED, STRATEGIES
+    from specker.config import PLANNED, STRATEGIES, TRIM
 
     state = dict(re.findall(r"^\| `([a-z]+)` \|.*\| (\w+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert state == {**dict.fromkeys(STRATEGIES, "works"), **dict.fromkeys(PLANNED, "planned")}
+    assert state == {**dict.fromkeys((*STRATEGIES, TRIM), "works"), **dict.fromkeys(PLANNED, "planned")}

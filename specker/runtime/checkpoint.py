@@ -105,6 +105,12 @@ def read_config(
     return parse_config(_folder(source, weights=False), max_context, bidirectional)[0]
 
 
+def read_tokenizer(source: str | Path) -> Any:
+    """What `load` would give as `.tokenizer`, without any weights. Raises CheckpointError."""
+    folder = _folder(source, weights=False)
+    return _tokenizer(folder, parse_config(folder, None, None)[0].architecture)
+
+
 def _folder(source: str | Path, weights: bool) -> Path:
     """The local folder of `source`, downloaded if it is a hub id."""
     path = Path(source).expanduser()

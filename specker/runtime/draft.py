@@ -33,6 +33,10 @@ class Draft:
             depths.append(depths[parent] + 1)
         return depths
 
+    def depth(self) -> int:
+        """The longest path's."""
+        return len(self) if self.is_chain else max(self.depths())
+
 
 def top_nodes(draft: Draft, scores: Tensor, count: int) -> Draft:
     """The `count` best nodes of a tree whose scores [N] never grow from parent to child; earlier nodes win ties, so

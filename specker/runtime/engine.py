@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from specker import zoo
-from specker.config import DTYPES, Options, Sampling, Tree, from_kwargs
+from specker.config import DTYPES, Keep, Options, Sampling, Tree, from_kwargs
 from specker.kernels.noise import gumbel
+from specker.runtime import vocab_scores
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.checkpoint import load as load_checkpoint
@@ -18,9 +19,9 @@ from specker.runtime.detokenize import Detokenizer
 from specker.runtime.draft import Draft
 from specker.runtime.loop import Context, Drafter, decode
 from specker.runtime.model import Model, prefill
-from specker.runtime.model_config import CheckpointError
+from specker.runtime.model_config import CheckpointError, layer_elements
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import STRATEGIES, allocate, policy
+from specker.runtime.strategies import STRATEGIES, allocate, default_keep, policy, shape
 from specker.runtime.verify import verify
 
 
@@ -69,18 +70,21 @@ class Engine:
     dtype: torch.dtype
     target_name: str
     draft_name: str | None
+    kept: torch.Tensor | None = None  # [K] the ids of the draft's head's rows where it is trimmed (strategy vocabtrim)
     _model: Model = field(init=False, repr=False)
     _cache: KVCache = field(init=False, repr=False)
     _drafter: Drafter | None = field(init=False, repr=False)
+    _kept_ids: frozenset[int] | None = field(init=False, repr=False)
     _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
 
     def __post_init__(self) -> None:
-        strategy = STRATEGIES[self.options.strategy]
+        strategy = STRATEGIES[self.options.way]
+        self._kept_ids = None if self.kept is None else frozenset(self.kept.tolist())
         self._model = Model(self.target)
         self._cache = allocate(self._model, self.options)
         self._drafter = None
         if strategy.drafter is not None and self.draft is not None:
-            self._drafter = strategy.drafter(Model(self.draft), self.options)
+            self._drafter = strategy.drafter(Model(self.draft), self.kept, self.options)
 
     @property
     def strategy(self) -> str:
@@ -119,6 +123,29 @@ class Engine:
         if min(ids) < 0 or max(ids) >= vocab:
             raise ValueError(f"token ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
         return ids
+
+    def trim_report(self, stats: Stats) -> dict[str, Any]:
+        """What trimming saved and cost in the decoding that `stats` counted; empty where nothing is trimmed."""
+        if self.kept is None or self.draft is None:
+            return {}
+        return {
+            "kept_rows": len(self.kept),
+            "vocab_size": self.target.config.vocab_size,
+            "coverage": stats.kept / max(1, stats.tokens),
+            "rounds_lost": stats.lost,
+            "head_bytes_per_draft_step": self.draft.weights.head.numel() * self.dtype.itemsize,
+            "mbsu": self.mbsu(stats),
+        }
+
+    def mbsu(self, stats: Stats) -> float:
+        """tau / (c * gamma + 1), the memory-bound speed-up of arXiv 2506.22694: tau acceptance length, c the bytes of
+        weights of a draft step over a target step's, gamma draft steps a round. A model, not a measurement."""
+        if self.draft is None:
+            return 1.0
+        sizes = [layer_elements(x.config) + x.weights.head.numel() for x in (self.draft, self.target)]
+        width, depth = shape(self.options)
+        gamma = depth if width > 1 else stats.drafted / max(1, stats.rounds)
+        return stats.acceptance_length / (sizes[0] / sizes[1] * gamma + 1)
 
     def warmup(self) -> None:
         """Decode a few tokens with and without the drafter, so that first calls are not what a comparison times."""
@@ -174,7 +201,8 @@ class Engine:
         if drafter is not None:
             drafter.reset()
         limit = min(len(ids) + max_new_tokens, self.max_context)
-        return Context(self._model, self._cache, drafter, policy(self.options), params, Stats(), ids, limit)
+        kept = None if drafter is None else self._kept_ids
+        return Context(self._model, self._cache, drafter, policy(self.options), params, Stats(), ids, limit, kept)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
         text = Detokenizer(self._tokenizer_or_none())
@@ -247,7 +275,7 @@ def load(
     opts: Options = from_kwargs(Options, {"strategy": strategy, **options})
     where = _device(device)
     kind = _dtype(dtype, where)
-    parts = STRATEGIES[opts.strategy]
+    parts = STRATEGIES[opts.way]
     if draft is not None and not parts.needs_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
     if target is not None and draft is None and parts.needs_draft:
@@ -267,8 +295,33 @@ def load(
         if opts.tree and Tree.parse(opts.tree).width > min(side.config.vocab_size, main.config.vocab_size):
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side)
+    kept = None
+    if opts.trimmed and side is not None:
+        if opts.vocab_scores is None and target is not None:
+            raise ValueError(
+                f"strategy {opts.strategy!r} needs --vocab-scores for {target}: python -m specker.calibrate makes them"
+            )
+        side, kept = _trimmed(main, side, opts)
     names = [_name(target_source), None if side is None else _name(draft_source)]
-    return Engine(main, side, opts, where, kind, names[0] or "", names[1])
+    return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept)
+
+
+def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options) -> tuple[Checkpoint, torch.Tensor]:
+    """The draft with the kept rows of its head alone, copied once and contiguous, and their ids, ascending. Its
+    embedding stays whole: any token may stand in the text."""
+    path = options.vocab_scores or zoo.vocab_scores()
+    scores = vocab_scores.read(path)
+    vocab, tokens = target.config.vocab_size, _vocabulary(target)
+    scores.check(vocab, None if tokens is None else vocab_scores.tokenizer_hash(target.tokenizer), path)
+    keep = Keep.parse(options.vocab_keep) if options.vocab_keep else default_keep(scores)
+    rows = min(vocab, len(draft.weights.head))  # a draft may know fewer ids than a padded target
+    special = vocab_scores.special_ids(target.tokenizer) if tokens is not None else set()
+    ids = scores.kept(keep, {*target.config.eos_ids, *special}, rows)
+    width = shape(options)[0]
+    if width > len(ids):
+        raise ValueError(f"--tree {options.tree} is wider than the {len(ids)} rows that --vocab-keep leaves")
+    head = draft.weights.head[ids.to(draft.weights.head.device)]
+    return replace(draft, weights=replace(draft.weights, head=head)), ids.to(head.device)
 
 
 def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> Checkpoint:

@@ -41,6 +41,7 @@ class Context:
     stats: Stats
     committed: list[int]
     limit: int  # committed tokens at which decoding ends
+    kept: frozenset[int] | None = None  # the ids a trimmed drafter can propose; None: all
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Taken:
     path: list[int]  # accepted rows, row 0 (the root) first
     tokens: list[int]  # accepted draft tokens, then the target's own next token
     drafted: int = 0
+    lost: bool = False  # the draft ended early, and a trimmed head could not have proposed the target's token
 
 
 @torch.inference_mode()
@@ -62,7 +64,7 @@ def step(ctx: Context) -> Taken:
     with ctx.stats.stage("accept"):
         s = ctx.sampling
         target = sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
-        taken = _take(draft, target)
+        taken = _take(draft, target, ctx.kept)
     with ctx.stats.stage("commit"):
         ctx.cache.commit(taken.path)
         ctx.committed += taken.tokens
@@ -87,6 +89,8 @@ def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], 
             tokens = tokens[: stop + 1]
         accepted = min(len(taken.path) - 1, len(tokens))
         ctx.stats.observe(taken.drafted, accepted, len(tokens))
+        if ctx.kept is not None:
+            ctx.stats.observe_kept(sum(token in ctx.kept for token in tokens), taken.lost)
         yield tokens, accepted
         if stop is not None:
             return
@@ -105,10 +109,11 @@ def _propose(ctx: Context) -> Draft:
     return ctx.drafter.propose(ctx.committed, Budget(min(budget.nodes, free), budget.depth), ctx.sampling)
 
 
-def _take(draft: Draft, target: torch.Tensor) -> Taken:
+def _take(draft: Draft, target: torch.Tensor, kept: frozenset[int] | None) -> Taken:
     if not len(draft):
         return Taken([0], target.tolist())
     path, count, following = accept_walk(draft.tokens, draft.parents, target)
-    rows = path[0, : int(count)].tolist()
+    rows, own = path[0, : int(count)].tolist(), int(following)
     tokens = draft.tokens.tolist()
-    return Taken(rows, [tokens[row - 1] for row in rows[1:]] + [int(following)], len(draft))
+    lost = kept is not None and own not in kept and len(rows) - 1 < draft.depth()
+    return Taken(rows, [tokens[row - 1] for row in rows[1:]] + [own], len(draft), lost)

@@ -221,3 +221,10 @@ def reason(error: Exception) -> str:
     """An exception as half a sentence: its type and the first line that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def layer_elements(config: ModelConfig) -> int:
+    """Elements of all layers' linear weights: what every step reads, beside the head."""
+    c = config
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)

@@ -17,6 +17,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
+    kept: int = 0  # emitted tokens that a trimmed drafter could have proposed
+    lost: int = 0  # rounds whose draft ended at a token that it could not
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
@@ -37,6 +39,11 @@ class Stats:
         self.hits += [0] * (accepted - len(self.hits))
         for i in range(accepted):
             self.hits[i] += 1
+
+    def observe_kept(self, kept: int, lost: bool) -> None:
+        """One round of a trimmed drafter: `kept` of the emitted tokens are within its vocabulary."""
+        self.kept += kept
+        self.lost += lost
 
     @property
     def acceptance_length(self) -> float:
@@ -61,6 +68,8 @@ class Stats:
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
             hits=[a + b for a, b in zip(*padded, strict=True)],
+            kept=self.kept + other.kept,
+            lost=self.lost + other.lost,
             wall=self.wall + other.wall,
             seconds={name: self.seconds[name] + other.seconds[name] for name in STAGES},
         )

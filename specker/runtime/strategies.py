@@ -3,27 +3,32 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specker.config import Options, Tree
+from torch import Tensor
+
+from specker.config import Keep, Options, Tree
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.head import Head
 from specker.runtime.loop import Drafter
 from specker.runtime.model import Model
 from specker.runtime.policy import Fixed, Policy
+from specker.runtime.vocab_scores import VocabScores
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
 DRAFT_TOKENS = 4
+VOCAB_KEEP = "0.25"
 
 
 @dataclass(frozen=True)
 class Strategy:
     needs_draft: bool  # a second checkpoint
-    drafter: Callable[[Model, Options], Drafter] | None  # from that checkpoint's model; None: nothing is drafted
+    drafter: Callable[[Model, Tensor | None, Options], Drafter] | None
+    """From that checkpoint's model and the ids of its head's rows, None for all; None: nothing is drafted."""
 
 
-def _autoregressive(model: Model, options: Options) -> Drafter:
-    head = Head(model.head, model.norm[0], model.config.rms_norm_eps)
+def _autoregressive(model: Model, token_ids: Tensor | None, options: Options) -> Drafter:
+    head = Head(model.head, model.norm[0], model.config.rms_norm_eps, token_ids)
     return AutoregressiveDrafter(model, allocate(model, options), head, width=shape(options)[0])
 
 
@@ -31,6 +36,11 @@ STRATEGIES = {
     "ar": Strategy(needs_draft=False, drafter=None),
     "draft": Strategy(needs_draft=True, drafter=_autoregressive),
 }
+
+
+def default_keep(scores: VocabScores) -> Keep:
+    """All that another's file keeps; of our own, which ranks everything, the measured winner on the bundled pair."""
+    return Keep(rows=len(scores.ids)) if scores.counts is None else Keep.parse(VOCAB_KEEP)
 
 
 def shape(options: Options) -> tuple[int, int]:

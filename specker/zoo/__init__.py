@@ -47,6 +47,11 @@ def path(name: str) -> Path:
     return Path(__file__).parent / name
 
 
+def vocab_scores() -> Path:
+    """How often each token occurs in text that the target wrote; see specker/runtime/vocab_scores.py."""
+    return Path(__file__).parent / "vocab_scores.safetensors"
+
+
 def heldout() -> list[dict[str, str]]:
     """Beginnings of functions of modules never trained on: {"prompt", "source" ("module:line"), "licence"} each."""
     text = (Path(__file__).parent / "heldout.jsonl").read_text(encoding="utf-8")

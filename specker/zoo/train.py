@@ -15,6 +15,9 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
+from specker.runtime.checkpoint import read_tokenizer
+from specker.runtime.vocab_scores import VocabScores, tokenizer_hash
+
 from . import corpus, distill
 from . import net as nets
 from .export import export
@@ -33,7 +36,7 @@ class Preset:
     batch: int = 4096  # tokens, in `micro` parts
     micro: int = 4
     lengths: tuple[tuple[float, int], ...] = ((0.85, 256), (0.97, 512), (1.0, 1024))  # (up to this fraction, window)
-    own_rows: int = 2048  # windows of the target's own text
+    own_rows: int = 6144  # windows of the target's own text
     corpus_bytes: int | None = None
     eval_every: int = 50
 
@@ -43,7 +46,7 @@ PRESETS = {
         NetConfig(256, 12, 4, 2, 704),
         NetConfig(96, 2, 2, 1, 256),
         NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
-        tokens=(11_000_000, 6_000_000, 3_200_000),
+        tokens=(11_000_000, 16_000_000, 3_200_000),
         lr=(3e-3, 4e-3, 3e-3),
     ),
     "tiny": Preset(
@@ -215,6 +218,13 @@ def export_all(run: Run, out: Path) -> None:
         if saved := run.saved(name):
             export(run.trained(name), run.work / "tokenizer.json", out / f"code-{name}")
             logs[name] = saved["log"]
+    if (run.work / "own.npy").exists():
+        own = np.load(run.work / "own.npy", mmap_mode="r")
+        counts = torch.from_numpy(np.bincount(own.ravel(), minlength=run.p.target.vocab))
+        about = {"totals": {"texts": len(own), "tokens": own.size}, "source": "target"}
+        digest = tokenizer_hash(read_tokenizer(out / "code-target"))
+        scores = VocabScores.from_counts(counts, tokenizer=digest, **about)
+        (out / "vocab_scores.safetensors").write_bytes(scores.to_bytes())
     for name in ("corpus.json", "heldout.jsonl"):
         shutil.copyfile(run.work / name, out / name)
     rows = (f' "{k}": [\n  ' + ",\n  ".join(map(json.dumps, v)) + "\n ]" for k, v in logs.items())

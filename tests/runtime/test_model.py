@@ -40,7 +40,8 @@ def build(folder, page_size=16, permute=False, **kwargs):
     make(folder, **kwargs)
     model = Model(load(folder, dtype=F64, device="cpu"))
     capacity = model.config.max_context
-    pages = torch.randperm(-(-capacity // page_size), generator=torch.Generator().manual_seed(1)) if permute else None
+    count, mixed = -(-capacity // page_size), torch.Generator().manual_seed(1)
+    pages = torch.randperm(count, generator=mixed, dtype=torch.int32) if permute else None
     cache = KVCache(model.config, capacity, dtype=F64, device="cpu", page_size=page_size, pages=pages)
     cache.k.fill_(float("nan"))  # nothing that was not written may be read
     cache.v.fill_(float("nan"))

@@ -1,0 +1,196 @@
+"""Trimmed draft heads: kept rows x whose text was counted, on held-out prompts of the bundled pair.
+
+Sources, the same number of tokens each: continuations that the target writes of the held-out prompts that are not
+decoded here, continuations that the draft writes of them, and Python source as it is (the standard library without the
+held-out modules); `bundled` is the family's own score file, of far more of the target's text. Beside them the untrimmed
+`draft` and `ar`, all interleaved. Rows go to bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
+"""
+
+import dataclasses
+import json
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import HfArgumentParser
+
+import specker
+from bench import harness, plot
+from bench.e2e import differing, ours
+from specker import calibrate
+from specker.runtime import vocab_scores
+from specker.runtime.engine import Engine
+from specker.zoo.corpus import is_held_out
+
+SOURCES = ("bundled", "target", "draft", "text")
+
+
+@dataclass
+class Args:
+    prompts: int = field(default=12, metadata={"help": "held-out prompts to decode; the others are calibrated on"})
+    max_new_tokens: int = 72
+    keep: str = field(default="256,512,1024,2048,3072,4096,6144", metadata={"help": "kept rows, comma separated"})
+    temperatures: str = "0,0.7"
+    calibration_tokens: int = field(default=256, metadata={"help": "written after each calibration prompt"})
+    draft_tokens: int = 4
+    rounds: int = 3
+    save: bool = True
+    device: str = "cpu"
+    dtype: str = "float32"
+    transformers: bool = False  # as bench.e2e's; not timed here
+
+
+def texts(budget: int, tokenizer: Any) -> Iterator[list[int]]:
+    """Token ids of the standard library's files, without the held-out ones, until there are `budget` of them."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.glob("*.py")):
+        if is_held_out(path.name) or budget <= 0:
+            continue
+        ids = tokenizer(path.read_text(encoding="utf-8", errors="replace"), add_special_tokens=False)["input_ids"]
+        yield ids[: min(budget, 2000)]  # the beginning of many files rather than all of a few
+        budget -= min(budget, 2000, len(ids))
+
+
+def score_files(args: Args, prompts: list[str], folder: Path) -> dict[str, Path]:
+    """One file a source; `bundled` is the family's."""
+    lines = folder / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    out = {"bundled": specker.zoo.vocab_scores()}
+    for source in ("target", "draft"):
+        out[source] = folder / f"{source}.safetensors"
+        how = ["--source", source, "--prompts", str(lines), "--max-new-tokens", str(args.calibration_tokens)]
+        code = calibrate.main([*how, "--temperature", "0.7", "--device", args.device, "--out", str(out[source])])
+        if code:
+            sys.exit(code)
+    read = vocab_scores.read(out["target"])
+    tokenizer = specker.load(strategy="ar", device="cpu").tokenizer
+    counts = torch.zeros(read.vocab_size or 0, dtype=torch.int64)
+    for ids in texts(read.tokens, tokenizer):
+        counts += torch.bincount(torch.tensor(ids), minlength=len(counts))
+    scores = vocab_scores.VocabScores.from_counts(counts, tokenizer=read.tokenizer, source="text")
+    out["text"] = folder / "text.safetensors"
+    out["text"].write_bytes(scores.to_bytes())
+    return out
+
+
+def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: list[list[int]]) -> list[dict]:
+    ways: dict[str, Any] = {
+        name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
+    }
+    timings = harness.measure(ways, args.rounds)
+    plain = timings["ar"].last
+    rows = []
+    for name, timing in timings.items():
+        done, engine = timing.last, engines[name]
+        source, _, keep = name.partition(" ")
+        speed = done.count / timing.median
+        row = {
+            "bench": "vocabtrim",
+            "way": name,
+            "source": source,
+            "temperature": temperature,
+            "dtype": args.dtype,
+            "device": args.device,
+            "prompts": len(prompts),
+            "tokens": done.count,
+            "draft_tokens": args.draft_tokens,
+            **timing.row(),
+            "tokens_per_second": speed,
+            "over_ar": timings["ar"].median / timing.median,
+            "over_draft": timings["draft"].median / timing.median,
+            "acceptance_length": done.stats.acceptance_length,
+            "mbsu": engine.mbsu(done.stats),
+        }
+        if engine.strategy != "ar":
+            row["differing_within_rounding"] = differing(
+                engine, prompts, done, plain, args, {"temperature": temperature}
+            )
+        rows.append(row | engine.trim_report(done.stats) | ({"keep": int(keep)} if keep else {}))
+    return rows
+
+
+def show(rows: list[dict], temperature: float) -> None:
+    table = Table(title=f"temperature {temperature:g}")
+    for column in ("way", "tokens/s", "over draft", "over ar", "tau", "of draft's", "coverage", "mbsu", "head, KiB"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    whole = next(row for row in rows if row["way"] == "draft")["acceptance_length"]
+    for row in rows:
+        table.add_row(
+            row["way"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['over_draft']:.2f}",
+            f"{row['over_ar']:.2f}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['acceptance_length'] / whole:.1%}",
+            f"{row['coverage']:.1%}" if "coverage" in row else "",
+            f"{row['mbsu']:.2f}",
+            f"{row['head_bytes_per_draft_step'] / 1024:.0f}" if "coverage" in row else "",
+        )
+    Console(width=120).print(table)
+
+
+def draw(rows: list[dict], title: str) -> Any:
+    """Acceptance length, modelled and measured speed over kept rows, a row of panels for each temperature."""
+    from matplotlib.figure import Figure
+
+    temperatures = sorted({row["temperature"] for row in rows})
+    panels = (
+        ("acceptance_length", "acceptance length"),
+        ("mbsu", "MBSU (modelled)"),
+        ("over_draft", "x draft, measured"),
+    )
+    figure = Figure(figsize=(13, 3.4 * len(temperatures)), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for axes, temperature in zip(figure.subplots(len(temperatures), 3, squeeze=False), temperatures, strict=True):
+        mine = [row for row in rows if row["temperature"] == temperature]
+        whole = next(row for row in mine if row["way"] == "draft")
+        for axis, (key, label) in zip(axes, panels, strict=True):
+            for source in SOURCES:
+                points = sorted((row["kept_rows"], row[key]) for row in mine if row["source"] == source)
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=source)
+            if axis is not axes[2]:
+                axis.axhline(whole[key], color="grey", linewidth=0.8, label="draft, whole head")
+            axis.set_xscale("log", base=2)
+            axis.set_ylabel(f"{label}, T {temperature:g}", fontsize=9)
+            axis.set_xlabel("kept rows", fontsize=9)
+        axes[0].legend(fontsize=7)
+    return figure
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    heldout = [row["prompt"] for row in specker.zoo.heldout()]
+    how = {"device": args.device, "dtype": args.dtype, "draft_tokens": args.draft_tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        files = score_files(args, heldout[args.prompts :], Path(folder))
+        engines = {
+            "ar": specker.load(device=args.device, dtype=args.dtype, strategy="ar"),
+            "draft": specker.load(**how),
+        }
+        for source in SOURCES:
+            for keep in args.keep.split(","):
+                trimmed = {"strategy": "vocabtrim", "vocab_scores": str(files[source]), "vocab_keep": keep}
+                engines[f"{source} {keep}"] = specker.load(**how, **trimmed)
+    prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        new = bench(args, temperature, engines, prompts)
+        show(new, temperature)
+        rows += new
+    if args.save:
+        path = harness.save("vocabtrim", rows, args.device)
+        plot.save(draw(rows, f"vocabtrim on the bundled pair, {harness.machine(args.device)}"), path.with_suffix(""))
+        print(path)
+    else:
+        print(json.dumps(dataclasses.asdict(args)))
+
+
+if __name__ == "__main__":
+    main()

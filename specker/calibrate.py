@@ -1,0 +1,266 @@
+"""Count how often each token occurs in text, for a trimmed LM head: `python -m specker.calibrate --help`.
+
+    python -m specker.calibrate --prompts FILE.jsonl --out scores.safetensors                the target writes the text
+    python -m specker.calibrate --prompts FILE.jsonl --source draft --out scores.safetensors the draft does
+    python -m specker.calibrate --text FILE... --out scores.safetensors                      text as it is
+    python -m specker.calibrate --scores FILE --vocab-keep 8192 --export freq_8192.pt        show, convert
+
+A draft beside the target only makes it faster: the text is the same. Counts are kept in OUT.part while it runs; the
+same command goes on after a kill and ends in the same file. Beside OUT the coverage curve is drawn, OUT with .png.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specker.config import DTYPES, Keep, Sampling
+from specker.flags import Parser, ended, make, opt
+from specker.report import probe, write_file
+from specker.run import Job, read_talks
+
+SAVE_EVERY = 5.0  # seconds
+ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
+
+
+@dataclass(frozen=True)
+class Calibration:
+    target: str | None = opt(None, "whose vocabulary it is (default: the bundled code-target)", "DIR|HUB_ID")
+    draft: str | None = opt(None, "writes the text with --source draft, else makes the target faster", "DIR|HUB_ID")
+    prompts: str | None = opt(None, "JSON lines with `prompt` or `turns`, to be continued", "FILE|-")
+    text: tuple[str, ...] = opt((), "count these files as they are, without any model", "FILE")
+    source: str = opt("target", "who continues the prompts: target or draft")
+    max_new_tokens: int = opt(128, "tokens to write after each prompt")
+    chat: bool = opt(False, "wrap prompts in the target's chat template")
+    out: str | None = opt(None, "the score file to write, .safetensors", "FILE")
+    scores: str | None = opt(None, "show this score file instead of counting", "FILE")
+    vocab_keep: str | None = opt(None, "with --export: 8192 rows, 0.25 of the vocabulary or coverage:0.98")
+    export: str | None = opt(
+        None, "with --scores: the kept ids as .pt (FR-Spec), .npy or .safetensors (EAGLE-3)", "FILE"
+    )
+    dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: as python -m specker.run)")
+    device: str | None = opt(None, "cpu or cuda (default: cuda where there is one)")
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError("give one of --prompts FILE, --text FILE... and --scores FILE")
+        if self.scores and self.out:
+            raise ValueError("--out is for counting; with --scores, --export FILE converts")
+        if self.export and (not self.scores or self.vocab_keep is None):
+            raise ValueError("--export needs --scores FILE and --vocab-keep")
+        if self.vocab_keep is not None:
+            Keep.parse(self.vocab_keep)
+        if not self.scores and (self.out is None or Path(self.out).suffix != ".safetensors"):
+            raise ValueError("--out must name the score file to write, ending in .safetensors")
+        if self.source not in ("target", "draft"):
+            raise ValueError(f"--source must be target or draft, got {self.source!r}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
+    parser = Parser(prog="specker.calibrate", description="Count tokens for a trimmed LM head.", allow_abbrev=False)
+    parser.add(Calibration, "calibration")
+    parser.add(Sampling, "sampling of the text that a model writes; prompt n has the seed SEED + n")
+    values = vars(parser.parse_args(argv))
+    return make(Calibration, values), make(Sampling, values)
+
+
+def run(job: Calibration, sampling: Sampling) -> int:
+    from specker.runtime import vocab_scores
+
+    if job.scores:
+        scores = vocab_scores.read(job.scores)
+        show(scores)
+        if job.export:
+            _export(job, scores)
+        return 0
+    assert job.out is not None
+    probe(job.out, "--out")
+    scores = count(job, sampling)
+    write_file(job.out, scores.to_bytes())
+    _part(job.out).unlink(missing_ok=True)
+    show(scores)
+    draw(scores, Path(job.out).with_suffix(".png"))
+    return 0
+
+
+def count(job: Calibration, sampling: Sampling) -> Any:
+    """The VocabScores of the job, from where an earlier run of the same job left off."""
+    import torch
+
+    from specker.runtime import vocab_scores
+
+    texts, vocab_size, tokenizer, fingerprint = _texts(job, sampling)
+    key = hashlib.sha256(json.dumps([fingerprint, asdict(sampling), job.max_new_tokens, job.chat]).encode()).hexdigest()
+    part = _part(job.out or "")
+    done, counts = _resume(part, key, vocab_size)
+    saved = time.monotonic()
+    for n, ids in _progress(texts, done, len(fingerprint) - 1):
+        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)[:vocab_size]
+        done = n + 1
+        if time.monotonic() - saved > SAVE_EVERY:
+            _save(part, key, done, counts)
+            saved = time.monotonic()
+    _save(part, key, done, counts)
+    if not counts.sum():
+        raise ValueError("there is not one token in all of the text")
+    totals = {"texts": done, "tokens": int(counts.sum())}
+    source = "text" if job.text else job.source
+    digest = vocab_scores.tokenizer_hash(tokenizer)
+    return vocab_scores.VocabScores.from_counts(counts, tokenizer=digest, source=source, totals=totals)
+
+
+def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[str]]:
+    """(n -> token ids of text n, vocabulary size, tokenizer, what makes the job what it is: models and texts)."""
+    import specker
+    from specker import zoo
+    from specker.runtime.checkpoint import read_config, read_tokenizer
+
+    target = job.target or zoo.path("code-target")
+    if job.text:
+        config, tokenizer = read_config(target), read_tokenizer(target)
+        files = [Path(name).read_bytes() for name in job.text]
+        digests = [hashlib.sha256(data).hexdigest() for data in files]
+
+        def raw(n: int) -> list[int]:
+            return list(tokenizer(files[n].decode(errors="replace"), add_special_tokens=False)["input_ids"])
+
+        return raw, config.vocab_size, tokenizer, [str(target), *digests]
+    talks = [(turn, talk.where) for talk in read_talks(Job(prompts=job.prompts)) for turn in talk.turns]
+    if job.source == "draft":
+        if job.target is not None and job.draft is None:
+            raise ValueError(f"--source draft needs --draft beside --target {job.target}")
+        engine = specker.load(job.draft or zoo.path("code-draft"), strategy="ar", device=job.device, dtype=job.dtype)
+    else:
+        fast = job.draft is not None or job.target is None
+        engine = specker.load(job.target, job.draft, "draft" if fast else "ar", device=job.device, dtype=job.dtype)
+    vocab_size = read_config(target).vocab_size
+
+    def encode(turn: str, where: str) -> list[int]:
+        said = [{"role": "user", "content": turn}]
+        try:
+            return engine.validate(engine.encode_chat(said) if job.chat else engine.encode(turn))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    prompts = [encode(turn, where) for turn, where in talks]  # all are checked before the first is continued
+
+    def written(n: int) -> list[int]:
+        options = {**asdict(sampling), "seed": (sampling.seed + n) % 2**64}
+        return engine.generate(prompts[n], job.max_new_tokens, **options).tokens
+
+    models = f"{target} {job.source} {engine.target_name} {engine.dtype}"
+    return written, vocab_size, engine.tokenizer, [models, *(turn for turn, _ in talks)]
+
+
+def _progress(texts: Any, done: int, total: int) -> Iterator[tuple[int, list[int]]]:
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total} texts"))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("counting", completed=done, total=total)
+        for n in range(done, total):
+            yield n, texts(n)
+            bar.advance(task)
+
+
+def _part(out: str) -> Path:
+    return Path(f"{out}.part")
+
+
+def _save(part: Path, key: str, done: int, counts: Any) -> None:
+    from safetensors.torch import save
+
+    write_file(part, save({"counts": counts}, {"job": json.dumps([key, done])}))
+
+
+def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any]:
+    """(texts counted, counts [V]) of an earlier run of the same job, or of none."""
+    import torch
+    from safetensors import safe_open
+
+    if not part.exists():
+        return 0, torch.zeros(vocab_size, dtype=torch.int64)
+    try:
+        with safe_open(part, framework="pt") as file:
+            theirs, done = json.loads((file.metadata() or {})["job"])
+            counts = file.get_tensor("counts")
+    except Exception as error:
+        raise ValueError(f"{part} cannot be read ({error}); delete it to start again") from error
+    if theirs != key:
+        raise ValueError(f"{part} is of another job (other models, texts or options); delete it to start again")
+    return done, counts
+
+
+def show(scores: Any) -> None:
+    """The coverage of 1k..64k rows, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if scores.counts is None:
+        print(f"{len(scores.ids):,} ids in order, without counts")
+        return
+    totals = ", ".join(f"{value:,} {name}" for name, value in sorted(scores.totals.items(), reverse=True))
+    print(f"{len(scores.ids):,} ids seen, source: {scores.source} ({totals})")
+    table = Table()
+    table.add_column("rows", justify="right")
+    table.add_column("coverage", justify="right")
+    size = scores.vocab_size or len(scores.ids)
+    for rows in (*(n for n in ROWS if n < size), size):
+        table.add_row(f"{rows:,}", f"{scores.coverage(rows):.2%}")
+    Console().print(table)
+
+
+def draw(scores: Any, path: Path) -> None:
+    """The coverage curve."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("specker: matplotlib is not installed, so the coverage curve is not drawn", file=sys.stderr)
+        return
+    import io
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    share = scores.counts.cumsum(0).double() / scores.tokens
+    axis.plot(range(1, len(share) + 1), 100 * share, color="#4878a8")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("rows of the head kept, most frequent first")
+    axis.set_ylabel("% of the counted tokens")
+    axis.set_title(f"{scores.tokens:,} tokens, source: {scores.source}", fontsize=10)
+    axis.grid(alpha=0.3)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_file(path, picture.getvalue())
+
+
+def _export(job: Calibration, scores: Any) -> None:
+    from specker import zoo
+    from specker.runtime import vocab_scores
+    from specker.runtime.checkpoint import read_config, read_tokenizer
+
+    target = job.target or zoo.path("code-target")
+    config, tokenizer = read_config(target), read_tokenizer(target)
+    scores.check(config.vocab_size, vocab_scores.tokenizer_hash(tokenizer), job.scores)
+    always = {*config.eos_ids, *vocab_scores.special_ids(tokenizer)}
+    ids = scores.kept(Keep.parse(job.vocab_keep or ""), always, config.vocab_size)
+    assert job.export is not None
+    write_file(job.export, vocab_scores.exported(job.export, ids, scores.ranked(ids), config.vocab_size))
+    print(f"{len(ids):,} ids of {config.vocab_size:,} in {job.export}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return ended(lambda: run(*parse(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""How often each token of a vocabulary occurs, and which of them a trimmed LM head keeps (VocabTrim, arXiv 2506.22694).
+
+Our own file is a safetensors file with `ids` and `counts`, most frequent first, and one metadata entry that holds the
+version, the vocabulary's size, a hash of the tokenizer, the source of the text and its totals. Two formats of others
+are read and written too:
+
+    freq_*.pt      FR-Spec and SGLang: a list of absolute ids, most frequent first; no counts, size or tokenizer
+    d2t, t2d       EAGLE-3, as .npy or in a .safetensors file: d2t [K] holds OFFSETS, row i is id i + d2t[i], ids
+                   ascending; t2d [V] is a boolean mask of the kept ids
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specker.config import Keep
+
+FORMAT, VERSION = "specker-vocab-scores", 1
+SOURCES = ("target", "draft", "text")
+
+
+@dataclass(frozen=True)
+class VocabScores:
+    """A ranking of token ids. `counts` is None where the file had none."""
+
+    ids: Tensor  # [n] int64, most frequent first, equals by id; ids never seen are left out
+    counts: Tensor | None  # [n] int64
+    vocab_size: int | None = None
+    tokenizer: str | None = None  # `tokenizer_hash`
+    source: str = "text"  # whose text: target, draft or text
+    totals: dict[str, int] = field(default_factory=dict)  # such as texts and tokens
+
+    @classmethod
+    def from_counts(cls, counts: Tensor, **about: Any) -> "VocabScores":
+        """counts [V] int64 of every id."""
+        order = torch.sort(counts, descending=True, stable=True).indices
+        ids = order[: int((counts > 0).sum())]
+        return cls(ids, counts[ids], vocab_size=len(counts), **about)
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.counts is None else int(self.counts.sum())
+
+    def coverage(self, rows: int) -> float:
+        """The share of the counted tokens that the `rows` most frequent ids make up."""
+        return float(self._counts()[:rows].sum()) / max(1, self.tokens)
+
+    def kept(self, keep: Keep, always: Iterable[int], vocab_size: int) -> Tensor:
+        """Ids [K] to keep of a vocabulary, ascending: those of `always`, then the most frequent, then (where more are
+        asked for than were seen) the lowest. ValueError where coverage is asked for and there are no counts."""
+        first = sorted({i for i in always if 0 <= i < vocab_size})
+        ranked = self.ids[self.ids < vocab_size].tolist()
+        if keep.coverage is not None:
+            mass = self._counts().cumsum(0)
+            chosen = {*first, *self.ids[: int((mass < keep.coverage * self.tokens).sum()) + 1].tolist()}
+            return torch.tensor(sorted(i for i in chosen if i < vocab_size), dtype=torch.int64)
+        rows = keep.rows if keep.fraction is None else max(1, round(keep.fraction * vocab_size))
+        assert rows is not None
+        order = dict.fromkeys((*first, *ranked, *range(vocab_size)))
+        return torch.tensor(sorted(list(order)[: max(rows, len(first))]), dtype=torch.int64)
+
+    def ranked(self, ids: Tensor) -> Tensor:
+        """The same ids, in this ranking; those that were never seen come last, by id."""
+        place = {token: n for n, token in enumerate(self.ids.tolist())}
+        return torch.tensor(sorted(ids.tolist(), key=lambda i: (place.get(i, len(place)), i)), dtype=torch.int64)
+
+    def check(self, vocab_size: int, tokenizer: str | None, path: object) -> None:
+        """ValueError unless the ranking is of this vocabulary, as far as the file tells."""
+        if self.vocab_size is not None and self.vocab_size != vocab_size:
+            raise ValueError(f"{path} ranks a vocabulary of {self.vocab_size} ids, the target's has {vocab_size}")
+        if self.tokenizer is not None and tokenizer is not None and self.tokenizer != tokenizer:
+            raise ValueError(f"{path} was counted with another tokenizer than the target's")
+        top = int(self.ids.max()) if len(self.ids) else -1
+        if top >= vocab_size:
+            raise ValueError(f"{path} has the id {top}, but the target's vocabulary ends at {vocab_size - 1}")
+
+    def to_bytes(self) -> bytes:
+        """Our own format; the same scores give the same bytes."""
+        from safetensors.torch import save
+
+        about = {"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
+        about |= {"source": self.source, "totals": self.totals}
+        tensors = {"ids": self.ids.contiguous(), "counts": self._counts().contiguous()}
+        return save(tensors, {"specker": json.dumps(about, sort_keys=True)})
+
+    def _counts(self) -> Tensor:
+        if self.counts is None:
+            raise ValueError("the scores have no counts, only an order: keep a number or a fraction, not a coverage")
+        return self.counts
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that a chat template or the tokenizer puts in by itself; the statistics of text say little of them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Of what ids mean: every token with its id."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), ensure_ascii=True)
+    return hashlib.sha256(tokens.encode()).hexdigest()
+
+
+# --- files
+
+
+def read(path: str | Path) -> VocabScores:
+    """A file of any of the formats. ValueError, in a sentence, for one that is broken or is not what its kind says."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such vocabulary score file")
+    readers = {".pt": _read_pt, ".npy": _read_npy, ".safetensors": _read_safetensors}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: expected .safetensors (specker's, or EAGLE-3's d2t), .pt (FR-Spec) or .npy (d2t)")
+    scores = readers[path.suffix](path)
+    if not len(scores.ids):
+        raise ValueError(f"{path} ranks no id at all")
+    return scores
+
+
+def _read_safetensors(path: Path) -> VocabScores:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = (file.metadata() or {}).get("specker")
+            tensors = {name: file.get_tensor(name) for name in file.keys() if name in ("ids", "counts", "d2t", "t2d")}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is corrupt or truncated ({error})") from error
+    if "d2t" in tensors:
+        return _offsets(tensors["d2t"], tensors.get("t2d"), path)
+    try:
+        facts = json.loads(about or "")
+    except json.JSONDecodeError:
+        facts = None
+    if facts is None or not {"ids", "counts"} <= set(tensors):
+        raise ValueError(f"{path} is neither a vocabulary score file nor has it EAGLE-3's d2t")
+    if facts.get("format") != FORMAT or facts.get("version") != VERSION:
+        is_ = f"{facts.get('format')} version {facts.get('version')}"
+        raise ValueError(f"{path} is {is_}; this reads {FORMAT} version {VERSION}")
+    known = {name: facts[name] for name in ("vocab_size", "tokenizer", "source", "totals")}
+    scores = _absolute(tensors["ids"], path)
+    counts = tensors["counts"]
+    if counts.shape != scores.ids.shape or bool((counts[1:] > counts[:-1]).any()) or bool((counts < 1).any()):
+        raise ValueError(f"{path}: the counts are not one for each id, positive and descending")
+    return replace(scores, counts=counts, **known)
+
+
+def _read_pt(path: Path) -> VocabScores:
+    try:
+        ids = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen kinds for a broken or an unsafe file
+        raise ValueError(f"{path} cannot be read as a list of ids ({str(error).splitlines()[0]})") from error
+    return _absolute(_vector(ids, path), path)
+
+
+def _read_npy(path: Path) -> VocabScores:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    if array.dtype == bool:
+        return _mask(torch.from_numpy(array))
+    beside = path.with_name(path.name.replace("d2t", "t2d"))
+    mask = torch.from_numpy(np.load(beside, allow_pickle=False)) if beside != path and beside.is_file() else None
+    return _offsets(_vector(array, path), mask, path)
+
+
+def _vector(values: Any, path: Path) -> Tensor:
+    try:
+        ids = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a list of integers") from error
+    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise ValueError(f"{path} must be a vector of integers, got {tuple(ids.shape)} {ids.dtype}")
+    return ids.long()
+
+
+def _absolute(ids: Tensor, path: Path) -> VocabScores:
+    ids = _vector(ids, path)
+    if len(ids) and int(ids.min()) < 0:
+        raise ValueError(f"{path} has the id {int(ids.min())}; ids start at 0")
+    seen, times = ids.unique(return_counts=True)
+    if len(seen) < len(ids):
+        hint = ""
+        if bool((ids[1:] >= ids[:-1]).all()):
+            hint = "; never falling, these are EAGLE-3's offsets (d2t): save them as d2t in .npy or .safetensors"
+        raise ValueError(f"{path} has the id {int(seen[times > 1][0])} {int(times.max())} times{hint}")
+    return VocabScores(ids, None)
+
+
+def _offsets(d2t: Tensor, t2d: Tensor | None, path: Path) -> VocabScores:
+    """Row i is id i + d2t[i]; ids ascend, so a real d2t never falls, and stands still wherever neighbours are kept."""
+    d2t = _vector(d2t, path)
+    ids = torch.arange(len(d2t)) + d2t
+    rising = d2t[1:] > d2t[:-1]
+    if len(d2t) and (int(d2t[0]) < 0 or bool((d2t[1:] < d2t[:-1]).any()) or (len(d2t) > 8 and bool(rising.all()))):
+        raise ValueError(f"{path}: d2t must hold offsets (id = row + d2t[row]), but these look like absolute ids")
+    if t2d is None:
+        return VocabScores(ids, None)
+    kept = _mask(t2d)
+    if not torch.equal(kept.ids, ids):
+        raise ValueError(f"{path}: d2t and t2d keep different ids; are d2t's entries offsets (id = row + d2t[row])?")
+    return replace(kept, ids=ids)
+
+
+def _mask(t2d: Tensor) -> VocabScores:
+    return VocabScores(t2d.bool().nonzero()[:, 0], None, vocab_size=len(t2d))
+
+
+def exported(path: str | Path, ids: Tensor, ranked: Tensor, vocab_size: int) -> bytes:
+    """A kept set in the format that the path's ending names: `ids` [K] ascending, `ranked` the same, frequent first."""
+    path, out = Path(path), io.BytesIO()
+    d2t = ids - torch.arange(len(ids))
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    if path.suffix == ".pt":
+        torch.save(ranked.tolist(), out)
+    elif path.suffix == ".npy":
+        np.save(out, (t2d if "t2d" in path.name else d2t).numpy())
+    elif path.suffix == ".safetensors":
+        from safetensors.torch import save
+
+        return save({"d2t": d2t, "t2d": t2d})
+    else:
+        raise ValueError(f"--export {path}: expected .pt (FR-Spec), .npy or .safetensors (EAGLE-3's d2t and t2d)")
+    return out.getvalue()

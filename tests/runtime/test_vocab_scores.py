@@ -1,0 +1,180 @@
+"""The score file and what is kept of it; other people's formats; files that are not what they say."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from specker.config import Keep
+from specker.runtime import vocab_scores
+from specker.runtime.vocab_scores import VocabScores, exported, read
+
+COUNTS = torch.tensor([3, 0, 50, 7, 7, 0, 1, 32])  # ranked 2, 7, 3, 4, 0, 6
+
+
+def scores(**about):
+    return VocabScores.from_counts(COUNTS, tokenizer="abc", source="target", totals={"tokens": 100}, **about)
+
+
+def kept(text, always=(), vocab=8):
+    return scores().kept(Keep.parse(text), always, vocab).tolist()
+
+
+def test_ranking_and_coverage():
+    s = scores()
+    assert s.ids.tolist() == [2, 7, 3, 4, 0, 6] and s.counts.tolist() == [50, 32, 7, 7, 3, 1] and s.tokens == 100
+    assert [s.coverage(n) for n in (1, 2, 8)] == [0.5, 0.82, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "always", "want"),
+    [
+        ("3", (), [2, 3, 7]),
+        ("3", (5, 1), [1, 2, 5]),  # what is always kept counts among the rows, and comes first
+        ("1", (5, 1), [1, 5]),
+        ("0.25", (), [2, 7]),
+        ("7", (), [0, 1, 2, 3, 4, 6, 7]),  # more than were seen: the lowest of the others
+        ("99", (), list(range(8))),
+        ("coverage:0.5", (), [2]),
+        ("coverage:0.51", (), [2, 7]),
+        ("coverage:1", (5,), [0, 2, 3, 4, 5, 6, 7]),
+        ("2", (11,), [2, 7]),  # an id beyond the head
+    ],
+)
+def test_what_is_kept(text, always, want):
+    assert kept(text, always) == want
+
+
+def test_ids_beyond_a_smaller_draft_are_not_kept():
+    assert kept("3", (), vocab=7) == [2, 3, 4]
+    assert kept("coverage:0.9", (), vocab=7) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-3", "1.5", "0.0", "coverage:0", "coverage:2", "coverage:", "many", "nan", "3e2"]
+)
+def test_keep_refuses(text):
+    with pytest.raises(ValueError, match="--vocab-keep must be rows"):
+        Keep.parse(text)
+
+
+def test_our_file_round_trips_to_the_byte(tmp_path):
+    path = tmp_path / "scores.safetensors"
+    path.write_bytes(scores().to_bytes())
+    again = read(path)
+    assert again.to_bytes() == scores().to_bytes()
+    assert (again.vocab_size, again.tokenizer, again.source, again.totals) == (8, "abc", "target", {"tokens": 100})
+
+
+@pytest.mark.parametrize("name", ["freq.pt", "d2t.npy", "t2d.npy", "eagle.safetensors"])
+def test_others_formats_round_trip(tmp_path, name):
+    ids = torch.tensor([0, 1, 2, 5, 6, 7, 11, 30])
+    ranked = ids[[3, 1, 0, 2, 4, 6, 5, 7]]
+    path = tmp_path / name
+    path.write_bytes(exported(path, ids, ranked, 32))
+    got = read(path)
+    assert got.counts is None
+    assert got.ids.tolist() == (ranked if name == "freq.pt" else ids).tolist()
+    assert got.vocab_size == (32 if name[0] in "te" else None)
+    assert torch.equal(got.kept(Keep(rows=8), (), 32), ids)
+    with pytest.raises(ValueError, match="no counts"):
+        got.kept(Keep(coverage=0.5), (), 32)
+
+
+def test_d2t_with_its_mask_beside_it(tmp_path):
+    ids = torch.tensor([0, 1, 5])
+    for name in ("d2t.npy", "t2d.npy"):
+        (tmp_path / name).write_bytes(exported(name, ids, ids, 9))
+    assert read(tmp_path / "d2t.npy").vocab_size == 9
+    np.save(tmp_path / "t2d.npy", np.arange(9) < 3)
+    with pytest.raises(ValueError, match="d2t and t2d keep different ids"):
+        read(tmp_path / "d2t.npy")
+
+
+OFFSETS = torch.tensor([0, 0, 0, 2, 2, 2, 5, 5, 9, 20])
+ABSOLUTE = OFFSETS + torch.arange(10)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("freq.pt", OFFSETS, "d2t"),  # offsets given as absolute
+        ("freq.pt", [4, 9, 4], "the id 4 2 times"),
+        ("freq.pt", [4, -1], "the id -1"),
+        ("freq.pt", [0.5, 1.0], "vector of integers"),
+        ("freq.pt", {"a": 1}, "not a list of integers"),
+        ("freq.pt", [], "no id at all"),
+        ("d2t.npy", ABSOLUTE * 2, "look like absolute ids"),  # absolute given as offsets
+        ("d2t.npy", ABSOLUTE.flip(0), "look like absolute ids"),
+        ("d2t.safetensors", ABSOLUTE * 2, "look like absolute ids"),
+        ("d2t.npy", OFFSETS.float(), "vector of integers"),
+        ("scores.csv", "x", "expected .safetensors"),
+    ],
+)
+def test_refused_by_what_it_is(tmp_path, name, value, words):
+    path = tmp_path / name
+    if path.suffix == ".pt":
+        torch.save(value, path)
+    elif path.suffix == ".npy":
+        np.save(path, value.numpy())
+    elif path.suffix == ".safetensors":
+        save_file({"d2t": value}, path)
+    else:
+        path.write_text(value)
+    with pytest.raises(ValueError, match=words):
+        read(path)
+
+
+def test_halves_are_refused(tmp_path):
+    ids = torch.arange(0, 400, 3)
+    for name in ("s.safetensors", "freq.pt", "d2t.npy"):
+        path = tmp_path / name
+        data = scores().to_bytes() if name[0] == "s" else exported(path, ids, ids, 500)
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(ValueError, match=f"{name} (is corrupt|cannot be read)"):
+            read(path)
+    with pytest.raises(ValueError, match="no such vocabulary score file"):
+        read(tmp_path / "absent.pt")
+
+
+def test_our_file_with_other_contents_is_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    path.write_bytes(scores().to_bytes())
+    tensors = load_file(path)
+    path.write_bytes(save(tensors))
+    with pytest.raises(ValueError, match="neither a vocabulary score file"):
+        read(path)
+    path.write_bytes(save(tensors, {"specker": '{"format": "specker-vocab-scores", "version": 2}'}))
+    with pytest.raises(ValueError, match="version 2; this reads specker-vocab-scores version 1"):
+        read(path)
+    path.write_bytes(save(tensors, {"specker": "{"}))
+    with pytest.raises(ValueError, match="neither a vocabulary score file"):
+        read(path)
+    path.write_bytes(scores().to_bytes().replace(b'"version\\": 1', b'"version\\": 3'))
+    with pytest.raises(ValueError, match="version 3"):
+        read(path)
+
+
+def test_another_vocabulary_is_refused():
+    s = scores()
+    s.check(8, "abc", "f")
+    s.check(8, None, "f")
+    with pytest.raises(ValueError, match="a vocabulary of 8 ids, the target's has 9"):
+        s.check(9, "abc", "f")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        s.check(8, "abd", "f")
+    with pytest.raises(ValueError, match="the id 7, but the target's vocabulary ends at 4"):
+        VocabScores(s.ids, None).check(5, None, "f")
+
+
+def test_special_ids_and_the_hash_follow_the_tokenizer():
+    from specker import zoo
+    from specker.runtime.checkpoint import read_tokenizer
+
+    tokenizer = read_tokenizer(zoo.path("code-target"))
+    assert vocab_scores.special_ids(tokenizer) >= set(tokenizer.all_special_ids)
+    before = vocab_scores.tokenizer_hash(tokenizer)
+    assert before == vocab_scores.tokenizer_hash(read_tokenizer(zoo.path("code-draft")))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    assert vocab_scores.tokenizer_hash(tokenizer) != before
+    assert tokenizer.convert_tokens_to_ids("<|turn|>") in vocab_scores.special_ids(tokenizer)

@@ -1,0 +1,201 @@
+"""`python -m specker.calibrate` as its users meet it: the same counts whatever interrupts it, and what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import specker
+from specker import calibrate
+from specker.runtime import vocab_scores
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(5)))
+    return str(path)
+
+
+def models(pair, *more):
+    return ["--target", pair[0], "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12", *more]
+
+
+def refused(capsys, argv, *words):
+    assert calibrate.main(argv) == 2
+    *_, err = capsys.readouterr().err.splitlines()
+    assert err.startswith("specker: error: "), err
+    for word in words:
+        assert word in err
+
+
+def test_counts_are_of_what_the_target_writes_with_or_without_a_draft(pair, prompts, tmp_path):
+    out = [tmp_path / f"{name}.safetensors" for name in ("alone", "drafted")]
+    how = ["--prompts", prompts, "--temperature", "0.9", "--seed", "4"]
+    assert calibrate.main(models(pair, *how, "--out", str(out[0]))) == 0
+    assert calibrate.main(models(pair, *how, "--out", str(out[1]), "--draft", pair[1])) == 0
+    assert out[0].read_bytes() == out[1].read_bytes()
+    engine = specker.load(pair[0], strategy="ar", dtype="float64", device="cpu")
+    want = torch.zeros(engine.target.config.vocab_size, dtype=torch.int64)
+    for i in range(5):
+        tokens = engine.generate(f"def f{i}(x):", 12, temperature=0.9, seed=4 + i).tokens
+        want += torch.bincount(torch.tensor(tokens), minlength=len(want))
+    got = vocab_scores.read(out[0])
+    assert got.source == "target" and got.totals == {"texts": 5, "tokens": int(want.sum())}
+    assert got.vocab_size == len(want) and got.tokenizer == vocab_scores.tokenizer_hash(engine.tokenizer)
+    counts = torch.zeros_like(want)
+    counts[got.ids] = got.counts
+    assert torch.equal(counts, want)
+    assert (tmp_path / "alone.png").read_bytes()[:4] == b"\x89PNG" and not (
+        tmp_path / "alone.safetensors.part"
+    ).exists()
+
+
+def test_the_draft_writes_and_text_is_counted_as_it_is(pair, prompts, tmp_path, capsys):
+    out = tmp_path / "s.safetensors"
+    argv = models(pair, "--prompts", prompts, "--source", "draft", "--draft", pair[1], "--out", str(out))
+    assert calibrate.main(argv) == 0
+    engine = specker.load(pair[1], strategy="ar", dtype="float64", device="cpu")
+    tokens = [t for i in range(5) for t in engine.generate(f"def f{i}(x):", 12, seed=i).tokens]
+    got = vocab_scores.read(out)
+    assert got.source == "draft" and got.counts.tolist() == sorted(np.bincount(tokens)[np.unique(tokens)])[::-1]
+    for name, text in (("a.txt", "def abc():\n    pass\n"), ("b.txt", "é" * 9)):
+        (tmp_path / name).write_text(text)
+    argv = ["--target", pair[0], "--text", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--out", str(out)]
+    assert calibrate.main(argv) == 0
+    ids = engine.tokenizer("def abc():\n    pass\n" + "é" * 9, add_special_tokens=False)["input_ids"]
+    got = vocab_scores.read(out)
+    assert got.source == "text" and got.totals == {"texts": 2, "tokens": len(ids)}
+    assert sorted(got.counts.tolist()) == sorted(np.bincount(ids)[np.unique(ids)].tolist())
+    assert "100.00%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 3])
+def test_stopped_anywhere_it_goes_on_to_the_same_file(pair, prompts, tmp_path, monkeypatch, stop_at):
+    whole, out = tmp_path / "whole.safetensors", tmp_path / "s.safetensors"
+    argv = models(pair, "--prompts", prompts, "--temperature", "1")
+    assert calibrate.main([*argv, "--out", str(whole)]) == 0
+    monkeypatch.setattr(calibrate, "SAVE_EVERY", 0.0)
+    written = []
+
+    class Stopping:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def generate(self, *args, **kwargs):
+            if len(written) == stop_at and not out.with_suffix(".go").exists():
+                raise KeyboardInterrupt
+            written.append(args)
+            return self.inner.generate(*args, **kwargs)
+
+    load = specker.load
+    monkeypatch.setattr(specker, "load", lambda *args, **kwargs: Stopping(load(*args, **kwargs)))
+    assert calibrate.main([*argv, "--out", str(out)]) == 130
+    assert not out.exists() and (tmp_path / "s.safetensors.part").exists() == (stop_at > 0)
+    out.with_suffix(".go").touch()
+    assert calibrate.main([*argv, "--out", str(out)]) == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert len(written) == 5, "a text was written twice or not at all"
+
+
+def test_killed_in_earnest_it_goes_on_to_the_same_file(pair, tmp_path):
+    """SIGKILL at a moment of its own choosing, twice."""
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"x{i}"}) + "\n" for i in range(40)))
+    argv = models(pair, "--prompts", str(prompts), "--out", str(tmp_path / "s.safetensors"))
+    command = "import sys; from specker import calibrate; calibrate.SAVE_EVERY = 0.0; sys.exit(calibrate.main())"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    part, seen = tmp_path / "s.safetensors.part", b""
+    for _ in range(2):
+        process = subprocess.Popen([sys.executable, "-c", command, *argv], env=env, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if part.exists() and part.read_bytes() != seen:
+                process.send_signal(signal.SIGKILL)
+                seen = part.read_bytes()
+                break
+            time.sleep(0.002)
+        process.wait()
+    assert seen, "it was never caught at work"
+    assert subprocess.run([sys.executable, "-c", command, *argv], env=env, capture_output=True).returncode == 0
+    whole = tmp_path / "whole.safetensors"
+    assert calibrate.main(models(pair, "--prompts", str(prompts), "--out", str(whole))) == 0
+    assert (tmp_path / "s.safetensors").read_bytes() == whole.read_bytes()
+
+
+def test_another_job_does_not_go_on_from_this_one(pair, prompts, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "s.safetensors"
+    part = tmp_path / "s.safetensors.part"
+    argv = models(pair, "--prompts", prompts, "--out", str(out))
+    calibrate._save(part, "another", 2, torch.zeros(320, dtype=torch.int64))
+    refused(capsys, argv, "is of another job", "delete it")
+    part.write_bytes(part.read_bytes()[:40])
+    refused(capsys, argv, "cannot be read", "delete it")
+    assert not out.exists()
+
+
+def test_show_and_export(pair, tmp_path, capsys):
+    text, out = tmp_path / "a.txt", tmp_path / "s.safetensors"
+    text.write_text("abcabcab")
+    assert calibrate.main(["--target", pair[0], "--text", str(text), "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert calibrate.main(["--scores", str(out)]) == 0
+    assert "source: text" in capsys.readouterr().out
+    for name in ("freq.pt", "d2t.npy", "eagle.safetensors"):
+        argv = ["--scores", str(out), "--target", pair[0], "--vocab-keep", "20", "--export", str(tmp_path / name)]
+        assert calibrate.main(argv) == 0
+        got = vocab_scores.read(tmp_path / name)
+        assert len(got.ids) == 20
+        engine = specker.load(*pair, strategy="vocabtrim", vocab_scores=str(tmp_path / name), device="cpu")
+        assert engine.kept.tolist() == sorted(got.ids.tolist())
+    freq = torch.load(tmp_path / "freq.pt", weights_only=True)
+    assert freq[:3] == vocab_scores.read(out).ids.tolist()[:3]
+    argv = ["--scores", str(out), "--vocab-keep", "20", "--export"]
+    refused(capsys, [*argv, str(tmp_path / "x.csv"), "--target", pair[0]], "expected .pt")
+    refused(capsys, [*argv, str(tmp_path / "x.pt")], "ranks a vocabulary of 320")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "give one of --prompts FILE, --text FILE... and --scores FILE"),
+        (["--text", "a", "--prompts", "b", "--out", "s.safetensors"], "give one of"),
+        (["--text", "a"], "--out must name the score file"),
+        (["--text", "a", "--out", "s.json"], "ending in .safetensors"),
+        (["--text", "/nowhere/a", "--out", "s.safetensors"], "/nowhere/a: No such file"),
+        (["--scores", "s", "--out", "t.safetensors"], "--out is for counting"),
+        (["--scores", "s.safetensors"], "no such vocabulary score file"),
+        (["--scores", "s.safetensors", "--export", "a.pt"], "--export needs --scores FILE and --vocab-keep"),
+        (["--prompts", "p", "--out", "s.safetensors", "--source", "me"], "--source must be target or draft"),
+        (["--prompts", "p", "--out", "/nowhere/s.safetensors"], "--out /nowhere/s.safetensors: cannot be written"),
+        (["--prompts", "p", "--out", "s.safetensors", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompts", "p", "--out", "s.safetensors", "--temperature", "-1"], "--temperature"),
+        (["--prompts", "p", "--out", "s.safetensors", "--dtype", "int8"], "--dtype"),
+        (["--vocab-keep", "none", "--scores", "s"], "--vocab-keep must be rows"),
+    ],
+)
+def test_refuses(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, argv, words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_text_and_a_prompt_too_long(pair, tmp_path, capsys):
+    empty, prompts = tmp_path / "empty.txt", tmp_path / "p.jsonl"
+    empty.write_text("")
+    prompts.write_text(json.dumps({"prompt": "x" * 600}) + "\n")
+    out = ["--out", str(tmp_path / "s.safetensors"), "--target", pair[0]]
+    refused(capsys, ["--text", str(empty), *out], "not one token")
+    refused(capsys, ["--prompts", str(prompts), *out], "p.jsonl line 1: ", "the context of")

@@ -1,0 +1,167 @@
+"""A trimmed draft head never changes the tokens, whatever it keeps, and says what it costs."""
+
+import json
+
+import pytest
+import torch
+from make_checkpoint import make
+from pairs import perturbed
+
+import specker
+from specker import run
+from specker.runtime.vocab_scores import VocabScores
+
+SHAPES = {"chain": {"draft_tokens": 5}, "tree": {"tree": "3x4"}}
+PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """(target, draft, score file counted on the target's own text), untied and tied heads."""
+    made = {}
+    for tied in (False, True):
+        folder = tmp_path_factory.mktemp(f"tied-{tied}")
+        target = make(folder / "target", layers=2, max_context=192, tied=tied)
+        draft = perturbed(target, folder / "draft")
+        plain = specker.load(target, strategy="ar", dtype="float64")
+        tokens = [t for seed in range(4) for t in plain.generate([seed], 150, temperature=1.0, seed=seed).tokens]
+        counts = torch.bincount(torch.tensor(tokens), minlength=plain.target.config.vocab_size)
+        path = folder / "scores.safetensors"
+        path.write_bytes(VocabScores.from_counts(counts, source="target").to_bytes())
+        made[tied] = str(target), str(draft), str(path)
+    return made
+
+
+def load(family, keep, tied=False, **options):
+    target, draft, path = family[tied]
+    how = {"strategy": "vocabtrim", "vocab_scores": path, "vocab_keep": str(keep), **options}
+    return specker.load(target, draft, dtype="float64", page_size=16, **how)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("keep", [16, 17, 40, "0.5", "coverage:0.9", 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_equal_plain_decoding_at_every_size(family, keep, temperature, shape):
+    fast = load(family, keep, **SHAPES[shape])
+    drafted = accepted = 0
+    for prompt in PROMPTS:
+        plain = fast.generate_ar(prompt, 60, temperature=temperature)
+        got = fast.generate(prompt, 60, temperature=temperature)
+        assert got.tokens == plain.tokens
+        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_only_kept_tokens_are_drafted_and_the_whole_vocabulary_is_no_trimming(family, tied, shape, monkeypatch):
+    from specker.runtime import loop
+
+    seen = []
+    monkeypatch.setattr(loop, "verify", lambda *a, verify=loop.verify: seen.append(a[3]) or verify(*a))
+    trimmed = load(family, 24, tied, **SHAPES[shape])
+    kept = set(trimmed.kept.tolist())
+    for prompt in PROMPTS:
+        trimmed.generate(prompt, 40, temperature=0.7)
+    assert len(kept) == 24 and {t for draft in seen for t in draft.tokens.tolist()} <= kept
+
+    target, draft, _ = family[tied]
+    whole, full = (
+        load(family, 128, tied, **SHAPES[shape]),
+        specker.load(target, draft, dtype="float64", page_size=16, **SHAPES[shape]),
+    )
+    for prompt in PROMPTS:
+        a, b = (engine.generate(prompt, 40, temperature=0.7).stats for engine in (whole, full))
+        assert (a.rounds, a.drafted, a.accepted, a.hits) == (b.rounds, b.drafted, b.accepted, b.hits)
+        assert a.lost == 0 and a.kept == a.tokens
+
+
+def test_the_head_is_the_kept_rows_and_the_embedding_stays_whole(family):
+    engine = load(family, 24)
+    full = specker.load(*family[False][:2], dtype="float64")
+    assert engine.draft.weights.head.shape == (24, 64)
+    assert torch.equal(engine.draft.weights.head, full.draft.weights.head[engine.kept])
+    assert torch.equal(engine._drafter.model.embed, full._drafter.model.embed)
+
+
+def test_what_trimming_lost_is_counted(family):
+    """Counted again from the rounds: those that end short of the whole draft at a token that is not kept."""
+    engine = load(family, 24, draft_tokens=3)
+    kept = set(engine.kept.tolist())
+    lost = emitted = within = 0
+    for prompt in PROMPTS:
+        for chunk in engine.stream(prompt, 60, temperature=0.7):
+            emitted += len(chunk.tokens)
+            within += sum(t in kept for t in chunk.tokens)
+            budget = min(3, 60 - chunk.stats.tokens + len(chunk.tokens) - 1)
+            lost += chunk.accepted < budget and chunk.tokens[-1] not in kept
+    stats = sum((engine.generate(p, 60, temperature=0.7).stats for p in PROMPTS), specker.runtime.stats.Stats())
+    assert (stats.tokens, stats.kept, stats.lost) == (emitted, within, lost) and lost > 0
+    report = engine.trim_report(stats)
+    assert report["kept_rows"] == 24 and report["coverage"] == within / emitted and report["rounds_lost"] == lost
+    assert report["head_bytes_per_draft_step"] == 24 * 64 * 8
+    layers = 2 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)  # of both models: E 64, D 16, heads 4/2, F 96
+    c, gamma = (layers + 24 * 64) / (layers + 128 * 64), stats.drafted / stats.rounds
+    assert report["mbsu"] == pytest.approx(stats.acceptance_length / (c * gamma + 1))
+    assert load(family, 24, tree="3x4").trim_report(stats)["mbsu"] == pytest.approx(
+        stats.acceptance_length / (c * 4 + 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "draft", "vocab_keep": "16"}, "--vocab-keep is for strategy vocabtrim"),
+        ({"strategy": "draft", "vocab_scores": "f"}, "--vocab-scores is for strategy vocabtrim"),
+        ({"strategy": "ar+vocabtrim"}, "ar drafts nothing"),
+        ({"strategy": "vocabtrim+vocabtrim"}, "do not compose"),
+        ({"strategy": "vocabtrim", "vocab_keep": "some"}, "--vocab-keep must be rows"),
+        ({"strategy": "vocabtrim", "tree": "40x2", "vocab_keep": "16"}, "wider than the 16 rows"),
+        ({"strategy": "vocabtrim", "vocab_scores": None}, "needs --vocab-scores"),
+        ({"strategy": "vocabtrim", "vocab_scores": "/nowhere.pt"}, "no such vocabulary score file"),
+    ],
+)
+def test_refuses(family, options, words):
+    target, draft, path = family[False]
+    if options["strategy"] == "vocabtrim":
+        options = {"vocab_scores": path, **options}
+    with pytest.raises(ValueError, match=words):
+        specker.load(target, draft, dtype="float64", **options)
+
+
+def test_scores_of_another_vocabulary_are_refused(family, pair):
+    _, _, path = family[False]
+    with pytest.raises(ValueError, match="ranks a vocabulary of 128 ids, the target's has 320"):
+        specker.load(*pair, strategy="vocabtrim", vocab_scores=path, device="cpu")
+    scores = VocabScores.from_counts(torch.arange(320), tokenizer="of another")
+    other = family[False][2] + ".other.safetensors"
+    with open(other, "wb") as file:
+        file.write(scores.to_bytes())
+    with pytest.raises(ValueError, match="counted with another tokenizer"):
+        specker.load(*pair, strategy="vocabtrim", vocab_scores=other, device="cpu")
+
+
+def test_specials_and_stop_ids_are_always_kept(pair, tmp_path):
+    from make_checkpoint import byte_tokenizer
+
+    path = tmp_path / "s.safetensors"
+    path.write_bytes(VocabScores.from_counts(torch.arange(320)).to_bytes())
+    engine = specker.load(*pair, strategy="vocabtrim", vocab_scores=str(path), vocab_keep="9", device="cpu")
+    special = {*byte_tokenizer().all_special_ids, *engine.target.config.eos_ids}
+    assert special and special <= set(engine.kept.tolist()) and len(engine.kept) == 9
+    assert 319 in engine.kept.tolist()
+
+
+@pytest.mark.parametrize("strategy", ["vocabtrim", "draft+vocabtrim"])
+def test_from_the_command_line(family, strategy, capsys, tmp_path):
+    from specker import zoo
+
+    assert zoo.vocab_scores().is_file()
+    out = tmp_path / "o.json"
+    argv = ["--strategy", strategy, "--prompt", "def f(", "--max-new-tokens", "20", "--device", "cpu", "--check"]
+    assert run.main([*argv, "--vocab-keep", "2048", "--json", str(out)]) == 0
+    told = json.loads(out.read_text())
+    assert told["strategy"] == strategy and told["total"]["identical"]
+    assert told["vocabulary"]["kept_rows"] == 2048 and 0 < told["vocabulary"]["coverage"] <= 1
+    shown = capsys.readouterr().err
+    assert "2048 of 8192" in shown and "memory-bound speed-up" in shown
