@@ -2,6 +2,7 @@
 `Engine.generate` take the same names as keyword arguments, and every value is checked here and nowhere else."""
 
 import dataclasses
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from specker.flags import opt
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-STRATEGIES = ("ar", "draft")
-PLANNED = ("easyspec", "del", "diffuspec")
+STRATEGIES = ("ar", "draft", "easyspec")
+PLANNED = ("del", "diffuspec")
+CALIBRATE = ("every", "mismatch", "never")
 TRIM = "vocabtrim"  # not a way to draft but a smaller head for one: joined with `+`, or alone for draft+vocabtrim
 
 
@@ -57,13 +59,37 @@ class Keep:
         )
 
 
+def groups(text: str) -> int | tuple[tuple[int, ...], ...]:
+    """--layer-parallel: a group's width, `4`, or all groups, `[[0],[1,2,3],[4]]`: every layer once, in order."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if type(value) is int and value >= 1:
+        return value
+    lists = isinstance(value, list) and value and all(isinstance(group, list) and group for group in value)
+    if not lists or any(type(n) is not int for group in value for n in group):
+        raise ValueError(f"--layer-parallel must be a width (4) or all groups ([[0],[1,2],[3]]), got {text!r}")
+    if (order := [n for group in value for n in group]) != list(range(len(order))):
+        raise ValueError(f"--layer-parallel must hold every layer from 0 on once and in order, got {text}")
+    return tuple(map(tuple, value))
+
+
 @dataclass(frozen=True)
 class Options:
     """How an engine decodes; fixed when it is loaded."""
 
-    strategy: str = opt("draft", "ar, draft, vocabtrim, or a combination joined by +")
+    strategy: str = opt("draft", "ar, draft, easyspec, vocabtrim, or a combination joined by +")
     draft_tokens: int | None = opt(None, "tokens in a draft chain (default 4), or a cap on the nodes of a --tree")
     tree: str | None = opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5")
+    layer_parallel: str | None = opt(
+        None, "easyspec: layers side by side in a group (default 4), or all groups, such as [[0],[1,2,3],[4]]"
+    )
+    calibrate: str | None = opt(
+        None,
+        "easyspec: when accepted tokens' K/V is written anew by the layers in sequence: every round (default), "
+        "on a mismatch, never",
+    )
     vocab_scores: str | None = opt(
         None, "vocabtrim: how often each token occurs (default: the bundled family's); see python -m specker.calibrate"
     )
@@ -86,6 +112,14 @@ class Options:
             raise ValueError(f"strategies {' and '.join(parts)} do not compose: each decides what is drafted")
         if ways == ["ar"] and self.trimmed:
             raise ValueError("strategies ar and vocabtrim do not compose: ar drafts nothing, so it has no draft head")
+        if self.calibrate not in (None, *CALIBRATE):
+            raise ValueError(f"--calibrate must be one of {', '.join(CALIBRATE)}, got {self.calibrate!r}")
+        for name in ("layer_parallel", "calibrate"):
+            if getattr(self, name) is not None and self.way != "easyspec":
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is for strategy easyspec, not {self.strategy!r}")
+        if self.layer_parallel is not None:
+            groups(self.layer_parallel)
         if self.vocab_keep is not None:
             Keep.parse(self.vocab_keep)
         for name in ("vocab_scores", "vocab_keep"):

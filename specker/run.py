@@ -26,7 +26,7 @@ class Job:
     """What to decode, where, and what to tell about it; the other flags are config.Options and config.Sampling."""
 
     target: str | None = opt(None, "the model that decides (default: the bundled code-target)", "DIR|HUB_ID")
-    draft: str | None = opt(None, "the model that drafts (default with no --target: code-draft)", "DIR|HUB_ID")
+    draft: str | None = opt(None, "the model that drafts (default with no --target: the family's own)", "DIR|HUB_ID")
     prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline")
     prompts: str | None = opt(
         None,

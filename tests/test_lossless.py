@@ -55,14 +55,15 @@ def test_tokens_equal_plain_decoding(pairs, arch, shape, how):
     assert accepted > 0, "nothing was ever accepted: this proves little"
 
 
-def test_every_step_leaves_the_caches_sound(pairs, monkeypatch):
+@pytest.mark.parametrize("shape", [{"tree": "3x4"}, {"tree": "2x4", "draft_tokens": 3}, {"draft_tokens": 4}])
+def test_every_step_leaves_the_caches_sound(pairs, monkeypatch, shape):
     """Invariants after each round: the target holds all committed tokens but the root; the drafter's exact columns
     hold what a sequential pass over the committed tokens writes."""
     from specker.runtime import loop
     from specker.runtime.cache import KVCache
     from specker.runtime.model import prefill
 
-    _, fast = engines(pairs["llama"], tree="3x4")
+    _, fast = engines(pairs["llama"], **shape)
     step = loop.step
 
     def checked(ctx):

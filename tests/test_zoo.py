@@ -47,7 +47,7 @@ def run(*args: object) -> str:
 
 def test_path_names_the_known_folders():
     assert zoo.path("code-draft") == Path(zoo.__file__).parent / "code-draft"
-    with pytest.raises(ValueError, match="expected one of code-target, code-draft, code-diffusion, got 'llama'"):
+    with pytest.raises(ValueError, match="expected one of code-target, code-draft, code-diffusion, code-draft-deep, got 'llama'"):
         zoo.path("llama")
 
 
@@ -254,7 +254,7 @@ def test_kill_and_resume_give_the_uninterrupted_weights(tiny, tmp_path):
     run("--work", tmp_path)
     whole, resumed = (torch.load(w / "target.pt", weights_only=True) for w in (tiny[0], tmp_path))
     assert whole["step"] == resumed["step"] == 32
-    for model in ("target", "draft", "diffusion"):
+    for model in ("target", "draft", "draft-deep", "diffusion"):
         a, b = ((w / "export" / f"code-{model}" / "model.safetensors").read_bytes() for w in (tiny[0], tmp_path))
         assert a == b, model
     assert whole["log"][-1]["loss"] < whole["log"][0]["loss"]

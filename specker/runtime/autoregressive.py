@@ -1,6 +1,7 @@
 """A small model drafts: a chain token by token, or a tree level by level (the best `width` nodes of each level, by
 cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from specker.runtime.draft import Draft, top_nodes
 from specker.runtime.head import Head
 from specker.runtime.model import Model, Rows, chain_rows, forward, prefill
 from specker.runtime.policy import Budget
+from specker.runtime.schedule import LayerParallel
 
 CATCH_UP_ROWS = 64  # more uncommitted-to tokens than this are a prompt: prefill them
 
@@ -23,15 +25,24 @@ class AutoregressiveDrafter:
     cache: KVCache
     head: Head
     width: int = 1  # nodes of a level; 1 drafts a chain
-    _forwarded: int = field(default=0, init=False)  # draft nodes whose K/V stands after exact_len
+    parallel: LayerParallel | None = (
+        None  # drafts with layers side by side; what is exact runs in sequence all the same
+    )
+    calibrate: str = "every"  # or, for ablations, "mismatch" and "never": then exact_len counts fuzzy columns too
+    _calibrated: int = field(default=0, init=False)  # columns before which none is fuzzy
+    _nodes: Sequence[int] = field(default=(), init=False)  # of the last draft: the grown node that each is
+    _depth: int = field(default=0, init=False)  # of the last draft
+    _forwarded: int = field(default=0, init=False)  # grown nodes whose K/V stands after exact_len
 
     def reset(self) -> None:
         self.cache.truncate(0)
-        self._forwarded = 0
+        self._forwarded = self._calibrated = 0
 
     def prefill(self, committed: list[int]) -> None:
         """Make the cache exact up to the root, which `propose` forwards itself."""
         if len(committed) <= self.model.config.max_context:
+            if self.cache.exact_len == self._calibrated:
+                self._calibrated = len(committed) - 1
             prefill(self.model, self.cache, self._known(committed[self.cache.exact_len : -1]))
 
     def propose(self, committed: list[int], budget: Budget, sampling: Sampling) -> Draft:
@@ -39,7 +50,8 @@ class AutoregressiveDrafter:
         limits = self.model.config.max_context, self.cache.capacity
         budget = budget.clip(min(limits) - len(committed) + 1)
         self._forwarded = 0
-        if budget.depth == 0 or budget.nodes == 0:
+        self._depth = min(budget.depth, budget.nodes)
+        if self._depth == 0:
             return Draft.empty(self.model.device)
         hidden = self._catch_up(committed)
         if self.width == 1:
@@ -47,11 +59,13 @@ class AutoregressiveDrafter:
         return self._tree(hidden, budget, sampling)
 
     def observe(self, path: list[int]) -> None:
-        """Draft nodes on the accepted path whose K/V already stands in its column are exact: keep them."""
-        kept = 0
-        while kept + 1 < len(path) and path[kept + 1] == kept + 1 and kept < self._forwarded:
-            kept += 1
-        self.cache.exact_len += kept
+        """Keep the exact K/V of accepted draft nodes, which the last level does not have. Fuzzy K/V is dropped: the
+        next catch-up forwards those tokens in sequence, with the bonus token (bonus calibration)."""
+        nodes = [node for row in path[1:] if (node := self._nodes[row - 1]) < self._forwarded]
+        if self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < self._depth:
+            self.cache.truncate(self._calibrated)
+        elif nodes and (self.parallel is None or self.calibrate != "every"):
+            self.cache.commit(nodes)
         self._forwarded = 0
 
     def _catch_up(self, committed: list[int]) -> Tensor:
@@ -61,10 +75,13 @@ class AutoregressiveDrafter:
         tokens = self._known(committed[self.cache.exact_len :])
         rows = chain_rows(self.model, self.cache, len(tokens))
         hidden = forward(self.model, self.cache, rows, self._embed(torch.tensor(tokens))).hidden[-1:]
+        if self.cache.exact_len == self._calibrated:
+            self._calibrated = len(committed)
         self.cache.exact_len = len(committed)
         return hidden
 
     def _chain(self, hidden: Tensor, depth: int, sampling: Sampling) -> Draft:
+        self._nodes = range(depth)
         position = self.cache.exact_len - 1  # of the row whose candidates come next
         tokens = []
         for n in range(depth):
@@ -73,8 +90,7 @@ class AutoregressiveDrafter:
             if n + 1 == depth:  # the last token's K/V is left to the next catch-up
                 break
             rows = chain_rows(self.model, self.cache, 1, first=n)
-            hidden = forward(self.model, self.cache, rows, self._embed(token)).hidden
-            self._forwarded += 1
+            hidden = self._forward(rows, token)
             position += 1
         return Draft.chain(torch.cat(tokens))
 
@@ -97,8 +113,7 @@ class AutoregressiveDrafter:
                 window=self.cache.lengths[first + width].unsqueeze(0),
                 ancestors=words,
             )
-            hidden = forward(self.model, self.cache, rows, self._embed(level_tokens)).hidden
-            self._forwarded += width
+            hidden = self._forward(rows, level_tokens)
             ids, scores = self.head.candidates(hidden, width, sampling, rows.positions)
             level_scores, best = (level_scores.unsqueeze(1) + scores).flatten().topk(width)
             leaf = best // width
@@ -107,7 +122,16 @@ class AutoregressiveDrafter:
             tokens.append(level_tokens)
             parents.append(level_parents)
             all_scores.append(level_scores)
-        return top_nodes(Draft(torch.cat(tokens), torch.cat(parents)), torch.cat(all_scores), budget.nodes)
+        grown = Draft(torch.cat(tokens), torch.cat(parents))
+        draft, self._nodes = top_nodes(grown, torch.cat(all_scores), budget.nodes)
+        return draft
+
+    def _forward(self, rows: Rows, tokens: Tensor) -> Tensor:
+        """Draft tokens [T] -> their hidden rows [T, E]."""
+        self._forwarded += len(tokens)
+        if self.parallel is not None:
+            return self.parallel.forward(rows, self._embed(tokens))
+        return forward(self.model, self.cache, rows, self._embed(tokens)).hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed_tokens(tokens.to(self.model.device))

@@ -43,7 +43,7 @@ class KVCache:
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
 
     def commit(self, path: list[int]) -> None:
-        """Keep rows `path` (path[0] = 0, ascending) of those written after exact_len; they become the next columns."""
+        """Keep rows `path` (ascending) of those written after exact_len; they become the next columns."""
         base, kept = self.exact_len, len(path)
         if path[-1] != kept - 1:  # a chain's accepted rows are in place already
             moved = next(i for i, row in enumerate(path) if row != i)

@@ -84,7 +84,7 @@ class Engine:
         self._cache = allocate(self._model, self.options)
         self._drafter = None
         if strategy.drafter is not None and self.draft is not None:
-            self._drafter = strategy.drafter(Model(self.draft), self.kept, self.options)
+            self._drafter = strategy.drafter(self.draft, self.kept, self.options)
 
     @property
     def strategy(self) -> str:
@@ -276,17 +276,17 @@ def load(
     where = _device(device)
     kind = _dtype(dtype, where)
     parts = STRATEGIES[opts.way]
-    if draft is not None and not parts.needs_draft:
+    if draft is not None and parts.bundled_draft is None:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
-    if target is not None and draft is None and parts.needs_draft:
+    if target is not None and draft is None and parts.bundled_draft is not None:
         raise ValueError(f"strategy {opts.strategy!r} needs a draft checkpoint for {target}: pass --draft")
     if target is None and draft is not None:
         raise ValueError("--draft without --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
     main = load_checkpoint(target_source, dtype=kind, device=where, max_context=opts.max_context)
     side = None
-    if parts.needs_draft:
-        draft_source = zoo.path("code-draft") if draft is None else draft
+    if parts.bundled_draft is not None:
+        draft_source = zoo.path(parts.bundled_draft) if draft is None else draft
         side = load_checkpoint(draft_source, dtype=kind, device=where)
         if not side.config.causal:
             raise ValueError(

@@ -59,12 +59,12 @@ class Output(NamedTuple):
 class Model:
     """Weights ready to run, the RoPE table, and one-position index tensors."""
 
-    def __init__(self, checkpoint: Checkpoint):
-        """Consumes the checkpoint's layer weights where they are repacked (see `_layers`)."""
+    def __init__(self, checkpoint: Checkpoint, packed: bool = True):
+        """Consumes the checkpoint's layer weights where they are repacked (see `_layers`), which `packed` allows."""
         config, weights = checkpoint.config, checkpoint.weights
         self.config = config
         self.embed, self.norm = weights.embed, weights.norm.unsqueeze(0)
-        self.layers = _layers(weights, config.num_layers)
+        self.layers = _layers(weights, config.num_layers, packed)
         head = weights.head
         self.head = head if head is weights.embed and head.numel() > _TIED_PACK_MAX else pack(head)
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
@@ -174,10 +174,10 @@ def _none(hidden: Tensor) -> Tensor:
     return hidden.unsqueeze(0)[:0]
 
 
-def _layers(weights: Weights, count: int) -> list[LayerWeights]:
+def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
     """Each layer's weights; the linear ones are packed one at a time, in place of what `weights` held."""
     for stack in (weights.qkv, weights.o, weights.gate_up, weights.down):
-        if isinstance(stack, list):
+        if packed and isinstance(stack, list):
             stack[:] = [pack(stack.pop(0)) for _ in range(len(stack))]
 
     def at(stack: Layers | None, n: int) -> Tensor | None:

@@ -8,33 +8,47 @@ from torch import Tensor
 from specker.config import Keep, Options, Tree
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
+from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.head import Head
 from specker.runtime.loop import Drafter
 from specker.runtime.model import Model
 from specker.runtime.policy import Fixed, Policy
+from specker.runtime.schedule import LayerParallel, Schedule
 from specker.runtime.vocab_scores import VocabScores
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
 DRAFT_TOKENS = 4
 VOCAB_KEEP = "0.25"
+LAYER_PARALLEL = "4"  # the paper's recommendation
 
 
 @dataclass(frozen=True)
 class Strategy:
-    needs_draft: bool  # a second checkpoint
-    drafter: Callable[[Model, Tensor | None, Options], Drafter] | None
-    """From that checkpoint's model and the ids of its head's rows, None for all; None: nothing is drafted."""
+    bundled_draft: str | None  # which of the family drafts for the bundled target; None: no second checkpoint
+    drafter: Callable[[Checkpoint, Tensor | None, Options], Drafter] | None
+    """From that checkpoint and the ids of its head's rows, None for all; None: nothing is drafted."""
 
 
-def _autoregressive(model: Model, token_ids: Tensor | None, options: Options) -> Drafter:
+def _autoregressive(checkpoint: Checkpoint, token_ids: Tensor | None, options: Options) -> Drafter:
+    model = Model(checkpoint)
     head = Head(model.head, model.norm[0], model.config.rms_norm_eps, token_ids)
     return AutoregressiveDrafter(model, allocate(model, options), head, width=shape(options)[0])
 
 
+def _layer_parallel(checkpoint: Checkpoint, token_ids: Tensor | None, options: Options) -> Drafter:
+    schedule = Schedule.parse(options.layer_parallel or LAYER_PARALLEL, checkpoint.config.num_layers)
+    model = Model(checkpoint, packed=False)  # a group's weights are stacked instead
+    cache = allocate(model, options)
+    head = Head(model.head, model.norm[0], model.config.rms_norm_eps, token_ids)
+    parallel = LayerParallel(model, cache, schedule)
+    return AutoregressiveDrafter(model, cache, head, shape(options)[0], parallel, options.calibrate or "every")
+
+
 STRATEGIES = {
-    "ar": Strategy(needs_draft=False, drafter=None),
-    "draft": Strategy(needs_draft=True, drafter=_autoregressive),
+    "ar": Strategy(None, None),
+    "draft": Strategy("code-draft", _autoregressive),
+    "easyspec": Strategy("code-draft-deep", _layer_parallel),
 }
 
 

@@ -1,4 +1,4 @@
-"""The bundled family: a small code model, its draft and its masked-diffusion drafter, with held-out prompts.
+"""The bundled family: a small code model, its drafts and its masked-diffusion drafter, with held-out prompts.
 
 `python -m specker.zoo.train` reproduces the weights; RECIPE.md, corpus.json and losses.json say how they came about."""
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-NAMES = ("code-target", "code-draft", "code-diffusion")
+NAMES = ("code-target", "code-draft", "code-diffusion", "code-draft-deep")
 
 PROMPTS = (
     '''\

@@ -58,9 +58,9 @@ def start_from(net: Net, target: Net) -> Net:
     return net
 
 
-def train_draft(run, target: Net) -> list[dict] | None:
+def train_draft(run, target: Net, name: str, which: int) -> list[dict] | None:
     """KL(target || draft) at every position, at the temperature 1 and, every other time, 0.7."""
-    net, lessons, judge = start_from(run.net(run.p.draft), target), Lessons(run), Judge(run, target)
+    net, lessons, judge = start_from(run.net(getattr(run.p, name)), target), Lessons(run), Judge(run, target)
 
     def loss(net, part, step, done):
         n = min(run.length(done), 512) if step % 2 == 0 else run.p.lengths[0][1]
@@ -73,7 +73,7 @@ def train_draft(run, target: Net) -> list[dict] | None:
         total, losses = run.head_loss(net, hidden, label, scale, teacher, hard=0.05, heat=heat)
         return total, {"own_kl" if step % 2 else "kl": 2 * losses.mean() / run.p.micro}
 
-    return fit("draft", net, loss, lambda: judge.draft(net), run.options(1), run.work)
+    return fit(name, net, loss, lambda: judge.draft(net), run.options(which), run.work)
 
 
 def packed(n: int, k: int, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,4 +145,4 @@ def train_diffusion(run, target: Net) -> list[dict] | None:
         )
         return total, {"kl": losses.mean() / run.p.micro}
 
-    return fit("diffusion", net, loss, lambda: judge.diffusion(net), run.options(2), run.work)
+    return fit("diffusion", net, loss, lambda: judge.diffusion(net), run.options(3), run.work)

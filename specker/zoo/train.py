@@ -1,4 +1,4 @@
-"""python -m specker.zoo.train: corpus, tokenizer, target, own text, draft, diffusion, export; what is done stays."""
+"""python -m specker.zoo.train: corpus, tokenizer, target, own text, drafters, export; what is done stays."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from .sample import own_text
 class Preset:
     target: NetConfig
     draft: NetConfig
+    deep: NetConfig  # many thin layers, for layer-parallel drafting
     diffusion: NetConfig
-    tokens: tuple[int, int, int]  # target, draft, diffusion
-    lr: tuple[float, float, float]
+    tokens: tuple[int, ...]  # of each of MODELS
+    lr: tuple[float, ...]
     batch: int = 4096  # tokens, in `micro` parts
     micro: int = 4
     lengths: tuple[tuple[float, int], ...] = ((0.85, 256), (0.97, 512), (1.0, 1024))  # (up to this fraction, window)
@@ -41,20 +42,23 @@ class Preset:
     eval_every: int = 50
 
 
+MODELS = {"target": "code-target", "draft": "code-draft", "deep": "code-draft-deep", "diffusion": "code-diffusion"}
 PRESETS = {
     "base": Preset(
         NetConfig(256, 12, 4, 2, 704),
         NetConfig(96, 2, 2, 1, 256),
+        NetConfig(96, 12, 2, 1, 256),
         NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
-        tokens=(11_000_000, 16_000_000, 3_200_000),
-        lr=(3e-3, 4e-3, 3e-3),
+        tokens=(11_000_000, 16_000_000, 8_000_000, 3_200_000),
+        lr=(3e-3, 4e-3, 3e-3, 3e-3),
     ),
     "tiny": Preset(
         NetConfig(64, 3, 2, 1, 128, vocab=512, head_dim=32, context=128),
         NetConfig(32, 1, 1, 1, 64, vocab=512, head_dim=32, context=128),
+        NetConfig(32, 3, 1, 1, 64, vocab=512, head_dim=32, context=128),
         NetConfig(32, 2, 2, 1, 64, vocab=512, head_dim=32, context=128, diffusion=True, eps=1e-6),
-        tokens=(16_384, 8_192, 8_192),
-        lr=(3e-3, 4e-3, 3e-3),
+        tokens=(16_384, 8_192, 8_192, 8_192),
+        lr=(3e-3, 4e-3, 3e-3, 3e-3),
         batch=512,
         micro=2,
         lengths=((0.7, 64), (1.0, 128)),
@@ -189,7 +193,7 @@ def write_own_text(run: Run) -> None:
     np.save(run.work / "own.npy", np.concatenate(done))
 
 
-STAGES = ("corpus", "tokenizer", "target", "own", "draft", "diffusion", "export")
+STAGES = ("corpus", "tokenizer", "target", "own", "draft", "deep", "diffusion", "export")
 
 
 def do(run: Run, stage: str, out: Path) -> bool:
@@ -202,21 +206,23 @@ def do(run: Run, stage: str, out: Path) -> bool:
     if stage == "export":
         export_all(run, out)
         return True
-    which = ("target", "draft", "diffusion").index(stage)
+    which = list(MODELS).index(stage)
     saved = run.saved(stage)
     if saved and saved["step"] * run.p.batch >= run.p.tokens[which]:
         return True
     if stage == "target":
         return train_target(run) is not None
-    return {"draft": distill.train_draft, "diffusion": distill.train_diffusion}[stage](run, run.teacher()) is not None
+    if stage == "diffusion":
+        return distill.train_diffusion(run, run.teacher()) is not None
+    return distill.train_draft(run, run.teacher(), stage, which) is not None
 
 
 def export_all(run: Run, out: Path) -> None:
     """Folders, prompts and records of what is trained so far."""
     logs = {}
-    for name in ("target", "draft", "diffusion"):
+    for name, folder in MODELS.items():
         if saved := run.saved(name):
-            export(run.trained(name), run.work / "tokenizer.json", out / f"code-{name}")
+            export(run.trained(name), run.work / "tokenizer.json", out / folder)
             logs[name] = saved["log"]
     if (run.work / "own.npy").exists():
         own = np.load(run.work / "own.npy", mmap_mode="r")
@@ -239,6 +245,7 @@ def main(
     seed: int = 0,
     target_tokens: Annotated[int, typer.Option(help="0: the preset's; fewer on resume start the decay early")] = 0,
     draft_tokens: Annotated[int, typer.Option(help="likewise")] = 0,
+    deep_tokens: Annotated[int, typer.Option(help="likewise")] = 0,
     diffusion_tokens: Annotated[int, typer.Option(help="likewise")] = 0,
     draft_layers: Annotated[int, typer.Option(help="0: the preset's")] = 0,
     draft_hidden: Annotated[int, typer.Option(help="0: the preset's; the ffn is three times as wide")] = 0,
@@ -251,7 +258,7 @@ def main(
     if preset not in PRESETS or until not in STAGES:
         raise typer.BadParameter(f"expected a preset of {', '.join(PRESETS)} and a stage of {', '.join(STAGES)}")
     p = PRESETS[preset]
-    chosen = (target_tokens, draft_tokens, diffusion_tokens)
+    chosen = (target_tokens, draft_tokens, deep_tokens, diffusion_tokens)
     p = replace(p, tokens=tuple(a or b for a, b in zip(chosen, p.tokens, strict=True)))
     if draft_layers:
         p = replace(p, draft=replace(p.draft, layers=draft_layers))

@@ -79,7 +79,8 @@ def test_a_capped_tree_keeps_the_best_nodes(world):
 
 def test_equal_scores_keep_the_parent_first():
     draft = Draft(torch.arange(4), torch.tensor([0, 1, 2, 0]))
-    kept = top_nodes(draft, torch.zeros(4), 2)
+    kept, nodes = top_nodes(draft, torch.zeros(4), 2)
+    assert list(nodes) == [0, 1]
     assert kept.tokens.tolist() == [0, 1] and kept.parents.tolist() == [0, 1]
 
 

@@ -1,0 +1,174 @@
+"""Which of a drafter's layers run side by side, and the forward pass that runs them so (EasySpec, arXiv 2502.02493).
+
+A schedule is an ordered list of groups of neighbouring layers. The layers of a group all attend from the group's own
+input h; their feed-forwards then follow one another:
+
+    a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
+    h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
+
+The K/V that a group of several layers writes is "fuzzy": not what the layers in sequence would write. A group of one is
+a layer as it is.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specker.config import groups
+from specker.kernels.kv_calibrate import kv_calibrate
+from specker.kernels.residual_merge import residual_merge
+from specker.kernels.row_linear import row_linear
+from specker.kernels.tree_attention import tree_attention
+from specker.runtime.cache import KVCache
+from specker.runtime.model import Model, Rows, forward
+
+
+@dataclass(frozen=True)
+class Schedule:
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def parallel(cls, layers: int, width: int) -> "Schedule":
+        """Groups of `width`, the last perhaps shorter; the first and the last layer stand alone."""
+        inner = range(1, layers - 1)
+        groups = (tuple(inner[i : i + width]) for i in range(0, len(inner), width))
+        return cls(((0,), *groups, (layers - 1,)) if layers > 1 else ((0,),))
+
+    @classmethod
+    def parse(cls, text: str, layers: int) -> "Schedule":
+        """--layer-parallel for a model of `layers`."""
+        value = groups(text)
+        if isinstance(value, int):
+            return cls.parallel(layers, value)
+        if (count := sum(map(len, value))) != layers:
+            raise ValueError(f"--layer-parallel {text} has {count} layers, but the draft has {layers}")
+        return cls(value)
+
+    def owner(self, layer: int, ranks: int) -> int:
+        """The rank that runs `layer` within its group, where several share the work: neighbours stay together."""
+        group = next(g for g in self.groups if layer in g)
+        return group.index(layer) * ranks // len(group) if len(group) > 1 else 0
+
+    def __str__(self) -> str:
+        return json.dumps(self.groups, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What a batch over a group's layers needs. The stacks own the layers' weights; the model's layers are views."""
+
+    layers: tuple[int, ...]
+    norm_in: Tensor  # [N, E]
+    qkv: Tensor  # [N, E, O]
+    qkv_bias: Tensor | None  # [N, 1, O]
+    q_norm: Tensor | None  # [N, D]
+    k_norm: Tensor | None
+    o: Tensor  # [N, Hq * D, E]
+    o_bias: Tensor | None  # [N, 1, E]
+    block_table: Tensor  # [N, P] int32, pages of the cache's flattened view
+    offsets: Tensor  # [N, 1] int64, of slots in that view
+
+
+class LayerParallel:
+    """A model whose layers run by a schedule over one cache."""
+
+    def __init__(self, model: Model, cache: KVCache, schedule: Schedule):
+        """Moves the weights of wide groups into stacks, a group at a time; `model` goes on with views of them."""
+        self.model, self.cache, self.schedule = model, cache, schedule
+        self.k, self.v = (x.flatten(0, 1) for x in (cache.k, cache.v))  # views: [L * pages, page, Hkv, D]
+        self.groups = [_Group(*self._stacked(layers)) if len(layers) > 1 else None for layers in schedule.groups]
+
+    def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
+        """hidden [T, E], the embedding -> [T, E], the residual stream after all layers, by the schedule. Writes the
+        rows' K/V, fuzzy in groups of several layers."""
+        model, eps = self.model, self.model.config.rms_norm_eps
+        pending = hidden.unsqueeze(0)[:0]  # [P, T, E], what is yet to be added to `hidden`
+        for layers, group in zip(self.schedule.groups, self.groups, strict=True):
+            if group is None:
+                if len(pending):
+                    hidden, _ = residual_merge(hidden, pending, None, eps)
+                    pending = pending[:0]
+                hidden = forward(model, self.cache, rows, hidden, slice(layers[0], layers[0] + 1)).hidden
+                continue
+            hidden, normed = residual_merge(hidden, pending, group.norm_in, eps)
+            attended = self._attend(group, rows, normed)
+            for i, n in enumerate(layers):
+                w = model.layers[n]
+                deltas = torch.cat((pending, attended[i : i + 1])) if i else attended[:1]
+                hidden, post = residual_merge(hidden, deltas, w.norm_post, eps)
+                up = row_linear(post[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul")
+                pending = row_linear(up, w.down, w.down_bias).unsqueeze(0)
+        if len(pending):
+            hidden, _ = residual_merge(hidden, pending, None, eps)
+        return hidden
+
+    def _attend(self, group: _Group, rows: Rows, normed: Tensor) -> Tensor:
+        """normed [N, T, E], each layer's own -> [N, T, E], what each layer's attention adds. N layers are a batch of N
+        sequences, whose K/V stand in the same columns of their own layers' pages."""
+        N, T, _ = normed.shape
+        config, model = self.model.config, self.model
+        qkv = _batched(normed, group.qkv, group.qkv_bias).flatten(0, 1)
+        slots = (rows.slots + group.offsets).flatten()
+        q = kv_calibrate(
+            qkv,
+            rows.positions.repeat(N),
+            slots,
+            model.rope,
+            self.k,
+            self.v,
+            group.q_norm,
+            group.k_norm,
+            config.rms_norm_eps,
+        )
+        mixed, _ = tree_attention(
+            q,
+            self.k,
+            self.v,
+            group.block_table,
+            rows.kv_len.repeat(N),
+            rows.window.repeat(N),
+            torch.arange(0, N * T + 1, T, dtype=torch.int32, device=q.device),
+            rows.ancestors.repeat(N, 1),
+            model.scale,
+            with_lse=False,
+        )
+        return _batched(mixed.reshape(N, T, -1), group.o, group.o_bias)
+
+    def _stacked(self, layers: tuple[int, ...]) -> Iterator:
+        yield layers
+        for name in ("norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias"):
+            yield self._stack(layers, name)
+        pages, page = self.cache.k.shape[1:3]
+        first = torch.tensor(layers, device=self.model.device)[:, None] * pages
+        yield (self.cache.block_table + first).int()
+        yield first * page
+
+    def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
+        """The layers' tensors of one name in one, [N, ...], and the layers' own as views of it."""
+        each = [getattr(self.model.layers[n], name) for n in layers]
+        if each[0] is None:
+            return None
+        stack = _in_one(each)
+        for i, n in enumerate(layers):
+            self.model.layers[n] = self.model.layers[n]._replace(**{name: stack[i]})
+        if name in ("norm_in", "q_norm", "k_norm"):  # [1, E] each
+            return stack.squeeze(1)
+        return stack.unsqueeze(1) if name.endswith("bias") else stack.transpose(1, 2)
+
+
+def _in_one(each: list[Tensor]) -> Tensor:
+    """Equal tensors as one, [N, ...]: a view where they stand evenly in one storage, as a stacked checkpoint's do."""
+    first, second = each[0], each[1]
+    step = second.storage_offset() - first.storage_offset()
+    places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in each]
+    if step > 0 and places == [(places[0][0], places[0][1] + i * step) for i in range(len(each))]:
+        return first.as_strided((len(each), *first.shape), (step, *first.stride()), first.storage_offset())
+    return torch.stack(each)
+
+
+def _batched(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [N, T, E], weight [N, E, O] -> [N, T, O]. cuBLAS on a GPU: a drafter's rows need not be bit-stable."""
+    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)

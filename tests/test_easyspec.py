@@ -1,0 +1,291 @@
+"""Layers side by side: the fuzzy pass is what the paper says, the draft cache is exact after calibration, and the
+tokens are plain decoding's whatever is fuzzy."""
+
+import math
+
+import pytest
+import torch
+from make_checkpoint import make
+from pairs import perturbed
+
+import specker
+from specker.config import Options
+from specker.runtime.autoregressive import AutoregressiveDrafter
+from specker.runtime.cache import KVCache
+from specker.runtime.checkpoint import load as load_checkpoint
+from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.schedule import LayerParallel, Schedule
+
+F64 = torch.float64
+ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
+PROMPT = [5, 9, 40, 3, 77, 21]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return {
+        name: make(tmp_path_factory.mktemp(name), name.split("-")[0], layers=7, max_context=192, **more)
+        for name, more in ARCHITECTURES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, checkpoints):
+    target = checkpoints["llama"]
+    return target, perturbed(target, tmp_path_factory.mktemp("draft"), amount=0.05)
+
+
+def loaded(folder, groups, packed=False):
+    checkpoint = load_checkpoint(folder, dtype=F64, device="cpu")
+    model = Model(checkpoint, packed=packed)
+    cache = KVCache(model.config, 64, dtype=F64, device="cpu", page_size=16)
+    return model, cache, LayerParallel(model, cache, Schedule(groups))
+
+
+# --- a plain statement of the method, one token row at a time, from the checkpoint's own tensors
+
+
+def norm(x, weight, eps):
+    return x / math.sqrt(float((x * x).mean()) + eps) * weight
+
+
+def rotate(head, position, inv_freq):
+    angle = torch.cat((position * inv_freq.float(),) * 2)  # float32 whatever the rest is, as in transformers
+    cos, sin = angle.cos().double(), angle.sin().double()
+    half = len(head) // 2
+    return head * cos + torch.cat((-head[half:], head[:half])) * sin
+
+
+def attention(w, n, c, h, position, memory):
+    """Layer n's attention for a row h at `position`; appends its K/V to memory[n]."""
+    x = norm(h, w.norm_in[n], c.rms_norm_eps)
+    qkv = w.qkv[n] @ x + (0 if w.qkv_bias is None else w.qkv_bias[n])
+    heads = qkv.view(-1, c.head_dim)
+    q, k, v = heads[: c.num_heads], heads[c.num_heads : -c.num_kv_heads], heads[-c.num_kv_heads :]
+    if w.q_norm is not None:
+        q = torch.stack([norm(head, w.q_norm[n], c.rms_norm_eps) for head in q])
+        k = torch.stack([norm(head, w.k_norm[n], c.rms_norm_eps) for head in k])
+    q, k = (torch.stack([rotate(head, position, w.inv_freq) for head in x]) for x in (q, k))
+    memory[n].append((k, v))
+    out = []
+    for i, head in enumerate(q):
+        kv = i * c.num_kv_heads // c.num_heads
+        scores = torch.stack([head @ past_k[kv] for past_k, _ in memory[n]]) / math.sqrt(c.head_dim)
+        out.append(sum(p * past_v[kv] for p, (_, past_v) in zip(scores.softmax(0), memory[n], strict=True)))
+    return w.o[n] @ torch.cat(out) + (0 if w.o_bias is None else w.o_bias[n])
+
+
+def mlp(w, n, c, h):
+    x = norm(h, w.norm_post[n], c.rms_norm_eps)
+    gate, up = (w.gate_up[n] @ x).chunk(2)
+    return w.down[n] @ (gate / (1 + (-gate).exp()) * up)
+
+
+def fuzzy(w, c, groups, h, position, memory):
+    for group in groups:
+        added = [attention(w, n, c, h, position, memory) for n in group]
+        for n, a in zip(group, added, strict=True):
+            h = h + a
+            h = h + mlp(w, n, c, h)
+    return h
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "groups", [((0,), (1, 2, 3, 4), (5,), (6,)), ((0, 1), (2, 3, 4), (5, 6)), ((0, 1, 2, 3, 4, 5, 6),)]
+)
+def test_the_fuzzy_pass_is_the_papers(checkpoints, name, groups):
+    """A prompt in sequence, then rows by the schedule, against the statement above."""
+    model, cache, parallel = loaded(checkpoints[name], groups)
+    w = load_checkpoint(checkpoints[name], dtype=F64, device="cpu").weights
+    memory = [[] for _ in range(7)]
+    for position, token in enumerate(PROMPT):
+        fuzzy(w, model.config, [(n,) for n in range(7)], w.embed[token], position, memory)
+    prefill(model, cache, PROMPT)
+    rows = chain_rows(model, cache, 3)
+    got = parallel.forward(rows, model.embed_tokens(torch.tensor([7, 8, 99])))
+    for i, token in enumerate([7, 8, 99]):
+        want = fuzzy(w, model.config, groups, w.embed[token], len(PROMPT) + i, memory)
+        assert (got[i] - want).abs().max() < 1e-12 * want.abs().max().clamp(min=1)
+    for n in range(7):
+        k, v = (torch.stack(x) for x in zip(*memory[n], strict=True))
+        for ours, theirs in ((cache.k, k), (cache.v, v)):
+            assert (ours[n].flatten(0, 1)[: len(PROMPT) + 3] - theirs).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
+    model, cache, parallel = loaded(checkpoints[name], tuple((n,) for n in range(7)))
+    prefill(model, cache, PROMPT)
+    rows, hidden = chain_rows(model, cache, 4), model.embed_tokens(torch.tensor([1, 2, 3, 4]))
+    got = parallel.forward(rows, hidden)
+    k = cache.k.clone()
+    assert torch.equal(got, forward(model, cache, rows, hidden).hidden) and torch.equal(cache.k, k)
+
+
+def test_the_stacks_own_the_weights(checkpoints):
+    """No second copy: a layer's weights are views of its group's."""
+    model, _, parallel = loaded(checkpoints["llama"], ((0,), (1, 2, 3), (4, 5, 6)))
+    for group in parallel.groups[1:]:
+        for i, n in enumerate(group.layers):
+            layer = model.layers[n]
+            assert layer.qkv.untyped_storage().data_ptr() == group.qkv.untyped_storage().data_ptr()
+            assert torch.equal(layer.qkv, group.qkv[i].T) and torch.equal(layer.o, group.o[i].T)
+            assert torch.equal(layer.norm_in[0], group.norm_in[i])
+
+
+def test_neighbours_in_one_storage_are_not_copied():
+    from specker.runtime.schedule import _in_one
+
+    stacked = torch.arange(24.0).view(4, 3, 2)
+    view = _in_one([stacked[1], stacked[2], stacked[3]])
+    assert torch.equal(view, stacked[1:]) and view.data_ptr() == stacked[1].data_ptr()
+    for apart in ([stacked[0], stacked[2], stacked[3]], [stacked[1], stacked[0]], [stacked[0].clone(), stacked[1]]):
+        assert torch.equal(_in_one(apart), torch.stack(apart))
+
+
+# --- the strategy
+
+SAMPLING = {
+    "greedy": {},
+    "T0.7": {"temperature": 0.7},
+    "T1-top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
+}
+SHAPES = {"chain": {"draft_tokens": 4}, "tree": {"tree": "3x4"}, "capped": {"tree": "4x3", "draft_tokens": 5}}
+
+
+def engine(pair, **options):
+    return specker.load(*pair, strategy="easyspec", dtype="float64", page_size=16, **options)
+
+
+@pytest.mark.parametrize("how", SAMPLING)
+@pytest.mark.parametrize("calibrate", ["every", "mismatch", "never"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_equal_plain_decoding(pair, shape, calibrate, how):
+    fast = engine(pair, calibrate=calibrate, layer_parallel="4", **SHAPES[shape])
+    drafted = accepted = 0
+    for prompt in ([5, 9, 40], [1], list(range(3, 90))):
+        got = fast.generate(prompt, 50, **SAMPLING[how])
+        assert got.tokens == fast.generate_ar(prompt, 50, **SAMPLING[how]).tokens
+        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_after_calibration_the_draft_cache_is_the_sequential_one(pair, shape, monkeypatch):
+    """At the start of every draft, once the catch-up has run; and with `never` it is not, so the test can fail."""
+    differences = {}
+    for calibrate in ("every", "never"):
+        fast = engine(pair, calibrate=calibrate, layer_parallel="3", **SHAPES[shape])
+        worst = []
+
+        def checked(self, committed, catch_up=AutoregressiveDrafter._catch_up, worst=worst):
+            hidden = catch_up(self, committed)
+            fresh = KVCache(self.model.config, self.cache.capacity, dtype=F64, device="cpu", page_size=16)
+            prefill(self.model, fresh, committed)
+            n = len(committed)
+            assert self.cache.exact_len == n
+            pairs = ((self.cache.k, fresh.k), (self.cache.v, fresh.v))
+            worst += [float((a.flatten(1, 2)[:, :n] - b.flatten(1, 2)[:, :n]).abs().max()) for a, b in pairs]
+            return hidden
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AutoregressiveDrafter, "_catch_up", checked)
+            fast.generate(PROMPT, 40, temperature=0.7)
+        differences[calibrate] = max(worst)
+    assert differences["every"] < 1e-12 < 1e-6 < differences["never"]
+
+
+def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
+    fast = engine(pair, calibrate="mismatch", draft_tokens=2)
+    drafter = fast._drafter
+    seen = []
+    observe = drafter.observe
+
+    def watched(path):
+        before = drafter.cache.exact_len
+        observe(path)
+        if drafter._depth == 2:
+            seen.append((len(path) == 3, before, drafter.cache.exact_len, drafter._calibrated))
+
+    drafter.observe = watched
+    fast.generate(PROMPT, 60, temperature=0.7)
+    assert {full for full, *_ in seen} == {True, False}
+    for full, before, after, calibrated in seen:
+        assert after == (before + 1 if full else calibrated), "kept: the first of two, whose K/V was written"
+
+
+def test_a_trimmed_head_joins(pair, tmp_path):
+    from specker.runtime.vocab_scores import VocabScores
+
+    path = tmp_path / "s.safetensors"
+    path.write_bytes(VocabScores.from_counts(torch.arange(128)).to_bytes())
+    how = {"vocab_scores": str(path), "vocab_keep": "100", "dtype": "float64", "draft_tokens": 3}
+    fast = specker.load(*pair, strategy="easyspec+vocabtrim", **how)
+    got = fast.generate(PROMPT, 40, temperature=0.7)
+    assert got.tokens == fast.generate_ar(PROMPT, 40, temperature=0.7).tokens and len(fast.kept) == 100
+
+
+# --- schedules
+
+
+def test_schedules():
+    assert Schedule.parallel(10, 4).groups == ((0,), (1, 2, 3, 4), (5, 6, 7, 8), (9,))
+    assert Schedule.parallel(9, 4).groups == ((0,), (1, 2, 3, 4), (5, 6, 7), (8,))
+    assert Schedule.parallel(9, 1).groups == tuple((n,) for n in range(9))
+    assert [Schedule.parallel(n, 4).groups for n in (1, 2)] == [((0,),), ((0,), (1,))]
+    assert (
+        Schedule.parse("[[0,1],[2]]", 3).groups == ((0, 1), (2,)) and str(Schedule.parse("2", 4)) == "[[0],[1,2],[3]]"
+    )
+    s = Schedule.parallel(10, 4)
+    assert [s.owner(n, 2) for n in range(10)] == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert [s.owner(n, 8) for n in range(1, 5)] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layer_parallel": "0"}, "--layer-parallel must be a width"),
+        ({"layer_parallel": "two"}, "--layer-parallel must be a width"),
+        ({"layer_parallel": "[[0],[]]"}, "--layer-parallel must be a width"),
+        ({"layer_parallel": "[[0],[1.5]]"}, "--layer-parallel must be a width"),
+        ({"layer_parallel": "[[0],[2,1]]"}, "once and in order"),
+        ({"layer_parallel": "[[0],[0,1]]"}, "once and in order"),
+        ({"calibrate": "sometimes"}, "--calibrate must be one of every, mismatch, never"),
+        ({"strategy": "draft", "layer_parallel": "4"}, "--layer-parallel is for strategy easyspec"),
+        ({"strategy": "ar", "calibrate": "every"}, "--calibrate is for strategy easyspec"),
+        ({"strategy": "draft+easyspec"}, "do not compose"),
+    ],
+)
+def test_refuses(options, words):
+    with pytest.raises(ValueError, match=words):
+        Options(**{"strategy": "easyspec", **options})
+
+
+def test_a_schedule_of_another_depth_is_refused(pair):
+    with pytest.raises(ValueError, match=r"has 3 layers, but the draft has 7"):
+        engine(pair, layer_parallel="[[0],[1],[2]]")
+
+
+# --- what must be caught
+
+
+def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
+    """No truncation of fuzzy K/V: the cache check sees it."""
+    observe = AutoregressiveDrafter.observe
+
+    def kept(self, path):
+        self.calibrate = "never"
+        observe(self, path)
+
+    monkeypatch.setattr(AutoregressiveDrafter, "observe", kept)
+    with pytest.raises(AssertionError):
+        test_after_calibration_the_draft_cache_is_the_sequential_one(pair, "chain", monkeypatch)
+
+
+def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
+    """A_i added to another layer's residual: the fuzzy pass differs from the paper's."""
+    attend = LayerParallel._attend
+    monkeypatch.setattr(LayerParallel, "_attend", lambda self, *args: attend(self, *args).flip(0))
+    with pytest.raises(AssertionError):
+        test_the_fuzzy_pass_is_the_papers(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))
