@@ -10,8 +10,10 @@ from typing import Any
 from specker.flags import opt
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-STRATEGIES = ("ar", "draft", "easyspec")
-PLANNED = ("del", "diffuspec")
+STRATEGIES = ("ar", "draft", "easyspec", "del")
+PLANNED = ("diffuspec",)
+POLICIES = ("fixed", "plus-minus-one", "draft-and-verify", "del", "del-length")
+EXIT_COSTS = ("layers", "bytes", "measured")
 CALIBRATE = ("every", "mismatch", "never")
 TRIM = "vocabtrim"  # not a way to draft but a smaller head for one: joined with `+`, or alone for draft+vocabtrim
 
@@ -79,9 +81,14 @@ def groups(text: str) -> int | tuple[tuple[int, ...], ...]:
 class Options:
     """How an engine decodes; fixed when it is loaded."""
 
-    strategy: str = opt("draft", "ar, draft, easyspec, vocabtrim, or a combination joined by +")
+    strategy: str = opt("draft", "ar, draft, easyspec, del, vocabtrim, or a combination joined by +")
     draft_tokens: int | None = opt(None, "tokens in a draft chain (default 4), or a cap on the nodes of a --tree")
     tree: str | None = opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5")
+    policy: str | None = opt(None, f"how long to draft: {', '.join(POLICIES)} (default: fixed; del for strategy del)")
+    exit_layer: int | None = opt(None, "del: layers that draft, for the policies that do not choose (default: half)")
+    exit_cost: str | None = opt(
+        None, "del: what a draft step costs: layers (the paper's), bytes (default: the LM head counts too) or measured"
+    )
     layer_parallel: str | None = opt(
         None, "easyspec: layers side by side in a group (default 4), or all groups, such as [[0],[1,2,3],[4]]"
     )
@@ -112,6 +119,24 @@ class Options:
             raise ValueError(f"strategies {' and '.join(parts)} do not compose: each decides what is drafted")
         if ways == ["ar"] and self.trimmed:
             raise ValueError("strategies ar and vocabtrim do not compose: ar drafts nothing, so it has no draft head")
+        if self.policy not in (None, *POLICIES):
+            raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        if self.exit_cost not in (None, *EXIT_COSTS):
+            raise ValueError(f"--exit-cost must be one of {', '.join(EXIT_COSTS)}, got {self.exit_cost!r}")
+        for name in ("exit_layer", "exit_cost"):
+            if getattr(self, name) is not None and self.way != "del":
+                raise ValueError(f"--{name.replace('_', '-')} is for strategy del, not {self.strategy!r}")
+        if self.way == "del":
+            if self.tree is not None:
+                raise ValueError("strategy del drafts a chain: --tree does not apply")
+            if self.exit_layer is not None and (self.policy or "del").startswith("del"):
+                raise ValueError("--exit-layer is for --policy fixed, plus-minus-one and draft-and-verify; del chooses")
+            if self.exit_layer is not None and self.exit_layer < 1:
+                raise ValueError(f"--exit-layer must be at least 1, got {self.exit_layer}")
+        elif (self.policy or "").startswith("del"):
+            raise ValueError(f"--policy {self.policy} is for strategy del, not {self.strategy!r}")
+        if self.policy not in (None, "fixed") and self.tree is not None:
+            raise ValueError(f"--policy {self.policy} is for chains: leave out --tree")
         if self.calibrate not in (None, *CALIBRATE):
             raise ValueError(f"--calibrate must be one of {', '.join(CALIBRATE)}, got {self.calibrate!r}")
         for name in ("layer_parallel", "calibrate"):
@@ -130,8 +155,8 @@ class Options:
             raise ValueError(f"--draft-tokens must be between 1 and 255, got {self.draft_tokens}")
         if self.tree is not None:
             Tree.parse(self.tree)
-        if self.way == "ar" and (self.tree is not None or self.draft_tokens is not None):
-            raise ValueError("strategy 'ar' drafts nothing: --tree and --draft-tokens do not apply")
+        if self.way == "ar" and any(x is not None for x in (self.tree, self.draft_tokens, self.policy)):
+            raise ValueError("strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply")
         if self.max_context is not None and self.max_context < 1:
             raise ValueError(f"--max-context must be at least 1, got {self.max_context}")
         if self.page_size < 1:

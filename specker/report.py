@@ -154,6 +154,14 @@ class Screen:
             table.add_row("identical", "[green]yes[/]" if same else "[red]no[/]", "")
         self.notes.print()
         self.notes.print(table)
+        if not plain and stats.drafted:
+            passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
+            if stats.acceptance_length < passes:
+                self.note(
+                    f"warning: a round commits {stats.acceptance_length:.2f} tokens in the time of {passes:.2f} verify "
+                    "passes: plain decoding is probably faster here, try --check",
+                    "yellow",
+                )
         if plain and engine.strategy != "ar" and speedup < 1:
             self.note(f"warning: slower than plain decoding here ({speedup:.2f}x); try --strategy ar", "yellow")
 

@@ -38,6 +38,7 @@ class Job:
     dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)")
     device: str | None = opt(None, "cpu or cuda (default: cuda where there is one)")
     check: bool = opt(False, "decode with ar too: compare the tokens, print both speeds")
+    trace: str | None = opt(None, "write one JSON line a round: what was drafted, what the target said", "FILE")
     json: str | None = opt(None, "write the results as one JSON object; with - stdout holds nothing else", "FILE|-")
 
     def __post_init__(self) -> None:
@@ -192,6 +193,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.json is not None and job.json != "-":
         probe(job.json)
     screen = Screen(job.json == "-")
+    if job.trace is not None:
+        probe(job.trace, "--trace")
 
     import specker
 
@@ -209,8 +212,11 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.check:
         engine.warmup()  # both speeds are printed: neither should carry the first calls
     results: list[Result] = []
+    rounds: list[str] = []
+    if job.trace is not None:
+        engine.trace = lambda row: rounds.append(json.dumps({"prompt": len(results) - 1, **row}))
     interrupted = False
-    if screen.terminal and engine.draft_name:
+    if screen.terminal and engine.strategy != "ar":
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
     try:
         for talk in talks:
@@ -224,6 +230,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     except KeyboardInterrupt:
         interrupted = True
     screen.table(engine, results)
+    if job.trace is not None:
+        write_file(job.trace, "".join(f"{line}\n" for line in rounds))
     if job.json is not None:
         text = json.dumps(report(engine, results, interrupted), ensure_ascii=False) + "\n"
         if job.json == "-":

@@ -1,7 +1,7 @@
 """A small model drafts: a chain token by token, or a tree level by level (the best `width` nodes of each level, by
 cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,17 +45,24 @@ class AutoregressiveDrafter:
                 self._calibrated = len(committed) - 1
             prefill(self.model, self.cache, self._known(committed[self.cache.exact_len : -1]))
 
-    def propose(self, committed: list[int], budget: Budget, sampling: Sampling) -> Draft:
-        """A draft under the root committed[-1]. N = 0 where the budget or this model's context leaves no room."""
+    def propose(
+        self,
+        committed: list[int],
+        budget: Budget,
+        sampling: Sampling,
+        keep_drafting: Callable[[float], bool] | None = None,
+    ) -> Draft:
+        """A draft under the root committed[-1]. N = 0 where the budget or this model's context leaves no room.
+        `keep_drafting` is asked after each token of a chain, with its probability."""
         limits = self.model.config.max_context, self.cache.capacity
-        budget = budget.clip(min(limits) - len(committed) + 1)
+        budget = budget.clip(budget.nodes, min(limits) - len(committed) + 1)
         self._forwarded = 0
         self._depth = min(budget.depth, budget.nodes)
         if self._depth == 0:
             return Draft.empty(self.model.device)
         hidden = self._catch_up(committed)
         if self.width == 1:
-            return self._chain(hidden, min(budget.depth, budget.nodes), sampling)
+            return self._chain(hidden, min(budget.depth, budget.nodes), sampling, keep_drafting)
         return self._tree(hidden, budget, sampling)
 
     def observe(self, path: list[int]) -> None:
@@ -80,19 +87,29 @@ class AutoregressiveDrafter:
         self.cache.exact_len = len(committed)
         return hidden
 
-    def _chain(self, hidden: Tensor, depth: int, sampling: Sampling) -> Draft:
+    def _chain(
+        self, hidden: Tensor, depth: int, sampling: Sampling, keep_drafting: Callable[[float], bool] | None
+    ) -> Draft:
         self._nodes = range(depth)
         position = self.cache.exact_len - 1  # of the row whose candidates come next
-        tokens = []
+        tokens: list[Tensor] = []
+        confidence: list[float] = []
         for n in range(depth):
-            token = self.head.best(hidden, sampling, self.model.positions[position : position + 1])
+            at = self.model.positions[position : position + 1]
+            if keep_drafting is None:
+                token = self.head.best(hidden, sampling, at)
+            else:
+                token, probability = self.head.confident(hidden, sampling, at)
+                confidence.append(probability)
             tokens.append(token)
+            if keep_drafting is not None and not keep_drafting(confidence[-1]):
+                break
             if n + 1 == depth:  # the last token's K/V is left to the next catch-up
                 break
             rows = chain_rows(self.model, self.cache, 1, first=n)
             hidden = self._forward(rows, token)
             position += 1
-        return Draft.chain(torch.cat(tokens))
+        return Draft.chain(torch.cat(tokens), confidence=tuple(confidence))
 
     def _tree(self, hidden: Tensor, budget: Budget, sampling: Sampling) -> Draft:
         """Draft node j's K/V stands at column exact_len + j, window column j."""

@@ -9,19 +9,30 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Resume:
+    """Where verification goes on from a self-drafted chain: layers [0, layer) have run on all rows but the last."""
+
+    layer: int
+    hidden: Tensor  # [N, E], rows 0..N-1 of the residual stream entering `layer`
+    taps: dict[int, Tensor]  # the same rows after fewer layers, where they are watched
+
+
+@dataclass(frozen=True)
 class Draft:
     """N drafted tokens. Draft n is verify row n + 1; row 0 is the root (the last committed token)."""
 
     tokens: Tensor  # [N] int64, ids of the target's vocabulary
     parents: Tensor  # [N] int64: the ROW of draft n's parent; 0 = root, parents[n] <= n
     is_chain: bool = False  # parents == 0..N-1
+    resume: Resume | None = None
+    confidence: tuple[float, ...] = ()  # of each token, where a policy asked for it
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @classmethod
-    def chain(cls, tokens: Tensor) -> "Draft":
-        return cls(tokens, _arange(len(tokens)).to(tokens.device), is_chain=True)
+    def chain(cls, tokens: Tensor, resume: Resume | None = None, confidence: tuple[float, ...] = ()) -> "Draft":
+        return cls(tokens, _arange(len(tokens)).to(tokens.device), True, resume, confidence)
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> "Draft":

@@ -1,7 +1,7 @@
 """An engine: a target, perhaps a drafter, and a strategy composed from them. What `specker.load` returns."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.draft import Draft
+from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.loop import Context, Drafter, decode
-from specker.runtime.model import Model, prefill
+from specker.runtime.model import Model, chain_rows, forward, prefill
 from specker.runtime.model_config import CheckpointError, layer_elements
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import STRATEGIES, allocate, default_keep, policy, shape
+from specker.runtime.strategies import STRATEGIES, allocate, default_keep, early_exit, policy, shape
 from specker.runtime.verify import verify
 
 
@@ -74,6 +75,8 @@ class Engine:
     _model: Model = field(init=False, repr=False)
     _cache: KVCache = field(init=False, repr=False)
     _drafter: Drafter | None = field(init=False, repr=False)
+    trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # is told of every round
+    _head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
     _kept_ids: frozenset[int] | None = field(init=False, repr=False)
     _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
 
@@ -83,8 +86,36 @@ class Engine:
         self._model = Model(self.target)
         self._cache = allocate(self._model, self.options)
         self._drafter = None
-        if strategy.drafter is not None and self.draft is not None:
+        if strategy.by_itself:
+            head = None if self.draft is None else self.draft.weights.head
+            self._drafter = early_exit(self._model, self._cache, head, self.kept)
+            self._head_cost = self._priced(self._drafter)
+        elif strategy.drafter is not None and self.draft is not None:
             self._drafter = strategy.drafter(self.draft, self.kept, self.options)
+
+    def _priced(self, drafter: EarlyExitDrafter) -> float:
+        """The LM head of a draft step in layers of the target, as --exit-cost says."""
+        how, config = self.options.exit_cost or "bytes", self.target.config
+        if how == "layers":
+            return 0.0
+        if how == "bytes":
+            return drafter.head.weight.numel() * config.num_layers / layer_elements(config)
+        rows, sampling = chain_rows(self._model, self._cache, 1), Sampling()
+        hidden = self._model.embed_tokens(torch.tensor([0], device=self.device))
+
+        def seconds(call: Callable[[], Any]) -> float:
+            times = []
+            for _ in range(7):
+                start = time.perf_counter()
+                call()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+            return sorted(times)[3]
+
+        with torch.inference_mode():
+            layers = seconds(lambda: forward(self._model, self._cache, rows, hidden))
+            return seconds(lambda: drafter.head.best(hidden, sampling, rows.positions)) * config.num_layers / layers
 
     @property
     def strategy(self) -> str:
@@ -142,10 +173,15 @@ class Engine:
         weights of a draft step over a target step's, gamma draft steps a round. A model, not a measurement."""
         if self.draft is None:
             return 1.0
-        sizes = [layer_elements(x.config) + x.weights.head.numel() for x in (self.draft, self.target)]
+        drafted = float(layer_elements(self.draft.config))
+        if stats.exits:  # by the target's own first layers
+            mean = sum(n * times for n, times in stats.exits.items()) / stats.rounds
+            drafted *= mean / self.target.config.num_layers
+        drafted += self.draft.weights.head.numel()
+        whole = layer_elements(self.target.config) + self.target.weights.head.numel()
         width, depth = shape(self.options)
         gamma = depth if width > 1 else stats.drafted / max(1, stats.rounds)
-        return stats.acceptance_length / (sizes[0] / sizes[1] * gamma + 1)
+        return stats.acceptance_length / (drafted / whole * gamma + 1)
 
     def warmup(self) -> None:
         """Decode a few tokens with and without the drafter, so that first calls are not what a comparison times."""
@@ -202,7 +238,9 @@ class Engine:
             drafter.reset()
         limit = min(len(ids) + max_new_tokens, self.max_context)
         kept = None if drafter is None else self._kept_ids
-        return Context(self._model, self._cache, drafter, policy(self.options), params, Stats(), ids, limit, kept)
+        trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
+        rule = policy(self.options, self.target.config.num_layers, self._head_cost)
+        return Context(self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
         text = Detokenizer(self._tokenizer_or_none())
@@ -250,7 +288,7 @@ class Engine:
         params = from_kwargs(Sampling, sampling)
         self._cache.truncate(0)
         prefill(self._model, self._cache, ids[:-1])
-        logits, positions = verify(self._model, self._cache, ids[-1], Draft.empty(self.device))
+        logits, positions, _ = verify(self._model, self._cache, ids[-1], Draft.empty(self.device))
         bound = _rounding_bound(self.dtype, logits[0], params.temperature)
         row = logits[0]
         if params.temperature > 0:
@@ -296,13 +334,17 @@ def load(
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side)
     kept = None
-    if opts.trimmed and side is not None:
+    if opts.exit_layer is not None and opts.exit_layer >= main.config.num_layers:
+        raise ValueError(f"--exit-layer must be below the target's {main.config.num_layers} layers")
+    if parts.by_itself and main.config.num_layers < 2:
+        raise ValueError(f"strategy {opts.strategy!r} needs a target of at least 2 layers")
+    if opts.trimmed:
         if opts.vocab_scores is None and target is not None:
             raise ValueError(
                 f"strategy {opts.strategy!r} needs --vocab-scores for {target}: python -m specker.calibrate makes them"
             )
-        side, kept = _trimmed(main, side, opts)
-    names = [_name(target_source), None if side is None else _name(draft_source)]
+        side, kept = _trimmed(main, side or main, opts)
+    names = [_name(target_source), None if parts.bundled_draft is None else _name(draft_source)]
     return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept)
 
 

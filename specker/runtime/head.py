@@ -1,5 +1,6 @@
 """The drafter's LM head: hidden rows -> the k best candidate ids of the full vocabulary."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +20,11 @@ class Head:
         """hidden [T, E] at `positions` [T] -> the first candidate of each row, [T]."""
         noise = self._noise(sampling, positions)
         return vocab_topk(hidden, self.weight, self.token_ids, 1, (self.norm, self.eps), noise, with_lse=False)[0][:, 0]
+
+    def confident(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> tuple[Tensor, float]:
+        """Of one row [1, E]: the first candidate [1] and its probability in the ranking used. Reads it on the host."""
+        ids, scores = self.candidates(hidden, 1, sampling, positions)
+        return ids[:, 0], math.exp(float(scores))
 
     def candidates(self, hidden: Tensor, k: int, sampling: Sampling, positions: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, E] at `positions` [T] -> the k best ids [T, k] and their log-probabilities in the ranking used.

@@ -6,26 +6,37 @@ are `next` here, the new root. The target's token after each row is a function o
 logits alone (kernels/accept.py), so a round commits exactly what plain decoding would, whatever was drafted.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from specker.config import Sampling
 from specker.kernels.accept import accept_walk, sample_rows
 from specker.runtime.cache import KVCache
 from specker.runtime.draft import Draft
+from specker.runtime.early_exit import EarlyExitDrafter, shadows
 from specker.runtime.model import Model, prefill
 from specker.runtime.policy import Budget, Policy
 from specker.runtime.stats import Stats
 from specker.runtime.verify import verify
 
+PROMPT_ROWS = 32  # that seed a policy's statistics (DEL)
+
 
 class Drafter(Protocol):
     def reset(self) -> None: ...
     def prefill(self, committed: list[int]) -> None: ...
-    def propose(self, committed: list[int], budget: Budget, sampling: Sampling) -> Draft: ...
+    def propose(
+        self,
+        committed: list[int],
+        budget: Budget,
+        sampling: Sampling,
+        keep_drafting: Callable[[float], bool] | None = None,
+    ) -> Draft: ...
     def observe(self, path: list[int]) -> None: ...
 
 
@@ -42,6 +53,7 @@ class Context:
     committed: list[int]
     limit: int  # committed tokens at which decoding ends
     kept: frozenset[int] | None = None  # the ids a trimmed drafter can propose; None: all
+    trace: Callable[[dict[str, Any]], None] | None = None  # told of every round
 
 
 @dataclass(frozen=True)
@@ -58,19 +70,25 @@ class Taken:
 def step(ctx: Context) -> Taken:
     """One round."""
     with ctx.stats.stage("draft"):
-        draft = _propose(ctx)
+        draft, budget = _propose(ctx)
     with ctx.stats.stage("verify"):
-        logits, positions = verify(ctx.target, ctx.cache, ctx.committed[-1], draft)
+        logits, positions, tapped = verify(ctx.target, ctx.cache, ctx.committed[-1], draft, budget.taps)
     with ctx.stats.stage("accept"):
         s = ctx.sampling
         target = sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
         taken = _take(draft, target, ctx.kept)
+    if tapped:  # rows past the accepted ones follow tokens that are not in the text
+        kept = len(taken.path)
+        _watch(ctx, {n: rows[:kept] for n, rows in tapped.items()}, target[:kept], positions[:kept], "watch")
     with ctx.stats.stage("commit"):
         ctx.cache.commit(taken.path)
         ctx.committed += taken.tokens
         if ctx.drafter is not None:
             ctx.drafter.observe(taken.path)
         ctx.policy.observe(draft, taken.path)
+    ctx.stats.observe_budget(len(draft), budget.exit)
+    if ctx.trace is not None:
+        ctx.trace(_told(ctx, draft, budget, target, taken))
     return taken
 
 
@@ -78,9 +96,7 @@ def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], 
     """Rounds until `ctx.limit` tokens are committed or a stop id is: yields each round's emitted tokens and how many
     of them (the first ones) were draft tokens. A stop id ends the text and is its last token."""
     with ctx.stats.stage("prefill"):
-        prefill(ctx.target, ctx.cache, ctx.committed[:-1])
-        if ctx.drafter is not None:
-            ctx.drafter.prefill(ctx.committed)
+        _prefill(ctx)
     while len(ctx.committed) < ctx.limit:
         taken = step(ctx)
         tokens = taken.tokens
@@ -100,16 +116,60 @@ def _first_stop(tokens: list[int], stop_ids: frozenset[int]) -> int | None:
     return next((i for i, token in enumerate(tokens) if token in stop_ids), None)
 
 
-def _propose(ctx: Context) -> Draft:
+def _prefill(ctx: Context) -> None:
+    """The prompt's K/V; a policy that watches layers learns from the prompt's last rows."""
+    prompt, layers = ctx.committed[:-1], ctx.policy.layers
+    if ctx.drafter is None or not layers:
+        prefill(ctx.target, ctx.cache, prompt)
+    else:
+        depth = len(ctx.target.layers)
+        tapped = prefill(ctx.target, ctx.cache, prompt, (*layers, depth), PROMPT_ROWS)
+        if tapped:
+            last, end = tapped.pop(depth), ctx.cache.exact_len
+            positions, s = ctx.target.positions[end - len(last) : end], ctx.sampling
+            logits = ctx.target.logits(last)
+            target = sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
+            _watch(ctx, tapped, target, positions, "prefill")
+    if ctx.drafter is not None:
+        ctx.drafter.prefill(ctx.committed)
+
+
+def _watch(ctx: Context, tapped: dict[int, Tensor], target: Tensor, positions: Tensor, stage: str) -> None:
+    """Tell the policy what the tapped layers would have said after rows whose target tokens are known."""
+    assert isinstance(ctx.drafter, EarlyExitDrafter)
+    start = time.perf_counter()
+    match, confidence = shadows(ctx.drafter.head, tapped, target, positions, ctx.sampling)
+    seconds = time.perf_counter() - start
+    if stage == "watch":
+        ctx.stats.seconds[stage] += seconds
+    ctx.policy.learn(match.cpu().numpy(), confidence.cpu().numpy(), seconds if stage == "watch" else 0.0)
+
+
+def _propose(ctx: Context) -> tuple[Draft, Budget]:
     if ctx.drafter is None:
-        return Draft.empty(ctx.target.device)
+        return Draft.empty(ctx.target.device), Budget(0, 0)
     room = ctx.limit - len(ctx.committed) - 1  # the target's own token needs one place
     free = ctx.cache.capacity - ctx.cache.exact_len - 1
-    budget = ctx.policy.budget().clip(room)
-    return ctx.drafter.propose(ctx.committed, Budget(min(budget.nodes, free), budget.depth), ctx.sampling)
+    budget = ctx.policy.budget().clip(free, room)
+    asked = ctx.policy.keep_drafting if ctx.policy.confident else None
+    return ctx.drafter.propose(ctx.committed, budget, ctx.sampling, asked), budget
 
 
-def _take(draft: Draft, target: torch.Tensor, kept: frozenset[int] | None) -> Taken:
+def _told(ctx: Context, draft: Draft, budget: Budget, target: Tensor, taken: Taken) -> dict[str, Any]:
+    """A round as `--trace` writes it."""
+    return {
+        "position": len(ctx.committed) - len(taken.tokens),  # committed tokens before the round
+        "draft": draft.tokens.tolist(),
+        "parents": draft.parents.tolist(),
+        "confidence": list(draft.confidence),
+        "target": target.tolist(),
+        "path": taken.path,
+        "tokens": taken.tokens,
+        "exit": budget.exit,
+    }
+
+
+def _take(draft: Draft, target: Tensor, kept: frozenset[int] | None) -> Taken:
     if not len(draft):
         return Taken([0], target.tolist())
     path, count, following = accept_walk(draft.tokens, draft.parents, target)

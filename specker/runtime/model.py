@@ -127,15 +127,21 @@ def chain_rows(model: Model, cache: KVCache, count: int, first: int = 0, positio
 
 
 @torch.inference_mode()
-def prefill(model: Model, cache: KVCache, tokens: list[int]) -> None:
+def prefill(
+    model: Model, cache: KVCache, tokens: list[int], taps: tuple[int, ...] = (), last: int = 0
+) -> dict[int, Tensor]:
     """Forward `tokens` after the cache's exact columns and make them exact, in chunks of PREFILL_CHUNK. A causal
-    model's rows see what stands before them; a bidirectional one's see their whole chunk and all before it."""
+    model's rows see what stands before them; a bidirectional one's see their whole chunk and all before it.
+    Returns the residual stream at the depths `taps` of the last rows, at most `last`, of the last chunk alone."""
+    kept: dict[int, Tensor] = {}
     while tokens:
         chunk, tokens = tokens[:PREFILL_CHUNK], tokens[PREFILL_CHUNK:]
-        _prefill_chunk(model, cache, torch.tensor(chunk, device=model.device))
+        kept = _prefill_chunk(model, cache, torch.tensor(chunk, device=model.device), () if tokens else taps, last)
+    return kept
 
 
-def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor) -> None:
+def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int, ...], last: int) -> dict[int, Tensor]:
+    kept: dict[int, Tensor] = {}
     eps, T, start = model.config.rms_norm_eps, len(tokens), cache.exact_len
     end = start + T
     slots, positions = cache.slot_of[start:end], model.positions[start:end]
@@ -143,7 +149,7 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor) -> None:
     if model.config.causal and start > 0:
         mask = torch.ones(T, end, dtype=torch.bool, device=model.device).tril(start)
     h = model.embed_tokens(tokens)
-    for w, (k, v) in zip(model.layers, cache.layers, strict=True):
+    for n, (w, (k, v)) in enumerate(zip(model.layers, cache.layers, strict=True), 1):
         normed = F.rms_norm(h, h.shape[-1:], w.norm_in[0], eps)
         q = kv_calibrate(
             row_linear(normed, w.qkv, w.qkv_bias), positions, slots, model.rope, k, v, w.q_norm, w.k_norm, eps
@@ -161,7 +167,10 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor) -> None:
         normed = F.rms_norm(h, h.shape[-1:], w.norm_post[0], eps)
         up = row_linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
         h = h + row_linear(up, w.down, w.down_bias)
+        if n in taps:
+            kept[n] = h[-last:]
     cache.exact_len = end
+    return kept
 
 
 @lru_cache(maxsize=512)

@@ -1,37 +1,182 @@
-"""How much to draft each round."""
+"""How much to draft each round: a fixed amount, rules that follow acceptance, and DEL, which picks the exit layer too.
 
-from dataclasses import dataclass
-from typing import Protocol
+DEL (arXiv 2504.05598) models a target of L layers that drafts g tokens with its first l layers. With a_l the share of
+positions at which layer l's own ("shadow") token is the full model's, a round yields (1 - a_l^(g+1)) / (1 - a_l) tokens
+on average and loads g * l + L layers:
+
+    TPL(l, g) = ((1 - a_l^(g+1)) / (1 - a_l)) / (L + g * (l + c_head))       g in 0..17
+
+c_head, the LM head in layers, is 0 in the paper; a draft step reads it as well, so it counts here unless asked not to.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
 
 from specker.runtime.draft import Draft
+
+LONGEST = 17  # the largest g that TPL is asked for; a draft that confidence ends may be one longer
+DECAY = 0.95  # of DEL's statistics, a round
+ELIGIBLE = 8  # exit layers that are watched at most
 
 
 @dataclass(frozen=True)
 class Budget:
     nodes: int  # draft tokens at most
     depth: int  # longest path at most
+    exit: int = 0  # layers that the target drafts with by itself; 0: another model drafts
+    taps: tuple[int, ...] = ()  # depths of the target whose rows `learn` wants to hear of this round
 
-    def clip(self, depth: int) -> "Budget":
-        """No path longer than `depth`."""
-        return Budget(self.nodes, max(0, min(self.depth, depth)))
+    def clip(self, nodes: int, depth: int) -> "Budget":
+        """No more nodes and no longer a path."""
+        return replace(self, nodes=max(0, min(self.nodes, nodes)), depth=max(0, min(self.depth, depth)))
 
 
 class Policy(Protocol):
+    layers: tuple[int, ...]  # depths of the target that it may ever want to hear of; () for most
+
+    @property
+    def confident(self) -> bool:
+        """Whether `keep_drafting` is to be asked after each token of a chain."""
+
     def budget(self) -> Budget: ...
+
+    def keep_drafting(self, confidence: float) -> bool:
+        """After a draft token of this probability among all: draft another?"""
 
     def observe(self, draft: Draft, path: list[int]) -> None:
         """What became of the round's draft: `path` are the rows kept, row 0 first."""
 
+    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        """numpy [len(layers), rows]: whether each layer's shadow token was the target's, and its probability; `seconds`
+        is what it took to find out."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Fixed:
     """The same budget every round."""
 
     nodes: int
     depth: int
+    exit: int = 0
+    confident: bool = field(default=False, init=False)
+    layers: tuple[int, ...] = field(default=(), init=False)
 
     def budget(self) -> Budget:
-        return Budget(self.nodes, self.depth)
+        return Budget(self.nodes, self.depth, self.exit)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return True
 
     def observe(self, draft: Draft, path: list[int]) -> None:
         pass
+
+    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        pass
+
+
+@dataclass
+class PlusMinusOne(Fixed):
+    """A chain one longer after a wholly accepted draft, one shorter after any other."""
+
+    def observe(self, draft: Draft, path: list[int]) -> None:
+        if len(draft):
+            self.depth = min(self.depth + 1, LONGEST) if len(path) > len(draft) else max(1, self.depth - 1)
+            self.nodes = self.depth
+
+
+@dataclass
+class DraftAndVerify(Fixed):
+    """Stop after a token less probable than a threshold, which is moved towards `goal` accepted of those drafted
+    (arXiv 2309.08168, equations 5 and 6, with its constants)."""
+
+    threshold: float = 0.6
+    goal: float = 0.9
+    accepted: float = 0.9  # smoothed share
+
+    def __post_init__(self) -> None:
+        self.confident = True
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return confidence >= self.threshold
+
+    def observe(self, draft: Draft, path: list[int]) -> None:
+        if len(draft):
+            self.accepted = 0.5 * self.accepted + 0.5 * (len(path) - 1) / len(draft)
+            step = 0.01 if self.accepted <= self.goal else -0.01
+            self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
+
+
+@dataclass
+class DynamicExit:
+    """DEL. The exit layer is that of the best TPL; the length is ended by confidence, or (`by_length`) is TPL's g."""
+
+    layers: tuple[int, ...]  # eligible, ascending, below `total`
+    total: int  # L
+    head_cost: float = 0.0  # c_head
+    by_length: bool = False
+    overhead: float = 0.02  # watch only rounds that keep its share of the time below this; 1 watches every round
+    chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
+    threshold: float | None = field(default=None, init=False)
+    _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
+    _sums: Any = field(init=False, repr=False)  # of confidence, likewise
+
+    _watching: float = field(default=0.0, init=False)  # seconds
+    _since: float = field(default_factory=lambda: time.perf_counter(), init=False)
+
+    def __post_init__(self) -> None:
+        self._counts, self._sums = np.zeros((2, len(self.layers), 2))
+
+    @property
+    def confident(self) -> bool:
+        return not self.by_length
+
+    def budget(self) -> Budget:
+        """The first round, before anything is known, drafts one token with the first eligible layer."""
+        if not self._counts.any():
+            self.chosen, self.threshold = (0, 1), None
+        else:
+            table = self.tokens_per_layer()
+            best = divmod(int(table.argmax()), table.shape[1])
+            self.chosen, self.threshold = best, self._threshold(best[0])
+        index, g = self.chosen
+        longest = LONGEST + 1 if self.threshold is not None and g else g
+        affordable = self._watching <= self.overhead * (time.perf_counter() - self._since)
+        return Budget(longest, longest, self.layers[index], self.layers if affordable else ())
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return self.threshold is None or confidence >= self.threshold
+
+    def observe(self, draft: Draft, path: list[int]) -> None:
+        pass
+
+    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        self._watching += seconds
+        split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
+        self._counts = DECAY * self._counts + split.sum(1)
+        self._sums = DECAY * self._sums + (split * confidence[..., None]).sum(1)
+
+    def match_rates(self) -> Any:
+        """a_l [layers]; 0 where nothing is known."""
+        total = self._counts.sum(1)
+        return np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def tokens_per_layer(self) -> Any:
+        """TPL [layers, g = 0..17]."""
+        a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
+        tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
+        return tokens / (self.total + g * (np.array(self.layers)[:, None] + self.head_cost))
+
+    def _threshold(self, index: int) -> float | None:
+        """Between the mean confidence of a layer's matches and of its mismatches; None while it has but one kind, or
+        where g is to end the draft."""
+        if self.by_length or not self._counts[index].all():
+            return None
+        return float((self._sums[index] / self._counts[index]).mean())
+
+
+def eligible_layers(total: int, count: int = ELIGIBLE) -> tuple[int, ...]:
+    """At most `count` exit layers, spread over 1..total - 1."""
+    return tuple(sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))})) if total > 1 else ()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-STAGES = ("prefill", "draft", "verify", "accept", "commit")
+STAGES = ("prefill", "draft", "verify", "accept", "watch", "commit")
 
 
 @dataclass
@@ -17,6 +17,8 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
+    lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
+    exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, where the target drafts by itself
     kept: int = 0  # emitted tokens that a trimmed drafter could have proposed
     lost: int = 0  # rounds whose draft ended at a token that it could not
     wall: float = 0.0  # seconds from the prompt to the last token
@@ -39,6 +41,12 @@ class Stats:
         self.hits += [0] * (accepted - len(self.hits))
         for i in range(accepted):
             self.hits[i] += 1
+
+    def observe_budget(self, drafted: int, exit: int) -> None:
+        """One round: tokens drafted, and with how many of the target's layers (0: not with them)."""
+        self.lengths[drafted] = self.lengths.get(drafted, 0) + 1
+        if exit:
+            self.exits[exit] = self.exits.get(exit, 0) + 1
 
     def observe_kept(self, kept: int, lost: bool) -> None:
         """One round of a trimmed drafter: `kept` of the emitted tokens are within its vocabulary."""
@@ -68,6 +76,8 @@ class Stats:
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
             hits=[a + b for a, b in zip(*padded, strict=True)],
+            lengths=_joined(self.lengths, other.lengths),
+            exits=_joined(self.exits, other.exits),
             kept=self.kept + other.kept,
             lost=self.lost + other.lost,
             wall=self.wall + other.wall,
@@ -81,6 +91,12 @@ class Stats:
             "accepted": self.accepted,
             "acceptance_length": self.acceptance_length,
             "accepted_per_position": self.accepted_per_position,
+            "lengths": dict(sorted(self.lengths.items())),
+            **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             "tokens_per_second": self.tokens_per_second,
             "seconds": {**self.seconds, "total": self.wall},
         }
+
+
+def _joined(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
+    return {n: a.get(n, 0) + b.get(n, 0) for n in sorted({*a, *b})}

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specker.config import Keep, Options, Tree
+from specker.kernels.row_linear import pack
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import Checkpoint
+from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.head import Head
 from specker.runtime.loop import Drafter
 from specker.runtime.model import Model
-from specker.runtime.policy import Fixed, Policy
+from specker.runtime.policy import (
+    LONGEST,
+    DraftAndVerify,
+    DynamicExit,
+    Fixed,
+    PlusMinusOne,
+    Policy,
+    eligible_layers,
+)
 from specker.runtime.schedule import LayerParallel, Schedule
 from specker.runtime.vocab_scores import VocabScores
 
@@ -27,7 +37,8 @@ LAYER_PARALLEL = "4"  # the paper's recommendation
 class Strategy:
     bundled_draft: str | None  # which of the family drafts for the bundled target; None: no second checkpoint
     drafter: Callable[[Checkpoint, Tensor | None, Options], Drafter] | None
-    """From that checkpoint and the ids of its head's rows, None for all; None: nothing is drafted."""
+    """From that checkpoint and the ids of its head's rows, None for all; None: nothing is drafted, or by the target."""
+    by_itself: bool = False  # the target drafts with its own first layers
 
 
 def _autoregressive(checkpoint: Checkpoint, token_ids: Tensor | None, options: Options) -> Drafter:
@@ -49,6 +60,7 @@ STRATEGIES = {
     "ar": Strategy(None, None),
     "draft": Strategy("code-draft", _autoregressive),
     "easyspec": Strategy("code-draft-deep", _layer_parallel),
+    "del": Strategy(None, None, by_itself=True),
 }
 
 
@@ -65,10 +77,24 @@ def shape(options: Options) -> tuple[int, int]:
     return 1, DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
 
 
-def policy(options: Options) -> Policy:
-    """A request's own policy, fresh: what one learns from a prompt does not leak into the next."""
+def early_exit(model: Model, cache: KVCache, head: Tensor | None, token_ids: Tensor | None) -> EarlyExitDrafter:
+    """The target as its own drafter, with the kept rows `head` [K, E] of its head or all of it."""
+    weight = model.head if head is None else pack(head)
+    return EarlyExitDrafter(model, cache, Head(weight, model.norm[0], model.config.rms_norm_eps, token_ids))
+
+
+def policy(options: Options, layers: int, head_cost: float) -> Policy:
+    """A request's own policy, fresh: what one learns from a prompt does not leak into the next. `layers` of the target;
+    `head_cost` of a draft step's LM head, in those layers."""
     width, depth = shape(options)
-    return Fixed(width * depth if options.draft_tokens is None else options.draft_tokens, depth)
+    name = options.policy or ("del" if options.way == "del" else "fixed")
+    if name.startswith("del"):
+        return DynamicExit(eligible_layers(layers), layers, head_cost, by_length=name == "del-length")
+    exit = (options.exit_layer or max(1, layers // 2)) if options.way == "del" else 0
+    rule = {"fixed": Fixed, "plus-minus-one": PlusMinusOne, "draft-and-verify": DraftAndVerify}[name]
+    if name == "draft-and-verify" and options.draft_tokens is None:
+        depth = LONGEST + 1  # confidence ends a draft, not a number
+    return rule(width * depth if options.draft_tokens is None else options.draft_tokens, depth, exit)
 
 
 def allocate(model: Model, options: Options) -> KVCache:

@@ -5,15 +5,20 @@ from torch import Tensor
 
 from specker.kernels.tree_attention import ancestor_words
 from specker.runtime.cache import KVCache
-from specker.runtime.draft import Draft
+from specker.runtime.draft import Draft, Resume
 from specker.runtime.model import Model, Rows, chain_rows, forward
 
 
-def verify(model: Model, cache: KVCache, root: int, draft: Draft) -> tuple[Tensor, Tensor]:
-    """-> logits [N + 1, V] (row 0 follows the root) and the rows' absolute positions [N + 1] int64.
+def verify(
+    model: Model, cache: KVCache, root: int, draft: Draft, taps: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """-> logits [N + 1, V] (row 0 follows the root), the rows' absolute positions [N + 1] int64, and for each depth of
+    `taps` the residual stream [N + 1, E].
 
     Row r's K/V stands at column exact_len + r until the cache commits a path.
     """
+    if draft.resume is not None:
+        return _resumed(model, cache, draft, draft.resume, taps)
     tokens = torch.tensor([root], device=model.device)
     if len(draft):
         tokens = torch.cat((tokens, draft.tokens))
@@ -29,5 +34,21 @@ def verify(model: Model, cache: KVCache, root: int, draft: Draft) -> tuple[Tenso
             window=cache.lengths[len(tokens) : len(tokens) + 1],
             ancestors=ancestor_words(draft.parents),
         )
-    hidden = forward(model, cache, rows, model.embed_tokens(tokens)).hidden
-    return model.logits(hidden), rows.positions
+    out = forward(model, cache, rows, model.embed_tokens(tokens), taps=taps)
+    return model.logits(out.hidden), rows.positions, out.taps
+
+
+def _resumed(
+    model: Model, cache: KVCache, draft: Draft, resume: Resume, taps: tuple[int, ...]
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Of a self-drafted chain: its own layers on the last row, which they have not seen, the others on all rows."""
+    N, E = len(draft), resume.layer
+    below = tuple(n for n in taps if n < E)
+    last = forward(
+        model, cache, chain_rows(model, cache, 1, first=N), model.embed_tokens(draft.tokens[-1:]), slice(E), below
+    )
+    hidden = torch.cat((resume.hidden, last.hidden))
+    rows = chain_rows(model, cache, N + 1)
+    out = forward(model, cache, rows, hidden, slice(E, None), tuple(n for n in taps if n >= E))
+    tapped = {n: torch.cat((resume.taps[n], last.taps[n])) if n < E else out.taps[n] for n in taps}
+    return model.logits(out.hidden), rows.positions, tapped

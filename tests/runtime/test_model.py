@@ -66,11 +66,11 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
     prefill(model, cache, ids[:17])
     got = []
     for token in ids[17:30]:  # one row at a time
-        logits, positions = verify(model, cache, token, Draft.empty())
+        logits, positions, _ = verify(model, cache, token, Draft.empty())
         assert positions.tolist() == [cache.exact_len]
         cache.commit([0])
         got.append(logits)
-    logits, _ = verify(model, cache, ids[30], Draft.chain(torch.tensor(ids[31:])))  # and ten at once
+    logits, *_ = verify(model, cache, ids[30], Draft.chain(torch.tensor(ids[31:])))  # and ten at once
     got.append(logits)
     assert (torch.cat(got) - expected[17:]).abs().max() < 1e-9
 
@@ -82,13 +82,13 @@ def test_tree_branches_equal_their_chains(tmp_path, arch):
     parents = [0, 0, 1, 1, 2, 3, 5, 0, 8]
     draft = Draft(torch.tensor(ids[5:]), torch.tensor(parents))
     prefill(model, cache, ids[:4])
-    tree, positions = verify(model, cache, ids[4], draft)
+    tree, positions, _ = verify(model, cache, ids[4], draft)
     for row in range(len(draft) + 1):
         path = [row]
         while path[0] > 0:
             path.insert(0, parents[path[0] - 1])
         chain = Draft.chain(draft.tokens[[r - 1 for r in path[1:]]])
-        logits, chain_positions = verify(model, cache, ids[4], chain)
+        logits, chain_positions, _ = verify(model, cache, ids[4], chain)
         assert positions[row] == chain_positions[-1]
         assert (tree[row] - logits[-1]).abs().max() < 1e-11
         verify(model, cache, ids[4], draft)

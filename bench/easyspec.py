@@ -1,0 +1,232 @@
+"""Layer-parallel drafting on the bundled pair with the deep draft: tree width x layers in a group x calibration.
+
+For each: acceptance length, speed, what a drafting forward takes (median), and how near the fuzzy hidden rows are to
+those of the layers in sequence (cosine, the same tokens after the same exact prefix). Chain and tree meet at equal
+budgets too. All ways of a temperature are interleaved; rows go to bench/results/<machine>/easyspec.jsonl, a picture
+beside them.
+"""
+
+import dataclasses
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+from transformers import HfArgumentParser
+
+import specker
+from bench import harness, plot
+from bench.e2e import differing, ours
+from specker.runtime.autoregressive import AutoregressiveDrafter
+from specker.runtime.engine import Engine
+from specker.runtime.model import chain_rows, forward, prefill
+from specker.runtime.schedule import LayerParallel, Schedule
+
+
+@dataclass
+class Args:
+    prompts: int = field(default=6, metadata={"help": "held-out prompts"})
+    max_new_tokens: int = 48
+    widths: str = "1,4,8,12"
+    depth: int = 5
+    parallel: str = field(default="1,2,3,4,5", metadata={"help": "layers in a group; 1 drafts in sequence"})
+    equal: int = field(default=8, metadata={"help": "nodes of the chain and of the capped trees that are compared"})
+    temperatures: str = "0,0.7"
+    rounds: int = 2
+    save: bool = True
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+def shape(width: int, depth: int) -> dict[str, Any]:
+    return {"draft_tokens": depth} if width == 1 else {"tree": f"{width}x{depth}"}
+
+
+def load(args: Args, **options: Any) -> Engine:
+    pair = specker.zoo.path("code-target"), specker.zoo.path("code-draft-deep")
+    return specker.load(*pair, device=args.device, dtype=args.dtype, **options)
+
+
+def timed_forward(engine: Engine, times: list[float]) -> None:
+    """Every fuzzy forward of the engine's drafter adds its seconds to `times`."""
+    parallel = engine._drafter.parallel  # type: ignore[union-attr]
+    inner = parallel.forward
+
+    def outer(*args: Any) -> torch.Tensor:
+        start = time.perf_counter()
+        hidden = inner(*args)
+        times.append(time.perf_counter() - start)
+        return hidden
+
+    parallel.forward = outer
+
+
+@torch.inference_mode()
+def cosine(args: Args, texts: list[list[int]], width: int) -> float:
+    """Mean cosine of fuzzy and exact final rows of four draft tokens in a chain, every eighth position of the texts."""
+    drafter: AutoregressiveDrafter = load(args, strategy="easyspec", layer_parallel=str(width))._drafter  # type: ignore[assignment]
+    model, cache = drafter.model, drafter.cache
+    parallel = LayerParallel(model, cache, Schedule.parallel(len(model.layers), width))
+    found = []
+    for text in texts:
+        for start in range(16, len(text) - 4, 8):
+            rows = torch.tensor(text[start : start + 4], device=model.device)
+            pair = []
+            for fuzzy in (True, False):
+                cache.truncate(0)
+                prefill(model, cache, text[:start])
+                hidden = []
+                for i in range(4):
+                    one, embedded = chain_rows(model, cache, 1, first=i), model.embed_tokens(rows[i : i + 1])
+                    fresh = parallel.forward(one, embedded) if fuzzy else forward(model, cache, one, embedded).hidden
+                    hidden.append(fresh)
+                pair.append(torch.cat(hidden).float())
+            found += F.cosine_similarity(*pair, dim=-1).tolist()
+    return statistics.mean(found)
+
+
+def bench(
+    args: Args, temperature: float, engines: dict[str, Engine], about: dict[str, dict], prompts: Any
+) -> list[dict]:
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for name, engine in engines.items():
+        if getattr(engine._drafter, "parallel", None) is not None:
+            timed_forward(engine, times[name])
+    ways: dict[str, Any] = {
+        name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
+    }
+    timings = harness.measure(ways, args.rounds)
+    plain = timings["ar"].last
+    rows = []
+    for name, timing in timings.items():
+        done = timing.last
+        row = {
+            "bench": "easyspec",
+            "way": name,
+            "temperature": temperature,
+            "dtype": args.dtype,
+            "device": args.device,
+            "prompts": len(prompts),
+            "tokens": done.count,
+            **timing.row(),
+            "tokens_per_second": done.count / timing.median,
+            "over_ar": timings["ar"].median / timing.median,
+            "acceptance_length": done.stats.acceptance_length,
+            "draft_share": done.stats.seconds["draft"] / done.stats.wall,
+            **about[name],
+        }
+        if times[name]:
+            row["forward"] = statistics.median(times[name])
+        if engines[name].strategy != "ar":
+            how = {"temperature": temperature}
+            row["differing_within_rounding"] = differing(engines[name], prompts, done, plain, args, how)
+        rows.append(row)
+    for row in rows:  # beside the same shape drafted in sequence
+        for base in rows:
+            if base.get("parallel") == 1 and row.get("shape") == base.get("shape"):
+                row["of_sequential"] = row["acceptance_length"] / base["acceptance_length"]
+                if "forward" in row and "forward" in base:
+                    row["forward_speedup"] = base["forward"] / row["forward"]
+    return rows
+
+
+def show(rows: list[dict], temperature: float) -> None:
+    table = Table(title=f"temperature {temperature:g}")
+    columns = ("way", "tokens/s", "over ar", "tau", "of N 1", "forward, us", "x N 1", "cosine", "draft share")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+
+    def text(row: dict, key: str, form: str) -> str:
+        return format(row[key], form) if key in row else ""
+
+    for row in rows:
+        table.add_row(
+            row["way"],
+            text(row, "tokens_per_second", ".0f"),
+            text(row, "over_ar", ".2f"),
+            text(row, "acceptance_length", ".2f"),
+            text(row, "of_sequential", ".1%"),
+            f"{row['forward'] * 1e6:.0f}" if "forward" in row else "",
+            text(row, "forward_speedup", ".2f"),
+            text(row, "cosine", ".3f"),
+            text(row, "draft_share", ".0%"),
+        )
+    Console(width=120).print(table)
+
+
+def draw(rows: list[dict], title: str) -> Any:
+    """Over layers in a group: acceptance length, forwards against sequential ones, cosine; calibrated and not."""
+    from matplotlib.figure import Figure
+
+    temperatures = sorted({row["temperature"] for row in rows})
+    figure = Figure(figsize=(13, 3.4 * len(temperatures)), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    panels = (("of_sequential", "acceptance length / N 1"), ("forward_speedup", "forward, x N 1"), ("cosine", "cosine"))
+    for axes, temperature in zip(figure.subplots(len(temperatures), 3, squeeze=False), temperatures, strict=True):
+        mine = [row for row in rows if row["temperature"] == temperature and "parallel" in row]
+        for axis, (key, label) in zip(axes, panels, strict=True):
+            for n, width in enumerate(sorted({row["width"] for row in mine})):
+                for calibrate, line in (("every", "-"), ("never", ":")):
+                    points = sorted(
+                        (row["parallel"], row[key])
+                        for row in mine
+                        if row["width"] == width and row["calibrate"] == calibrate and key in row and "cap" not in row
+                    )
+                    if points:
+                        name = f"width {width}{'' if calibrate == 'every' else ', not calibrated'}"
+                        axis.plot(*zip(*points, strict=True), line, color=f"C{n}", marker="o", markersize=3, label=name)
+            axis.set_xlabel("layers in a group", fontsize=9)
+            axis.set_ylabel(f"{label}, T {temperature:g}", fontsize=9)
+        axes[0].axhline(0.93, color="grey", linewidth=0.8)
+        axes[0].legend(fontsize=6)
+    return figure
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    numbers = [[int(n) for n in text.split(",")] for text in (args.widths, args.parallel)]
+    heldout = [row["prompt"] for row in specker.zoo.heldout()]
+    engines = {
+        "ar": specker.load(strategy="ar", device=args.device, dtype=args.dtype),
+        "draft": specker.load(device=args.device, dtype=args.dtype),
+    }
+    about: dict[str, dict] = {"ar": {}, "draft": {}}
+    texts = [engines["ar"].generate(text, 48, temperature=0.7).tokens for text in heldout[-4:]]
+    near = {n: cosine(args, texts, n) for n in numbers[1]}
+    for width in numbers[0]:
+        for parallel in numbers[1]:
+            for calibrate in ("every", "never"):
+                if (parallel, calibrate) == (1, "never"):
+                    continue  # in sequence nothing is fuzzy
+                name = f"{width}x{args.depth} N {parallel} {calibrate}"
+                how = {"layer_parallel": str(parallel), "calibrate": calibrate, **shape(width, args.depth)}
+                engines[name] = load(args, strategy="easyspec", **how)
+                about[name] = {"width": width, "shape": f"{width}x{args.depth}", "parallel": parallel}
+                about[name] |= {"calibrate": calibrate, "cosine": near[parallel]}
+    for width in numbers[0]:
+        name = f"{args.equal} nodes of width {width}, N 4"
+        depth = args.equal if width == 1 else args.depth
+        how = {**shape(width, depth), "draft_tokens": args.equal, "layer_parallel": "4"}
+        engines[name] = load(args, strategy="easyspec", **how)
+        about[name] = {"width": width, "cap": args.equal, "parallel": 4, "calibrate": "every"}
+    prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        new = bench(args, temperature, engines, about, prompts)
+        show(new, temperature)
+        rows += new
+    if args.save:
+        path = harness.save("easyspec", rows, args.device)
+        plot.save(draw(rows, f"easyspec on the bundled pair, {harness.machine(args.device)}"), path.with_suffix(""))
+        print(path)
+    else:
+        print(json.dumps(dataclasses.asdict(args)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Self-speculation: the output is plain decoding's under every policy, no layer row runs twice, and DEL's statistics
+are the formulas'."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from make_checkpoint import make
+
+import specker
+from specker import run
+from specker.config import Options
+from specker.runtime import loop, verify
+from specker.runtime.draft import Draft
+from specker.runtime.policy import DraftAndVerify, DynamicExit, Fixed, PlusMinusOne, eligible_layers
+from specker.runtime.strategies import policy
+
+PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
+SAMPLING = {
+    "greedy": {},
+    "T0.7": {"temperature": 0.7},
+    "T1-top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
+}
+POLICIES = {
+    "del": {},
+    "del-layers": {"exit_cost": "layers"},
+    "del-measured": {"exit_cost": "measured"},
+    "del-length": {"policy": "del-length"},
+    "fixed": {"policy": "fixed", "exit_layer": 4, "draft_tokens": 3},
+    "plus-minus-one": {"policy": "plus-minus-one", "exit_layer": 3},
+    "draft-and-verify": {"policy": "draft-and-verify", "exit_layer": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """Six layers, the last ones faint, so that an early exit is often right and often wrong."""
+    from safetensors.torch import load_file, save_file
+
+    folder = make(tmp_path_factory.mktemp("exit"), layers=6, max_context=192)
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        for layer, faint in ((3, 0.3), (4, 0.2), (5, 0.2)):
+            if f"layers.{layer}." in name and ("o_proj" in name or "down_proj" in name):
+                weights[name] *= faint
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def engine(target, **options):
+    return specker.load(target, strategy=options.pop("strategy", "del"), dtype="float64", page_size=16, **options)
+
+
+@pytest.mark.parametrize(("name", "how"), list(itertools.product(POLICIES, SAMPLING)))
+def test_tokens_equal_plain_decoding(target, name, how):
+    fast = engine(target, **POLICIES[name])
+    drafted = accepted = 0
+    for prompt in PROMPTS:
+        got = fast.generate(prompt, 60, **SAMPLING[how])
+        assert got.tokens == fast.generate_ar(prompt, 60, **SAMPLING[how]).tokens
+        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
+    if name != "del-measured":  # what it drafts depends on the machine's mood
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("name", ["plus-minus-one", "draft-and-verify"])
+@pytest.mark.parametrize("how", SAMPLING)
+def test_policies_serve_a_draft_model_too(pair, name, how):
+    fast = specker.load(*pair, dtype="float64", device="cpu", policy=name)
+    for prompt in PROMPTS:
+        got = fast.generate(prompt, 40, **SAMPLING[how])
+        assert got.tokens == fast.generate_ar(prompt, 40, **SAMPLING[how]).tokens
+        assert len(got.stats.lengths) > 1, "the length never changed"
+
+
+def test_the_cache_is_the_plain_one(target, monkeypatch):
+    from specker.runtime.cache import KVCache
+    from specker.runtime.model import prefill
+
+    step = loop.step
+
+    def checked(ctx):
+        taken = step(ctx)
+        ctx.cache.check(committed=len(ctx.committed))
+        fresh = KVCache(ctx.target.config, ctx.cache.capacity, dtype=torch.float64, device="cpu", page_size=16)
+        prefill(ctx.target, fresh, ctx.committed[:-1])
+        for ours, theirs in ((ctx.cache.k, fresh.k), (ctx.cache.v, fresh.v)):
+            n = ctx.cache.exact_len
+            assert (ours.flatten(1, 2)[:, :n] - theirs.flatten(1, 2)[:, :n]).abs().max() < 1e-12
+        return taken
+
+    monkeypatch.setattr(loop, "step", checked)
+    engine(target).generate(PROMPTS[0], 50, temperature=0.7)
+
+
+def test_no_layer_row_runs_twice(target, monkeypatch):
+    """N + 1 rows through L layers a round, whatever the exit: drafting's rows are not run again by verification."""
+    from specker.runtime import early_exit
+
+    done = []
+    rounds = []
+    for module in (early_exit, verify):
+
+        def counted(model, cache, rows, hidden, layers=slice(None), taps=(), forward=module.forward):
+            done.append(len(hidden) * len(range(*layers.indices(len(model.layers)))))
+            return forward(model, cache, rows, hidden, layers, taps)
+
+        monkeypatch.setattr(module, "forward", counted)
+    fast = engine(target)
+    fast.trace = rounds.append
+    for prompt in PROMPTS:
+        fast.generate(prompt, 60, temperature=0.7)
+    assert sum(done) == sum((len(r["draft"]) + 1) * 6 for r in rounds)
+    assert {r["exit"] for r in rounds} - {0} and max(len(r["draft"]) for r in rounds) > 1
+
+
+def test_a_trimmed_head_joins(target, tmp_path):
+    from specker.runtime.vocab_scores import VocabScores
+
+    path = tmp_path / "s.safetensors"
+    path.write_bytes(VocabScores.from_counts(torch.arange(128)).to_bytes())
+    fast = engine(target, strategy="del+vocabtrim", vocab_scores=str(path), vocab_keep="100")
+    assert fast._drafter.head.weight.shape == (100, 64) and fast._model.head.shape == (128, 64)
+    whole = engine(target)
+    assert fast._head_cost == pytest.approx(whole._head_cost * 100 / 128)
+    drafted = []
+    fast.trace = lambda row: drafted.extend(row["draft"])
+    got = fast.generate(PROMPTS[0], 60, temperature=0.7)
+    assert got.tokens == fast.generate_ar(PROMPTS[0], 60, temperature=0.7).tokens
+    assert drafted and set(drafted) <= set(fast.kept.tolist())
+    assert 0 < fast.trim_report(got.stats)["mbsu"] < 19
+
+
+def test_what_is_learnt_from_one_prompt_does_not_reach_the_next(target):
+    fast = engine(target)
+    rounds = []
+    fast.trace = lambda row: rounds.append((row["exit"], tuple(row["draft"])))
+    alone = []
+    for before in ([], PROMPTS[2]):
+        if before:
+            fast.generate(before, 60, temperature=1.0)
+        rounds.clear()
+        fast._drafter.head  # noqa: B018
+        made = policy(fast.options, 6, fast._head_cost)
+        assert not made._counts.any()
+        made.overhead = 1.0
+        fast.generate([5], 1)
+        alone.append(list(rounds))
+    assert alone[0] == alone[1]
+
+
+# --- the formulas, slowly
+
+
+def slow(rounds, layers, total, head_cost):
+    """DEL's statistics and choice of plain Python, from rounds of (match, confidence), each [layers][rows]."""
+    C = [[0.0, 0.0] for _ in layers]
+    S = [[0.0, 0.0] for _ in layers]
+    for match, confidence in rounds:
+        for i in range(len(layers)):
+            C[i] = [0.95 * x for x in C[i]]
+            S[i] = [0.95 * x for x in S[i]]
+            for m, c in zip(match[i], confidence[i], strict=True):
+                C[i][0 if m else 1] += 1
+                S[i][0 if m else 1] += c
+    best = None
+    for i, layer in enumerate(layers):
+        a = C[i][0] / sum(C[i]) if sum(C[i]) else 0.0
+        for g in range(18):
+            tokens = sum(a**n for n in range(g + 1))
+            value = tokens / (total + g * (layer + head_cost))
+            if best is None or value > best[0] + 1e-15:
+                best = (value, i, g)
+    _, i, g = best
+    known = C[i][0] > 0 and C[i][1] > 0
+    return i, g, (S[i][0] / C[i][0] + S[i][1] / C[i][1]) / 2 if known else None
+
+
+@pytest.mark.parametrize("kind", ["mixed", "only matches", "only mismatches", "one layer", "one row"])
+@pytest.mark.parametrize("head_cost", [0.0, 2.5])
+def test_statistics_are_the_formulas(kind, head_cost):
+    rng = np.random.default_rng(3)
+    layers = (2,) if kind == "one layer" else (1, 3, 5, 8)
+    del_ = DynamicExit(layers, 12, head_cost)
+    rounds = []
+    with np.errstate(all="raise"):
+        for _ in range(25):
+            T = 1 if kind == "one row" else int(rng.integers(1, 9))
+            match = rng.random((len(layers), T)) < np.linspace(0.3, 0.9, len(layers))[:, None]
+            match = {"only matches": match | True, "only mismatches": match & False}.get(kind, match)
+            confidence = rng.random((len(layers), T))
+            del_.learn(match, confidence)
+            rounds.append((match, confidence))
+            budget = del_.budget()
+            i, g, threshold = slow(rounds, layers, 12, head_cost)
+            assert del_.chosen == (i, g) and budget.exit == layers[i]
+            if threshold is None:
+                assert del_.threshold is None and budget.depth == g and del_.keep_drafting(0.0)
+            else:
+                assert del_.threshold == pytest.approx(threshold) and budget.depth == (18 if g else 0)
+                assert del_.keep_drafting(threshold + 1e-9) and not del_.keep_drafting(threshold - 1e-9)
+    if kind == "only mismatches":
+        assert budget.depth == 0, "nothing to gain: draft nothing"
+    if kind == "only matches":
+        assert budget.depth == 17 and budget.exit == layers[0]
+
+
+def test_the_first_round_drafts_one_token_with_the_first_layer():
+    budget = DynamicExit((2, 4), 6).budget()
+    assert (budget.exit, budget.depth, budget.taps) == (2, 1, (2, 4))
+
+
+def test_watching_is_kept_below_its_share(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("specker.runtime.policy.time.perf_counter", lambda: now[0])
+    del_ = DynamicExit((1,), 2)
+    watched = []
+    for _ in range(1000):
+        watching = bool(del_.budget().taps)
+        watched.append(watching)
+        now[0] += 0.010
+        if watching:
+            now[0] += 0.003
+            del_.learn(np.array([[True]]), np.array([[0.5]]), 0.003)
+    assert watched[0] and 0.015 < 0.003 * sum(watched) / now[0] <= 0.0205
+
+
+def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkeypatch):
+    """Shadow tokens against layers run afresh over the committed text; rows past the first mismatch are not heard."""
+    from specker.kernels.accept import sample_rows
+    from specker.runtime.cache import KVCache
+    from specker.runtime.model import chain_rows, forward
+
+    fast = engine(target)
+    heard = []
+    learn = DynamicExit.learn
+    monkeypatch.setattr(DynamicExit, "learn", lambda self, m, c, s=0.0: heard.append((m, c)) or learn(self, m, c, s))
+    monkeypatch.setattr(DynamicExit, "overhead", 1.0)
+    policy_of = []
+    monkeypatch.setattr(
+        "specker.runtime.engine.policy", lambda *a: policy_of.append(policy(*a)) or everything(policy_of[-1])
+    )
+    rounds = []
+    fast.trace = rounds.append
+    got = fast.generate(PROMPTS[2], 30, temperature=0.7, seed=2)
+    text = [*PROMPTS[2], *got.tokens]
+    model = fast._model
+    layers = policy_of[0].layers
+
+    def said(first, count):
+        """What every watched layer and the target say after text[first : first + count], and how surely."""
+        cache = KVCache(model.config, 256, dtype=torch.float64, device="cpu", page_size=16)
+        rows = chain_rows(model, cache, len(text))
+        out = forward(model, cache, rows, model.embed_tokens(torch.tensor(text)), taps=(*layers, 6))
+        ids, sure = {}, {}
+        for n, hidden in out.taps.items():
+            logits = model.logits(hidden)[first : first + count]
+            positions = rows.positions[first : first + count]
+            ids[n] = sample_rows(logits, 0.7, 0, 1.0, 2, positions)
+            from specker.kernels.noise import gumbel
+
+            z = logits / 0.7 + gumbel(2, positions, logits.shape[1])
+            sure[n] = z.softmax(-1).amax(-1)
+        match = torch.stack([ids[n] == ids[6] for n in layers])
+        return match.numpy(), torch.stack([sure[n] for n in layers]).numpy()
+
+    assert len(heard) == 1 + len(rounds), "the prompt, then every round"
+    match, confidence = said(len(PROMPTS[2]) - 1 - 32, 32)
+    assert (heard[0][0] == match).all() and np.allclose(heard[0][1], confidence)
+    for (match, confidence), row in zip(heard[1:], rounds, strict=True):
+        count = len(row["path"])
+        want, sure = said(row["position"] - 1, count)
+        assert match.shape == (len(layers), count)
+        assert (match == want).all() and np.allclose(confidence, sure)
+
+
+def everything(policy):
+    policy.overhead = 1.0
+    return policy
+
+
+# --- the other rules
+
+
+def chain(n):
+    return Draft.chain(torch.arange(n))
+
+
+def test_plus_minus_one():
+    p = PlusMinusOne(4, 4)
+    seen = []
+    for accepted in (4, 5, 2, 0, 0, 0, 0, 0):
+        p.observe(chain(p.budget().depth), list(range(accepted + 1)))
+        seen.append(p.budget().depth)
+    assert seen == [5, 6, 5, 4, 3, 2, 1, 1]
+    p.observe(chain(0), [0])
+    assert p.budget().depth == 1
+
+
+def test_draft_and_verify_moves_its_threshold_towards_the_goal():
+    p = DraftAndVerify(18, 18)
+    accepted, threshold = 0.9, 0.6
+    for kept, drafted in ((3, 3), (1, 4), (4, 4), (0, 2)):
+        p.observe(chain(drafted), list(range(kept + 1)))
+        accepted = 0.5 * accepted + 0.5 * kept / drafted
+        threshold = 0.9 * threshold + 0.1 * (threshold + (0.01 if accepted <= 0.9 else -0.01))
+        assert p.threshold == pytest.approx(threshold)
+    assert p.keep_drafting(threshold + 1e-6) and not p.keep_drafting(threshold - 1e-6)
+
+
+def test_fixed_learns_nothing():
+    p = Fixed(3, 2, 5)
+    p.observe(chain(2), [0])
+    p.learn(None, None)
+    assert (p.budget().nodes, p.budget().depth, p.budget().exit, p.keep_drafting(0.0)) == (3, 2, 5, True)
+
+
+def test_eligible_layers():
+    assert eligible_layers(12) == (1, 2, 4, 5, 7, 8, 10, 11) and eligible_layers(3) == (1, 2)
+    assert eligible_layers(1) == () and len(eligible_layers(80)) == 8 and eligible_layers(80)[-1] == 79
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": "lucky"}, "--policy must be one of"),
+        ({"exit_cost": "dollars"}, "--exit-cost must be one of"),
+        ({"exit_layer": 0, "policy": "fixed"}, "--exit-layer must be at least 1"),
+        ({"exit_layer": 2}, "del chooses"),
+        ({"tree": "2x2"}, "drafts a chain"),
+        ({"strategy": "draft", "policy": "del"}, "--policy del is for strategy del"),
+        ({"strategy": "draft", "exit_layer": 2}, "--exit-layer is for strategy del"),
+        ({"strategy": "draft", "tree": "2x2", "policy": "plus-minus-one"}, "is for chains"),
+        ({"strategy": "ar", "policy": "fixed"}, "'ar' drafts nothing"),
+        ({"strategy": "del+draft"}, "do not compose"),
+    ],
+)
+def test_refuses(options, words):
+    with pytest.raises(ValueError, match=words):
+        Options(**{"strategy": "del", **options})
+
+
+def test_refuses_what_the_target_lacks(target, tmp_path):
+    with pytest.raises(ValueError, match="--exit-layer must be below the target's 6 layers"):
+        engine(target, policy="fixed", exit_layer=6)
+    with pytest.raises(ValueError, match="uses no draft checkpoint"):
+        specker.load(target, target, strategy="del")
+    with pytest.raises(ValueError, match="at least 2 layers"):
+        specker.load(make(tmp_path / "one", layers=1), strategy="del")
+
+
+def test_trace_and_histograms_from_the_command_line(target, tmp_path, capsys):
+    make(tmp_path / "t", layers=4, tokenizer=True)
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "o.json"
+    argv = ["--target", str(tmp_path / "t"), "--strategy", "del", "--prompt", "abc", "--device", "cpu"]
+    assert run.main([*argv, "--max-new-tokens", "30", "--check", "--trace", str(trace), "--json", str(out)]) == 0
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    told = json.loads(out.read_text())["total"]
+    assert len(rows) == told["rounds"] and sum(len(r["draft"]) for r in rows) == told["drafted"]
+    assert [t for r in rows for t in r["tokens"]][: len(told["tokens"])] == told["tokens"]
+    assert sum(told["lengths"].values()) == sum(told["exits"].values()) == told["rounds"]
+    for r in rows:
+        assert len(r["target"]) == len(r["draft"]) + 1 == len(r["parents"]) + 1 and r["prompt"] == 0
+        assert math.isclose(len(r["confidence"]), len(r["draft"])) or not r["confidence"]
+
+
+def test_an_untrained_exit_is_warned_of(target, capsys, tmp_path):
+    make(tmp_path / "t", layers=8, tokenizer=True)
+    argv = ["--target", str(tmp_path / "t"), "--strategy", "del", "--policy", "fixed", "--exit-layer", "7"]
+    assert run.main([*argv, "--prompt", "abc", "--device", "cpu", "--max-new-tokens", "20"]) == 0
+    assert "plain decoding is probably faster here" in " ".join(capsys.readouterr().err.split())
