@@ -22,7 +22,7 @@ from specker.report import Result, Screen
 from specker.runtime.stats import Stats
 
 ROOT = Path(__file__).parent.parent
-ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position"}
+ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position", "lengths"}
 ROW |= {"tokens_per_second", "seconds"}
 CHECKED = {"ar_tokens_per_second", "speedup", "identical"}
 
@@ -79,7 +79,7 @@ def test_flags_are_the_dataclasses() -> None:
         ("--top-k -1", ["--top-k must be at least 0", "-1"]),
         ("--seed -1", ["--seed", "-1"]),
         ("--strategy magic", ["unknown strategy 'magic'", "ar, draft"]),
-        ("--strategy easyspec", ["'easyspec' is not built yet"]),
+        ("--strategy diffuspec", ["'diffuspec' is not built yet"]),
         ("--strategy draft+ar", ["do not compose"]),
         ("--strategy ar --draft-tokens 3", ["'ar' drafts nothing"]),
         ("--draft-tokens 0", ["--draft-tokens must be between 1 and 255", "got 0"]),

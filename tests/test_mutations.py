@@ -101,7 +101,7 @@ def trimmed_head_speaks_full_ids(world):
 
 def root_off_by_one(patch):
     original = loop.verify
-    patch.setattr(loop, "verify", lambda model, cache, root, draft: original(model, cache, root - 1, draft))
+    patch.setattr(loop, "verify", lambda model, cache, root, *rest: original(model, cache, root - 1, *rest))
 
 
 def stale_kv_after_rejected_draft(patch):
