@@ -15,6 +15,11 @@ values are 22.87, 21.78, 21.26; probabilities are right to about 2^-32, and a to
 
 The integers are the same on every machine; the two logarithms are the platform's own. Traffic: the noise, written once
 (a kernel that computes it where it is used has none).
+
+On the device `gumbel_of` and `gumbel_run` are for kernels that add noise to logits they hold. Same integers, and u to
+the bit; both logarithms are polynomials in FMAs (`_log_near`), since the hardware's own is only good to an absolute
+2^-22 near 1, where log1p must keep the relative precision. Against float64, over the whole range of u: log1p(-u) to
+2e-7 of itself, g to 2.5e-7 of itself, or absolute where |g| < 1 (torch's on a CPU: 1.2e-7).
 """
 
 import operator
@@ -24,6 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from specker.kernels.variant import tl, triton
 
 STREAM = 0x73706563  # the fourth counter word, "spec": apart from any other use of Philox under the same seed
 MASK = 0xFFFFFFFF
@@ -151,6 +158,91 @@ def _block_rows(padded: int) -> int:
 def _padded(vocab_size: int) -> int:
     """A power of two up to 8192, then multiples of it, so that a trimmed head finds the whole vocabulary's block."""
     return max(4, 1 << (vocab_size - 1).bit_length()) if vocab_size <= 8192 else -(-vocab_size // 8192) * 8192
+
+
+_STREAM = tl.constexpr(STREAM)
+_U_MAX = tl.constexpr(U_MAX)
+
+
+@triton.jit
+def gumbel_of(
+    ids,  # token ids, int32 or int64, of any shape
+    position,  # int64, broadcast with ids
+    seed,  # int64: the 64 bits of the seed
+):
+    """The noise of each id, fp32. Every id spends a Philox of its own: for ids in no order."""
+    x0, x1, x2, x3 = _philox(ids >> 2, position, seed)
+    lane = ids & 3
+    return _gumbel_from(tl.where(lane < 2, tl.where(lane == 0, x0, x1), tl.where(lane == 2, x2, x3)))
+
+
+@triton.jit
+def gumbel_run(
+    first,  # a multiple of 4
+    position,  # int64, one
+    seed,  # int64: the 64 bits of the seed
+    N: tl.constexpr,  # a power of two, at least 4
+):
+    """The noise of ids first..first + N - 1, fp32 [N]. One Philox for four ids."""
+    x0, x1, x2, x3 = _philox((first >> 2) + tl.arange(0, N // 4), position, seed)
+    return _gumbel_from(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)))
+
+
+@triton.jit
+def _philox(block, position, seed):
+    """The four words of each block of four ids. What is the same for a whole block stays a scalar for some rounds."""
+    p = tl.cast(position, tl.int64)
+    stream = tl.full([], _STREAM, tl.uint32)
+    return tl.philox(tl.cast(seed, tl.int64), block.to(tl.uint32), p.to(tl.uint32), (p >> 32).to(tl.uint32), stream)
+
+
+@triton.jit
+def _gumbel_from(x):
+    """32-bit words -> noise."""
+    u = tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _U_MAX)  # 2^-32
+    return -_log(-_log1m(u))
+
+
+@triton.jit
+def _log1m(u):
+    """log(1 - u) for 2^-33 <= u < 1. While 1 - u is near 1 the series takes -u itself, which 1 - u has rounded off."""
+    v = 1.0 - u
+    m, e = _parts(v)
+    return _log_near(tl.where(e == 0, -u, m), e)
+
+
+@triton.jit
+def _log(x):
+    """The natural logarithm of a normal x > 0, to an ulp or so."""
+    m, e = _parts(x)
+    return _log_near(m, e)
+
+
+@triton.jit
+def _parts(x):
+    """x = 2^e (1 + m) with 1 + m in [sqrt(1/2), sqrt(2)); e as a float."""
+    i = x.to(tl.int32, bitcast=True) - 0x3F3504F3  # sqrt(1/2)
+    e = i >> 23
+    m = ((i & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
+    return m, e.to(tl.float32)
+
+
+@triton.jit
+def _log_near(m, e):
+    """log(2^e (1 + m)): the minimax polynomial of Cephes' logf; ln 2 in two parts, of which e times the first is
+    exact."""
+    y = tl.fma(m, 7.0376836292e-2, -1.1514610310e-1)
+    y = tl.fma(y, m, 1.1676998740e-1)
+    y = tl.fma(y, m, -1.2420140846e-1)
+    y = tl.fma(y, m, 1.4249322787e-1)
+    y = tl.fma(y, m, -1.6668057665e-1)
+    y = tl.fma(y, m, 2.0000714765e-1)
+    y = tl.fma(y, m, -2.4999993993e-1)
+    y = tl.fma(y, m, 3.3333331174e-1)
+    square = m * m
+    y = tl.fma(e, -2.12194440e-4, y * m * square)
+    y = tl.fma(square, -0.5, y)
+    return tl.fma(e, 0.693359375, m + y)
 
 
 def check_seed(seed: int) -> int:

@@ -1,0 +1,93 @@
+"""sample_rows against eager torch at Llama-3-8B's vocabulary; accept_walk.
+
+8 rows of 128,256 bfloat16 logits are 2 MB, half a microsecond of memory: what a call takes is its launches, each with
+a round trip or two, and ten rounds of Philox for four ids. Hence goals in microseconds over an empty kernel, not shares
+of the limit. torch draws with `multinomial`, not with this noise, and sorts for top-p: what a user would call, though
+not the same tokens. The reference of accept_walk reads on the host, so no graph holds it: it is timed on a CPU only.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from bench.kernels import common
+from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.kernels.accept import (
+    accept_walk,
+    accept_walk_cost,
+    accept_walk_ref,
+    sample_rows,
+    sample_rows_cost,
+    sample_rows_ref,
+)
+
+SEED = 7
+
+
+def sample(T: int, V: int, dtype: torch.dtype, temperature: float, top_k: int, top_p: float) -> Built:
+    logits = (2.5 * torch.randn(T, V, device=DEVICE)).to(dtype)
+    positions = torch.arange(1000, 1000 + T, device=DEVICE)
+    setting = temperature, top_k, top_p
+
+    def eager() -> torch.Tensor:
+        if temperature == 0:
+            return logits.argmax(-1)
+        z = logits.float() / temperature
+        if top_k:
+            z = z.masked_fill(z < z.topk(top_k).values[:, -1:], float("-inf"))
+        p = z.softmax(-1)
+        if top_p < 1:
+            p, ids = p.sort(-1, descending=True)
+            p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)
+            return ids.gather(1, p.multinomial(1))[:, 0]
+        return p.multinomial(1)[:, 0]
+
+    def check() -> None:
+        want = sample_rows_ref(logits.cpu(), *setting, SEED, positions.cpu())
+        wrong = (sample_rows(logits, *setting, SEED, positions).cpu() != want).sum().item()
+        # Two ids may come within the rounding of the noise, or the mass within that of top_p.
+        assert wrong <= (1 if temperature else 0), f"{wrong} of {T} tokens"
+
+    ways = {"specker": lambda: sample_rows(logits, *setting, SEED, positions), "torch": eager}
+    return Built(ways, check, sample_rows_cost(logits, *setting, SEED, positions))
+
+
+def walk(N: int, chain: bool) -> Built:
+    """A chain that is wholly accepted, the longest walk there is, or a tree of which one child of three agrees."""
+    j = torch.arange(N)
+    parents, tokens = (j, j % 11) if chain else (j // 3, j % 3)
+    target = torch.cat([tokens, tokens[:1]]) if chain else torch.ones(N + 1, dtype=torch.int64)
+    args = tuple(x.to(DEVICE) for x in (tokens, parents, target))
+
+    def check() -> None:
+        for a, b in zip(accept_walk(*args), accept_walk_ref(*args), strict=True):
+            assert torch.equal(a, b), "path, count or next"
+
+    ways = {"specker": lambda: accept_walk(*args)}
+    if DEVICE == "cpu":  # reads on the host, so no graph captures it
+        ways["reference"] = lambda: accept_walk_ref(*args)
+    return Built(ways, check, accept_walk_cost(*args))
+
+
+def cases() -> Iterator[Case]:
+    T, V = (8, 128256) if DEVICE == "cuda" else (8, 512)
+    for dtype in (torch.bfloat16, torch.float32) if DEVICE == "cuda" else (torch.float32,):
+        for setting, goal in (
+            ((0.7, 0, 0.9), Goal(over_empty=60e-6)),
+            ((0.7, 50, 0.9), Goal()),
+            ((0.7, 50, 1.0), Goal()),
+            ((0.7, 0, 1.0), Goal()),
+            ((0.0, 0, 1.0), Goal()),
+        ):
+            temperature, top_k, top_p = setting
+            kind = f"{', top-k' if top_k else ''}{', top-p' if top_p < 1 else ''}" if temperature else ", greedy"
+            name = f"sample {str(dtype)[6:]}{kind}, T {T}"
+            yield Case(name, lambda dtype=dtype, setting=setting: sample(T, V, dtype, *setting), goal)
+    for chain in (False, True):
+        yield Case(f"walk {'chain' if chain else 'tree'} of 64", lambda c=chain: walk(64, c), Goal(over_empty=10e-6))
+
+
+test_accept = common.benchmarks(cases())
+
+if __name__ == "__main__":
+    common.main("accept", cases())
