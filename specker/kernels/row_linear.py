@@ -5,23 +5,43 @@ O/2 rows are the gate and the rest the up projection, and the result is silu(x W
 Accumulation is in float32 (float64 for float64). Traffic: the weight is read once, O * E elements; T * (E + O) beside
 it. On a CPU a row may differ in the last bits from the same row among others: equal to 1e-12 in float64.
 
+The kernel serves up to 256 rows, in tiles of 64; more (a prefill) are `torch.nn.functional.linear`'s, and float64 stays
+with the reference. Bias and SiLU(gate) * up are applied in float32, before the only rounding (the reference rounds the
+linear first). Determinism: a row's bits are a function of that row, the weight and the architecture. The matrix tile
+has 64 rows whether T is 1 or 256, absent ones are zero; K runs in order; the number of splits of K follows (O, E,
+architecture) alone, and a second kernel adds their float32 partials in order. No atomics.
+
 `pack` puts a large float32 CPU weight in oneDNN's blocked layout: a plain float32 linear re-reads the weight as the
 rows grow (8 rows cost 2.5x one row), the packed one does not. Below `PACK_MIN` elements that is not noticed, but the
 packed call's fixed cost (10 to 40 us) is.
 """
 
+from collections.abc import Iterator
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
+
 EPILOGUES = ("none", "silu_mul")
 PACK_MIN = 1 << 21
+MAX_ROWS = 256  # of the kernel
 _PACK_ROWS = 16  # the row count the layout is chosen for; measured good from 1 to 64 rows
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
     """x [T, E], weight [O, E] (plain or from `pack`), bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul"."""
+    if torch.compiler.is_compiling():
+        return torch.ops.specker.row_linear(x, weight, bias, epilogue)
+    return _row_linear(x, weight, bias, epilogue)
+
+
+def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
     _check(x, weight, bias, epilogue)
+    if x.is_cuda and x.dtype != torch.float64 and x.shape[0] <= MAX_ROWS:
+        return _launch(x, weight, bias, epilogue)
     return row_linear_ref(x, weight, bias, epilogue)
 
 
@@ -58,6 +78,268 @@ def pack(weight: Tensor) -> Tensor:
     return weight
 
 
+@triton.jit
+def stream_rows(
+    x_ptr,  # [T, E]
+    w_ptr,  # its first row is the first of the tile's
+    o_m,  # [M] rows of x
+    m_m,  # [M] which of them there are
+    m_n,  # [N] which rows of the weight there are; not read if EVEN_N
+    start,  # a multiple of BLOCK_E
+    stop,
+    pair,  # elements from a row of the weight to its partner
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN_E: tl.constexpr,  # [start, stop) is whole tiles
+    EVEN_N: tl.constexpr,
+    PAIR: tl.constexpr,
+):
+    """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32; with PAIR also that of the
+    rows `pair` elements further on. Rows of x that are absent are zeros and cost no reading."""
+    o_x = o_m[:, None] * E
+    o_w = tl.arange(0, N)[:, None] * E
+    b_acc = tl.zeros([M, N], tl.float32)
+    b_pair = tl.zeros([M, N], tl.float32)
+    for i_e in tl.range(start, stop, BLOCK_E):
+        o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
+        m_x = m_m[:, None]
+        if not EVEN_E:
+            m_x = m_x & (o_e < E)
+        b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
+        if EVEN_E and EVEN_N:
+            b_w = tl.load(w_ptr + o_w + o_e)
+            if PAIR:
+                b_w2 = tl.load(w_ptr + pair + o_w + o_e)
+        else:
+            m_w = m_n[:, None] & (o_e < E)
+            b_w = tl.load(w_ptr + o_w + o_e, mask=m_w, other=0.0)
+            if PAIR:
+                b_w2 = tl.load(w_ptr + pair + o_w + o_e, mask=m_w, other=0.0)
+        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+        if PAIR:
+            b_pair = tl.dot(b_x, tl.trans(b_w2), b_pair, input_precision="ieee")
+    return b_acc, b_pair
+
+
+@triton.jit
+def _silu_mul(gate, up):
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit(do_not_specialize=["T"])
+def _row_linear_kernel(
+    x_ptr,  # [T, E]
+    w_ptr,  # [O, E]
+    bias_ptr,  # [O]
+    y_ptr,  # [T, O], or [T, O / 2] with SILU; with SPLITS > 1 the partials [SPLITS, T, O] float32
+    T,
+    O: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,  # rows of x of a program
+    N: tl.constexpr,  # columns of the output of a program, each of two rows of the weight with SILU
+    BLOCK_E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 256 * E < 2**31)
+    COLUMNS: tl.constexpr = O // 2 if SILU else O
+    o_m = tl.program_id(0) * M + tl.arange(0, M)  # the programs of one tile of the weight are neighbours
+    m_m = o_m < T
+    i_n = tl.program_id(1) * N
+    i_s = tl.program_id(2)
+    o_n = i_n + tl.arange(0, N)
+    m_n = o_n < COLUMNS
+    b_y, b_up = stream_rows(
+        x_ptr,
+        w_ptr + i_n.to(tl.int64) * E,
+        o_m,
+        m_m,
+        m_n,
+        i_s * SPLIT_E if SPLITS > 1 else 0,
+        tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E,
+        tl.full([], COLUMNS, tl.int64) * E,
+        E,
+        M,
+        N,
+        BLOCK_E,
+        E % BLOCK_E == 0,
+        COLUMNS % N == 0,
+        SILU,
+    )
+    m_mn = m_m[:, None] & m_n[None, :]
+    if SPLITS > 1:
+        p_y = y_ptr + (i_s.to(tl.int64) * T + o_m)[:, None] * O + o_n[None, :]
+        tl.store(p_y, b_y, mask=m_mn)
+        if SILU:
+            tl.store(p_y + COLUMNS, b_up, mask=m_mn)
+    else:
+        if BIAS:
+            b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+        if SILU:
+            if BIAS:
+                b_up += tl.load(bias_ptr + COLUMNS + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+            b_y = _silu_mul(b_y, b_up)
+        p_y = y_ptr + o_m[:, None].to(tl.int64) * COLUMNS + o_n[None, :]
+        tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_mn)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _row_linear_merge_kernel(
+    partial_ptr,  # [SPLITS, T, O] float32
+    bias_ptr,  # [O]
+    y_ptr,  # [T, O], or [T, O / 2] with SILU
+    T,
+    O: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = O // 2 if SILU else O
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < COLUMNS
+    b_y = tl.zeros([BLOCK], tl.float32)
+    b_up = tl.zeros([BLOCK], tl.float32)
+    for i_s in tl.static_range(SPLITS):
+        p_partial = partial_ptr + (i_s * T.to(tl.int64) + i_t) * O
+        b_y += tl.load(p_partial + o_n, mask=m_n, other=0.0)
+        if SILU:
+            b_up += tl.load(p_partial + COLUMNS + o_n, mask=m_n, other=0.0)
+    if BIAS:
+        b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+    if SILU:
+        if BIAS:
+            b_up += tl.load(bias_ptr + COLUMNS + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_y = _silu_mul(b_y, b_up)
+    tl.store(y_ptr + i_t * COLUMNS + o_n, b_y.to(y_ptr.dtype.element_ty), mask=m_n)
+
+
+SMS = {80: 108, 90: 132, 100: 148}
+LONG = 8192  # columns from which a merge's launch is small beside the stream
+MIN_SPLIT = 512  # columns of a split, at least
+
+
+def tiles(dtype: torch.dtype, O: int, E: int, arch: int) -> tuple[int, int, int, int, int]:
+    """Rows of x, rows of the weight, columns, stages, splits: the tile table, whose reasons are in `_variants`."""
+    sms = SMS[arch]
+    aligned = E * dtype.itemsize % 16 == 0
+    if E >= LONG and aligned:
+        n = 128
+    else:
+        n = next((n for n in (128, 64) if 10 * -(-O // n) >= 7 * sms and aligned), 32)
+    if dtype == torch.float32:
+        m, n, block, stages = 16, 32, 32, 2
+    else:
+        m, block = 64, 64 if n == 128 or not aligned else 128
+    count = -(-O // n)
+    splits = max(1, min(sms // count, E // MIN_SPLIT))
+    splits = -(-E // (-(-E // (splits * block)) * block))  # whole tiles of columns may need fewer
+    if dtype != torch.float32:
+        room = 72 if arch == 80 else 192 if count * splits <= sms else 96  # KiB
+        stages = min(room * 1024 // ((m + n) * block * dtype.itemsize), 8)
+        stages += arch == 80  # its matrix instructions wait: one buffer fewer than stages
+    return m, n, block, stages, splits
+
+
+@lru_cache(maxsize=256)
+def _variants(dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: int) -> tuple[Variant, Variant | None]:
+    """The kernel, and the merge where K is split.
+
+    64 rows of x for any T: wgmma's M, and on sm_80 the same order of sums. What is to be tuned is how many bytes of the
+    weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us) needs 33 KiB an SM.
+    * About one program an SM, weight tiles of 32, 64 or 128 rows, and 192 KiB of stages. O 4096: 128 programs of 32
+      rows; a stage is 8 KiB of weight and 16 of x, eight of them keep 56 KiB in flight.
+    * More programs than SMs: 96 KiB, two blocks an SM. O 28672: 224 programs of 128 rows for 264 places, four stages of
+      16 + 8 KiB, 96 KiB in flight an SM.
+    * Each program reads x from L2 anew: at 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half; at one
+      row nothing). Where E is long, a merge is cheap beside the stream, and tiles of 128 with K split share x better:
+      14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight an SM. Few outputs split K too: 4096 -> 1024 is 32
+      tiles of 32 times 4.
+    sm_80 has 164 KiB an SM: 72 KiB, so that two blocks fit. float32 goes through FMA: small tiles, for correctness, as
+    are those of an E that is no multiple of 16 bytes, whose odd half is read 2 bytes at a time through registers.
+    """
+    m, n, block, stages, splits = tiles(dtype, O, E, arch)
+    t = TYPES[dtype]
+    half = dtype != torch.float32
+    name = f"{t} {E}->{O}" + (" silu_mul" if silu else "") + (" bias" if bias else "")
+    smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
+    common = {"O": O, "SPLITS": splits, "SILU": silu, "BIAS": bias}
+    stream = Variant(
+        name=name,
+        kernel=_row_linear_kernel,
+        arguments=(f"*{t}", f"*{t}", f"*{t}", "*fp32" if splits > 1 else f"*{t}", "i32"),
+        constexprs={
+            **common,
+            "E": E,
+            "M": m,
+            "N": n // 2 if silu else n,
+            "BLOCK_E": block,
+            "SPLIT_E": -(-E // (splits * block)) * block,
+        },
+        num_warps=4,
+        num_stages=stages,
+        dot=half,
+        wide=E * dtype.itemsize % 16 == 0,
+        smoke=smoke,
+    )
+    if splits == 1:
+        return stream, None
+    columns = O // 2 if silu else O
+    merge = Variant(
+        name=name + " merge",
+        kernel=_row_linear_merge_kernel,
+        arguments=("*fp32", f"*{t}", f"*{t}", "i32"),
+        constexprs={**common, "BLOCK": min(triton.next_power_of_2(columns), 512)},
+        num_warps=4 if columns > 256 else 1,
+        wide=columns % 8 == 0,
+        smoke=smoke,
+    )
+    return stream, merge
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """What the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
+    bf16 = torch.bfloat16
+    for dtype, O, E, silu, bias in (
+        (bf16, 4096, 4096, False, False),
+        (bf16, 6144, 4096, False, True),
+        (bf16, 28672, 4096, False, False),
+        (bf16, 28672, 4096, True, False),
+        (bf16, 4096, 14336, False, False),
+        (bf16, 1024, 4096, False, True),
+        (bf16, 9728, 896, True, True),
+        (bf16, 4097, 1023, False, True),
+        (bf16, 2 * 1025, 9001, True, True),
+        (torch.float16, 28672, 4096, True, False),
+        (torch.float32, 4096, 4096, False, False),
+        (torch.float32, 1024, 4096, True, True),
+    ):
+        yield from (v for v in _variants(dtype, O, E, silu, bias, arch) if v is not None)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
+    same_device(x, bias=bias)
+    x, weight = x.contiguous(), weight.contiguous()
+    (T, E), O, silu = x.shape, weight.shape[0], epilogue == "silu_mul"
+    y = x.new_empty(T, O // 2 if silu else O)
+    if y.numel() == 0:
+        return y
+    stream, merge = _variants(x.dtype, O, E, silu, bias is not None, arch(x.device))
+    sizes = stream.constexprs
+    b = x if bias is None else bias.contiguous()  # not read where there is none
+    splits = sizes["SPLITS"]
+    out = y if merge is None else x.new_empty((splits, T, O), dtype=torch.float32)
+    stream((-(-T // sizes["M"]), -(-y.shape[1] // sizes["N"]), splits), x, weight, b, out, T)
+    if merge is not None:
+        merge((T, -(-y.shape[1] // merge.constexprs["BLOCK"])), out, b, y, T)
+    return y
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"expected x [T, E] and weight [O, E]: x {tuple(x.shape)}, weight {tuple(weight.shape)}")
@@ -65,7 +347,20 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Non
         raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"bias must be like x, {x.dtype}, got {bias.dtype}")
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue must be one of {EPILOGUES}, got {epilogue!r}")
     if epilogue == "silu_mul" and weight.shape[0] % 2:
         raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[0]}")
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
+    _check(x, weight, bias, epilogue)
+    return x.new_empty(x.shape[0], weight.shape[0] // 2 if epilogue == "silu_mul" else weight.shape[0])
+
+
+_lib = torch.library.Library("specker", "FRAGMENT")
+_lib.define("row_linear(Tensor x, Tensor weight, Tensor? bias, str epilogue) -> Tensor")
+_lib.impl("row_linear", _row_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("specker::row_linear", _fake, lib=_lib)

@@ -11,11 +11,18 @@ Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. F
 so exp(logits - lse) is a confidence over the kept rows in the very ranking that was used. A trimmed head sees the whole
 head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] of one dtype; ids [T, k] int64
 in the full vocabulary; logits [T, k] and lse [T] fp32, float64 for float64. Traffic: the weight once, K * E elements;
-logits do not reach memory in the kernel. The reference rounds them to hidden's dtype, as `row_linear` does.
+logits do not reach memory in the kernel. The reference rounds them to hidden's dtype, as `row_linear` does; the kernel
+ranks and returns the float32 sums. It takes up to 256 rows and ids below 2^32; more rows and float64 stay with the
+reference. Determinism: a row's bits are a function of that row, weight, ids, k and the architecture. The products are
+row_linear's (64 rows for any T, K in order), and what follows runs row by row in tiles that do not follow T. A norm is
+residual_merge's kernel, one launch before: every program would else need the row's scale before its first product, or
+round x * weight unscaled, which can overflow float16.
 Source of the trimmed head: VocabTrim, arXiv 2506.22694.
 """
 
 import math
+from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,8 +30,10 @@ from torch.nn import functional as F
 
 from specker.kernels import few
 from specker.kernels.accept import MIN_TEMPERATURE, first_argmax
-from specker.kernels.noise import add_gumbel_, check_seed
-from specker.kernels.row_linear import row_linear
+from specker.kernels.noise import add_gumbel_, check_seed, gumbel_of
+from specker.kernels.residual_merge import _launch as _norm
+from specker.kernels.row_linear import MAX_ROWS, SMS, row_linear, stream_rows
+from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 MAX_K = 64
 
@@ -47,7 +56,16 @@ def vocab_topk(
     int64, temperature 0 or >= 1e-6). Without `with_lse` lse is empty, [0]: on a CPU it costs as much as the search.
     Raises ValueError on other shapes, dtypes and ranges.
     """
+    if torch.compiler.is_compiling():
+        norm_weight, eps = (None, 0.0) if norm is None else norm
+        seed, positions, temperature = (0, None, 0.0) if noise is None else noise
+        seed = seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed  # a schema's integers are signed
+        return torch.ops.specker.vocab_topk(
+            hidden, weight, token_ids, k, norm_weight, eps, seed, positions, temperature, with_lse
+        )
     _check(hidden, weight, token_ids, k, norm, noise)
+    if hidden.is_cuda and hidden.dtype != torch.float64 and hidden.shape[0] <= MAX_ROWS:
+        return _launch(hidden, weight, token_ids, k, norm, noise, with_lse)
     return vocab_topk_ref(hidden, weight, token_ids, k, norm, noise, with_lse)
 
 
@@ -124,6 +142,326 @@ def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
     return values, columns
 
 
+_NONE = tl.constexpr(-(1 << 63))  # no candidate: below every key
+_LOW = tl.constexpr((1 << 32) - 1)
+
+
+@triton.jit
+def _key(z, ids):
+    """One integer that orders by z, then by the lower id: z's bits, made monotonic, above the complement of the id."""
+    bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)  # -0 is 0
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (~ids & _LOW)
+
+
+@triton.jit
+def _id_of(key):
+    return ~key & _LOW
+
+
+@triton.jit
+def _value_of(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _take(key, R: tl.constexpr, TOP: tl.constexpr, C: tl.constexpr):
+    """key [R, n] -> the TOP <= C largest of each row, descending, in [R, C]; what is left over is unspecified. A few
+    are taken out one by one, many sorted out; keys differ."""
+    if C <= 16:
+        o_c = tl.arange(0, C)[None, :]
+        b_top = tl.full([R, C], _NONE, tl.int64)
+        for i in tl.range(TOP):
+            b_best = tl.max(key, axis=1)[:, None]
+            b_top = tl.where(o_c == i, b_best, b_top)
+            key = tl.where(key == b_best, _NONE, key)
+    else:
+        b_top = tl.topk(key, C)
+    return b_top
+
+
+@triton.jit
+def _power(z, top):
+    """exp(z - top), 1 where they are equal, infinities included."""
+    return tl.where(z == top, 1.0, tl.exp(z - top))
+
+
+@triton.jit(do_not_specialize=["T", "temperature", "seed"], do_not_specialize_on_alignment=["ids_ptr", "positions_ptr"])
+def _vocab_topk_kernel(
+    x_ptr,  # [T, E]
+    w_ptr,  # [K, E]
+    ids_ptr,  # [K]
+    positions_ptr,  # [T]
+    keys_ptr,  # [T, tiles, C]: the tile's largest, descending
+    stats_ptr,  # [2, T, tiles]: the tile's maximum, and its sum of exp(z - maximum)
+    T,
+    temperature,
+    seed: tl.int64,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,  # rows of x of a program
+    N: tl.constexpr,  # rows of the weight of a program
+    BLOCK_E: tl.constexpr,
+    R: tl.constexpr,  # rows that are looked at together; divides M
+    TOP: tl.constexpr,  # k
+    C: tl.constexpr,  # candidates of a tile; a power of two, at least k
+    MAPPED: tl.constexpr,
+    NOISE: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and 256 * E < 2**31)
+    i_tile = tl.program_id(1)
+    o_m = tl.program_id(0) * M + tl.arange(0, M)  # the programs of one tile of the weight are neighbours
+    o_n = i_tile * N + tl.arange(0, N)
+    m_n = o_n < K
+    if MAPPED:  # asked for before the stream
+        b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
+    else:
+        b_id = o_n.to(tl.int64)
+    b_all, _ = stream_rows(
+        x_ptr,
+        w_ptr + i_tile.to(tl.int64) * N * E,
+        o_m,
+        o_m < T,
+        m_n,
+        0,
+        E,
+        0,
+        E,
+        M,
+        N,
+        BLOCK_E,
+        E % BLOCK_E == 0,
+        K % N == 0,
+        False,
+    )
+    tiles = tl.num_programs(1)
+    b_all = tl.reshape(b_all, (M // R, R, N))
+    o_group = tl.arange(0, M // R)[:, None, None]
+    for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
+        # R rows; the sum is with zeros, so it is exact. The compiler would leave each of them with every fourth warp,
+        # which all repeat the selection; a load, though it reads nothing, sets the layout: spread over all threads.
+        b_z = tl.sum(tl.where(o_group * R == i_r, b_all, 0.0), axis=0)
+        o_spread = tl.arange(0, R)[:, None] * N + tl.arange(0, N)[None, :]
+        b_z += tl.load(stats_ptr + o_spread, mask=o_spread + T < 0, other=0.0)
+        o_r = tl.program_id(0) * M + i_r + tl.arange(0, R)
+        m_r = o_r < T
+        if NOISE:
+            b_position = tl.load(positions_ptr + o_r, mask=m_r, other=0)
+            b_z = tl.div_rn(b_z, temperature) + gumbel_of(b_id[None, :], b_position[:, None], seed)
+        o_tile = o_r.to(tl.int64) * tiles + i_tile
+        if LSE:
+            b_z = tl.where(m_n[None, :], b_z, float("-inf"))
+            b_max = tl.max(b_z, axis=1)
+            b_power = tl.where(m_n[None, :], _power(b_z, b_max[:, None]), 0.0)
+            tl.store(stats_ptr + o_tile, b_max, mask=m_r)
+            tl.store(stats_ptr + T.to(tl.int64) * tiles + o_tile, tl.sum(b_power, axis=1), mask=m_r)
+        b_key = tl.where(m_n[None, :], _key(b_z, b_id[None, :]), _NONE)
+        if C == 1:
+            tl.store(keys_ptr + o_tile, tl.max(b_key, axis=1), mask=m_r)
+        else:
+            o_c = o_tile[:, None] * C + tl.arange(0, C)[None, :]
+            tl.store(keys_ptr + o_c, _take(b_key, R, TOP, C), mask=m_r[:, None])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _vocab_topk_merge_kernel(
+    keys_ptr,  # [T, TILES, C]
+    stats_ptr,  # [2, T, TILES]
+    ids_ptr,  # [T, TOP]
+    logits_ptr,  # [T, TOP]
+    lse_ptr,  # [T]
+    T,
+    TOP: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PAD: tl.constexpr,  # a power of two, at least 2
+    C: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """A program a row. The largest C can only lie in the C tiles with the largest maxima, and of the r-th of these
+    (from 0) only in the first C - r: what is further down has C above it, in this tile and the maxima before."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_tile = tl.arange(0, TILES_PAD)
+    m_tile = o_tile < TILES
+    p_keys = keys_ptr + i_t * TILES * C
+    b_first = tl.load(p_keys + o_tile * C, mask=m_tile, other=_NONE)
+    if LSE:
+        b_max = tl.load(stats_ptr + i_t * TILES + o_tile, mask=m_tile, other=float("-inf"))
+        b_sum = tl.load(stats_ptr + (T.to(tl.int64) + i_t) * TILES + o_tile, mask=m_tile, other=0.0)
+        top = tl.max(b_max, axis=0)
+        total = tl.sum(b_sum * _power(b_max, top), axis=0)
+        tl.store(lse_ptr + i_t, top + tl.log(total))
+    if C == 1:
+        best = tl.max(b_first, axis=0)
+        tl.store(ids_ptr + i_t, _id_of(best))
+        tl.store(logits_ptr + i_t, _value_of(best))
+    else:
+        RANKS: tl.constexpr = min(C, TILES_PAD)
+        FIRST: tl.constexpr = min(TOP, TILES_PAD)
+        if RANKS <= 16:  # as in `_take`, keeping the place
+            b_tile = tl.zeros([RANKS], tl.int32)
+            for i in tl.range(FIRST):
+                found = b_first == tl.max(b_first, axis=0)  # one: keys differ
+                b_tile = tl.where(tl.arange(0, RANKS) == i, tl.max(tl.where(found, o_tile, 0), axis=0), b_tile)
+                b_first = tl.where(found, _NONE, b_first)
+        else:
+            b_rank = tl.topk(b_first, RANKS)
+            same = (b_rank[:, None] == b_first[None, :]) & m_tile[None, :]
+            b_tile = tl.sum(tl.where(same, o_tile[None, :], 0), axis=1)
+        o_rank, o_c = tl.arange(0, RANKS)[:, None], tl.arange(0, C)[None, :]
+        m_c = (o_rank < TILES) & (o_rank + o_c < TOP)
+        b_key = tl.load(p_keys + b_tile[:, None] * C + o_c, mask=m_c, other=_NONE)
+        b_key = tl.reshape(_take(tl.reshape(b_key, (1, RANKS * C)), 1, TOP, C), (C,))
+        o_k = tl.arange(0, C)
+        tl.store(ids_ptr + i_t * TOP + o_k, _id_of(b_key), mask=o_k < TOP)
+        tl.store(logits_ptr + i_t * TOP + o_k, _value_of(b_key), mask=o_k < TOP)
+
+
+def tiles(dtype: torch.dtype, K: int, E: int, arch: int) -> tuple[int, int, int, int]:
+    """Rows of x, rows of the weight, columns, stages: the tile table, whose reasons are in `_variants`."""
+    aligned = E * dtype.itemsize % 16 == 0
+    if dtype == torch.float32 or not aligned:
+        return 16 if dtype == torch.float32 else 64, 64, 32, 2
+    count = -(-K // 128)
+    n = 128 if 10 * count >= 7 * SMS[arch] else 64
+    room = 48 if arch == 80 else 96  # KiB
+    return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + (arch == 80)
+
+
+@lru_cache(maxsize=256)
+def _variants(
+    dtype: torch.dtype,
+    K: int,
+    E: int,
+    k: int,
+    ids: torch.dtype | None,
+    noise: bool,
+    lse: bool,
+    arch: int,
+) -> tuple[Variant, Variant]:
+    """The kernel and its merge. The stream is row_linear's; what is new is that a tile ends in a selection, during
+    which its program reads nothing.
+
+    K 32,768: 256 programs of 128 rows on an H200's 264 places (two blocks of 96 KiB an SM, 96 KiB in flight): one
+    wave, so that each place pays for one selection; tiles of 64 would pay for two and read x twice as often. 8 warps
+    halve the selection. It takes 8 rows at a time, as many times as there are rows: the dot's 64 may not follow T,
+    what comes after may. (16 at a time spill 8 to 32 bytes at the 128 registers that two blocks leave a thread.) The
+    merge reads the tiles' maxima, then at most C tiles. float32 and odd E: small tiles, for correctness.
+    """
+    m, n, block, stages = tiles(dtype, K, E, arch)
+    t, count = TYPES[dtype], -(-K // n)
+    C = triton.next_power_of_2(k)
+    half = dtype != torch.float32
+    name = f"{t} {E}->{K} k{k}" + (f" ids {TYPES[ids]}" if ids else "")
+    name += " noise" * noise + " lse" * lse
+    smoke = dtype == torch.bfloat16 and K == 32768 and (k, noise) in ((10, True), (64, False))
+    stream = Variant(
+        name=name,
+        kernel=_vocab_topk_kernel,
+        arguments=(
+            *(f"*{t}", f"*{t}", f"*{TYPES[ids]}" if ids else f"*{t}", "*i64" if noise else f"*{t}"),
+            *("*i64", "*fp32", "i32", "fp32", "i64"),
+        ),
+        constexprs={
+            "K": K,
+            "E": E,
+            "M": m,
+            "N": n,
+            "BLOCK_E": block,
+            "R": 8,
+            "TOP": k,
+            "C": C,
+            "MAPPED": ids is not None,
+            "NOISE": noise,
+            "LSE": lse,
+        },
+        num_warps=8 if half else 4,
+        num_stages=stages,
+        dot=half,
+        wide=E * dtype.itemsize % 16 == 0,
+        smoke=smoke,
+        options={"maxnreg": 128} if half else {},  # two blocks an SM
+    )
+    merge = Variant(
+        name=name + " merge",
+        kernel=_vocab_topk_merge_kernel,
+        arguments=("*i64", "*fp32", "*i64", "*fp32", "*fp32", "i32"),
+        constexprs={
+            "TOP": k,
+            "TILES": count,
+            "TILES_PAD": max(2, triton.next_power_of_2(count)),
+            "C": C,
+            "LSE": lse,
+        },
+        num_warps=4 if C <= 16 and count <= 256 else 8,
+        wide=False,  # one key in C of the tiles' maxima
+        smoke=smoke and C <= 16,  # sorting takes the compiler 5 to 13 s
+    )
+    return stream, merge
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """What the compile-only checks compile for sm_`arch`; the launcher takes any K, E and k up to 64."""
+    bf16, i32, i64 = torch.bfloat16, torch.int32, torch.int64
+    for dtype, K, E, k, ids, noise, lse in (
+        (bf16, 32768, 4096, 1, i64, True, False),
+        (bf16, 32768, 4096, 10, i64, False, True),
+        (bf16, 32768, 4096, 10, i32, True, True),
+        (bf16, 32768, 4096, 64, i64, False, True),
+        (bf16, 128256, 4096, 10, None, False, True),
+        (bf16, 128256, 4096, 64, None, True, True),
+        (bf16, 8192, 896, 10, i64, True, True),
+        (bf16, 1000, 1023, 10, i64, True, True),
+        (torch.float16, 32768, 4096, 10, i64, False, True),
+        (torch.float32, 32768, 4096, 10, i64, True, True),
+    ):
+        yield from _variants(dtype, K, E, k, ids, noise, lse, arch)
+
+
+def _launch(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm: Norm | None,
+    noise: Noise | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed, positions, temperature = (0, None, 0.0) if noise is None else noise
+    same_device(hidden, token_ids=token_ids, norm_weight=None if norm is None else norm[0], positions=positions)
+    (T, E), K = hidden.shape, weight.shape[0]
+    ids = hidden.new_empty((T, k), dtype=torch.int64)
+    logits = hidden.new_empty((T, k), dtype=torch.float32)
+    lse = hidden.new_empty(T if with_lse else 0, dtype=torch.float32)
+    if T == 0:
+        return ids, logits, lse
+    if norm is not None:
+        w = norm[0].to(hidden.dtype).unsqueeze(0)
+        hidden = _norm(hidden, hidden.new_empty(0, T, E), w, norm[1])[1][0]
+    noisy = positions is not None and temperature > 0
+    mapped = None if token_ids is None else token_ids.dtype
+    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, with_lse, arch(hidden.device))
+    sizes = stream.constexprs
+    count = merge.constexprs["TILES"]
+    keys = hidden.new_empty((T, count, sizes["C"]), dtype=torch.int64)
+    stats = hidden.new_empty((2, T, count) if with_lse else 0, dtype=torch.float32)
+    hidden = hidden.contiguous()
+    stream(
+        (-(-T // sizes["M"]), count),
+        hidden,
+        weight.contiguous(),
+        hidden if token_ids is None else token_ids.contiguous(),  # neither is read where there is none
+        positions.contiguous() if noisy and positions is not None else hidden,
+        keys,
+        stats,
+        T,
+        float(temperature),
+        seed - (1 << 64) if seed >= 1 << 63 else seed,
+    )
+    merge((T,), keys, stats, ids, logits, lse, T)
+    return ids, logits, lse
+
+
 def _check(
     hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noise | None
 ) -> None:
@@ -150,3 +488,52 @@ def _check(
             raise ValueError(f"noise positions must be [{T}] int64, got {tuple(positions.shape)} {positions.dtype}")
         if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
             raise ValueError(f"noise temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
+
+
+def _vocab_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm_weight: Tensor | None,
+    eps: float,
+    seed: int,  # signed
+    positions: Tensor | None,
+    temperature: float,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return vocab_topk(hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature), with_lse)
+
+
+def _pairs(
+    norm_weight: Tensor | None, eps: float, seed: int, positions: Tensor | None, temperature: float
+) -> tuple[Norm | None, Noise | None]:
+    norm = None if norm_weight is None else (norm_weight, eps)
+    return norm, None if positions is None else (seed % (1 << 64), positions, temperature)
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm_weight: Tensor | None,
+    eps: float,
+    seed: int,
+    positions: Tensor | None,
+    temperature: float,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature))
+    T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
+    ids, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
+    return ids, logits, hidden.new_empty(T if with_lse else 0, dtype=dtype)
+
+
+_lib = torch.library.Library("specker", "FRAGMENT")
+_lib.define(
+    "vocab_topk(Tensor hidden, Tensor weight, Tensor? token_ids, int k, Tensor? norm_weight, float eps, int seed, "
+    "Tensor? positions, float temperature, bool with_lse) -> (Tensor, Tensor, Tensor)"
+)
+_lib.impl("vocab_topk", _vocab_topk, "CompositeExplicitAutograd")
+torch.library.register_fake("specker::vocab_topk", _fake, lib=_lib)

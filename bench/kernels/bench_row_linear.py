@@ -1,0 +1,68 @@
+"""row_linear against torch's linear (cuBLAS), on the linears of an 8B model.
+
+One read of the weight: 7.8 us of an H200's 4.3 TB/s for 4096 -> 4096, 55 for 4096 -> 28672, 27 for 14336 -> 4096, and
+until 64 rows the matrix units have nothing to say. What stands against it is the start of the stream, as a share of a
+short call; the merge's launch where K is split (14336 -> 4096); and x, which every program reads from L2 anew: at 64
+rows twice the weight's bytes for tiles of 32 outputs, half of them for tiles of 128. With silu_mul the other way is the
+linear and two pointwise kernels; "torch.compile" makes one of these.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.kernels import common
+from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.kernels.row_linear import row_linear, row_linear_cost, row_linear_ref
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def build(T: int, E: int, O: int, epilogue: str) -> Built:
+    x = torch.randn(T, E, dtype=DTYPE, device=DEVICE)
+    weight = torch.randn(O, E, dtype=DTYPE, device=DEVICE) / E**0.5
+
+    def theirs() -> Tensor:
+        return row_linear_ref(x, weight, None, epilogue)
+
+    def check() -> None:
+        exact = x.double() @ weight.double().T
+        if epilogue == "silu_mul":
+            exact = F.silu(exact[:, : O // 2]) * exact[:, O // 2 :]
+        ours = row_linear(x, weight, None, epilogue)
+        error, bound = (ours - exact).abs().max(), 2 * (theirs() - exact).abs().max()
+        assert error <= bound, f"error {error:.2e}, twice torch's is {bound:.2e}"
+        for rows in (slice(0, 1), slice(T // 2, T)):
+            alone = row_linear(x[rows], weight, None, epilogue)
+            assert DEVICE == "cpu" or torch.equal(alone, ours[rows]), "a row's bits depend on the others"
+
+    ways: dict[str, Callable[[], Any]] = {"specker": lambda: row_linear(x, weight, None, epilogue), "torch": theirs}
+    if DEVICE == "cuda" and epilogue != "none":
+        ways["torch.compile"] = torch.compile(theirs, dynamic=False)
+    return Built(ways, check, row_linear_cost(x, weight, None, epilogue))
+
+
+def cases() -> Iterator[Case]:
+    if DEVICE == "cpu":
+        shapes = ((256, 256, "none", None), (256, 512, "silu_mul", None), (1024, 256, "none", None))
+    else:
+        shapes = (
+            (4096, 4096, "none", 0.75),
+            (4096, 28672, "none", 0.90),
+            (4096, 28672, "silu_mul", 0.90),
+            (14336, 4096, "none", 0.85),
+        )
+    for E, O, epilogue, share in shapes:
+        for T in (1, 8, 64):
+            goal = Goal(share=share, over=(("torch", 1.0),)) if share else Goal()
+            name = f"{E} -> {O}" + (" silu_mul" if epilogue != "none" else "") + f", T {T}"
+            yield Case(name, lambda T=T, E=E, O=O, e=epilogue: build(T, E, O, e), goal)
+
+
+test_row_linear = common.benchmarks(cases())
+
+if __name__ == "__main__":
+    common.main("row_linear", cases())

@@ -1,0 +1,219 @@
+"""row_linear's kernel in Triton's interpreter (`gpu`: on a device, in bfloat16) against the formula in float64, and
+what its contract promises. tests/kernels/test_row_ops.py has the reference."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from compile_only import compilations
+from reads_only import reads
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.errors import InterpreterError
+
+from specker.kernels.row_linear import _launch, row_linear, row_linear_ref
+from specker.kernels.variant import Variant
+
+op = importlib.import_module("specker.kernels.row_linear")
+HALF = [torch.float32, torch.float16]
+# O, E: single ones, odd sizes, whole tiles, K in two and in four splits (the last one short).
+SIZES = [(2, 1), (46, 33), (64, 128), (34, 200), (40, 1100), (66, 2100)]
+
+
+def randn(*shape, dtype=torch.float64, seed=0, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def inputs(T, O, E, dtype, device="cpu"):
+    w = randn(O, E, seed=1) / math.sqrt(E)
+    return randn(T, E, dtype=dtype, device=device), w.to(device, dtype), randn(O, dtype=dtype, seed=2, device=device)
+
+
+def formula(x, weight, bias, epilogue):
+    y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    if epilogue == "silu_mul":
+        gate, up = y.chunk(2, dim=1)
+        y = gate / (1 + torch.exp(-gate)) * up
+    return y
+
+
+def close(got, want, dtype, roundings):
+    """Within the result's own rounding and, for the sum, float32's."""
+    scale = want.abs().max() if want.numel() else 1.0
+    own = roundings * torch.finfo(dtype).eps * want.abs() / 2
+    return want.shape == got.shape and bool(((got.double() - want).abs() <= own + 1e-5 * scale).all())
+
+
+@pytest.fixture
+def poisoned():
+    """Memory is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("O", "E"), SIZES)
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+def test_kernel(poisoned, dtype, O, E, epilogue):
+    for T in (0, 1, 7, 65) if E < 1000 else (3, 65) if E < 2000 else (3,):
+        x, weight, b = inputs(T, O, E, dtype)
+        for bias in (None, b):
+            got = _launch(x, weight, bias, epilogue)
+            assert got.dtype == dtype
+            assert close(got, formula(x, weight, bias, epilogue), dtype, 1.01), (T, bias is None)
+
+
+def test_the_sizes_cover_splits_and_tiles():
+    for dtype in HALF:
+        assert [op.tiles(dtype, O, E, 90)[4] for O, E in SIZES] == [1, 1, 1, 1, 2, 4]
+    assert op.tiles(torch.bfloat16, 4096, 14336, 90)[4] == 4
+    assert op.tiles(torch.bfloat16, 4096, 4096, 90)[1::3] == (32, 1)
+    for O, E in [(4096, 4096), (28672, 4096), (4096, 14336), (1024, 4096), (17, 100000), (3072, 8192)]:
+        for arch in (80, 90, 100):
+            m, n, block, stages, splits = op.tiles(torch.bfloat16, O, E, arch)
+            shared = (m + n) * block * 2 * (stages - (arch == 80))
+            assert m == 64 and stages >= 3 and shared <= (99 if arch == 80 else 227) * 1024
+            split = -(-E // (splits * block)) * block
+            assert (splits - 1) * split < E <= splits * split  # every split has something
+
+
+@pytest.mark.parametrize("tile", [(64, 64, 128), (64, 128, 64)])
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+def test_the_larger_tiles(poisoned, monkeypatch, tile, epilogue):
+    monkeypatch.setattr(op, "tiles", lambda *_: (*tile, 3, 2))
+    op._variants.cache_clear()
+    try:
+        x, weight, bias = inputs(3, 150, 200, torch.float16)
+        got = _launch(x, weight, bias, epilogue)
+    finally:
+        op._variants.cache_clear()
+    assert close(got, formula(x, weight, bias, epilogue), torch.float16, 1.01)
+
+
+def test_the_result_is_rounded_once():
+    one, small = 1.0, 2.0**-11  # 1 + 2^-11 is a tie that falls to 1; three of them are 1.001953 in fp16's grid
+    x = torch.tensor([[one, small, small, small]], dtype=torch.float16)
+    weight = torch.ones(32, 4, dtype=torch.float16)
+    bias = torch.full((32,), -1.0, dtype=torch.float16)
+    assert _launch(x, weight, bias, "none").unique().tolist() == [3 * small]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("O", "E"), [(46, 33), (34, 200), (40, 1100)])
+def test_a_row_is_the_same_alone_and_among_others(dtype, O, E):
+    x, weight, bias = inputs(65, O, E, dtype)
+    whole = _launch(x, weight, bias, "silu_mul")
+    for T in (1, 2, 7, 64, 65):
+        for first in {0, (65 - T) // 2, 65 - T}:
+            rows = slice(first, first + T)
+            assert torch.equal(_launch(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+@pytest.mark.parametrize(("O", "E"), [(46, 33), (46, 128), (40, 1100)])
+def test_reads_only_what_is_there(monkeypatch, O, E, epilogue):
+    x, weight, bias = inputs(3, O, E, torch.float16)
+    with reads(monkeypatch, x, weight, bias):
+        _launch(x, weight, bias, epilogue)
+    with reads(monkeypatch, x, weight[: O - 2], bias), pytest.raises(InterpreterError, match="no tensor holds"):
+        _launch(x, weight, bias, epilogue)
+
+
+@pytest.mark.parametrize("E", [33, 128, 1100])
+def test_views_and_what_lies_around_them(E):
+    x, weight, bias = inputs(5, 40, E, torch.float16)
+    want = _launch(x, weight, bias, "none")
+
+    def inside(tensor):
+        around = torch.full((tensor.numel() + 2 * 64 * E,), math.nan, dtype=tensor.dtype)
+        around[5 : 5 + tensor.numel()] = tensor.flatten()
+        return around[5 : 5 + tensor.numel()].view(tensor.shape)
+
+    assert torch.equal(_launch(inside(x), inside(weight), inside(bias), "none"), want)
+    strided = torch.cat((x, x * math.nan), dim=1)[:, :E]
+    every_second = torch.stack((bias, bias * math.nan), dim=1)[:, 0]
+    assert not strided.is_contiguous() and not every_second.is_contiguous()
+    assert torch.equal(_launch(strided, weight.T.contiguous().T, every_second, "none"), want)
+
+
+def test_the_launcher_reads_no_tensor_and_stays_within_its_rows(monkeypatch):
+    """In fake mode a tensor has no values to read."""
+    launched = []
+    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
+    for T, O, E in ((1, 4096, 4096), (65, 28672, 4096), (8, 4096, 14336)):
+        with FakeTensorMode():
+            x, weight = torch.empty(T, E, dtype=torch.bfloat16), torch.empty(O, E, dtype=torch.bfloat16)
+            assert _launch(x, weight, None, "silu_mul").shape == (T, O // 2)
+    assert launched == [
+        ("_row_linear_kernel", (1, 128, 1)),
+        ("_row_linear_kernel", (2, 224, 1)),
+        ("_row_linear_kernel", (1, 32, 4)),
+        ("_row_linear_merge_kernel", (8, 4)),
+    ]
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+def test_registration(epilogue):
+    x, weight, bias = inputs(3, 8, 5, torch.float32)
+    for b in (None, bias):
+        torch.library.opcheck(torch.ops.specker.row_linear, (x, weight, b, epilogue))
+    torch.library.opcheck(torch.ops.specker.row_linear, (x[:0], weight, None, epilogue))
+
+
+def test_fullgraph():
+    x, weight, bias = inputs(3, 8, 5, torch.float32)
+    compiled = torch.compile(lambda *a: row_linear(*a, epilogue="silu_mul"), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight, bias), row_linear_ref(x, weight, bias, "silu_mul"))
+
+
+def launches():
+    """Run in a process that compiles: two weights, one of them with a split K, and many lengths."""
+    for T in (1, 2, 16, 17, 64, 65, 256):
+        x = torch.zeros(T, 1024).bfloat16()
+        _launch(x, torch.zeros(64, 1024).bfloat16(), torch.zeros(64).bfloat16(), "silu_mul")
+        _launch(x[:, :64], torch.zeros(64, 64).bfloat16(), None, "none")
+
+
+def test_no_length_recompiles():
+    assert compilations(__file__, "launches") == {"_row_linear_kernel": 2, "_row_linear_merge_kernel": 1}
+
+
+def test_refuses():
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="bias must be on cpu, got meta"):
+        _launch(x, torch.zeros(6, 8), torch.zeros(6, device="meta"), "none")
+    with pytest.raises(ValueError, match=r"bias must be like x, torch\.float32, got torch\.float64"):
+        row_linear(x, torch.zeros(6, 8), torch.zeros(6, dtype=torch.float64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("O", "E"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1024, 4096), (4098, 1023)]
+)
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+def test_bfloat16_is_as_good_as_torch(O, E, epilogue):
+    for T in (1, 8, 65):
+        x, weight, b = inputs(T, O, E, torch.bfloat16, "cuda")
+        for bias in (None, b):
+            exact = formula(x, weight, bias, epilogue)
+            ours, theirs = row_linear(x, weight, bias, epilogue), row_linear_ref(x, weight, bias, epilogue)
+            assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("O", "E"), [(4096, 4096), (28672, 4096), (4096, 14336), (1024, 4096), (4098, 1023)])
+def test_bfloat16_rows_are_invariant(O, E):
+    x, weight, bias = inputs(256, O, E, torch.bfloat16, "cuda")
+    whole = row_linear(x, weight, bias, "silu_mul")
+    for T in (1, 2, 7, 64, 65):
+        for first in {0, 100, 256 - T}:
+            rows = slice(first, first + T)
+            assert torch.equal(row_linear(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_the_kernel_takes():
+    x, weight, _ = inputs(300, 64, 128, torch.bfloat16, "cuda")
+    assert torch.equal(row_linear(x, weight), row_linear_ref(x, weight))

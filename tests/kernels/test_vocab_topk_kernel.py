@@ -1,0 +1,322 @@
+"""vocab_topk's kernel in Triton's interpreter (`gpu`: on a device, in bfloat16) against the reference, and what its
+contract promises. tests/kernels/test_vocab_topk.py has the reference against a formula.
+
+Inputs are small integers unless said otherwise: sums are exact, so ids must be equal, and logits tie all the time.
+"""
+
+import importlib
+import math
+
+import pytest
+import torch
+from compile_only import compilations
+from reads_only import reads
+
+from specker.kernels.variant import Variant, tl, triton
+from specker.kernels.vocab_topk import _launch, vocab_topk, vocab_topk_ref
+
+op = importlib.import_module("specker.kernels.vocab_topk")
+HALF = [torch.float32, torch.float16]
+EPS = 1e-5
+
+
+def integers(T, E, K, dtype=torch.float16, high=3, device="cpu"):
+    g = torch.Generator().manual_seed(T + E + K)
+    return [torch.randint(-high, high + 1, (n, E), generator=g).to(device, dtype) for n in (T, K)]
+
+
+def trimmed(K, V, dtype=torch.int64):
+    """K distinct ids below V, in no order."""
+    return torch.randperm(V, generator=torch.Generator().manual_seed(K))[:K].to(dtype)
+
+
+def noise_of(T, temperature=0.8, seed=(1 << 64) - 5):
+    """Positions on both sides of 2^32."""
+    return seed, torch.arange(T) + (1 << 32) - T // 2, temperature
+
+
+def assert_same(got, want):
+    assert torch.equal(got[0], want[0]) and got[0].dtype == torch.int64
+    assert got[1].dtype == got[2].dtype == torch.float32
+    torch.testing.assert_close(got[1], want[1], rtol=2e-6, atol=4e-6)  # the logarithms of the noise
+    torch.testing.assert_close(got[2], want[2], rtol=2e-6, atol=4e-6)
+
+
+@pytest.fixture
+def poisoned():
+    """Memory is NaN, or a large integer, until it is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("T", "E", "K"), [(1, 1, 1), (2, 5, 7), (9, 33, 65), (3, 64, 300)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_kernel(poisoned, dtype, T, E, K, noisy):
+    hidden, weight = integers(T, E, K, dtype)
+    for k in sorted({1, min(10, K)}):
+        for ids in (None, trimmed(K, 5 * K), trimmed(K, 2 * K, torch.int32)) if k > 1 or K == 1 else (trimmed(K, K),):
+            args = hidden, weight, ids, k, None, noise_of(T) if noisy else None, True
+            assert_same(_launch(*args), vocab_topk_ref(*args))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_more_rows_than_a_tile(poisoned, dtype):
+    hidden, weight = integers(65, 17, 70, dtype)
+    args = hidden, weight, trimmed(70, 300), 3, None, noise_of(65), True
+    assert_same(_launch(*args), vocab_topk_ref(*args))
+
+
+@pytest.mark.parametrize(("K", "k"), [(64, 64), (300, 64), (200, 33), (17, 17)])
+def test_many_candidates(poisoned, K, k):
+    hidden, weight = integers(2, 5, K)
+    args = hidden, weight, trimmed(K, 2 * K), k, None, None, True
+    assert_same(_launch(*args), vocab_topk_ref(*args))
+
+
+@pytest.mark.parametrize("best_in", ["one tile", "every tile", "the last tile"])
+@pytest.mark.parametrize("k", [2, 10, 16])
+def test_candidates_may_lie_anywhere(best_in, k):
+    """One hidden unit: the logits are the weights."""
+    weight = torch.randperm(700, generator=torch.Generator().manual_seed(1)).float() - 1000
+    at = {
+        "one tile": torch.arange(128, 128 + k),
+        "every tile": torch.arange(k) * 43,
+        "the last tile": 700 - k + torch.arange(k),
+    }
+    weight[at[best_in]] = torch.arange(k).float()
+    ids, logits, _ = _launch(torch.ones(1, 1), weight[:, None], None, k, None, None, True)
+    assert torch.equal(ids[0], at[best_in].flip(0)) and logits[0].tolist() == list(range(k - 1, -1, -1))
+
+
+@pytest.mark.parametrize("k", [1, 3, 16])
+def test_ties_go_to_the_lower_mapped_id(k):
+    hidden, weight = integers(3, 4, 300)
+    hidden[0] = 0  # every logit equal
+    hidden[1] = -0.0
+    weight[::2] = -weight[::2].abs()  # zeros of both signs
+    for ids in (torch.arange(300).flip(0), trimmed(300, 5000), trimmed(300, 300) + (1 << 31)):
+        got = _launch(hidden, weight, ids, k, None, None, True)
+        assert_same(got, vocab_topk_ref(hidden, weight, ids, k, None, None, True))
+        assert got[0][0].tolist() == got[0][1].tolist() == ids.sort().values[:k].tolist()
+        assert not got[1][:2].signbit().any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of 0 * inf
+def test_infinities_are_ranked():
+    inf = math.inf
+    weight = torch.tensor([-inf, 2.0, -inf, 5.0] + [-inf] * 90 + [1.0])[:, None]
+    for k in (1, 5):
+        got = _launch(torch.ones(1, 1), weight, None, k, None, None, True)
+        assert_same(got, vocab_topk_ref(torch.ones(1, 1), weight, None, k, None, None, True))
+    ids, logits, lse = _launch(torch.ones(1, 1), torch.full((70, 1), -inf), None, 2, None, None, True)
+    assert ids.tolist() == [[0, 1]] and logits.tolist() == [[-inf, -inf]] and lse.tolist() == [-inf]
+    weight[80] = inf
+    ids, logits, lse = _launch(torch.ones(1, 1), weight, None, 2, None, None, True)
+    assert ids.tolist() == [[80, 3]] and logits.tolist() == [[inf, 5.0]] and lse.tolist() == [inf]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_norm_is_the_references(dtype):
+    """weight = 1: the logits are the normed row, rounded to the dtype, whose squares leave float16."""
+    g = torch.Generator().manual_seed(0)
+    hidden = (300 * torch.randn(3, 64, generator=g)).to(dtype)
+    norm = torch.rand(64, generator=g).to(dtype) + 0.5, EPS
+    args = hidden, torch.eye(64, dtype=dtype), None, 10, norm, None, True
+    (ids, logits, lse), want = _launch(*args), vocab_topk_ref(*args)
+    wide = hidden.double()
+    normed = (wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm[0].double()).float()
+    assert torch.equal(logits, logits.to(dtype).float())
+    torch.testing.assert_close(
+        logits, normed.gather(1, ids), rtol=(0.51 if dtype == torch.float16 else 2) * torch.finfo(dtype).eps, atol=0
+    )
+    torch.testing.assert_close(lse, want[2], rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_logits_are_not_rounded_to_the_dtype():
+    hidden = torch.ones(1, 2, dtype=torch.float16)
+    weight = torch.tensor([[1.0, 2.0**-14], [1.0, 2.0**-13]], dtype=torch.float16)  # equal in float16
+    ids, logits, _ = _launch(hidden, weight, None, 2, None, None, True)
+    assert ids.tolist() == [[1, 0]] and logits.tolist() == [[1 + 2.0**-13, 1 + 2.0**-14]]
+
+
+@pytest.mark.parametrize(("dtype", "noisy"), [(torch.float32, False), (torch.float16, True)])
+def test_a_row_is_the_same_alone_and_among_others(dtype, noisy):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 40, generator=g).to(dtype) for n in (65, 70))
+    ids, norm = trimmed(70, 400), (torch.ones(40, dtype=dtype), EPS)
+    seed, positions, temperature = noise_of(65)
+    whole = _launch(hidden, weight, ids, 3, norm, (seed, positions, temperature) if noisy else None, True)
+    for T in (1, 2, 7, 64, 65):
+        for first in {0, 33, 65 - T} if T < 64 else {65 - T}:
+            rows = slice(first, first + T)
+            noise = (seed, positions[rows], temperature) if noisy else None
+            got = _launch(hidden[rows], weight, ids, 3, norm, noise, True)
+            assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), (T, first)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_without_lse_and_without_temperature_the_rest_is_the_same(k):
+    hidden, weight = integers(3, 8, 100)
+    hidden, weight = hidden.abs() + 1, -weight.abs() - 1  # below what stands for rows beyond K
+    token_ids = trimmed(100, 500) + 1
+    want = vocab_topk_ref(hidden, weight, token_ids, k, None, None, True)
+    assert_same(_launch(hidden, weight, token_ids, k, None, None, True), want)
+    for noise in (None, noise_of(3, 0.0)):
+        ids, logits, lse = _launch(hidden, weight, token_ids, k, None, noise, False)
+        assert torch.equal(ids, want[0]) and torch.equal(logits, want[1]) and lse.shape == (0,)
+
+
+def test_no_rows():
+    hidden, weight = integers(0, 8, 100)
+    ids, logits, lse = _launch(hidden, weight, None, 4, (torch.ones(8), EPS), noise_of(0), True)
+    assert ids.shape == logits.shape == (0, 4) and lse.shape == (0,)
+
+
+def test_reads_only_what_is_there_and_takes_views(monkeypatch):
+    hidden, weight = integers(5, 33, 70)
+    ids, norm, noise = trimmed(70, 200), (torch.ones(33, dtype=torch.float16), EPS), noise_of(5)
+    with reads(monkeypatch, hidden, weight, ids, norm[0], noise[1]):
+        want = _launch(hidden, weight, ids, 10, norm, noise, True)
+    pairs = [torch.stack((x, x), dim=1)[:, 0] for x in (ids, noise[1])]
+    wide = torch.cat((hidden, hidden * math.nan), dim=1)[:, :33]
+    assert not any(x.is_contiguous() for x in (*pairs, wide))
+    got = _launch(wide, weight.T.contiguous().T, pairs[0], 10, norm, (noise[0], pairs[1], noise[2]), True)
+    assert all(map(torch.equal, got, want))
+
+
+@triton.jit
+def _key_kernel(
+    z_ptr,  # [n] float32
+    ids_ptr,  # [n] int64
+    key_ptr,  # [n] int64
+    value_ptr,  # [n] float32
+    id_ptr,  # [n] int64
+    n: tl.constexpr,
+):
+    o = tl.arange(0, n)
+    b_key = op._key(tl.load(z_ptr + o), tl.load(ids_ptr + o))
+    tl.store(key_ptr + o, b_key)
+    tl.store(value_ptr + o, op._value_of(b_key))
+    tl.store(id_ptr + o, op._id_of(b_key))
+
+
+def test_a_key_orders_by_value_then_by_the_lower_id():
+    values = [-math.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, math.inf]
+    ids = [(1 << 32) - 1, 1 << 31, 7, 0]
+    z, i = (torch.tensor(x) for x in zip(*[(v, n) for v in values for n in ids], strict=True))
+    pad = 64 - len(z)
+    z, i = torch.cat((z.float(), torch.zeros(pad))), torch.cat((i, torch.zeros(pad, dtype=torch.int64)))
+    key, back, who = torch.empty(64, dtype=torch.int64), torch.empty(64), torch.empty(64, dtype=torch.int64)
+    _key_kernel[(1,)](z, i, key, back, who, n=64)
+    count = len(values) * len(ids)
+    assert (key[1:count] > key[: count - 1]).all() and torch.equal(back, z) and torch.equal(who, i)
+    _key_kernel[(1,)](-torch.zeros(64), i, key, back, who, n=64)
+    assert not back.signbit().any()
+
+
+def schema(hidden, weight, ids, k, norm, noise, with_lse):
+    """The arguments of torch.ops.specker.vocab_topk."""
+    seed, positions, temperature = noise or (0, None, 0.0)
+    seed -= (1 << 64) * (seed >> 63)
+    return hidden, weight, ids, k, *(norm or (None, 0.0)), seed, positions, temperature, with_lse
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_registration(noisy):
+    hidden, weight = integers(3, 8, 30, torch.float32)
+    norm, noise = (torch.ones(8), EPS) if noisy else None, noise_of(3) if noisy else None
+    for with_lse in (True, False):
+        args = hidden, weight, trimmed(30, 60), 4, norm, noise, with_lse
+        torch.library.opcheck(torch.ops.specker.vocab_topk, schema(*args))
+        got, want = torch.ops.specker.vocab_topk(*schema(*args)), vocab_topk(*args)
+        assert all(map(torch.equal, got, want))
+
+
+def test_fullgraph():
+    hidden, weight = integers(3, 8, 30, torch.float32)
+    norm, (seed, positions, temperature) = (torch.ones(8), EPS), noise_of(3)
+
+    def call(hidden, positions):
+        return vocab_topk(hidden, weight, None, 4, norm, (seed, positions, temperature))
+
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(hidden, positions)
+    assert all(map(torch.equal, got, call(hidden, positions)))
+
+
+def launches():
+    """Run in a process that compiles: one head, many lengths, seeds of any size, positions at any offset."""
+    weight, ids, positions = torch.zeros(300, 64).bfloat16(), torch.arange(301), torch.arange(300)
+    for T, seed in ((1, 0), (2, 1), (16, 16), (17, 1 << 33), (64, 1 << 63), (65, (1 << 64) - 1)):
+        noise = seed, positions[T : 2 * T], 1.0 if T == 1 else 0.7
+        _launch(torch.zeros(T, 64).bfloat16(), weight, ids[T % 2 :][:300], 10, None, noise, True)
+
+
+def test_nothing_but_the_head_recompiles():
+    assert compilations(__file__, "launches") == {"_vocab_topk_kernel": 1, "_vocab_topk_merge_kernel": 1}
+
+
+def test_the_launcher_reads_no_tensor(monkeypatch):
+    """In fake mode a tensor has no values to read."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    launched = []
+    monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (65, 32768))
+        noise = 0, torch.empty(65, dtype=torch.int64), 0.7
+        ids, logits, lse = _launch(hidden, weight, None, 10, (hidden[0], EPS), noise, True)
+    assert ids.shape == logits.shape == (65, 10) and lse.shape == (65,)
+    assert launched[1:] == [("_vocab_topk_kernel", (2, 256)), ("_vocab_topk_merge_kernel", (65,))]
+
+
+def test_refuses():
+    hidden, weight = integers(2, 8, 30, torch.float32)
+    meta = torch.zeros(30, dtype=torch.int64, device="meta")
+    for arguments, message in [
+        ((meta, 1, None, None), "token_ids must be on cpu, got meta"),
+        ((None, 1, (torch.ones(8, device="meta"), EPS), None), "norm_weight must be on cpu, got meta"),
+        ((None, 1, None, (0, meta[:2], 1.0)), "positions must be on cpu, got meta"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            _launch(hidden, weight, *arguments, True)
+    with pytest.raises(RuntimeError, match="k must be in"):
+        torch.compile(lambda x: vocab_topk(x, weight, None, 65), fullgraph=True, backend="aot_eager")(hidden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1, 10, 64])
+@pytest.mark.parametrize(("K", "E"), [(32768, 4096), (1000, 1023), (8192, 896)])
+def test_bfloat16_ids_are_the_references(K, E, k):
+    for T in (1, 8, 65):
+        hidden, weight = integers(T, E, K, torch.bfloat16, high=1, device="cuda")
+        ids, noise = trimmed(K, 4 * K).cuda(), noise_of(T)
+        noise = noise[0], noise[1].cuda(), noise[2]
+        args = hidden, weight, ids, k, None
+        exact = vocab_topk_ref(hidden.double(), weight.double(), ids, k, None, None, True)
+        got = _launch(*args, None, True)
+        assert torch.equal(got[0], exact[0]) and torch.equal(got[1].double(), exact[1])
+        torch.testing.assert_close(got[2].double(), exact[2], rtol=1e-5, atol=1e-5)
+        exact = vocab_topk_ref(hidden.double(), weight.double(), ids, k, None, noise, True)
+        ids_got, logits, _ = _launch(*args, noise, True)
+        torch.testing.assert_close(logits.double(), exact[1], rtol=1e-5, atol=2e-5)
+        assert ((ids_got == exact[0]) | ((logits - exact[1]).abs() <= 2e-5)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize(("K", "E"), [(32768, 4096), (1000, 1023)])
+def test_bfloat16_rows_are_invariant(K, E, noisy):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, E, generator=g).bfloat16().cuda() for n in (65, K))
+    norm, (seed, positions, temperature) = (torch.ones(E).bfloat16().cuda(), EPS), noise_of(65)
+    positions = positions.cuda()
+    whole = vocab_topk(hidden, weight, None, 10, norm, (seed, positions, temperature) if noisy else None)
+    for T in (1, 2, 7, 64, 65):
+        for first in {0, 65 - T}:
+            rows = slice(first, first + T)
+            noise = (seed, positions[rows], temperature) if noisy else None
+            got = vocab_topk(hidden[rows], weight, None, 10, norm, noise)
+            assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), (T, first)
