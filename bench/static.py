@@ -136,7 +136,7 @@ def mix(ptx: str) -> dict[str, Any]:
         "loads": len(plain) + len(copies) + bulk,
         "wide": 1.0 if bulk else wide / total if total else 0.0,
         "asynchronous": len(copies) + bulk,
-        "stores": len(re.findall(r"\bst\.global", ptx)),
+        "stores": len(re.findall(r"\b(?:st|red|atom)\.global", ptx)),
     }
 
 
