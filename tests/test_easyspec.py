@@ -131,7 +131,7 @@ def test_the_stacks_own_the_weights(checkpoints):
             layer = model.layers[n]
             assert layer.qkv.untyped_storage().data_ptr() == group.qkv.untyped_storage().data_ptr()
             assert torch.equal(layer.qkv, group.qkv[i].T) and torch.equal(layer.o, group.o[i].T)
-            assert torch.equal(layer.norm_in[0], group.norm_in[i])
+            assert torch.equal(layer.norm_in, group.norm_in[i])
 
 
 def test_neighbours_in_one_storage_are_not_copied():

@@ -31,7 +31,7 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
         y = x * ((float(x[0] @ x[0]) / x.shape[1] + eps) ** -0.5)
         y *= weight
         return y
-    scale = np.einsum("...e,...e->...", x, x)[..., None]
+    scale = np.vecdot(x, x)[..., None]
     scale /= x.shape[-1]
     scale += eps
     np.sqrt(scale, out=scale)
@@ -68,6 +68,21 @@ def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: f
         y += d[p]
     normed = rms_norm(y, w, eps)[None] if len(w) == 1 else rms_norm(y[None], w[:, None], eps)
     return torch.from_numpy(y), torch.from_numpy(normed)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+    if not _few(x):
+        return None
+    y, w = x.numpy(), weight.numpy()
+    if y.ndim != 2 or w.shape != y.shape[1:] or w.dtype != y.dtype:
+        return None
+    if delta is not None:
+        d = delta.numpy()
+        if d.shape != y.shape or d.dtype != y.dtype:
+            return None
+        y = y + d
+        x = torch.from_numpy(y)
+    return x, torch.from_numpy(rms_norm(y, w, eps))
 
 
 def kv_calibrate(

@@ -26,6 +26,16 @@ def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: f
     return few.residual_merge(x, deltas, norm_weight, eps) or _residual_merge(x, deltas, norm_weight, eps)
 
 
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`residual_merge` of one delta [T, E], or none, and one weight [E] -> y [T, E] (x itself without a delta) and
+    normed [T, E]: a decoder layer's."""
+    if x.is_cpu and not torch.compiler.is_compiling() and (done := few.add_norm(x, delta, weight, eps)) is not None:
+        return done
+    deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
+    y, normed = residual_merge(x, deltas, weight.unsqueeze(0), eps)
+    return y, normed[0]
+
+
 def _residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     _check(x, deltas, norm_weight)
     if x.is_cuda and x.dtype != torch.float64:

@@ -51,8 +51,8 @@ def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilog
     else:
         y = F.linear(x, weight, bias)
     if epilogue == "silu_mul":
-        half = y.shape[1] // 2
-        y = F.silu(y[:, :half]).mul_(y[:, half:])
+        gate, up = y.chunk(2, dim=1)
+        y = F.silu(gate).mul_(up)
     return y
 
 

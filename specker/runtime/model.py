@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.kv_calibrate import kv_calibrate, rope_table
-from specker.kernels.residual_merge import residual_merge
+from specker.kernels.residual_merge import add_norm
 from specker.kernels.row_linear import pack, row_linear
 from specker.kernels.tree_attention import gather_pages, tree_attention
 from specker.runtime.cache import KVCache
@@ -47,7 +47,7 @@ class LayerWeights(NamedTuple):
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-    norm_in: Tensor  # [1, E]
+    norm_in: Tensor  # [E]
     norm_post: Tensor
 
 
@@ -63,7 +63,7 @@ class Model:
         """Consumes the checkpoint's layer weights where they are repacked (see `_layers`), which `packed` allows."""
         config, weights = checkpoint.config, checkpoint.weights
         self.config = config
-        self.embed, self.norm = weights.embed, weights.norm.unsqueeze(0)
+        self.embed, self.norm = weights.embed, weights.norm
         self.layers = _layers(weights, config.num_layers, packed)
         head = weights.head
         self.head = head if head is weights.embed and head.numel() > _TIED_PACK_MAX else pack(head)
@@ -78,8 +78,8 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64)."""
-        _, normed = residual_merge(hidden, _none(hidden), self.norm, self.config.rms_norm_eps)
-        logits = row_linear(normed[0], self.head)
+        _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
+        logits = row_linear(normed, self.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -95,26 +95,27 @@ def forward(
     when that is layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the stream."""
     eps = model.config.rms_norm_eps
     span = range(*layers.indices(len(model.layers)))
-    kept = {span.start: hidden} if span.start in taps else {}
+    kept: dict[int, Tensor] = {}
     T = hidden.shape[0]
     cu_rows = _cu_rows(T, model.device)
-    normed = None
+    delta = None  # what the last layer's feed-forward adds
     for n in span:
         w, (k, v) = model.layers[n], cache.layers[n]
-        if normed is None:
-            _, normed = residual_merge(hidden, _none(hidden), w.norm_in, eps)
-        qkv = row_linear(normed[0], w.qkv, w.qkv_bias)
+        hidden, normed = add_norm(hidden, delta, w.norm_in, eps)
+        if n in taps:
+            kept[n] = hidden
+        qkv = row_linear(normed, w.qkv, w.qkv_bias)
         q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
         mixed, _ = tree_attention(
             q, k, v, cache.block_table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale, with_lse=False
         )
         delta = row_linear(mixed.reshape(T, -1), w.o, w.o_bias)
-        hidden, normed = residual_merge(hidden, delta.unsqueeze(0), w.norm_post, eps)
-        delta = row_linear(row_linear(normed[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul"), w.down, w.down_bias)
-        following = model.layers[n + 1].norm_in if n + 1 in span else None
-        hidden, normed = residual_merge(hidden, delta.unsqueeze(0), following, eps)
-        if n + 1 in taps:
-            kept[n + 1] = hidden
+        hidden, normed = add_norm(hidden, delta, w.norm_post, eps)
+        delta = row_linear(row_linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul"), w.down, w.down_bias)
+    if delta is not None:
+        hidden = hidden + delta
+    if span.stop in taps:
+        kept[span.stop] = hidden
     return Output(hidden, kept)
 
 
@@ -150,7 +151,7 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
         mask = torch.ones(T, end, dtype=torch.bool, device=model.device).tril(start)
     h = model.embed_tokens(tokens)
     for n, (w, (k, v)) in enumerate(zip(model.layers, cache.layers, strict=True), 1):
-        normed = F.rms_norm(h, h.shape[-1:], w.norm_in[0], eps)
+        normed = F.rms_norm(h, h.shape[-1:], w.norm_in, eps)
         q = kv_calibrate(
             row_linear(normed, w.qkv, w.qkv_bias), positions, slots, model.rope, k, v, w.q_norm, w.k_norm, eps
         )
@@ -164,7 +165,7 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
             enable_gqa=True,
         )
         h = h + row_linear(mixed[0].transpose(0, 1).reshape(T, -1), w.o, w.o_bias)
-        normed = F.rms_norm(h, h.shape[-1:], w.norm_post[0], eps)
+        normed = F.rms_norm(h, h.shape[-1:], w.norm_post, eps)
         up = row_linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
         h = h + row_linear(up, w.down, w.down_bias)
         if n in taps:
@@ -176,11 +177,6 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
 @lru_cache(maxsize=512)
 def _cu_rows(rows: int, device: torch.device) -> Tensor:
     return torch.tensor([0, rows], dtype=torch.int32, device=device)
-
-
-def _none(hidden: Tensor) -> Tensor:
-    """No deltas: [0, T, E]."""
-    return hidden.unsqueeze(0)[:0]
 
 
 def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
@@ -207,8 +203,8 @@ def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
             gate_up_bias=at(weights.gate_up_bias, n),
             down=weights.down[n],
             down_bias=at(weights.down_bias, n),
-            norm_in=weights.norm_in[n].unsqueeze(0),
-            norm_post=weights.norm_post[n].unsqueeze(0),
+            norm_in=weights.norm_in[n],
+            norm_post=weights.norm_post[n],
         )
         for n in range(count)
     ]

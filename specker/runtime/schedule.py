@@ -98,7 +98,7 @@ class LayerParallel:
             for i, n in enumerate(layers):
                 w = model.layers[n]
                 deltas = torch.cat((pending, attended[i : i + 1])) if i else attended[:1]
-                hidden, post = residual_merge(hidden, deltas, w.norm_post, eps)
+                hidden, post = residual_merge(hidden, deltas, w.norm_post.unsqueeze(0), eps)
                 up = row_linear(post[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul")
                 pending = row_linear(up, w.down, w.down_bias).unsqueeze(0)
         if len(pending):
@@ -154,8 +154,10 @@ class LayerParallel:
         stack = _in_one(each)
         for i, n in enumerate(layers):
             self.model.layers[n] = self.model.layers[n]._replace(**{name: stack[i]})
-        if name in ("norm_in", "q_norm", "k_norm"):  # [1, E] each
+        if name in ("q_norm", "k_norm"):  # [1, D] each
             return stack.squeeze(1)
+        if name == "norm_in":
+            return stack
         return stack.unsqueeze(1) if name.endswith("bias") else stack.transpose(1, 2)
 
 

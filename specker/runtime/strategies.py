@@ -43,7 +43,7 @@ class Strategy:
 
 def _autoregressive(checkpoint: Checkpoint, token_ids: Tensor | None, options: Options) -> Drafter:
     model = Model(checkpoint)
-    head = Head(model.head, model.norm[0], model.config.rms_norm_eps, token_ids)
+    head = Head(model.head, model.norm, model.config.rms_norm_eps, token_ids)
     return AutoregressiveDrafter(model, allocate(model, options), head, width=shape(options)[0])
 
 
@@ -51,7 +51,7 @@ def _layer_parallel(checkpoint: Checkpoint, token_ids: Tensor | None, options: O
     schedule = Schedule.parse(options.layer_parallel or LAYER_PARALLEL, checkpoint.config.num_layers)
     model = Model(checkpoint, packed=False)  # a group's weights are stacked instead
     cache = allocate(model, options)
-    head = Head(model.head, model.norm[0], model.config.rms_norm_eps, token_ids)
+    head = Head(model.head, model.norm, model.config.rms_norm_eps, token_ids)
     parallel = LayerParallel(model, cache, schedule)
     return AutoregressiveDrafter(model, cache, head, shape(options)[0], parallel, options.calibrate or "every")
 
@@ -80,7 +80,7 @@ def shape(options: Options) -> tuple[int, int]:
 def early_exit(model: Model, cache: KVCache, head: Tensor | None, token_ids: Tensor | None) -> EarlyExitDrafter:
     """The target as its own drafter, with the kept rows `head` [K, E] of its head or all of it."""
     weight = model.head if head is None else pack(head)
-    return EarlyExitDrafter(model, cache, Head(weight, model.norm[0], model.config.rms_norm_eps, token_ids))
+    return EarlyExitDrafter(model, cache, Head(weight, model.norm, model.config.rms_norm_eps, token_ids))
 
 
 def policy(options: Options, layers: int, head_cost: float) -> Policy:

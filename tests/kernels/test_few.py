@@ -94,3 +94,15 @@ def test_many_rows_half_types_and_bad_shapes_are_left_to_the_op():
     assert few.residual_merge(x, x, weight, 1e-5) is None
     assert few.residual_merge(x, x[None], weight[0], 1e-5) is None
     assert few.residual_merge(x.clone().requires_grad_(), x[None], weight, 1e-5) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 5, few.FEW_ROWS + 1])
+def test_add_norm(dtype, T):
+    from specker.kernels.residual_merge import add_norm
+
+    x, delta, w = randn(T, 24, dtype=dtype), randn(T, 24, dtype=dtype, seed=1), randn(24, dtype=dtype, seed=2)
+    for deltas, one in ((delta[None], delta), (x[None][:0], None)):
+        y, normed = residual_merge_ref(x, deltas, w[None], 1e-5)
+        got = add_norm(x, one, w, 1e-5)
+        assert close(got[0], y) and close(got[1], normed[0])

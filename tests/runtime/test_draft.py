@@ -25,7 +25,7 @@ def world(tmp_path_factory):
 
 def drafter(model, width):
     cache = KVCache(model.config, 128, dtype=torch.float64, device="cpu", page_size=8)
-    return AutoregressiveDrafter(model, cache, Head(model.head, model.norm[0], model.config.rms_norm_eps), width)
+    return AutoregressiveDrafter(model, cache, Head(model.head, model.norm, model.config.rms_norm_eps), width)
 
 
 def grown(model, sampling, width, depth):
