@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import Decoded, differing, ours
+from bench.e2e import Decoded, differing, ours, share_target
 from specker.config import Sampling
 from specker.kernels.accept import sample_rows
 from specker.runtime.engine import Engine
@@ -133,6 +133,7 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
         engines[name] = load(args, strategy="del", **how)
     scores = {"vocab_scores": str(specker.zoo.vocab_scores()), "vocab_keep": "2048"}
     engines["del+vocabtrim 2048"] = load(args, strategy="del+vocabtrim", **scores)
+    share_target(list(engines.values()))
     ways: dict[str, Any] = {
         name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
     }

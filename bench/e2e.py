@@ -25,6 +25,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
+from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.engine import Engine, Generation
 from specker.runtime.stats import Stats
 
@@ -58,6 +59,15 @@ class Decoded:
     @property
     def count(self) -> int:
         return sum(map(len, self.tokens))
+
+
+def share_target(engines: Sequence[Engine]) -> None:
+    """One target and one cache for all of them, which decode in turn: what is idle between turns may be paged out."""
+    base = engines[0]
+    for engine in engines[1:]:
+        engine.target, engine._model, engine._cache = base.target, base._model, base._cache
+        if isinstance(engine._drafter, EarlyExitDrafter):
+            engine._drafter.model, engine._drafter.cache = base._model, base._cache
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:
@@ -188,6 +198,7 @@ def main() -> None:
         for name, shape in SHAPES.items()
     }
     plain = engines["ar"]
+    share_target(list(engines.values()))
     prompts = [plain.encode(p["prompt"]) for p in specker.zoo.heldout()[: args.prompts]]
     prompts = [p[: plain.max_context - args.max_new_tokens] for p in prompts]
     hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None

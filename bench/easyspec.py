@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import differing, ours
+from bench.e2e import differing, ours, share_target
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.engine import Engine
 from specker.runtime.model import chain_rows, forward, prefill
@@ -206,6 +206,7 @@ def main() -> None:
                 name = f"{width}x{args.depth} N {parallel} {calibrate}"
                 how = {"layer_parallel": str(parallel), "calibrate": calibrate, **shape(width, args.depth)}
                 engines[name] = load(args, strategy="easyspec", **how)
+                share_target(list(engines.values()))
                 about[name] = {"width": width, "shape": f"{width}x{args.depth}", "parallel": parallel}
                 about[name] |= {"calibrate": calibrate, "cosine": near[parallel]}
     for width in numbers[0]:
@@ -213,6 +214,7 @@ def main() -> None:
         depth = args.equal if width == 1 else args.depth
         how = {**shape(width, depth), "draft_tokens": args.equal, "layer_parallel": "4"}
         engines[name] = load(args, strategy="easyspec", **how)
+        share_target(list(engines.values()))
         about[name] = {"width": width, "cap": args.equal, "parallel": 4, "calibrate": "every"}
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
     rows = []

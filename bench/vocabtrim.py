@@ -23,7 +23,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import differing, ours
+from bench.e2e import differing, ours, share_target
 from specker import calibrate
 from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
@@ -89,12 +89,11 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     rows = []
     for name, timing in timings.items():
         done, engine = timing.last, engines[name]
-        source, _, keep = name.partition(" ")
+        source, _, keep = name.partition(" ") if " " in name else ("", "", "")
         speed = done.count / timing.median
         row = {
             "bench": "vocabtrim",
             "way": name,
-            "source": source,
             "temperature": temperature,
             "dtype": args.dtype,
             "device": args.device,
@@ -112,7 +111,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
             row["differing_within_rounding"] = differing(
                 engine, prompts, done, plain, args, {"temperature": temperature}
             )
-        rows.append(row | engine.trim_report(done.stats) | ({"keep": int(keep)} if keep else {}))
+        rows.append(row | engine.trim_report(done.stats) | ({"source": source, "keep": int(keep)} if keep else {}))
     return rows
 
 
@@ -153,7 +152,7 @@ def draw(rows: list[dict], title: str) -> Any:
         whole = next(row for row in mine if row["way"] == "draft")
         for axis, (key, label) in zip(axes, panels, strict=True):
             for source in SOURCES:
-                points = sorted((row["kept_rows"], row[key]) for row in mine if row["source"] == source)
+                points = sorted((row["kept_rows"], row[key]) for row in mine if row.get("source") == source)
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=source)
             if axis is not axes[2]:
                 axis.axhline(whole[key], color="grey", linewidth=0.8, label="draft, whole head")
@@ -178,6 +177,7 @@ def main() -> None:
             for keep in args.keep.split(","):
                 trimmed = {"strategy": "vocabtrim", "vocab_scores": str(files[source]), "vocab_keep": keep}
                 engines[f"{source} {keep}"] = specker.load(**how, **trimmed)
+                share_target(list(engines.values()))
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
     rows = []
     for temperature in map(float, args.temperatures.split(",")):

@@ -145,6 +145,46 @@ def test_neighbours_in_one_storage_are_not_copied():
         assert torch.equal(_in_one(apart), torch.stack(apart))
 
 
+def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernels(tmp_path, monkeypatch):
+    """The kernels' rows do not depend on their neighbours, so tokens that are calibrated together get the very K/V that
+    one row at a time gets: in the interpreter, in float32."""
+    import importlib
+
+    launches = {
+        name: importlib.import_module(f"specker.kernels.{module}")
+        for name, module in (("row_linear", "row_linear"), ("tree_attention", "tree_attention"))
+    }
+    merge, calibrate = (importlib.import_module(f"specker.kernels.{n}") for n in ("residual_merge", "kv_calibrate"))
+
+    def add_norm(x, delta, weight, eps):
+        deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
+        y, normed = merge._launch(x, deltas, weight.unsqueeze(0), eps)
+        return y, normed[0]
+
+    def linear(x, weight, bias=None, epilogue="none"):
+        return launches["row_linear"]._launch(x, weight, bias, epilogue)
+
+    kernels = {
+        "add_norm": add_norm,
+        "row_linear": linear,
+        "kv_calibrate": calibrate._launch,
+        "tree_attention": lambda *args, with_lse: launches["tree_attention"]._launch(*args),
+    }
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(f"specker.runtime.model.{name}", kernel)
+    checkpoint = load_checkpoint(make(tmp_path, layers=3, max_context=64), dtype=torch.float32, device="cpu")
+    model = Model(checkpoint, packed=False)
+    caches = [KVCache(model.config, 32, dtype=torch.float32, device="cpu", page_size=16) for _ in range(2)]
+    for token in PROMPT:  # one after the other
+        forward(model, caches[0], chain_rows(model, caches[0], 1), model.embed_tokens(torch.tensor([token])))
+        caches[0].exact_len += 1
+    for part in (PROMPT[:2], PROMPT[2:]):  # as two catch-ups write them
+        forward(model, caches[1], chain_rows(model, caches[1], len(part)), model.embed_tokens(torch.tensor(part)))
+        caches[1].exact_len += len(part)
+    for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+        assert torch.equal(a[:, :1, : len(PROMPT)], b[:, :1, : len(PROMPT)])
+
+
 # --- the strategy
 
 SAMPLING = {

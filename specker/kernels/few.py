@@ -54,6 +54,11 @@ def largest(z: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.from_numpy(np.take_along_axis(rows, column, -1)), torch.from_numpy(column)
 
 
+def count_equal(z: Tensor, values: Tensor) -> int:
+    """How many elements of z [T, K] on a CPU equal their row's value, values [T, 1]."""
+    return int(np.count_nonzero(z.detach().numpy() == values.detach().numpy()))
+
+
 def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
     if not _few(x):
         return None

@@ -87,7 +87,7 @@ def vocab_topk_ref(
         seed, positions, temperature = noise
         z = add_gumbel_(z.div_(temperature), seed, positions, token_ids)
     values, columns = (_largest if z.is_cuda else _select)(z, token_ids, k)
-    ids = columns if token_ids is None else token_ids[columns].long()
+    ids = columns if token_ids is None else token_ids.take(columns).long()
     return ids, values, z.logsumexp(-1) if with_lse else z.new_empty(0)
 
 
@@ -126,7 +126,7 @@ def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
             columns = first_argmax(z)[:, None]
             best = z.gather(1, columns), columns
         values, columns = best
-        if token_ids is None or (z == values).sum() == z.shape[0]:
+        if token_ids is None or few.count_equal(z, values) == z.shape[0]:  # no tie
             return values, columns
     m = min(k + 1, z.shape[1])  # one more shows a tie at the edge
     values, columns = z.topk(m)
