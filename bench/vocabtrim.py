@@ -44,7 +44,6 @@ class Args:
     save: bool = True
     device: str = "cpu"
     dtype: str = "float32"
-    transformers: bool = False  # as bench.e2e's; not timed here
 
 
 def texts(budget: int, tokenizer: Any) -> Iterator[list[int]]:

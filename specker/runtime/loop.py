@@ -138,11 +138,13 @@ def _watch(ctx: Context, tapped: dict[int, Tensor], target: Tensor, positions: T
     """Tell the policy what the tapped layers would have said after rows whose target tokens are known."""
     assert isinstance(ctx.drafter, EarlyExitDrafter)
     start = time.perf_counter()
-    match, confidence = shadows(ctx.drafter.head, tapped, target, positions, ctx.sampling)
-    seconds = time.perf_counter() - start
-    if stage == "watch":
+    found = shadows(ctx.drafter.head, tapped, target, positions, ctx.sampling)
+    match, confidence = (x.cpu().numpy() for x in found)  # a GPU has done the work by now
+    seconds = 0.0
+    if stage == "watch":  # the prompt's are part of its prefill
+        seconds = time.perf_counter() - start
         ctx.stats.seconds[stage] += seconds
-    ctx.policy.learn(match.cpu().numpy(), confidence.cpu().numpy(), seconds if stage == "watch" else 0.0)
+    ctx.policy.learn(match, confidence, seconds)
 
 
 def _propose(ctx: Context) -> tuple[Draft, Budget]:
