@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import Decoded, differing, ours, share_target
+from bench.e2e import Decoded, differing, ours, row_of, share_target
 from specker.config import Sampling
 from specker.kernels.accept import sample_rows
 from specker.runtime.engine import Engine
@@ -144,18 +144,7 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
     rows, traces = [], {}
     for name, timing in timings.items():
         done: Decoded = timing.last
-        row: dict[str, Any] = {
-            "bench": "dynamic_exit",
-            "way": name,
-            "temperature": temperature,
-            "dtype": args.dtype,
-            "device": args.device,
-            "prompts": len(prompts),
-            "tokens": done.count,
-            **timing.row(),
-            "tokens_per_second": done.count / timing.median,
-            "over_ar": timings["ar"].median / timing.median,
-        }
+        row = row_of("dynamic_exit", name, temperature, args, timings)
         if done.stats is not None:
             s, engine = done.stats, engines[name]
             seconds = sum(s.seconds.values()) - s.seconds["prefill"]

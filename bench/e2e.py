@@ -126,6 +126,25 @@ def differing(engine: Engine, prompts: list[list[int]], got: Decoded, want: Deco
     return count
 
 
+def row_of(bench: str, way: str, temperature: float, args: Any, timings: dict[str, Any]) -> dict[str, Any]:
+    """What every row of an end-to-end bench says of one of its ways; `timings` of all of them, with `ar`."""
+    timing = timings[way]
+    done: Decoded = timing.last
+    speed, plain = done.count / timing.median, timings["ar"].last.count / timings["ar"].median
+    return {
+        "bench": bench,
+        "way": way,
+        "temperature": temperature,
+        "dtype": args.dtype,
+        "device": args.device,
+        "prompts": len(done.tokens),
+        "tokens": done.count,
+        **timing.row(),
+        "tokens_per_second": speed,
+        "over_ar": speed / plain,
+    }
+
+
 def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: list[list[int]], hf: Any) -> list[dict]:
     how = {"temperature": temperature}
     ways: dict[str, Any] = {
@@ -138,24 +157,10 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     plain: Decoded = timings["ar"].last
     assert plain.stats is not None
     step = _step(plain.stats)
-    base = plain.count / timings["ar"].median
     rows = []
     for name, timing in timings.items():
         done: Decoded = timing.last
-        speed = done.count / timing.median
-        row: dict[str, Any] = {
-            "bench": "e2e",
-            "way": name,
-            "temperature": temperature,
-            "dtype": args.dtype,
-            "device": args.device,
-            "prompts": len(prompts),
-            "tokens": done.count,
-            **timing.row(),
-            "tokens_per_second": speed,
-            "over_ar": speed / base,
-            "distinct_4grams": distinct4(done.tokens),
-        }
+        row = row_of("e2e", name, temperature, args, timings) | {"distinct_4grams": distinct4(done.tokens)}
         if (s := done.stats) is not None:
             row |= {"acceptance_length": s.acceptance_length, "accepted_per_position": s.accepted_per_position}
             if s.drafted:

@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import differing, ours, share_target
+from bench.e2e import differing, ours, row_of, share_target
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.engine import Engine
 from specker.runtime.model import chain_rows, forward, prefill
@@ -105,17 +105,7 @@ def bench(
     rows = []
     for name, timing in timings.items():
         done = timing.last
-        row = {
-            "bench": "easyspec",
-            "way": name,
-            "temperature": temperature,
-            "dtype": args.dtype,
-            "device": args.device,
-            "prompts": len(prompts),
-            "tokens": done.count,
-            **timing.row(),
-            "tokens_per_second": done.count / timing.median,
-            "over_ar": timings["ar"].median / timing.median,
+        row = row_of("easyspec", name, temperature, args, timings) | {
             "acceptance_length": done.stats.acceptance_length,
             "draft_share": done.stats.seconds["draft"] / done.stats.wall,
             **about[name],

@@ -23,7 +23,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import differing, ours, share_target
+from bench.e2e import differing, ours, row_of, share_target
 from specker import calibrate
 from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
@@ -89,19 +89,8 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     for name, timing in timings.items():
         done, engine = timing.last, engines[name]
         source, _, keep = name.partition(" ") if " " in name else ("", "", "")
-        speed = done.count / timing.median
-        row = {
-            "bench": "vocabtrim",
-            "way": name,
-            "temperature": temperature,
-            "dtype": args.dtype,
-            "device": args.device,
-            "prompts": len(prompts),
-            "tokens": done.count,
+        row = row_of("vocabtrim", name, temperature, args, timings) | {
             "draft_tokens": args.draft_tokens,
-            **timing.row(),
-            "tokens_per_second": speed,
-            "over_ar": timings["ar"].median / timing.median,
             "over_draft": timings["draft"].median / timing.median,
             "acceptance_length": done.stats.acceptance_length,
             "mbsu": engine.mbsu(done.stats),
