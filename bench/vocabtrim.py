@@ -3,7 +3,7 @@
 Sources, the same number of tokens each: continuations that the target writes of the held-out prompts that are not
 decoded here, continuations that the draft writes of them, and Python source as it is (the standard library without the
 held-out modules); `bundled` is the family's own score file, of far more of the target's text. Beside them the untrimmed
-`draft` and `ar`, all interleaved. Rows go to bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
+`draft` and `ar`, and the bundled scores with rows that follow the text (`N + text`), all interleaved. Rows go to bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from specker.runtime.engine import Engine
 from specker.zoo.corpus import is_held_out
 
 SOURCES = ("bundled", "target", "draft", "text")
+FOLLOWING = "bundled + text"
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Args:
     prompts: int = field(default=12, metadata={"help": "held-out prompts to decode; the others are calibrated on"})
     max_new_tokens: int = 72
     keep: str = field(default="256,512,1024,2048,3072,4096,6144", metadata={"help": "kept rows, comma separated"})
+    text: int = field(default=256, metadata={"help": "more rows that follow the text, with the bundled scores"})
     temperatures: str = "0,0.7"
     calibration_tokens: int = field(default=256, metadata={"help": "written after each calibration prompt"})
     draft_tokens: int = 4
@@ -88,7 +90,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     rows = []
     for name, timing in timings.items():
         done, engine = timing.last, engines[name]
-        source, _, keep = name.partition(" ") if " " in name else ("", "", "")
+        source, _, keep = name.rpartition(" ")
         row = row_of("vocabtrim", name, temperature, args, timings) | {
             "draft_tokens": args.draft_tokens,
             "over_draft": timings["draft"].median / timing.median,
@@ -99,7 +101,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
             row["differing_within_rounding"] = differing(
                 engine, prompts, done, plain, args, {"temperature": temperature}
             )
-        rows.append(row | engine.trim_report(done.stats) | ({"source": source, "keep": int(keep)} if keep else {}))
+        rows.append(row | engine.trim_report(done.stats) | ({"source": source, "keep": int(keep)} if source else {}))
     return rows
 
 
@@ -139,7 +141,7 @@ def draw(rows: list[dict], title: str) -> Any:
         mine = [row for row in rows if row["temperature"] == temperature]
         whole = next(row for row in mine if row["way"] == "draft")
         for axis, (key, label) in zip(axes, panels, strict=True):
-            for source in SOURCES:
+            for source in (*SOURCES, FOLLOWING):
                 points = sorted((row["kept_rows"], row[key]) for row in mine if row.get("source") == source)
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=source)
             if axis is not axes[2]:
@@ -161,9 +163,11 @@ def main() -> None:
             "ar": specker.load(device=args.device, dtype=args.dtype, strategy="ar"),
             "draft": specker.load(**how),
         }
-        for source in SOURCES:
+        for source in (*SOURCES, FOLLOWING):
             for keep in args.keep.split(","):
-                trimmed = {"strategy": "vocabtrim", "vocab_scores": str(files[source]), "vocab_keep": keep}
+                following = args.text if source == FOLLOWING else 0
+                scores = str(files[source.split()[0]])
+                trimmed = {"strategy": "vocabtrim", "vocab_scores": scores, "vocab_keep": keep, "vocab_text": following}
                 engines[f"{source} {keep}"] = specker.load(**how, **trimmed)
                 share_target(list(engines.values()))
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]

@@ -103,6 +103,10 @@ class Options:
     vocab_keep: str | None = opt(
         None, "vocabtrim: rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of the counted tokens"
     )
+    vocab_text: int | None = opt(
+        None,
+        "vocabtrim: more rows, that follow the text: its own tokens beyond those kept (default 256; 0: none)",
+    )
     max_context: int | None = opt(None, "positions to allocate K/V for (default: what the checkpoint allows)")
     page_size: int = opt(256, "K/V cache positions per page")
 
@@ -147,7 +151,9 @@ class Options:
             groups(self.layer_parallel)
         if self.vocab_keep is not None:
             Keep.parse(self.vocab_keep)
-        for name in ("vocab_scores", "vocab_keep"):
+        if self.vocab_text is not None and self.vocab_text < 0:
+            raise ValueError(f"--vocab-text must be at least 0, got {self.vocab_text}")
+        for name in ("vocab_scores", "vocab_keep", "vocab_text"):
             if getattr(self, name) is not None and not self.trimmed:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} is for strategy vocabtrim or a combination with it, not {self.strategy!r}")

@@ -142,6 +142,7 @@ class Screen:
         if trim := engine.trim_report(stats):
             table.add_section()
             table.add_row("kept rows of the draft's head", f"{trim['kept_rows']} of {trim['vocab_size']}")
+            table.add_row("of them following the text", str(trim["text_rows"]))
             table.add_row("emitted tokens among them", f"{trim['coverage']:.1%}")
             table.add_row("rounds ended by a trimmed token", f"{trim['rounds_lost']} of {stats.rounds}")
             table.add_row("head, KiB a draft step", f"{trim['head_bytes_per_draft_step'] / 1024:.0f}")

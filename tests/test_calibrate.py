@@ -159,7 +159,7 @@ def test_show_and_export(pair, tmp_path, capsys):
         got = vocab_scores.read(tmp_path / name)
         assert len(got.ids) == 20
         engine = specker.load(*pair, strategy="vocabtrim", vocab_scores=str(tmp_path / name), device="cpu")
-        assert engine.kept.tolist() == sorted(got.ids.tolist())
+        assert engine.kept.ids.tolist() == sorted(got.ids.tolist())
     freq = torch.load(tmp_path / "freq.pt", weights_only=True)
     assert freq[:3] == vocab_scores.read(out).ids.tolist()[:3]
     argv = ["--scores", str(out), "--vocab-keep", "20", "--export"]

@@ -18,7 +18,7 @@ from specker.runtime import autoregressive, head, loop, verify
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.draft import Draft
-from specker.runtime.head import Head
+from specker.runtime.head import Head, Kept
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
 HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}
@@ -95,7 +95,7 @@ def trimmed_head_speaks_full_ids(world):
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(12, 8, generator=generator), torch.randn(2, 8, generator=generator)
     ids = torch.arange(12) * 2 + 1
-    got, _ = Head(weight, torch.ones(8), 1e-6, ids).candidates(hidden, 1, Sampling(), torch.arange(2))
+    got, _ = Head(weight, torch.ones(8), 1e-6, Kept(ids)).candidates(hidden, 1, Sampling(), torch.arange(2))
     assert got[:, 0].tolist() == ids[(hidden @ weight.T).argmax(1)].tolist()
 
 

@@ -34,7 +34,7 @@ def family(tmp_path_factory):
 
 def load(family, keep, tied=False, **options):
     target, draft, path = family[tied]
-    how = {"strategy": "vocabtrim", "vocab_scores": path, "vocab_keep": str(keep), **options}
+    how = {"strategy": "vocabtrim", "vocab_scores": path, "vocab_keep": str(keep), "vocab_text": 0, **options}
     return specker.load(target, draft, dtype="float64", page_size=16, **how)
 
 
@@ -60,7 +60,7 @@ def test_only_kept_tokens_are_drafted_and_the_whole_vocabulary_is_no_trimming(fa
     seen = []
     monkeypatch.setattr(loop, "verify", lambda *a, verify=loop.verify: seen.append(a[3]) or verify(*a))
     trimmed = load(family, 24, tied, **SHAPES[shape])
-    kept = set(trimmed.kept.tolist())
+    kept = set(trimmed.kept.ids.tolist())
     for prompt in PROMPTS:
         trimmed.generate(prompt, 40, temperature=0.7)
     assert len(kept) == 24 and {t for draft in seen for t in draft.tokens.tolist()} <= kept
@@ -80,14 +80,14 @@ def test_the_head_is_the_kept_rows_and_the_embedding_stays_whole(family):
     engine = load(family, 24)
     full = specker.load(*family[False][:2], dtype="float64")
     assert engine.draft.weights.head.shape == (24, 64)
-    assert torch.equal(engine.draft.weights.head, full.draft.weights.head[engine.kept])
+    assert torch.equal(engine.draft.weights.head, full.draft.weights.head[engine.kept.ids])
     assert torch.equal(engine._drafter.model.embed, full._drafter.model.embed)
 
 
 def test_what_trimming_lost_is_counted(family):
     """Counted again from the rounds: those that end short of the whole draft at a token that is not kept."""
     engine = load(family, 24, draft_tokens=3)
-    kept = set(engine.kept.tolist())
+    kept = set(engine.kept.ids.tolist())
     lost = emitted = within = 0
     for prompt in PROMPTS:
         for chunk in engine.stream(prompt, 60, temperature=0.7):
@@ -108,6 +108,46 @@ def test_what_trimming_lost_is_counted(family):
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temperature):
+    """Tokens as plain decoding's; the rows are recounted from the text, and are the whole head's; a new request starts
+    from the rows as they were loaded, so it is what it was."""
+    engine = load(family, 16, tied, vocab_text=6, **SHAPES[shape])
+    whole = specker.load(*family[tied][:2], dtype="float64").draft.weights.head
+    head, loaded = engine._drafter.head, engine.kept.ids.tolist()
+    assert len(loaded) == 22 and engine.kept.text == 6
+    runs = []
+    for prompt in (*PROMPTS, PROMPTS[0]):
+        looked_at = list(prompt)
+        slots = loaded[16:]  # oldest first
+        for chunk in engine.stream(prompt, 60, temperature=temperature):
+            for token in looked_at:
+                if token in slots or token not in loaded[:16]:
+                    slots.remove(token if token in slots else slots[0])
+                    slots.append(token)
+            looked_at = chunk.tokens
+            if chunk.stats.lengths.get(0):  # the last round had no room to draft, so nobody looked
+                break
+            assert head.known == {*loaded[:16], *slots} == set(head.token_ids.tolist())
+            assert torch.equal(head.weight, whole[head.token_ids])
+        runs.append(engine.generate(prompt, 60, temperature=temperature))
+        assert runs[-1].tokens == engine.generate_ar(prompt, 60, temperature=temperature).tokens
+    assert runs[0].tokens == runs[-1].tokens and runs[0].stats.hits == runs[-1].stats.hits
+
+
+def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
+    """A text of tokens that no score knows: they are drafted once the text has shown them."""
+    for options in ({}, {"draft_tokens": 3}):
+        fixed, follows = (load(family, 16, vocab_text=n, **options) for n in (0, 24))
+        stats = []
+        for engine in (fixed, follows):
+            runs = [engine.generate(p, 60, temperature=0.7).stats for p in PROMPTS]
+            stats.append(sum(runs, specker.runtime.stats.Stats()))
+        assert stats[1].kept > stats[0].kept and stats[1].accepted > stats[0].accepted
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -115,8 +155,10 @@ def test_what_trimming_lost_is_counted(family):
         ({"strategy": "draft", "vocab_scores": "f"}, "--vocab-scores is for strategy vocabtrim"),
         ({"strategy": "ar+vocabtrim"}, "ar drafts nothing"),
         ({"strategy": "vocabtrim+vocabtrim"}, "do not compose"),
+        ({"strategy": "draft", "vocab_text": 4}, "--vocab-text is for strategy vocabtrim"),
+        ({"strategy": "vocabtrim", "vocab_text": -1}, "--vocab-text must be at least 0, got -1"),
         ({"strategy": "vocabtrim", "vocab_keep": "some"}, "--vocab-keep must be rows"),
-        ({"strategy": "vocabtrim", "tree": "40x2", "vocab_keep": "16"}, "wider than the 16 rows"),
+        ({"strategy": "vocabtrim", "tree": "40x2", "vocab_keep": "16", "vocab_text": 0}, "wider than the 16 rows"),
         ({"strategy": "vocabtrim", "vocab_scores": None}, "needs --vocab-scores"),
         ({"strategy": "vocabtrim", "vocab_scores": "/nowhere.pt"}, "no such vocabulary score file"),
     ],
@@ -146,10 +188,12 @@ def test_specials_and_stop_ids_are_always_kept(pair, tmp_path):
 
     path = tmp_path / "s.safetensors"
     path.write_bytes(VocabScores.from_counts(torch.arange(320)).to_bytes())
-    engine = specker.load(*pair, strategy="vocabtrim", vocab_scores=str(path), vocab_keep="9", device="cpu")
+    engine = specker.load(
+        *pair, strategy="vocabtrim", vocab_scores=str(path), vocab_keep="9", vocab_text=0, device="cpu"
+    )
     special = {*byte_tokenizer().all_special_ids, *engine.target.config.eos_ids}
-    assert special and special <= set(engine.kept.tolist()) and len(engine.kept) == 9
-    assert 319 in engine.kept.tolist()
+    assert special and special <= set(engine.kept.ids.tolist()) and len(engine.kept.ids) == 9
+    assert 319 in engine.kept.ids.tolist()
 
 
 @pytest.mark.parametrize("strategy", ["vocabtrim", "draft+vocabtrim"])
@@ -162,6 +206,7 @@ def test_from_the_command_line(family, strategy, capsys, tmp_path):
     assert run.main([*argv, "--vocab-keep", "2048", "--json", str(out)]) == 0
     told = json.loads(out.read_text())
     assert told["strategy"] == strategy and told["total"]["identical"]
-    assert told["vocabulary"]["kept_rows"] == 2048 and 0 < told["vocabulary"]["coverage"] <= 1
+    assert (told["vocabulary"]["kept_rows"], told["vocabulary"]["text_rows"]) == (2048 + 256, 256)
+    assert 0 < told["vocabulary"]["coverage"] <= 1
     shown = capsys.readouterr().err
-    assert "2048 of 8192" in shown and "memory-bound speed-up" in shown
+    assert "2304 of 8192" in shown and "memory-bound speed-up" in shown

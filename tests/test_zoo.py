@@ -133,21 +133,24 @@ def test_acceptance_counts_rounds():
     assert sample.acceptance(right, 4) == (5 + 1 + 3 + 5) / 4
 
 
-def test_packed_layout_is_the_block_with_its_prefix():
-    """A row of the packed layout gives what it gives in use, behind a causally cached prefix."""
-    net, n, k, c = random_net(DIFFUSION), 16, 4, 2
-    positions, sees, is_mask, predicts = distill.packed(n, k, c)
-    ids = torch.randint(3, 320, (1, n + c))
+def test_rounds_in_one_forward_are_the_rounds_one_by_one():
+    """A row of the layout gives what it gives in use: behind the K/V that the earlier rounds left."""
+    net, layout = random_net(DIFFUSION), distill.Rounds(lead=5, step=2, block=4, count=3)
+    positions, sees, is_mask = layout.rows()
+    predicts, where = layout.predicts()
+    ids = torch.randint(3, 320, (1, layout.tokens))
+    assert int(where.max()) == layout.tokens - 2  # the last token is the last one predicted
     with torch.no_grad():
-        rows = ids[:, positions].masked_fill(is_mask, 1)
-        packed = net(rows, mask=sees, rows=positions)[0, predicts]
-        for b in range(n // k):
-            begin, end = b * k, b * k + c + k
-            alone = torch.cat((ids[:, : begin + c], torch.ones(1, k, dtype=torch.long)), dim=1)
-            mask = torch.ones(end, end, dtype=torch.bool)
-            mask[:begin] = torch.ones(end, end, dtype=torch.bool).tril()[:begin]
-            want = net(alone, mask=mask)[0, begin + c - 1 : end - 1]
-            torch.testing.assert_close(packed[b * k : (b + 1) * k], want, atol=1e-5, rtol=1e-5)
+        got = net(ids[:, positions].masked_fill(is_mask, 1), mask=sees, rows=positions)[0, predicts]
+        for j in range(layout.count):
+            # one by one: the text so far, each committed run with the masks that stood behind it
+            runs = [torch.arange(5)] + [5 + 2 * i + torch.arange(6) for i in range(j + 1)]
+            at, run = torch.cat(runs), torch.cat([torch.full_like(r, n) for n, r in enumerate(runs)])
+            masked = torch.cat([torch.zeros(5, dtype=torch.bool)] + [torch.arange(6) >= 2] * (j + 1))
+            mask = (run[:, None] == run) | ((run[:, None] > run) & ~masked)
+            want = net(ids[:, at].masked_fill(masked, 1), mask=mask, rows=at)[0, -5:-1]
+            torch.testing.assert_close(got[4 * j : 4 * j + 4], want, atol=1e-5, rtol=1e-5)
+            assert where[4 * j : 4 * j + 4].tolist() == [5 + 2 * j + 1 + i for i in range(4)]
 
 
 @pytest.mark.parametrize("heat", [1.0, 0.7])

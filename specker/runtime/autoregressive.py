@@ -36,6 +36,7 @@ class AutoregressiveDrafter:
 
     def reset(self) -> None:
         self.cache.truncate(0)
+        self.head.reset()
         self._forwarded = self._calibrated = 0
 
     def prefill(self, committed: list[int]) -> None:
@@ -60,6 +61,7 @@ class AutoregressiveDrafter:
         self._depth = min(budget.depth, budget.nodes)
         if self._depth == 0:
             return Draft.empty(self.model.device)
+        self.head.follow(committed)
         hidden = self._catch_up(committed)
         if self.width == 1:
             return self._chain(hidden, min(budget.depth, budget.nodes), sampling, keep_drafting)

@@ -26,7 +26,7 @@ class EarlyExitDrafter:
     head: Head  # of the draft steps, perhaps trimmed
 
     def reset(self) -> None:
-        pass
+        self.head.reset()
 
     def prefill(self, committed: list[int]) -> None:
         pass  # the target's own
@@ -46,6 +46,7 @@ class EarlyExitDrafter:
         hidden: list[Tensor] = []
         tapped: dict[int, list[Tensor]] = {n: [] for n in budget.taps if n < budget.exit}
         confidences: list[float] = []
+        self.head.follow(committed)
         token = torch.tensor(committed[-1:], device=self.model.device)
         for n in range(min(budget.depth, budget.nodes)):
             rows = chain_rows(self.model, self.cache, 1, first=n)

@@ -18,11 +18,12 @@ from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.draft import Draft
 from specker.runtime.early_exit import EarlyExitDrafter
+from specker.runtime.head import Kept
 from specker.runtime.loop import Context, Drafter, decode
 from specker.runtime.model import Model, chain_rows, forward, prefill
 from specker.runtime.model_config import CheckpointError, layer_elements
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import STRATEGIES, allocate, default_keep, early_exit, policy, shape
+from specker.runtime.strategies import STRATEGIES, VOCAB_TEXT, allocate, default_keep, early_exit, policy, shape
 from specker.runtime.verify import verify
 
 
@@ -71,18 +72,16 @@ class Engine:
     dtype: torch.dtype
     target_name: str
     draft_name: str | None
-    kept: torch.Tensor | None = None  # [K] the ids of the draft's head's rows where it is trimmed (strategy vocabtrim)
+    kept: Kept | None = None  # the rows of the draft's head where it is trimmed (strategy vocabtrim)
     _model: Model = field(init=False, repr=False)
     _cache: KVCache = field(init=False, repr=False)
     _drafter: Drafter | None = field(init=False, repr=False)
     trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # is told of every round
     _head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
-    _kept_ids: frozenset[int] | None = field(init=False, repr=False)
     _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
 
     def __post_init__(self) -> None:
         strategy = STRATEGIES[self.options.way]
-        self._kept_ids = None if self.kept is None else frozenset(self.kept.tolist())
         self._model = Model(self.target)
         self._cache = allocate(self._model, self.options)
         self._drafter = None
@@ -160,7 +159,8 @@ class Engine:
         if self.kept is None or self.draft is None:
             return {}
         return {
-            "kept_rows": len(self.kept),
+            "kept_rows": len(self.kept.ids),
+            "text_rows": self.kept.text,
             "vocab_size": self.target.config.vocab_size,
             "coverage": stats.kept / max(1, stats.tokens),
             "rounds_lost": stats.lost,
@@ -237,7 +237,7 @@ class Engine:
         if drafter is not None:
             drafter.reset()
         limit = min(len(ids) + max_new_tokens, self.max_context)
-        kept = None if drafter is None else self._kept_ids
+        kept = None if drafter is None or self.kept is None else drafter.head.known
         trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
         rule = policy(self.options, self.target.config.num_layers, self._head_cost)
         return Context(self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace)
@@ -348,22 +348,29 @@ def load(
     return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept)
 
 
-def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options) -> tuple[Checkpoint, torch.Tensor]:
-    """The draft with the kept rows of its head alone, copied once and contiguous, and their ids, ascending. Its
-    embedding stays whole: any token may stand in the text."""
+def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options) -> tuple[Checkpoint, Kept]:
+    """The draft with the kept rows of its head alone, copied once and contiguous, and which they are: the fixed ones
+    ascending, then those that follow the text. Its embedding stays whole: any token may stand in the text."""
     path = options.vocab_scores or zoo.vocab_scores()
     scores = vocab_scores.read(path)
     vocab, tokens = target.config.vocab_size, _vocabulary(target)
     scores.check(vocab, None if tokens is None else vocab_scores.tokenizer_hash(target.tokenizer), path)
     keep = Keep.parse(options.vocab_keep) if options.vocab_keep else default_keep(scores)
-    rows = min(vocab, len(draft.weights.head))  # a draft may know fewer ids than a padded target
+    whole = draft.weights.head
+    rows = min(vocab, len(whole))  # a draft may know fewer ids than a padded target
     special = vocab_scores.special_ids(target.tokenizer) if tokens is not None else set()
-    ids = scores.kept(keep, {*target.config.eos_ids, *special}, rows)
+    fixed = scores.kept(keep, {*target.config.eos_ids, *special}, rows)
+    text = VOCAB_TEXT if options.vocab_text is None else options.vocab_text
+    if len(fixed) + text >= rows:  # nothing is left to follow
+        fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
+    also = scores.kept(Keep(rows=len(fixed) + text), fixed.tolist(), rows)  # the next in rank, until there is a text
+    spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
     width = shape(options)[0]
+    ids = torch.cat((fixed, spare)).to(whole.device)
     if width > len(ids):
         raise ValueError(f"--tree {options.tree} is wider than the {len(ids)} rows that --vocab-keep leaves")
-    head = draft.weights.head[ids.to(draft.weights.head.device)]
-    return replace(draft, weights=replace(draft.weights, head=head)), ids.to(head.device)
+    head = whole[ids]
+    return replace(draft, weights=replace(draft.weights, head=head)), Kept(ids, len(spare), whole if text else None)
 
 
 def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> Checkpoint:

@@ -1,8 +1,14 @@
-"""The drafter's LM head: hidden rows -> the k best candidate ids of the full vocabulary."""
+"""The drafter's LM head: hidden rows -> the k best candidate ids of the full vocabulary.
+
+Where it is trimmed (VocabTrim, arXiv 2506.22694), most kept rows are fixed when it is loaded; a few follow the text, so
+that a rare name which the prompt speaks of can be drafted all the same. How many rows there are never changes.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from specker.config import Sampling
@@ -10,11 +16,71 @@ from specker.kernels.vocab_topk import vocab_topk
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The rows of a trimmed head."""
+
+    ids: Tensor  # [K] int64; the last `text` of them follow the text, until then the least frequent first
+    text: int = 0
+    whole: Tensor | None = None  # [V, E], where their rows come from
+
+
+@dataclass
 class Head:
-    weight: Tensor  # [K, E], as row_linear takes it
+    weight: Tensor  # [K, E], as row_linear takes it; row-major where rows follow the text
     norm: Tensor  # [E]
     eps: float
-    token_ids: Tensor | None = None  # [K] ids of the kept rows; None: row i is id i
+    kept: Kept | None = None  # None: row i is id i
+    token_ids: Tensor | None = field(init=False, default=None)  # [K] ids of the rows as they are now
+    known: set[int] = field(init=False, default_factory=set)  # the same, on the host
+    _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row that follows the text, oldest first
+    _seen: int = field(init=False, default=0)  # committed tokens looked at
+
+    def __post_init__(self) -> None:
+        if self.kept is not None:
+            self.token_ids = self.kept.ids.clone()
+            self.known.update(self.kept.ids.tolist())
+        self.reset()
+
+    def reset(self) -> None:
+        """The rows as they were loaded: one request's text is not another's."""
+        self._seen = 0
+        if self.kept is None or not self.kept.text:
+            return
+        fixed = len(self.kept.ids) - self.kept.text
+        first = self.kept.ids[fixed:].tolist()
+        if list(self._slots) != first:
+            self.known.difference_update(self._slots)
+            self._slots.clear()
+            self._write(first, range(fixed, len(self.kept.ids)))
+
+    def follow(self, committed: list[int]) -> None:
+        """Let the text's own tokens take the rows that follow it, the last ones seen staying longest. `committed` only
+        grows between two resets."""
+        if self.kept is None or not self.kept.text or self._seen == len(committed):
+            return
+        assert self.kept.whole is not None
+        moved: dict[int, int] = {}
+        for token in committed[self._seen :]:
+            if token in self._slots:
+                self._slots[token] = self._slots.pop(token)
+            elif token not in self.known and token < len(self.kept.whole):
+                oldest = next(iter(self._slots))
+                self.known.remove(oldest)
+                self.known.add(token)
+                self._slots[token] = moved[token] = self._slots.pop(oldest)
+                moved.pop(oldest, None)
+        self._seen = len(committed)
+        if moved:
+            self._write(list(moved), moved.values())
+
+    def _write(self, ids: list[int], rows: Iterable[int]) -> None:
+        assert self.kept is not None and self.kept.whole is not None and self.token_ids is not None
+        rows = list(rows)
+        self._slots.update(zip(ids, rows, strict=True))
+        self.known.update(ids)
+        at, tokens = (torch.tensor(x, device=self.weight.device) for x in (rows, ids))
+        self.weight[at] = self.kept.whole[tokens]
+        self.token_ids[at] = tokens
 
     def best(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
         """hidden [T, E] at `positions` [T] -> the first candidate of each row, [T]."""

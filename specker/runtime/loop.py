@@ -19,6 +19,7 @@ from specker.kernels.accept import accept_walk, sample_rows
 from specker.runtime.cache import KVCache
 from specker.runtime.draft import Draft
 from specker.runtime.early_exit import EarlyExitDrafter, shadows
+from specker.runtime.head import Head
 from specker.runtime.model import Model, prefill
 from specker.runtime.policy import Budget, Policy
 from specker.runtime.stats import Stats
@@ -28,6 +29,8 @@ PROMPT_ROWS = 32  # that seed a policy's statistics (DEL)
 
 
 class Drafter(Protocol):
+    head: Head
+
     def reset(self) -> None: ...
     def prefill(self, committed: list[int]) -> None: ...
     def propose(
@@ -52,7 +55,7 @@ class Context:
     stats: Stats
     committed: list[int]
     limit: int  # committed tokens at which decoding ends
-    kept: frozenset[int] | None = None  # the ids a trimmed drafter can propose; None: all
+    kept: set[int] | None = None  # the ids a trimmed drafter can propose, now; None: all
     trace: Callable[[dict[str, Any]], None] | None = None  # told of every round
 
 
@@ -171,7 +174,7 @@ def _told(ctx: Context, draft: Draft, budget: Budget, target: Tensor, taken: Tak
     }
 
 
-def _take(draft: Draft, target: Tensor, kept: frozenset[int] | None) -> Taken:
+def _take(draft: Draft, target: Tensor, kept: set[int] | None) -> Taken:
     if not len(draft):
         return Taken([0], target.tolist())
     path, count, following = accept_walk(draft.tokens, draft.parents, target)

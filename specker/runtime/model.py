@@ -59,14 +59,15 @@ class Output(NamedTuple):
 class Model:
     """Weights ready to run, the RoPE table, and one-position index tensors."""
 
-    def __init__(self, checkpoint: Checkpoint, packed: bool = True):
+    def __init__(self, checkpoint: Checkpoint, packed: bool = True, pack_head: bool = True):
         """Consumes the checkpoint's layer weights where they are repacked (see `_layers`), which `packed` allows."""
         config, weights = checkpoint.config, checkpoint.weights
         self.config = config
         self.embed, self.norm = weights.embed, weights.norm
         self.layers = _layers(weights, config.num_layers, packed)
         head = weights.head
-        self.head = head if head is weights.embed and head.numel() > _TIED_PACK_MAX else pack(head)
+        tied = head is weights.embed and head.numel() > _TIED_PACK_MAX
+        self.head = pack(head) if pack_head and not tied else head
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
         self.rope = rope_table(weights.inv_freq.to(self.device), weights.rope_scale, config.max_context, self.dtype)
         self.positions = torch.arange(config.max_context, device=self.device)

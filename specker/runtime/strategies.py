@@ -11,7 +11,7 @@ from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.early_exit import EarlyExitDrafter
-from specker.runtime.head import Head
+from specker.runtime.head import Head, Kept
 from specker.runtime.loop import Drafter
 from specker.runtime.model import Model
 from specker.runtime.policy import (
@@ -30,30 +30,41 @@ SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest 
 # Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
 DRAFT_TOKENS = 4
 VOCAB_KEEP = "0.5"
+VOCAB_TEXT = 256
 LAYER_PARALLEL = "4"  # the paper's recommendation
 
 
 @dataclass(frozen=True)
 class Strategy:
     bundled_draft: str | None  # which of the family drafts for the bundled target; None: no second checkpoint
-    drafter: Callable[[Checkpoint, Tensor | None, Options], Drafter] | None
-    """From that checkpoint and the ids of its head's rows, None for all; None: nothing is drafted, or by the target."""
+    drafter: Callable[[Checkpoint, Kept | None, Options], Drafter] | None
+    """From that checkpoint and the rows of its head, None for all; None: nothing is drafted, or by the target."""
     by_itself: bool = False  # the target drafts with its own first layers
 
 
-def _autoregressive(checkpoint: Checkpoint, token_ids: Tensor | None, options: Options) -> Drafter:
-    model = Model(checkpoint)
-    head = Head(model.head, model.norm, model.config.rms_norm_eps, token_ids)
-    return AutoregressiveDrafter(model, allocate(model, options), head, width=shape(options)[0])
+def _autoregressive(checkpoint: Checkpoint, kept: Kept | None, options: Options) -> Drafter:
+    model = Model(checkpoint, pack_head=_packable(kept))
+    return AutoregressiveDrafter(model, allocate(model, options), _head(model, kept), width=shape(options)[0])
 
 
-def _layer_parallel(checkpoint: Checkpoint, token_ids: Tensor | None, options: Options) -> Drafter:
+def _layer_parallel(checkpoint: Checkpoint, kept: Kept | None, options: Options) -> Drafter:
     schedule = Schedule.parse(options.layer_parallel or LAYER_PARALLEL, checkpoint.config.num_layers)
-    model = Model(checkpoint, packed=False)  # a group's weights are stacked instead
+    # a group's weights are stacked instead of packed
+    model = Model(checkpoint, packed=False, pack_head=_packable(kept))
     cache = allocate(model, options)
-    head = Head(model.head, model.norm, model.config.rms_norm_eps, token_ids)
     parallel = LayerParallel(model, cache, schedule)
-    return AutoregressiveDrafter(model, cache, head, shape(options)[0], parallel, options.calibrate or "every")
+    return AutoregressiveDrafter(
+        model, cache, _head(model, kept), shape(options)[0], parallel, options.calibrate or "every"
+    )
+
+
+def _packable(kept: Kept | None) -> bool:
+    """Rows that follow the text are written in place, which a packed head does not allow."""
+    return kept is None or not kept.text
+
+
+def _head(model: Model, kept: Kept | None) -> Head:
+    return Head(model.head, model.norm, model.config.rms_norm_eps, kept)
 
 
 STRATEGIES = {
@@ -77,10 +88,14 @@ def shape(options: Options) -> tuple[int, int]:
     return 1, DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
 
 
-def early_exit(model: Model, cache: KVCache, head: Tensor | None, token_ids: Tensor | None) -> EarlyExitDrafter:
-    """The target as its own drafter, with the kept rows `head` [K, E] of its head or all of it."""
-    weight = model.head if head is None else pack(head)
-    return EarlyExitDrafter(model, cache, Head(weight, model.norm, model.config.rms_norm_eps, token_ids))
+def early_exit(model: Model, cache: KVCache, rows: Tensor | None, kept: Kept | None) -> EarlyExitDrafter:
+    """The target as its own drafter, with the kept `rows` [K, E] of its head or all of it."""
+    if rows is None:
+        head = _head(model, None)
+    else:
+        weight = pack(rows) if _packable(kept) else rows
+        head = Head(weight, model.norm, model.config.rms_norm_eps, kept)
+    return EarlyExitDrafter(model, cache, head)
 
 
 def policy(options: Options, layers: int, head_cost: float) -> Policy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,16 +16,16 @@ MASK_ID = 1
 
 
 class Lessons:
-    """Windows of the corpus in even steps, of the target's own text in odd ones."""
+    """Windows of the corpus in every `every`-th step, of the target's own text in the others."""
 
-    def __init__(self, run):
-        self.run = run
+    def __init__(self, run, every: int = 2):
+        self.run, self.every = run, every
         self.corpus, self.own = run.windows("train"), np.load(run.work / "own.npy", mmap_mode="r")
 
     def batch(self, step: int, part: int, rows: int, length: int) -> Tensor:
         """[rows, length] int64."""
         parts, own = self.run.p.micro, self.own
-        if step % 2 == 0 or length > own.shape[1]:
+        if step % self.every == 0 or length > own.shape[1]:
             return self.corpus.batch(step * parts + part, rows, length - 1)
         rng = np.random.default_rng([self.run.seed, step, part])
         pick = rng.integers(len(own), size=rows)
@@ -76,72 +78,80 @@ def train_draft(run, target: Net, name: str, which: int) -> list[dict] | None:
     return fit(name, net, loss, lambda: judge.draft(net), run.options(which), run.work)
 
 
-def packed(n: int, k: int, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The layout that supervises n tokens at once and shows each block what it will see in use.
+@dataclass(frozen=True)
+class Rounds:
+    """A text as the drafter meets it in use, all rounds in one forward: `lead` tokens that see each other, then `count`
+    rounds of `step` committed tokens, run for the first time, and `block` masks behind them. A round sees the committed
+    tokens before it, as their own round left them, and all of itself."""
 
-    Rows: n clean tokens, causal among themselves (the cached prefix), then for each block of k the c committed tokens
-    before it, run again, and k masks; a block sees the clean rows before its c tokens and all of itself.
-    -> positions [R], sees [R,R] bool, is_mask [R] bool, predicts [n] rows that predict the tokens 0..n-1 (shifted)."""
-    blocks = torch.arange(n // k)
-    first = blocks * k + c  # the first masked position of each block; positions count from c tokens before the window
-    size = k + c
-    inside = (first[:, None] - c + torch.arange(size)).flatten()
-    positions = torch.cat((torch.arange(n), inside))
-    owner = torch.cat((torch.full((n,), -1), blocks.repeat_interleave(size)))
-    begin = (first - c)[owner.clamp(min=0)]
-    clean_column, own = owner[None, :] < 0, owner[:, None] == owner[None, :]
-    sees = torch.where(
-        owner[:, None] < 0,
-        clean_column & (positions[None, :] <= positions[:, None]),
-        (clean_column & (positions[None, :] < begin[:, None])) | (own & (owner[:, None] >= 0)),
-    )
-    in_block = torch.arange(size).repeat(n // k)
-    is_mask = torch.cat((torch.zeros(n, dtype=torch.bool), in_block >= c))
-    predicts = (n + blocks[:, None] * size + c - 1 + torch.arange(k)).flatten()
-    return positions, sees, is_mask, predicts
+    lead: int
+    step: int
+    block: int
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the text, from the first to the last that is predicted."""
+        return self.lead + self.count * self.step + self.block
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """-> positions [R], sees [R, R] bool, is_mask [R] bool."""
+        size = self.step + self.block
+        place = torch.arange(size).repeat(self.count)
+        round_ = torch.arange(self.count).repeat_interleave(size)
+        positions = torch.cat((torch.arange(self.lead), self.lead + round_ * self.step + place))
+        owner = torch.cat((torch.full((self.lead,), -1), round_))
+        is_mask = torch.cat((torch.zeros(self.lead, dtype=torch.bool), place >= self.step))
+        earlier = owner[None, :] < owner[:, None]
+        return positions, (earlier & ~is_mask[None, :]) | (owner[None, :] == owner[:, None]), is_mask
+
+    def predicts(self) -> tuple[Tensor, Tensor]:
+        """-> the rows that predict, [count * block], and the position that each predicts from (shifted: the next is
+        the one predicted)."""
+        last, i = self.step - 1, torch.arange(self.block)
+        begin = torch.arange(self.count)[:, None]
+        rows = self.lead + begin * (self.step + self.block) + last + i
+        return rows.flatten(), (self.lead + begin * self.step + last + i).flatten()
+
+
+NEAR = 0.85  # weight of a guess over that of the one before it: far ones are seldom reached
 
 
 def train_diffusion(run, target: Net) -> list[dict] | None:
-    """Shifted masked prediction in three layouts: `packed` (60%), prefix ++ a block of masks (30%), uniform (10%)."""
+    """Shifted masked prediction: rounds as in use (`Preset.rounds`), else one block behind a prefix that sees it."""
     net = start_from(run.net(run.p.diffusion), target)
-    n = run.p.lengths[0][1]
-    lessons, judge = Lessons(run), Judge(run, target)
-    layouts = {k: packed(n, k, k // 4) for k in (4, 8, 16, 32)}
-    if run.device != "cpu":
-        layouts = {k: tuple(x.to(run.device) for x in v) for k, v in layouts.items()}
+    lessons, judge, budget = Lessons(run, every=4), Judge(run, target), run.p.batch // run.p.micro
+    on = [[x.to(run.device) for x in (*layout.rows(), *layout.predicts())] for layout, _ in run.p.rounds]
+    shares = np.cumsum([share for _, share in run.p.rounds])
 
     def loss(net, part, step, done):
         rng = np.random.default_rng([run.seed, step])
-        k = int(rng.choice((4, 8, 16, 32), p=(0.4, 0.3, 0.2, 0.1)))
-        mode, size = rng.random(), run.p.batch // run.p.micro
-        near = 0.93 ** torch.arange(k, device=run.device)  # the far guesses of a block are seldom reached
-        if mode < 0.6:
-            positions, sees, is_mask, predicts = layouts[k]
-            ids = lessons.batch(step, part, size // n, n + k // 4)[:, : n + k // 4]
-            lead = k // 4  # the block's first token stands behind `lead` tokens, so the clean rows are ids[:, :n]
+        which = int(np.searchsorted(shares, rng.random()))
+        if which < len(shares):
+            layout = run.p.rounds[which][0]
+            positions, sees, is_mask, predicts, where = on[which]
+            ids = lessons.batch(step, part, max(1, budget // len(where)), layout.tokens)
             rows = ids[:, positions].masked_fill(is_mask, MASK_ID)
             hidden = net(rows, mask=sees, rows=positions)[:, predicts]
-            label, where, weight = ids[:, lead : lead + n], torch.arange(lead - 1, lead - 1 + n), near.repeat(n // k)
-        elif mode < 0.9:
-            length = int(rng.choice((n // 4, n)))
-            ids = lessons.batch(step, part, size // length, length)
-            rows = torch.cat((ids[:, :-k], torch.full_like(ids[:, -k:], MASK_ID)), dim=1)
-            where = torch.arange(length - k - 1, length - 1)
-            hidden, label, weight = net(rows)[:, where], ids[:, where + 1], near
+            k, count = layout.block, layout.count
         else:
-            length = n // 2
-            ids = lessons.batch(step, part, size // length, length)
-            hit = torch.from_numpy(rng.random(length) < rng.uniform(0.1, 0.9)).to(run.device)
-            hit[0], hit[-1] = False, True
-            where = hit.nonzero()[:, 0] - 1
-            hidden = net(ids.masked_fill(hit, MASK_ID))[:, where]
-            label, weight = ids[:, where + 1], torch.ones(len(where), device=run.device)
+            k, count = int(rng.choice((4, 8, 16))), 1
+            length = int(rng.choice((64, run.p.lengths[0][1])))
+            ids = lessons.batch(step, part, budget // length, length)
+            where = torch.arange(length - k - 1, length - 1, device=run.device)
+            hidden = net(torch.cat((ids[:, :-k], torch.full_like(ids[:, -k:], MASK_ID)), dim=1))[:, where]
         with torch.no_grad():
-            teacher = target(ids)[:, where]
-        weight = weight.repeat(len(ids))
-        scale = weight / (weight.sum() * run.p.micro)
+            teacher = target(ids[:, :-1])[:, where]
+        weight = (NEAR ** torch.arange(k, device=run.device)).repeat(count * len(ids))
+        heat = (1.0, 0.7)[step // 2 % 2]
         total, losses = run.head_loss(
-            net, hidden.flatten(0, 1), label.flatten(), scale, teacher.flatten(0, 1), hard=0.1
+            net,
+            hidden.flatten(0, 1),
+            ids[:, where + 1].flatten(),
+            weight / (weight.sum() * run.p.micro),
+            teacher.flatten(0, 1),
+            hard=0.1,
+            heat=heat,
         )
         return total, {"kl": losses.mean() / run.p.micro}
 

@@ -20,6 +20,7 @@ from specker.runtime.vocab_scores import VocabScores, tokenizer_hash
 
 from . import corpus, distill
 from . import net as nets
+from .distill import Rounds
 from .export import export
 from .fit import FitOptions, Windows, fit, progress
 from .net import LinearLoss, Net, NetConfig
@@ -37,6 +38,15 @@ class Preset:
     batch: int = 4096  # tokens, in `micro` parts
     micro: int = 4
     lengths: tuple[tuple[float, int], ...] = ((0.85, 256), (0.97, 512), (1.0, 1024))  # (up to this fraction, window)
+    rounds: tuple[
+        tuple[Rounds, float], ...
+    ] = (  # layouts of the diffusion drafter's text, and each one's share of the steps
+        (Rounds(64, 2, 4, 94), 0.2),
+        (Rounds(64, 3, 8, 61), 0.3),
+        (Rounds(64, 4, 16, 44), 0.2),
+        (Rounds(64, 8, 32, 20), 0.1),
+        (Rounds(704, 3, 8, 33), 0.1),  # the distances of long texts
+    )
     own_rows: int = 6144  # windows of the target's own text
     corpus_bytes: int | None = None
     eval_every: int = 50
@@ -49,7 +59,7 @@ PRESETS = {
         NetConfig(96, 2, 2, 1, 256),
         NetConfig(96, 12, 2, 1, 256),
         NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
-        tokens=(11_000_000, 16_000_000, 6_000_000, 3_200_000),
+        tokens=(11_000_000, 16_000_000, 6_000_000, 16_000_000),
         lr=(3e-3, 4e-3, 3e-3, 3e-3),
     ),
     "tiny": Preset(
@@ -62,6 +72,7 @@ PRESETS = {
         batch=512,
         micro=2,
         lengths=((0.7, 64), (1.0, 128)),
+        rounds=((Rounds(16, 2, 4, 8), 0.8),),
         own_rows=16,
         corpus_bytes=200_000,
         eval_every=8,
