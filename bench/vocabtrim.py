@@ -2,8 +2,9 @@
 
 Sources, the same number of tokens each: continuations that the target writes of the held-out prompts that are not
 decoded here, continuations that the draft writes of them, and Python source as it is (the standard library without the
-held-out modules); `bundled` is the family's own score file, of far more of the target's text. Beside them the untrimmed
-`draft` and `ar`, and the bundled scores with rows that follow the text (`N + text`), all interleaved. Rows go to bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
+held-out modules); `bundled` is the family's own score file, of far more of the target's text, and `bundled + text` the
+same with more rows that follow the text. Beside them the untrimmed `draft` and `ar`, all interleaved. Rows go to
+bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
 """
 
 import dataclasses
