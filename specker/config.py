@@ -10,11 +10,21 @@ from typing import Any
 from specker.flags import opt
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-STRATEGIES = ("ar", "draft", "easyspec", "del")
-PLANNED = ("diffuspec",)
-POLICIES = ("fixed", "plus-minus-one", "draft-and-verify", "del", "del-length")
+STRATEGIES = ("ar", "draft", "easyspec", "del", "diffuspec")
+POLICIES = ("fixed", "plus-minus-one", "draft-and-verify", "del", "del-length", "adl", "chunk")
+POLICY_OF = {"del": "del", "del-length": "del", "adl": "diffuspec", "chunk": "diffuspec"}  # the others are anyone's
 EXIT_COSTS = ("layers", "bytes", "measured")
 CALIBRATE = ("every", "mismatch", "never")
+CPS = ("off", "chain", "tree")
+PREFIX = ("reuse", "exact")
+OPTIONS_OF = {  # what only one strategy has
+    "easyspec": ("layer_parallel", "calibrate"),
+    "del": ("exit_layer", "exit_cost"),
+    "diffuspec": (
+        "cps", "cps_paths", "cps_candidates", "cps_mass", "cps_lambda", "ngram", "diffusion_prefix", "shifted_logits",
+        "adl", "chunk",
+    ),
+}  # fmt: skip
 TRIM = "vocabtrim"  # not a way to draft but a smaller head for one: joined with `+`, or alone for draft+vocabtrim
 
 
@@ -77,14 +87,34 @@ def groups(text: str) -> int | tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, value))
 
 
+def span(text: str) -> tuple[int, int]:
+    """--adl: the shortest and the longest block, `20-30`."""
+    match = re.fullmatch(r"(\d{1,3})-(\d{1,3})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= 255:
+        raise ValueError(f"--adl must be SHORTEST-LONGEST within 1-255, such as 20-30, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def chunked(text: str) -> tuple[int, float]:
+    """--chunk: tokens of a pass, and the probability under which a token ends the draft, `8:0.5`."""
+    match = re.fullmatch(r"(\d{1,3}):(0|1|0?\.\d+|1\.0*)", text)
+    if not match or not 1 <= int(match[1]) <= 128:
+        raise ValueError(f"--chunk must be TOKENS:PROBABILITY within 1-128 and 0-1, such as 8:0.5, got {text!r}")
+    return int(match[1]), float(match[2])
+
+
 @dataclass(frozen=True)
 class Options:
     """How an engine decodes; fixed when it is loaded."""
 
-    strategy: str = opt("draft", "ar, draft, easyspec, del, vocabtrim, or a combination joined by +")
-    draft_tokens: int | None = opt(None, "tokens in a draft chain (default 4), or a cap on the nodes of a --tree")
+    strategy: str = opt("draft", "ar, draft, easyspec, del, diffuspec, vocabtrim, or a combination joined by +")
+    draft_tokens: int | None = opt(
+        None, "tokens in a draft chain (default 4) or a diffusion block, or a cap on the nodes of a --tree"
+    )
     tree: str | None = opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5")
-    policy: str | None = opt(None, f"how long to draft: {', '.join(POLICIES)} (default: fixed; del for strategy del)")
+    policy: str | None = opt(
+        None, f"how long to draft: {', '.join(POLICIES)} (default: fixed, but del for strategy del)"
+    )
     exit_layer: int | None = opt(None, "del: layers that draft, for the policies that do not choose (default: half)")
     exit_cost: str | None = opt(
         None, "del: what a draft step costs: layers (the paper's), bytes (default: the LM head counts too) or measured"
@@ -107,15 +137,66 @@ class Options:
         None,
         "vocabtrim: more rows, that follow the text: its own tokens beyond those kept (default 256; 0: none)",
     )
+    cps: str | None = opt(
+        None,
+        "diffuspec: search the lattice of a diffusion draft for its best path (chain), the best paths as one tree, "
+        "or take the argmax (off); the default is chain where there is an n-gram model",
+    )
+    cps_paths: int | None = opt(None, "diffuspec: width of the search's beam (default 3)")
+    cps_candidates: int | None = opt(None, "diffuspec: candidates of a position at most (default 15)")
+    cps_mass: float | None = opt(None, "diffuspec: the fewest candidates with this probability (default 0.8)")
+    cps_lambda: float | None = opt(None, "diffuspec: weight of the diffusion model against the n-gram's (default 0.5)")
+    ngram: str | None = opt(
+        None, "diffuspec: the search's n-gram model (default: the bundled family's); see python -m specker.calibrate"
+    )
+    diffusion_prefix: str | None = opt(
+        None, "diffuspec: reuse the text's K/V of earlier rounds (default), or run the whole text every round: exact"
+    )
+    shifted_logits: str | None = opt(
+        None, "diffuspec: whether row i predicts position i + 1: yes (default for Dream) or no (for others)"
+    )
+    adl: str | None = opt(None, "diffuspec: shortest and longest block of --policy adl (default 20-30)")
+    chunk: str | None = opt(
+        None, "diffuspec: tokens a pass of --policy chunk, and the probability that lets it go on (default 4:0.5)"
+    )
     max_context: int | None = opt(None, "positions to allocate K/V for (default: what the checkpoint allows)")
     page_size: int = opt(256, "K/V cache positions per page")
 
     def __post_init__(self) -> None:
+        self._check_strategy()
+        self._check_policy()
+        for name, known in (("exit_cost", EXIT_COSTS), ("calibrate", CALIBRATE), ("cps", CPS)):
+            self._one_of(name, known)
+        self._one_of("diffusion_prefix", PREFIX)
+        self._one_of("shifted_logits", ("yes", "no"))
+        for way, names in OPTIONS_OF.items():
+            for name in names:
+                if getattr(self, name) is not None and self.way != way:
+                    raise ValueError(f"{_flag(name)} is for strategy {way}, not {self.strategy!r}")
+        for name in ("vocab_scores", "vocab_keep", "vocab_text"):
+            if getattr(self, name) is not None and not self.trimmed:
+                flag = _flag(name)
+                raise ValueError(f"{flag} is for strategy vocabtrim or a combination with it, not {self.strategy!r}")
+        for name, read in (
+            ("layer_parallel", groups), ("vocab_keep", Keep.parse), ("tree", Tree.parse), ("adl", span),
+            ("chunk", chunked),
+        ):  # fmt: skip
+            if (text := getattr(self, name)) is not None:
+                read(text)
+        for name, least, most in (
+            ("exit_layer", 1, None), ("vocab_text", 0, None), ("draft_tokens", 1, 255), ("max_context", 1, None),
+            ("page_size", 1, None), ("cps_paths", 1, 64), ("cps_candidates", 1, 64), ("cps_mass", 0, 1),
+            ("cps_lambda", 0, 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not (least <= value and (most is None or value <= most)):
+                bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+                raise ValueError(f"{_flag(name)} must be {bounds}, got {value}")
+
+    def _check_strategy(self) -> None:
         known = (*STRATEGIES, TRIM)
         parts = self.strategy.split("+")
         for part in parts:
-            if part in PLANNED:
-                raise ValueError(f"strategy {part!r} is not built yet; available: {', '.join(known)}")
             if part not in known:
                 raise ValueError(f"unknown strategy {part!r}; available: {', '.join(known)}")
         ways = [part for part in parts if part != TRIM]
@@ -123,50 +204,38 @@ class Options:
             raise ValueError(f"strategies {' and '.join(parts)} do not compose: each decides what is drafted")
         if ways == ["ar"] and self.trimmed:
             raise ValueError("strategies ar and vocabtrim do not compose: ar drafts nothing, so it has no draft head")
-        if self.policy not in (None, *POLICIES):
-            raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
-        if self.exit_cost not in (None, *EXIT_COSTS):
-            raise ValueError(f"--exit-cost must be one of {', '.join(EXIT_COSTS)}, got {self.exit_cost!r}")
-        for name in ("exit_layer", "exit_cost"):
-            if getattr(self, name) is not None and self.way != "del":
-                raise ValueError(f"--{name.replace('_', '-')} is for strategy del, not {self.strategy!r}")
-        if self.way == "del":
-            if self.tree is not None:
-                raise ValueError("strategy del drafts a chain: --tree does not apply")
-            if self.exit_layer is not None and (self.policy or "del").startswith("del"):
-                raise ValueError("--exit-layer is for --policy fixed, plus-minus-one and draft-and-verify; del chooses")
-            if self.exit_layer is not None and self.exit_layer < 1:
-                raise ValueError(f"--exit-layer must be at least 1, got {self.exit_layer}")
-        elif (self.policy or "").startswith("del"):
-            raise ValueError(f"--policy {self.policy} is for strategy del, not {self.strategy!r}")
-        if self.policy not in (None, "fixed") and self.tree is not None:
-            raise ValueError(f"--policy {self.policy} is for chains: leave out --tree")
-        if self.calibrate not in (None, *CALIBRATE):
-            raise ValueError(f"--calibrate must be one of {', '.join(CALIBRATE)}, got {self.calibrate!r}")
-        for name in ("layer_parallel", "calibrate"):
-            if getattr(self, name) is not None and self.way != "easyspec":
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} is for strategy easyspec, not {self.strategy!r}")
-        if self.layer_parallel is not None:
-            groups(self.layer_parallel)
-        if self.vocab_keep is not None:
-            Keep.parse(self.vocab_keep)
-        if self.vocab_text is not None and self.vocab_text < 0:
-            raise ValueError(f"--vocab-text must be at least 0, got {self.vocab_text}")
-        for name in ("vocab_scores", "vocab_keep", "vocab_text"):
-            if getattr(self, name) is not None and not self.trimmed:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} is for strategy vocabtrim or a combination with it, not {self.strategy!r}")
-        if self.draft_tokens is not None and not 1 <= self.draft_tokens <= 255:
-            raise ValueError(f"--draft-tokens must be between 1 and 255, got {self.draft_tokens}")
-        if self.tree is not None:
-            Tree.parse(self.tree)
         if self.way == "ar" and any(x is not None for x in (self.tree, self.draft_tokens, self.policy)):
             raise ValueError("strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply")
-        if self.max_context is not None and self.max_context < 1:
-            raise ValueError(f"--max-context must be at least 1, got {self.max_context}")
-        if self.page_size < 1:
-            raise ValueError(f"--page-size must be at least 1, got {self.page_size}")
+        if self.way == "del" and self.tree is not None:
+            raise ValueError("strategy del drafts a chain: --tree does not apply")
+        if self.way == "diffuspec" and self.tree is not None:
+            raise ValueError("strategy diffuspec drafts a block: --tree does not apply, but --cps tree does")
+        searches = (self.cps_paths, self.cps_candidates, self.cps_mass, self.cps_lambda, self.ngram)
+        if self.cps == "off" and any(x is not None for x in searches):
+            raise ValueError("--cps off searches nothing: the other --cps-... flags and --ngram do not apply")
+
+    def _check_policy(self) -> None:
+        policy = self.policy
+        self._one_of("policy", POLICIES)
+        if policy in POLICY_OF and self.way != POLICY_OF[policy]:
+            raise ValueError(f"--policy {policy} is for strategy {POLICY_OF[policy]}, not {self.strategy!r}")
+        if policy == "draft-and-verify" and self.way == "diffuspec":
+            raise ValueError("--policy draft-and-verify ends a draft token by token, but diffuspec drafts a block")
+        if policy not in (None, "fixed") and self.tree is not None:
+            raise ValueError(f"--policy {policy} is for chains: leave out --tree")
+        if policy == "plus-minus-one" and self.cps == "tree":
+            raise ValueError("--policy plus-minus-one is for chains: leave out --cps tree")
+        if self.exit_layer is not None and (policy or "del").startswith("del") and self.way == "del":
+            raise ValueError("--exit-layer is for --policy fixed, plus-minus-one and draft-and-verify; del chooses")
+        for name in ("adl", "chunk"):
+            if getattr(self, name) is not None and policy != name:
+                raise ValueError(f"--{name} is for --policy {name}")
+        if policy == "adl" and self.draft_tokens is not None:
+            raise ValueError("--policy adl chooses the block's length: --adl bounds it, --draft-tokens does not apply")
+
+    def _one_of(self, name: str, known: tuple[str, ...]) -> None:
+        if getattr(self, name) not in (None, *known):
+            raise ValueError(f"{_flag(name)} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
     @property
     def trimmed(self) -> bool:
@@ -177,6 +246,10 @@ class Options:
     def way(self) -> str:
         """What drafts: the strategy without the trimming, which alone is `draft`'s."""
         return next((part for part in self.strategy.split("+") if part != TRIM), "draft")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,8 @@ class Screen:
             table.add_column(name, justify="right")
         rows = [_column(stats)] + ([_column(plain)] if plain else [])
         for name in rows[0]:
-            if any(row[name] for row in rows):
-                table.add_row(name, *(row[name] for row in rows))
+            if any(row.get(name) for row in rows):
+                table.add_row(name, *(row.get(name, "") for row in rows))
         if trim := engine.trim_report(stats):
             table.add_section()
             table.add_row("kept rows of the draft's head", f"{trim['kept_rows']} of {trim['vocab_size']}")
@@ -174,6 +174,10 @@ def _column(stats: Stats) -> dict[str, str]:
         "acceptance length": f"{stats.acceptance_length:.2f}",
         "accepted by position": " ".join(f"{share:.0%}" for share in stats.accepted_per_position[:8]),
     }
+    if stats.found:
+        found = stats.diffusion
+        column["L_gen, L_acc, k"] = f"{found['L_gen']:.1f} {found['L_acc']:.2f} {found['k']:.1f}"
+        column["candidates, path score"] = f"{found['lattice_width']:.1f} {found['path_score']:.2f}"
     for name, seconds in stats.seconds.items():
         label, per = (f"{name}, ms", 1) if name == "prefill" else (f"{name}, ms/round", stats.rounds or 1)
         share = seconds / (stats.wall or 1)

@@ -188,6 +188,20 @@ def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return Qwen2ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
 
 
+def exact_oracle(monkeypatch: Any) -> None:
+    """transformers computes RMSNorm and softmax in float32 whatever the dtype; an oracle to 1e-9 must not."""
+    import transformers.models as models
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        modeling = getattr(getattr(models, family.lower()), f"modeling_{family.lower()}")
+        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", norm)
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+
+
 @torch.no_grad()
 def oracle_logits(model: Any, ids: Tensor, *, bidirectional: bool = False) -> Tensor:
     """Logits [T, V] of `ids` [T], with causal or all-to-all attention. Rows are not shifted."""

@@ -12,7 +12,7 @@ CHAIN = {"draft_tokens": 4}
 # Acceptance length on the first held-out prompts, with room below what was measured.
 FLOOR = {0.0: 3.1, 0.7: 2.5}
 DEEP = {0.0: 3.3, 0.7: 2.5}
-STRATEGIES = ("vocabtrim", "easyspec", "easyspec+vocabtrim", "del", "del+vocabtrim")
+STRATEGIES = ("vocabtrim", "easyspec", "easyspec+vocabtrim", "del", "del+vocabtrim", "diffuspec", "diffuspec+vocabtrim")
 
 
 def test_it_is_at_most_40_megabytes():

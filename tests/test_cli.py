@@ -79,7 +79,7 @@ def test_flags_are_the_dataclasses() -> None:
         ("--top-k -1", ["--top-k must be at least 0", "-1"]),
         ("--seed -1", ["--seed", "-1"]),
         ("--strategy magic", ["unknown strategy 'magic'", "ar, draft"]),
-        ("--strategy diffuspec", ["'diffuspec' is not built yet"]),
+        ("--strategy diffuspec --cps some", ["--cps must be one of off, chain, tree"]),
         ("--strategy draft+ar", ["do not compose"]),
         ("--strategy ar --draft-tokens 3", ["'ar' drafts nothing"]),
         ("--draft-tokens 0", ["--draft-tokens must be between 1 and 255", "got 0"]),

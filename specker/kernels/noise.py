@@ -69,6 +69,16 @@ def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     return torch.cat(slices) if slices else torch.empty(0, vocab_size)
 
 
+def gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
+    """The noise of a few ids at each position: positions [T], ids [T, K], both int64 -> [T, K] fp32.
+
+    Raises as `gumbel` does."""
+    seed = _check(seed, positions, 1)
+    if positions.is_cuda or not ids.numel():
+        return _gumbel_at(seed, positions, ids)
+    return gumbel(seed, positions, int(ids.max()) + 1).gather(1, ids)
+
+
 def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
     """The same values without the cache, on any device and without a host read."""
     return _gumbel_at(seed, positions, torch.arange(vocab_size, device=positions.device))
@@ -110,13 +120,13 @@ def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any,
 
 
 def _counter(blocks: Any, positions: Any) -> tuple[Any, Any, Any, Any]:
-    """Counter words for id // 4 = blocks [n] at positions [T], as [1, n] and [T, 1]."""
+    """Counter words for id // 4 = blocks [n] or [T, n] at positions [T]; the former as [1, n] and [T, 1]."""
     p = positions[:, None]
-    return blocks[None], p & MASK, (p >> 32) & MASK, p * 0 + STREAM
+    return blocks if blocks.ndim == 2 else blocks[None], p & MASK, (p >> 32) & MASK, p * 0 + STREAM
 
 
 def _gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
-    """Noise [T, K] of any ids [K]; spends four words on each."""
+    """Noise [T, K] of any ids, [K] or [T, K]; spends four words on each."""
     ids = ids.long()
     words = torch.stack(philox4x32(*_counter(ids >> 2, positions), seed))  # [4, T, K]
     lane = (ids & 3).expand(1, positions.shape[0], -1)

@@ -1,11 +1,13 @@
 """A draft: a tree of guesses under the root. A chain, a tree and a trie of lattice paths are all this one type."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from specker.runtime.stats import Found
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Draft:
     is_chain: bool = False  # parents == 0..N-1
     resume: Resume | None = None
     confidence: tuple[float, ...] = ()  # of each token, where a policy asked for it
+    found: Found | None = None  # of a diffusion drafter
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -37,6 +40,9 @@ class Draft:
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> "Draft":
         return cls.chain(torch.empty(0, dtype=torch.int64, device=device))
+
+    def with_found(self, found: Found) -> "Draft":
+        return replace(self, found=found)
 
     def depths(self) -> list[int]:
         """Of rows 0..N: the root's is 0, its children's 1."""

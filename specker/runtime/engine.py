@@ -23,7 +23,7 @@ from specker.runtime.loop import Context, Drafter, decode
 from specker.runtime.model import Model, chain_rows, forward, prefill
 from specker.runtime.model_config import CheckpointError, layer_elements
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import STRATEGIES, VOCAB_TEXT, allocate, default_keep, early_exit, policy, shape
+from specker.runtime.strategies import STRATEGIES, VOCAB_TEXT, Pair, allocate, default_keep, early_exit, policy, shape
 from specker.runtime.verify import verify
 
 
@@ -90,7 +90,10 @@ class Engine:
             self._drafter = early_exit(self._model, self._cache, head, self.kept)
             self._head_cost = self._priced(self._drafter)
         elif strategy.drafter is not None and self.draft is not None:
-            self._drafter = strategy.drafter(self.draft, self.kept, self.options)
+            tokenizer = self._tokenizer_or_none()
+            digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
+            bundled = self.target.folder == zoo.path("code-target")
+            self._drafter = strategy.drafter(Pair(self.target, self.draft, bundled, digest), self.kept, self.options)
 
     def _priced(self, drafter: EarlyExitDrafter) -> float:
         """The LM head of a draft step in layers of the target, as --exit-cost says."""
@@ -181,6 +184,8 @@ class Engine:
         whole = layer_elements(self.target.config) + self.target.weights.head.numel()
         width, depth = shape(self.options)
         gamma = depth if width > 1 else stats.drafted / max(1, stats.rounds)
+        if stats.found:  # a pass guesses a whole block
+            gamma = stats.diffusion["passes"]
         return stats.acceptance_length / (drafted / whole * gamma + 1)
 
     def warmup(self) -> None:
@@ -325,11 +330,13 @@ def load(
     side = None
     if parts.bundled_draft is not None:
         draft_source = zoo.path(parts.bundled_draft) if draft is None else draft
-        side = load_checkpoint(draft_source, dtype=kind, device=where)
-        if not side.config.causal:
+        side = load_checkpoint(draft_source, dtype=kind, device=where, bidirectional=None if parts.causal else True)
+        if parts.causal and not side.config.causal:
             raise ValueError(
                 f"{draft_source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one"
             )
+        if opts.shifted_logits is not None:
+            side = replace(side, config=replace(side.config, shifted_logits=opts.shifted_logits == "yes"))
         if opts.tree and Tree.parse(opts.tree).width > min(side.config.vocab_size, main.config.vocab_size):
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side)
@@ -375,10 +382,15 @@ def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options) -> tuple[C
 
 def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     """The draft with its head cut to the target's ids. Refused unless the two speak of the same tokens: the same size
-    or one padded, and the same tokenizer where both have one."""
+    or one padded, and the same tokenizer where both have one. A diffusion drafter may have further tokens of its own,
+    such as its mask: those behind the target's are cut off too."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     tokens = [_vocabulary(checkpoint) for checkpoint in (target, draft)]
-    if None not in tokens and tokens[0] != tokens[1]:
+    ours, theirs = tokens
+    if ours is not None and theirs is not None and not draft.config.causal and ours.items() <= theirs.items():
+        rows = min(sizes) if len(ours) == len(theirs) else min(*sizes, max(ours.values()) + 1)
+        return _cut(draft, rows)
+    if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
             f"target and draft have different tokenizers ({target.folder} has {len(tokens[0] or {})} tokens, "
             f"{draft.folder} has {len(tokens[1] or {})}, not the same ones): use a draft of the target's own family"
@@ -388,9 +400,12 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
             f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without both tokenizers it "
             "cannot be told whether one is the other padded: use a draft of the target's own family"
         )
-    if sizes[1] > sizes[0]:  # ids that only the padded draft has must never be drafted
-        return replace(draft, weights=replace(draft.weights, head=draft.weights.head[: sizes[0]]))
-    return draft
+    return _cut(draft, min(sizes))  # ids that only the padded draft has must never be drafted
+
+
+def _cut(draft: Checkpoint, rows: int) -> Checkpoint:
+    head = draft.weights.head
+    return draft if rows == len(head) else replace(draft, weights=replace(draft.weights, head=head[:rows]))
 
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:

@@ -98,10 +98,14 @@ class Head:
         Above temperature 0 the ranking is of logits perturbed by the very noise that the target's draw will add at
         those positions (Gumbel coupling, arXiv 2408.07978), so the first candidate is the best guess of that draw.
         """
-        noise = self._noise(sampling, positions)
-        ids, scores, lse = vocab_topk(hidden, self.weight, self.token_ids, k, (self.norm, self.eps), noise)
+        ids, scores, lse = self.ranked(hidden, k, sampling, positions)
         # Rounding must not lift a log-probability above 0: a tree's child may never outrank its parent.
         return ids, (scores - lse.unsqueeze(-1)).clamp_(max=0)
+
+    def ranked(self, hidden: Tensor, k: int, sampling: Sampling, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `candidates`: ids [T, k], (perturbed) logits [T, k] over the temperature, lse [T] of all rows'."""
+        noise = self._noise(sampling, positions)
+        return vocab_topk(hidden, self.weight, self.token_ids, k, (self.norm, self.eps), noise)
 
     @staticmethod
     def _noise(sampling: Sampling, positions: Tensor) -> tuple[int, Tensor, float] | None:

@@ -8,7 +8,7 @@ logits alone (kernels/accept.py), so a round commits exactly what plain decoding
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +90,8 @@ def step(ctx: Context) -> Taken:
             ctx.drafter.observe(taken.path)
         ctx.policy.observe(draft, taken.path)
     ctx.stats.observe_budget(len(draft), budget.exit)
+    if draft.found is not None:
+        ctx.stats.observe_found(draft.found, draft.depth(), len(taken.path) - 1)
     if ctx.trace is not None:
         ctx.trace(_told(ctx, draft, budget, target, taken))
     return taken
@@ -171,6 +173,7 @@ def _told(ctx: Context, draft: Draft, budget: Budget, target: Tensor, taken: Tak
         "path": taken.path,
         "tokens": taken.tokens,
         "exit": budget.exit,
+        **({} if draft.found is None else {"diffusion": asdict(draft.found)}),
     }
 
 

@@ -130,15 +130,20 @@ def chain_rows(model: Model, cache: KVCache, count: int, first: int = 0, positio
 
 @torch.inference_mode()
 def prefill(
-    model: Model, cache: KVCache, tokens: list[int], taps: tuple[int, ...] = (), last: int = 0
+    model: Model,
+    cache: KVCache,
+    tokens: list[int],
+    taps: tuple[int, ...] = (),
+    last: int = 0,
+    chunk: int = PREFILL_CHUNK,
 ) -> dict[int, Tensor]:
-    """Forward `tokens` after the cache's exact columns and make them exact, in chunks of PREFILL_CHUNK. A causal
+    """Forward `tokens` after the cache's exact columns and make them exact, in chunks. A causal
     model's rows see what stands before them; a bidirectional one's see their whole chunk and all before it.
     Returns the residual stream at the depths `taps` of the last rows, at most `last`, of the last chunk alone."""
     kept: dict[int, Tensor] = {}
     while tokens:
-        chunk, tokens = tokens[:PREFILL_CHUNK], tokens[PREFILL_CHUNK:]
-        kept = _prefill_chunk(model, cache, torch.tensor(chunk, device=model.device), () if tokens else taps, last)
+        now, tokens = tokens[:chunk], tokens[chunk:]
+        kept = _prefill_chunk(model, cache, torch.tensor(now, device=model.device), () if tokens else taps, last)
     return kept
 
 

@@ -9,6 +9,7 @@ on average and loads g * l + L layers:
 c_head, the LM head in layers, is 0 in the paper; a draft step reads it as well, so it counts here unless asked not to.
 """
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ class Budget:
     depth: int  # longest path at most
     exit: int = 0  # layers that the target drafts with by itself; 0: another model drafts
     taps: tuple[int, ...] = ()  # depths of the target whose rows `learn` wants to hear of this round
+    block: int = 0  # tokens that a diffusion drafter guesses in one pass; 0: all of `depth`
 
     def clip(self, nodes: int, depth: int) -> "Budget":
         """No more nodes and no longer a path."""
@@ -107,6 +109,65 @@ class DraftAndVerify(Fixed):
             self.accepted = 0.5 * self.accepted + 0.5 * (len(path) - 1) / len(draft)
             step = 0.01 if self.accepted <= self.goal else -0.01
             self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
+
+
+@dataclass
+class AdaptiveLength:
+    """ADL of DiffuSpec: follow how much the diffusion model generates before it would stop, and grow by `step` while
+    the target accepts as much.
+
+        k = clip(floor(ema_generated) + step [ema_accepted >= ema_generated], shortest, longest)
+
+    with ema <- (1 - rho) ema + rho L, from 0; the first block is the longest.
+    """
+
+    shortest: int = 20
+    longest: int = 30
+    step: int = 10
+    rho: float = 0.5
+    nodes: int = 255  # of all paths
+    confident: bool = field(default=False, init=False)
+    layers: tuple[int, ...] = field(default=(), init=False)
+    length: int = field(init=False)  # k
+    generated: float = field(default=0.0, init=False)  # smoothed
+    accepted: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.length = self.longest
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.length)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return True
+
+    def observe(self, draft: Draft, path: list[int]) -> None:
+        if draft.found is None or not len(draft):
+            return
+        self.generated += self.rho * (draft.found.generated - self.generated)
+        self.accepted += self.rho * (len(path) - 1 - self.accepted)
+        grown = self.step if self.accepted >= self.generated else 0
+        self.length = min(max(math.floor(self.generated) + grown, self.shortest), self.longest)
+
+    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        pass
+
+
+@dataclass
+class Chunks(Fixed):
+    """A diffusion drafter's block, and another behind it as long as it trusts every token (FailFast, 2512.20573)."""
+
+    block: int = 4
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        self.confident = True
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.depth, block=self.block)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return confidence >= self.threshold
 
 
 @dataclass

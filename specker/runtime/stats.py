@@ -7,7 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-STAGES = ("prefill", "draft", "verify", "accept", "watch", "commit")
+STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a diffusion drafter's passes and its search found, for policies and stats."""
+
+    generated: int  # tokens before the first stop token in the raw argmax
+    passes: int = 1
+    width: float = 1.0  # mean candidates of a position
+    score: float = 0.0  # of the best path, a token
+    seconds: float = 0.0  # of the search
 
 
 @dataclass
@@ -21,6 +32,7 @@ class Stats:
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, where the target drafts by itself
     kept: int = 0  # emitted tokens that a trimmed drafter could have proposed
     lost: int = 0  # rounds whose draft ended at a token that it could not
+    found: dict[str, float] = field(default_factory=dict)  # sums over rounds of what a diffusion draft was (`Found`)
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
@@ -48,6 +60,14 @@ class Stats:
         if exit:
             self.exits[exit] = self.exits.get(exit, 0) + 1
 
+    def observe_found(self, found: Found, length: int, accepted: int) -> None:
+        """One round of a diffusion drafter: a draft of `length` tokens a path, `accepted` of them kept."""
+        self.seconds["draft"] -= found.seconds
+        self.seconds["search"] += found.seconds
+        new: dict[str, float] = {"rounds": 1, "generated": found.generated, "accepted": accepted, "length": length}
+        new |= {"passes": found.passes, "width": found.width, "score": found.score}
+        self.found = _joined(self.found, new)
+
     def observe_kept(self, kept: int, lost: bool) -> None:
         """One round of a trimmed drafter: `kept` of the emitted tokens are within its vocabulary."""
         self.kept += kept
@@ -56,6 +76,14 @@ class Stats:
     @property
     def acceptance_length(self) -> float:
         return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def diffusion(self) -> dict[str, float]:
+        """Means of a round: L_gen and L_acc, the length k, passes, candidates of a position, path score a token."""
+        rounds = self.found.get("rounds", 0) or 1
+        names = {"generated": "L_gen", "accepted": "L_acc", "length": "k", "passes": "passes"}
+        names |= {"width": "lattice_width", "score": "path_score"}
+        return {name: self.found.get(key, 0) / rounds for key, name in names.items()}
 
     @property
     def accepted_per_position(self) -> list[float]:
@@ -79,6 +107,7 @@ class Stats:
             lengths=_joined(self.lengths, other.lengths),
             exits=_joined(self.exits, other.exits),
             kept=self.kept + other.kept,
+            found=_joined(self.found, other.found),
             lost=self.lost + other.lost,
             wall=self.wall + other.wall,
             seconds={name: self.seconds[name] + other.seconds[name] for name in STAGES},
@@ -93,10 +122,12 @@ class Stats:
             "accepted_per_position": self.accepted_per_position,
             "lengths": dict(sorted(self.lengths.items())),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
+            **({"diffusion": self.diffusion} if self.found else {}),
             "tokens_per_second": self.tokens_per_second,
             "seconds": {**self.seconds, "total": self.wall},
         }
 
 
-def _joined(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
+def _joined(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
+    """The sums, key by key."""
     return {n: a.get(n, 0) + b.get(n, 0) for n in sorted({*a, *b})}

@@ -3,19 +3,26 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from specker.config import Keep, Options, Tree
+from specker import zoo
+from specker.config import Keep, Options, Tree, chunked, span
 from specker.kernels.row_linear import pack
+from specker.runtime import ngram
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import Checkpoint
+from specker.runtime.diffusion import DiffusionDrafter
 from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.head import Head, Kept
+from specker.runtime.lattice import Search
 from specker.runtime.loop import Drafter
 from specker.runtime.model import Model
 from specker.runtime.policy import (
     LONGEST,
+    AdaptiveLength,
+    Chunks,
     DraftAndVerify,
     DynamicExit,
     Fixed,
@@ -31,30 +38,89 @@ SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest 
 DRAFT_TOKENS = 4
 VOCAB_KEEP = "0.5"
 VOCAB_TEXT = 256
+# Of diffuspec on the bundled pair.
+DIFFUSION_TOKENS = 6
+CPS = "chain"
+CPS_LAMBDA = 0.5
+ADL = "20-30"  # the paper's
+CHUNK = "4:0.5"
+USUAL_POLICY = {"del": "del", "diffuspec": "fixed"}
+MAX_NODES = 255  # of a draft: with the root, the window of a verify pass
+LONGEST_CHUNKS = 32  # tokens that chunks may add up to
 LAYER_PARALLEL = "4"  # the paper's recommendation
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: Checkpoint
+    draft: Checkpoint
+    bundled: bool  # the family's own target
+    tokenizer: str | None  # the target's hash, if it has one
 
 
 @dataclass(frozen=True)
 class Strategy:
     bundled_draft: str | None  # which of the family drafts for the bundled target; None: no second checkpoint
-    drafter: Callable[[Checkpoint, Kept | None, Options], Drafter] | None
-    """From that checkpoint and the rows of its head, None for all; None: nothing is drafted, or by the target."""
+    drafter: Callable[["Pair", Kept | None, Options], Drafter] | None
+    """With the rows of the draft's head, None for all of them. None: nothing is drafted, or by the target."""
+    causal: bool = True  # the draft checkpoint; False: a diffusion language model
     by_itself: bool = False  # the target drafts with its own first layers
 
 
-def _autoregressive(checkpoint: Checkpoint, kept: Kept | None, options: Options) -> Drafter:
-    model = Model(checkpoint, pack_head=_packable(kept))
+def _autoregressive(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
+    model = Model(pair.draft, pack_head=_packable(kept))
     return AutoregressiveDrafter(model, allocate(model, options), _head(model, kept), width=shape(options)[0])
 
 
-def _layer_parallel(checkpoint: Checkpoint, kept: Kept | None, options: Options) -> Drafter:
-    schedule = Schedule.parse(options.layer_parallel or LAYER_PARALLEL, checkpoint.config.num_layers)
+def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
+    schedule = Schedule.parse(options.layer_parallel or LAYER_PARALLEL, pair.draft.config.num_layers)
     # a group's weights are stacked instead of packed
-    model = Model(checkpoint, packed=False, pack_head=_packable(kept))
+    model = Model(pair.draft, packed=False, pack_head=_packable(kept))
     cache = allocate(model, options)
     parallel = LayerParallel(model, cache, schedule)
     return AutoregressiveDrafter(
         model, cache, _head(model, kept), shape(options)[0], parallel, options.calibrate or "every"
+    )
+
+
+def _diffusion(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
+    search = _search(pair, options)
+    rows, stop_ids = pair.draft.weights.head, pair.target.config.eos_ids
+    row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
+    ids = [token for token in stop_ids if token in row_of]
+    at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
+    rows = rows[at]
+    model = Model(pair.draft, pack_head=_packable(kept))
+    stops = Head(rows, model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
+    exact = options.diffusion_prefix == "exact"
+    cache, head = allocate(model, options), _head(model, kept)
+    return DiffusionDrafter(model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact)
+
+
+def _search(pair: Pair, options: Options) -> Search | None:
+    """The path search, or None for the argmax. Without being asked for it is there where an n-gram model is."""
+    path = options.ngram or (zoo.ngram() if pair.bundled else None)
+    how = options.cps or ("off" if path is None else CPS)
+    if how == "off":
+        return None
+    weight = CPS_LAMBDA if options.cps_lambda is None else options.cps_lambda
+    if path is None and weight < 1:
+        raise ValueError(
+            f"--cps {how} needs --ngram for {pair.target.folder} (python -m specker.calibrate --ngram makes one), "
+            "or --cps-lambda 1 to go without, or --cps off"
+        )
+    model = None
+    if path is not None and weight < 1:
+        model = ngram.read(path)
+        model.check(pair.target.config.vocab_size, pair.tokenizer, path)
+    standard = Search()
+    return Search(
+        model,
+        options.cps_paths or standard.paths,
+        how == "tree",
+        options.cps_candidates or standard.candidates,
+        standard.mass if options.cps_mass is None else options.cps_mass,
+        weight,
     )
 
 
@@ -72,6 +138,7 @@ STRATEGIES = {
     "draft": Strategy("code-draft", _autoregressive),
     "easyspec": Strategy("code-draft-deep", _layer_parallel),
     "del": Strategy(None, None, by_itself=True),
+    "diffuspec": Strategy("code-diffusion", _diffusion, causal=False),
 }
 
 
@@ -85,7 +152,8 @@ def shape(options: Options) -> tuple[int, int]:
     if options.tree is not None:
         tree = Tree.parse(options.tree)
         return tree.width, tree.depth
-    return 1, DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
+    usual = DIFFUSION_TOKENS if options.way == "diffuspec" else DRAFT_TOKENS
+    return 1, usual if options.draft_tokens is None else options.draft_tokens
 
 
 def early_exit(model: Model, cache: KVCache, rows: Tensor | None, kept: Kept | None) -> EarlyExitDrafter:
@@ -102,7 +170,9 @@ def policy(options: Options, layers: int, head_cost: float) -> Policy:
     """A request's own policy, fresh: what one learns from a prompt does not leak into the next. `layers` of the target;
     `head_cost` of a draft step's LM head, in those layers."""
     width, depth = shape(options)
-    name = options.policy or ("del" if options.way == "del" else "fixed")
+    name = options.policy or USUAL_POLICY.get(options.way, "fixed")
+    if options.way == "diffuspec":
+        return _block_policy(name, options)
     if name.startswith("del"):
         return DynamicExit(eligible_layers(layers), layers, head_cost, by_length=name == "del-length")
     exit = (options.exit_layer or max(1, layers // 2)) if options.way == "del" else 0
@@ -110,6 +180,18 @@ def policy(options: Options, layers: int, head_cost: float) -> Policy:
     if name == "draft-and-verify" and options.draft_tokens is None:
         depth = LONGEST + 1  # confidence ends a draft, not a number
     return rule(width * depth if options.draft_tokens is None else options.draft_tokens, depth, exit)
+
+
+def _block_policy(name: str, options: Options) -> Policy:
+    """Of a diffusion drafter, whose paths share the block's length: nodes are limited by room alone."""
+    depth = shape(options)[1]
+    if name == "adl":
+        return AdaptiveLength(*span(options.adl or ADL))
+    if name == "chunk":
+        block, threshold = chunked(options.chunk or CHUNK)
+        depth = LONGEST_CHUNKS if options.draft_tokens is None else depth
+        return Chunks(MAX_NODES, depth, block=block, threshold=threshold)
+    return PlusMinusOne(depth, depth) if name == "plus-minus-one" else Fixed(MAX_NODES, depth)
 
 
 def allocate(model: Model, options: Options) -> KVCache:

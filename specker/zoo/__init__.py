@@ -52,6 +52,11 @@ def vocab_scores() -> Path:
     return Path(__file__).parent / "vocab_scores.safetensors"
 
 
+def ngram() -> Path:
+    """Trigrams of text that the target wrote; see specker/runtime/ngram.py."""
+    return Path(__file__).parent / "ngram.safetensors"
+
+
 def heldout() -> list[dict[str, str]]:
     """Beginnings of functions of modules never trained on: {"prompt", "source" ("module:line"), "licence"} each."""
     text = (Path(__file__).parent / "heldout.jsonl").read_text(encoding="utf-8")

@@ -121,7 +121,6 @@ def test_unknown_options_are_not_dropped(pair):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"strategy": "diffuspec"}, "strategy 'diffuspec' is not built yet; available: ar, draft"),
         ({"strategy": "medusa"}, "unknown strategy 'medusa'"),
         ({"strategy": "ar+draft"}, "do not compose"),
         ({"strategy": "ar"}, "uses no draft checkpoint"),

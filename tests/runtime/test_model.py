@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from make_checkpoint import CASES, make, oracle, oracle_logits
-from torch import Tensor
+from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
 
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import load
@@ -18,22 +17,7 @@ F64 = torch.float64
 
 @pytest.fixture(autouse=True)
 def float64_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes RMSNorm and softmax in float32 whatever the dtype; an oracle to 1e-9 must not."""
-    import transformers.models as models
-
-    def norm(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-
-    for family, module in [
-        ("Llama", models.llama),
-        ("Mistral", models.mistral),
-        ("Qwen2", models.qwen2),
-        ("Qwen3", models.qwen3),
-    ]:
-        modeling = getattr(module, f"modeling_{family.lower()}")
-        monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", norm)
-    softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+    exact_oracle(monkeypatch)
 
 
 def build(folder, page_size=16, permute=False, **kwargs):

@@ -1,0 +1,459 @@
+"""A diffusion language model drafts: what its pass computes, how it is searched, and that tokens never change."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from make_checkpoint import byte_tokenizer, edit, exact_oracle, make, oracle, oracle_logits
+
+import specker
+from specker import run
+from specker.config import Sampling
+from specker.runtime.draft import Draft
+from specker.runtime.loop import _prefill, step
+from specker.runtime.ngram import NGram, NGramCounts
+from specker.runtime.policy import AdaptiveLength, Budget, Chunks
+from specker.runtime.stats import Found, Stats
+
+PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
+STOP = 7
+DRAFTS = {"dream": {"arch": "dream"}, "qwen3": {"arch": "qwen3", "mask": 126}, "qwen2": {"arch": "qwen2", "mask": 126}}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """(target, draft of the same weights, n-gram file) for each kind of draft; ids below 128."""
+    made = {}
+    for name, options in DRAFTS.items():
+        folder = tmp_path_factory.mktemp(name)
+        arch = "qwen3" if name == "qwen3" else "qwen2"
+        target = make(folder / "target", arch, layers=2, max_context=192, eos=STOP)
+        draft = make(folder / "draft", layers=2, max_context=192, eos=STOP, **options)
+        plain = specker.load(target, strategy="ar", dtype="float64")
+        counts = NGramCounts(128)
+        for seed in range(3):
+            counts.add(plain.generate([seed], 120, temperature=1.0, seed=seed).tokens)
+        (folder / "ngram").write_bytes(NGram.fit(counts, totals={"texts": 3}).to_bytes())
+        made[name] = str(target), str(draft), str(folder / "ngram")
+    return made
+
+
+def load(family, name="dream", searched=True, **options):
+    target, draft, ngram = family[name]
+    more = {"ngram": ngram} if searched and options.get("cps") != "off" else {}
+    return specker.load(target, draft, "diffuspec", dtype="float64", page_size=16, **more, **options)
+
+
+SHAPES = {
+    "off": {"cps": "off", "draft_tokens": 3},
+    "chain": {"cps": "chain"},
+    "tree": {"cps": "tree", "cps_mass": 0.5},
+    "adl": {"policy": "adl", "adl": "2-9"},
+    "chunk": {"policy": "chunk", "chunk": "2:0.2"},
+    "chunk-off": {"cps": "off", "policy": "chunk", "chunk": "3:0.1"},
+    "plus-minus-one": {"policy": "plus-minus-one"},
+    "exact": {"diffusion_prefix": "exact", "cps": "tree", "policy": "chunk", "chunk": "3:0.1"},
+    "long": {"draft_tokens": 100},
+}
+HOW = {"greedy": {}, "T0.7": {"temperature": 0.7}, "top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}}
+CASES = [
+    *itertools.product(["dream"], SHAPES, HOW),
+    *itertools.product(["qwen3"], ["chain", "exact"], ["greedy", "T0.7"]),
+    ("qwen2", "tree", "T0.7"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "how"), CASES, ids=["-".join(case) for case in CASES])
+def test_tokens_equal_plain_decoding(family, name, shape, how):
+    fast = load(family, name, **SHAPES[shape])
+    drafted = accepted = 0
+    for prompt in PROMPTS:
+        plain = fast.generate_ar(prompt, 50, **HOW[how])
+        got = fast.generate(prompt, 50, **HOW[how])
+        assert got.tokens == plain.tokens
+        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("keep", [12, 40])
+def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
+    from specker.runtime.vocab_scores import VocabScores
+
+    scores = tmp_path / "s.safetensors"
+    scores.write_bytes(VocabScores.from_counts(torch.arange(1, 129)).to_bytes())
+    target, draft, ngram = family["dream"]
+    how = {"vocab_scores": str(scores), "vocab_keep": str(keep), "vocab_text": 5, "ngram": ngram}
+    fast = specker.load(target, draft, "diffuspec+vocabtrim", dtype="float64", **how)
+    accepted = 0
+    for prompt, temperature in itertools.product(PROMPTS, (0.0, 0.7)):
+        got = fast.generate(prompt, 50, temperature=temperature)
+        assert got.tokens == fast.generate_ar(prompt, 50, temperature=temperature).tokens
+        accepted += got.stats.accepted
+        report = fast.trim_report(got.stats)
+    assert accepted > 0 and report["kept_rows"] == keep + 5 and STOP in fast.kept.ids.tolist()
+    assert report["mbsu"] > 0
+
+
+def guessed(engine, committed, n):
+    """Log-probabilities [n, V] of what the drafter guesses behind `committed`, on a fresh cache."""
+    drafter = engine._drafter
+    drafter.reset()
+    drafter._guesses = []
+    with torch.inference_mode():
+        return drafter.model.logits(drafter._masked(committed, n)).log_softmax(-1)
+
+
+@pytest.mark.parametrize("prefix", ["reuse", "exact"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_pass_is_the_bidirectional_model_over_text_and_masks(family, name, prefix, monkeypatch):
+    """transformers' Qwen with an all-ones mask, float64: Dream's row i speaks of position i + 1, the others' of i."""
+    exact_oracle(monkeypatch)
+    engine = load(family, name, diffusion_prefix=prefix)
+    model = oracle(Path(family[name][1]), torch.float64)
+    mask = json.loads((Path(family[name][1]) / "config.json").read_text())["mask_token_id"]
+    for text in ([5], [5, 9, 40, 11], list(range(3, 60))):  # up to 64 rows the catch-up is one pass
+        for n in (1, 4):
+            logits = oracle_logits(model, torch.tensor(text + [mask] * n), bidirectional=True)
+            rows = logits[len(text) - 1 : -1] if name == "dream" else logits[len(text) :]
+            assert (guessed(engine, text, n) - rows.log_softmax(-1)).abs().max() < 1e-9
+
+
+def test_the_flag_says_which_row_speaks_of_a_position(family):
+    text = [5, 9, 40, 11]
+    for name, flag in (("dream", "no"), ("qwen3", "yes")):
+        usual, other = load(family, name), load(family, name, shifted_logits=flag)
+        a, b = guessed(usual, text, 4), guessed(other, text, 4)
+        shift, plain = (b, a) if flag == "yes" else (a, b)
+        assert torch.allclose(shift[1:], plain[:-1], atol=1e-9) and not torch.allclose(shift[0], plain[0])
+
+
+def test_the_prefix_is_kept_as_its_own_rounds_left_it(family, monkeypatch):
+    """Each round forwards the new tokens and the masks; masks are dropped. Against the model over all rounds at once,
+    in which a row sees the tokens of earlier rounds and all of its own."""
+    exact_oracle(monkeypatch)
+    engine, n = load(family), 4
+    drafter = engine._drafter
+    text, steps = list(range(3, 40)), (1, 3, 5, 2)
+    runs = [text[:-1]]
+    drafter.reset()
+    with torch.inference_mode():
+        drafter.prefill(text)
+        for count in steps:
+            fresh = text[drafter.cache.exact_len :]
+            drafter._guesses = []
+            got = drafter.model.logits(drafter._masked(text, n))
+            assert drafter.cache.exact_len == len(text)
+            runs.append(fresh + [127] * n)
+            ids, run, place, is_mask = [], [], [], []
+            start = 0
+            for number, one in enumerate(runs):
+                ids += one
+                run += [number] * len(one)
+                place += range(start, start + len(one))
+                masked = [False] * len(one) if number == 0 else [False] * (len(one) - n) + [True] * n
+                is_mask += masked
+                start += len(one) - sum(masked)
+            run_, masked_ = torch.tensor(run), torch.tensor(is_mask)
+            sees = (run_[:, None] == run_) | ((run_[:, None] > run_) & ~masked_)
+            model = oracle(Path(family["dream"][1]), torch.float64)
+            additive = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64).masked_fill(~sees, float("-inf"))
+            where = torch.tensor([place])
+            want = model(torch.tensor([ids]), attention_mask=additive, position_ids=where, use_cache=False).logits[0]
+            assert (got - want[-n - 1 : -1]).abs().max() < 1e-9
+            text = text + list(range(60, 60 + count))
+
+
+def test_rounds_cost_the_new_tokens_and_the_masks(family, monkeypatch):
+    from specker.runtime import diffusion
+
+    rows = []
+    real = diffusion.forward
+    monkeypatch.setattr(diffusion, "forward", lambda *a: rows.append(a[3].shape[0]) or real(*a))
+    fast = load(family, draft_tokens=5)
+    committed, new, want = 3, 1, []  # after the prefill only the root is new
+    for chunk in fast.stream([5, 9, 40], 40):
+        room = 43 - committed - 1
+        if room:
+            want.append(new + min(5, room))
+        new = len(chunk.tokens)
+        committed += new
+    assert rows == want
+
+
+def test_chunks_go_on_behind_guesses_while_they_are_trusted(family):
+    """A second block sees the first one's guesses as tokens."""
+    engine = load(family, cps="off", policy="chunk", chunk="3:0")
+    drafter, text = engine._drafter, [5, 9, 40, 11]
+    drafter.reset()
+    with torch.inference_mode():
+        draft = drafter.propose(text, Budget(255, 8, block=3), Sampling(), lambda confidence: True)
+    assert len(draft) == 8 and draft.found.passes == 3
+    model, tokens = oracle(Path(family["dream"][1]), torch.float64), draft.tokens.tolist()
+    logits = oracle_logits(model, torch.tensor(text + [127] * 3), bidirectional=True)
+    assert logits[3:6].argmax(-1).tolist() == tokens[:3]
+    # the second: the text as the first pass left it, beside masks; then guesses and masks
+    first = torch.cat((torch.tensor(text), torch.full((3,), 127)))
+    ids = torch.cat((first, torch.tensor(tokens[:3]), torch.full((3,), 127)))[None]
+    second = torch.arange(13) >= 7
+    sees = (second[:, None] == second) | (second[:, None] & (torch.arange(13) < 4))
+    additive = torch.zeros(1, 1, 13, 13, dtype=torch.float64).masked_fill(~sees, float("-inf"))
+    place = torch.tensor([[*range(7), *range(4, 10)]])
+    logits = model(ids, attention_mask=additive, position_ids=place, use_cache=False).logits[0]
+    assert logits[9:12].argmax(-1).tolist() == tokens[3:6]
+    with torch.inference_mode():
+        drafter.reset()
+        least = []
+        draft = drafter.propose(text, Budget(255, 8, block=3), Sampling(), lambda c: least.append(c) or len(least) < 2)
+    assert len(draft) == 6 and least[0] == pytest.approx(min(draft.confidence[:3]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature):
+    """The drafted chain is the best of all paths under lambda log p + (1 - lambda) log p_ngram / T + g, by hand."""
+    from specker.kernels.noise import gumbel
+
+    engine = load(family, cps="chain", cps_paths=64, cps_candidates=4, cps_mass=1.0, cps_lambda=0.3, draft_tokens=3)
+    text = [5, 9, 40, 11]
+    log_p = guessed(engine, text, 3) if not temperature else None
+    if temperature:
+        log_p = (guessed(engine, text, 3) / temperature).log_softmax(-1)
+    noise = gumbel(4, torch.arange(3, 6), 128).double() if temperature else torch.zeros(3, 128, dtype=torch.float64)
+    ngram = engine._drafter.search.ngram
+    best, candidates = {}, (log_p + noise).topk(4).indices.tolist()
+    candidates = [list(dict.fromkeys([*c, STOP])) for c in candidates]
+    for path in itertools.product(*candidates):
+        if STOP in path:
+            continue
+        score, tail = 0.0, text
+        for i, token in enumerate(path):
+            second = ngram.log_p(np.array([tail[-2:]]), np.array([token]))[0, 0] / (temperature or 1)
+            score += 0.3 * log_p[i, token] + 0.7 * second + noise[i, token]
+            tail = [*tail, token]
+        best[path] = float(score)
+    engine._drafter.reset()
+    with torch.inference_mode():
+        sampling = Sampling(temperature=temperature, seed=4)
+        draft = engine._drafter.propose(text, Budget(255, 3), sampling)
+    tokens = tuple(draft.tokens.tolist())
+    if STOP not in tokens:
+        assert tokens == max(best, key=best.get)
+        if not temperature:  # above it the scores are known up to a number for each position
+            assert draft.found.score == pytest.approx(max(best.values()) / 3, rel=1e-5)
+    assert STOP not in tokens, "a stop token won: choose another text for this test"
+
+
+def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
+    """With every weight on stopping, the draft ends there, and so does the text where the target agrees."""
+    fast = load(family)
+    free = fast.generate_ar([5, 9, 40], 40).tokens
+    stop = free[6]
+    cut = free[: free.index(stop) + 1]
+    for shape in ("off", "chain", "tree", "chunk"):
+        target, draft, ngram = family["dream"]
+        more = {} if shape == "off" else {"ngram": ngram}
+        engine = specker.load(target, draft, "diffuspec", dtype="float64", **SHAPES[shape], **more)
+        object.__setattr__(engine.target.config, "eos_ids", (stop,))
+        engine = type(engine)(engine.target, engine.draft, engine.options, engine.device, engine.dtype, "t", "d")
+        seen = []
+        engine.trace = seen.append
+        got = engine.generate([5, 9, 40], 40)
+        assert got.tokens == cut and got.finished == "stop"
+        for row in seen:  # nothing is drafted behind a stop token
+            assert all(row["draft"][parent - 1] != stop for parent in row["parents"] if parent)
+
+
+def test_adaptive_length_follows_the_formula():
+    rule = AdaptiveLength(20, 30)
+    assert rule.budget() == Budget(255, 30)
+    gen = acc = 0.0
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        generated, accepted = int(rng.integers(0, 31)), int(rng.integers(0, 31))
+        draft = Draft.chain(torch.zeros(30, dtype=torch.int64)).with_found(Found(generated))
+        rule.observe(draft, list(range(accepted + 1)))
+        gen, acc = 0.5 * gen + 0.5 * generated, 0.5 * acc + 0.5 * accepted
+        assert rule.budget().depth == min(max(int(np.floor(gen)) + 10 * (acc >= gen), 20), 30)
+    rule.observe(Draft.empty(), [0])  # a round without a draft teaches nothing
+    assert rule.generated == pytest.approx(gen)
+    assert AdaptiveLength(2, 9).budget().depth == 9
+
+
+def test_a_request_starts_afresh(family):
+    fast = load(family, policy="adl", adl="2-9")
+    runs = [fast.generate(PROMPTS[0], 40, temperature=0.7) for _ in range(2)]
+    assert runs[0].tokens == runs[1].tokens and runs[0].stats.lengths == runs[1].stats.lengths
+
+
+def test_chunks_ask_for_trust():
+    rule = Chunks(255, 32, block=4, threshold=0.5)
+    assert rule.budget() == Budget(255, 32, block=4) and rule.confident
+    assert rule.keep_drafting(0.5) and not rule.keep_drafting(0.49)
+
+
+def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
+    """The draft's context is shorter than the target's: the text goes on without it."""
+    target, draft, ngram = family["dream"]
+    short = shutil.copytree(draft, tmp_path / "short")
+    edit(short, max_position_embeddings=40)
+    for prefix in ("reuse", "exact"):
+        fast = specker.load(
+            target, str(short), "diffuspec", dtype="float64", page_size=16, ngram=ngram, diffusion_prefix=prefix
+        )
+        for prompt in ([5, 9, 40], list(range(3, 90))):
+            got = fast.generate(prompt, 60)
+            assert got.tokens == fast.generate_ar(prompt, 60).tokens
+            assert (got.stats.drafted > 0) == (len(prompt) < 40)
+    fast = load(family, draft_tokens=100)
+    got = fast.generate([5, 9, 40], 189)  # to the end of the context of both
+    assert got.tokens == fast.generate_ar([5, 9, 40], 189).tokens
+
+
+def test_no_round_leaves_the_cache_unsound(family):
+    fast = load(family, policy="chunk", chunk="3:0.1", cps="tree")
+    ctx = fast._context([5, 9, 40], 40, fast._drafter, {"temperature": 0.7})
+    _prefill(ctx)
+    while len(ctx.committed) < ctx.limit:
+        step(ctx)
+        ctx.cache.check(committed=len(ctx.committed))
+        ctx.drafter.cache.check()
+        assert ctx.drafter.cache.exact_len <= len(ctx.committed)
+
+
+# --- vocabularies
+
+
+def with_tokenizer(folder, extra=()):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(extra)})
+    tokenizer.save_pretrained(folder)
+
+
+def test_the_drafters_own_tokens_are_never_drafted(tmp_path, monkeypatch):
+    """A drafter with more tokens, its mask among them, and a padded vocabulary: as Dream is to Qwen2.5."""
+    from specker.runtime import loop
+
+    target = make(tmp_path / "t", vocab=320, eos=256)
+    draft = make(tmp_path / "d", "dream", vocab=352, mask=262)
+    with_tokenizer(target)
+    with_tokenizer(draft, [f"<own {n}>" for n in range(5)])  # 259..263
+    fast = specker.load(target, draft, "diffuspec", dtype="float64", cps="off")
+    assert fast.draft.weights.head.shape[0] == 259 and fast.draft.weights.embed.shape[0] == 352
+    seen = []
+    monkeypatch.setattr(loop, "verify", lambda *a, verify=loop.verify: seen.append(a[3]) or verify(*a))
+    got = fast.generate([5, 9], 60, temperature=1.0)
+    assert got.tokens == fast.generate_ar([5, 9], 60, temperature=1.0).tokens
+    assert max(int(d.tokens.max()) for d in seen if len(d)) < 259
+
+
+def test_a_smaller_vocabulary_drafts_what_it_knows(tmp_path):
+    target = make(tmp_path / "t", vocab=400)
+    draft = make(tmp_path / "d", "dream", vocab=320)
+    for folder in (target, draft):
+        with_tokenizer(folder)
+    fast = specker.load(target, draft, "diffuspec", dtype="float64", cps="off")
+    got = fast.generate([5, 390, 9], 60, temperature=1.0)
+    assert got.tokens == fast.generate_ar([5, 390, 9], 60, temperature=1.0).tokens
+    assert any(t >= 320 for t in got.tokens)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    target, draft = make(tmp_path / "t", vocab=320), make(tmp_path / "d", "dream", vocab=320)
+    with_tokenizer(target, ["<ours>"])
+    with_tokenizer(draft, ["<theirs>"])
+    with pytest.raises(ValueError, match="different tokenizers"):
+        specker.load(target, draft, "diffuspec", cps="off")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "draft", "cps": "chain"}, "--cps is for strategy diffuspec, not 'draft'"),
+        ({"strategy": "draft", "policy": "adl"}, "--policy adl is for strategy diffuspec, not 'draft'"),
+        ({"strategy": "del", "policy": "chunk"}, "--policy chunk is for strategy diffuspec"),
+        ({"cps": "all"}, "--cps must be one of off, chain, tree, got 'all'"),
+        ({"diffusion_prefix": "none"}, "--diffusion-prefix must be one of reuse, exact"),
+        ({"shifted_logits": "maybe"}, "--shifted-logits must be one of yes, no"),
+        ({"tree": "2x2"}, "--tree does not apply, but --cps tree does"),
+        ({"policy": "draft-and-verify"}, "draft-and-verify ends a draft token by token"),
+        ({"policy": "del"}, "--policy del is for strategy del"),
+        ({"policy": "adl", "draft_tokens": 5}, "--adl bounds it, --draft-tokens does not apply"),
+        ({"adl": "20-30"}, "--adl is for --policy adl"),
+        ({"policy": "adl", "adl": "30-20"}, "--adl must be SHORTEST-LONGEST within 1-255"),
+        ({"policy": "chunk", "chunk": "8"}, "--chunk must be TOKENS:PROBABILITY"),
+        ({"policy": "chunk", "chunk": "200:0.5"}, "within 1-128"),
+        ({"cps": "off", "cps_paths": 2}, "--cps off searches nothing"),
+        ({"cps": "off", "ngram": "x"}, "--cps off searches nothing"),
+        ({"cps_lambda": 1.5}, "--cps-lambda must be between 0 and 1, got 1.5"),
+        ({"cps_mass": -0.1}, "--cps-mass must be between 0 and 1"),
+        ({"cps_candidates": 65}, "--cps-candidates must be between 1 and 64"),
+        ({"cps_paths": 0}, "--cps-paths must be between 1 and 64"),
+        ({"cps": "tree", "policy": "plus-minus-one"}, "plus-minus-one is for chains"),
+        ({"cps": "chain"}, r"--cps chain needs --ngram for .*calibrate --ngram makes one"),
+        ({"cps": "chain", "ngram": "/nowhere"}, "no such n-gram file"),
+        ({"strategy": "diffuspec+easyspec"}, "do not compose"),
+    ],
+)
+def test_refuses(family, options, words):
+    target, draft, _ = family["dream"]
+    with pytest.raises(ValueError, match=words):
+        specker.load(
+            *([target, draft][: 1 if options.get("strategy") == "del" else 2]), **{"strategy": "diffuspec", **options}
+        )
+
+
+def test_models_that_cannot_diffuse_are_refused(family, tmp_path, pair):
+    target, draft, _ = family["dream"]
+    llama = make(tmp_path / "llama", "llama")
+    for source, words in (
+        (llama, "LlamaForCausalLM cannot be bidirectional"),
+        (make(tmp_path / "q", "qwen2"), "needs mask_token_id in config.json"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            specker.load(target, str(source), "diffuspec")
+    with pytest.raises(ValueError, match="is a bidirectional drafter"):
+        specker.load(target, draft, "draft")
+    with pytest.raises(ValueError, match="vocabulary of 128 ids, the target's has 320"):
+        specker.load(pair[0], make(tmp_path / "d", "dream", tokenizer=True), "diffuspec", ngram=family["dream"][2])
+
+
+def test_without_an_ngram_model_another_target_takes_the_argmax(family):
+    assert load(family, searched=False)._drafter.search is None
+    assert load(family, searched=False, cps="chain", cps_lambda=1.0)._drafter.search.ngram is None
+    assert load(family)._drafter.search.ngram is not None
+    assert specker.load(strategy="diffuspec", device="cpu")._drafter.search is not None
+
+
+# --- what is told
+
+
+def test_stats_are_recounted_from_the_trace(family):
+    fast = load(family, cps="tree", draft_tokens=5)
+    rows = []
+    fast.trace = rows.append
+    total = Stats()
+    for prompt in PROMPTS:
+        total += fast.generate(prompt, 40, temperature=0.7).stats
+    found = [row for row in rows if "diffusion" in row]
+    told = total.diffusion
+    assert len(found) == total.found["rounds"]
+    assert told["L_gen"] == pytest.approx(np.mean([r["diffusion"]["generated"] for r in found]))
+    assert told["L_acc"] == pytest.approx(np.mean([len(r["path"]) - 1 for r in found]))
+    assert told["lattice_width"] == pytest.approx(np.mean([r["diffusion"]["width"] for r in found]))
+    assert told["path_score"] == pytest.approx(np.mean([r["diffusion"]["score"] for r in found]))
+    assert total.seconds["search"] > 0 and total.to_json()["diffusion"] == told
+    assert total.seconds["search"] == pytest.approx(sum(r["diffusion"]["seconds"] for r in found))
+
+
+def test_from_the_command_line(capsys, tmp_path):
+    out, trace = tmp_path / "o.json", tmp_path / "t.jsonl"
+    argv = ["--strategy", "diffuspec", "--prompt", "def f(", "--max-new-tokens", "20", "--device", "cpu", "--check"]
+    assert run.main([*argv, "--json", str(out), "--trace", str(trace)]) == 0
+    total = json.loads(out.read_text())["total"]
+    assert total["identical"] and total["diffusion"]["k"] > 0
+    assert {"L_gen", "L_acc", "k", "lattice_width", "path_score", "passes"} == set(total["diffusion"])
+    assert "L_gen, L_acc, k" in capsys.readouterr().err
+    assert any("diffusion" in json.loads(line) for line in trace.read_text().splitlines())
