@@ -1,12 +1,14 @@
-"""Count how often each token occurs in text, for a trimmed LM head: `python -m specker.calibrate --help`.
+"""Count the tokens of text, for a trimmed LM head and for a path search: `python -m specker.calibrate --help`.
 
     python -m specker.calibrate --prompts FILE.jsonl --out scores.safetensors                the target writes the text
     python -m specker.calibrate --prompts FILE.jsonl --source draft --out scores.safetensors the draft does
     python -m specker.calibrate --text FILE... --out scores.safetensors                      text as it is
+    python -m specker.calibrate --prompts FILE.jsonl --ngram ngram.safetensors               an n-gram model of it
     python -m specker.calibrate --scores FILE --vocab-keep 8192 --export freq_8192.pt        show, convert
 
-A draft beside the target only makes it faster: the text is the same. Counts are kept in OUT.part while it runs; the
-same command goes on after a kill and ends in the same file. Beside OUT the coverage curve is drawn, OUT with .png.
+A draft beside the target only makes it faster: the text is the same. --out and --ngram may be given together: the
+text is the same too. Counts are kept in OUT.part while it runs; the same command goes on after a kill and ends in the
+same files. Beside OUT the coverage curve is drawn, OUT with .png.
 """
 
 import hashlib
@@ -37,6 +39,8 @@ class Calibration:
     max_new_tokens: int = opt(128, "tokens to write after each prompt")
     chat: bool = opt(False, "wrap prompts in the target's chat template")
     out: str | None = opt(None, "the score file to write, .safetensors", "FILE")
+    ngram: str | None = opt(None, "the n-gram model to write, .safetensors (for --strategy diffuspec)", "FILE")
+    ngram_least: int = opt(2, "with --ngram: leave out what was seen fewer times")
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
     vocab_keep: str | None = opt(None, "with --export: 8192 rows, 0.25 of the vocabulary or coverage:0.98")
     export: str | None = opt(
@@ -49,14 +53,21 @@ class Calibration:
         given = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError("give one of --prompts FILE, --text FILE... and --scores FILE")
-        if self.scores and self.out:
-            raise ValueError("--out is for counting; with --scores, --export FILE converts")
+        if self.scores and (self.out or self.ngram):
+            raise ValueError("--out and --ngram are for counting; with --scores, --export FILE converts")
         if self.export and (not self.scores or self.vocab_keep is None):
             raise ValueError("--export needs --scores FILE and --vocab-keep")
         if self.vocab_keep is not None:
             Keep.parse(self.vocab_keep)
-        if not self.scores and (self.out is None or Path(self.out).suffix != ".safetensors"):
-            raise ValueError("--out must name the score file to write, ending in .safetensors")
+        written = [name for name in (self.out, self.ngram) if name is not None]
+        if not self.scores and (not written or any(Path(name).suffix != ".safetensors" for name in written)):
+            raise ValueError(
+                "--out must name the score file to write, --ngram the n-gram model, ending in .safetensors"
+            )
+        if len(set(written)) < len(written):
+            raise ValueError(f"--out and --ngram are both {self.out}: two files")
+        if self.ngram_least < 1:
+            raise ValueError(f"--ngram-least must be at least 1, got {self.ngram_least}")
         if self.source not in ("target", "draft"):
             raise ValueError(f"--source must be target or draft, got {self.source!r}")
         if self.max_new_tokens < 1:
@@ -82,40 +93,55 @@ def run(job: Calibration, sampling: Sampling) -> int:
         if job.export:
             _export(job, scores)
         return 0
-    assert job.out is not None
-    probe(job.out, "--out")
-    scores = count(job, sampling)
-    write_file(job.out, scores.to_bytes())
-    _part(job.out).unlink(missing_ok=True)
+    for name, flag in ((job.out, "--out"), (job.ngram, "--ngram")):
+        if name is not None:
+            probe(name, flag)
+    scores, ngram = count(job, sampling)
+    if job.out is not None:
+        write_file(job.out, scores.to_bytes())
+    if job.ngram is not None:
+        write_file(job.ngram, ngram.to_bytes())
+    _part(job).unlink(missing_ok=True)
     show(scores)
-    draw(scores, Path(job.out).with_suffix(".png"))
+    if job.out is not None:
+        draw(scores, Path(job.out).with_suffix(".png"))
+    if job.ngram is not None:
+        print(f"{len(ngram.trigrams):,} trigrams and {len(ngram.bigrams):,} bigrams in {job.ngram}", file=sys.stderr)
     return 0
 
 
-def count(job: Calibration, sampling: Sampling) -> Any:
-    """The VocabScores of the job, from where an earlier run of the same job left off."""
+def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
+    """The VocabScores of the job and the NGram (None unless asked for), from where an earlier run of the same job left
+    off."""
     import torch
 
     from specker.runtime import vocab_scores
+    from specker.runtime.ngram import NGram
 
     texts, vocab_size, tokenizer, fingerprint = _texts(job, sampling)
-    key = hashlib.sha256(json.dumps([fingerprint, asdict(sampling), job.max_new_tokens, job.chat]).encode()).hexdigest()
-    part = _part(job.out or "")
-    done, counts = _resume(part, key, vocab_size)
+    what = [fingerprint, asdict(sampling), job.max_new_tokens, job.chat, job.ngram is not None]
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    part = _part(job)
+    done, counts, trigrams = _resume(part, key, vocab_size)
     saved = time.monotonic()
     for n, ids in _progress(texts, done, len(fingerprint) - 1):
         counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)[:vocab_size]
+        if job.ngram is not None:
+            trigrams.add(ids)
         done = n + 1
         if time.monotonic() - saved > SAVE_EVERY:
-            _save(part, key, done, counts)
+            _save(part, key, done, counts, trigrams)
             saved = time.monotonic()
-    _save(part, key, done, counts)
+    _save(part, key, done, counts, trigrams)
     if not counts.sum():
         raise ValueError("there is not one token in all of the text")
     totals = {"texts": done, "tokens": int(counts.sum())}
     source = "text" if job.text else job.source
     digest = vocab_scores.tokenizer_hash(tokenizer)
-    return vocab_scores.VocabScores.from_counts(counts, tokenizer=digest, source=source, totals=totals)
+    scores = vocab_scores.VocabScores.from_counts(counts, tokenizer=digest, source=source, totals=totals)
+    if job.ngram is None:
+        return scores, None
+    return scores, NGram.fit(trigrams, job.ngram_least, tokenizer=digest, totals=totals)
 
 
 def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[str]]:
@@ -173,32 +199,36 @@ def _progress(texts: Any, done: int, total: int) -> Iterator[tuple[int, list[int
             bar.advance(task)
 
 
-def _part(out: str) -> Path:
-    return Path(f"{out}.part")
+def _part(job: Calibration) -> Path:
+    return Path(f"{job.out or job.ngram}.part")
 
 
-def _save(part: Path, key: str, done: int, counts: Any) -> None:
+def _save(part: Path, key: str, done: int, counts: Any, trigrams: Any) -> None:
+    import torch
     from safetensors.torch import save
 
-    write_file(part, save({"counts": counts}, {"job": json.dumps([key, done])}))
+    keys, times = (torch.from_numpy(x) for x in trigrams.counts())
+    write_file(part, save({"counts": counts, "keys": keys, "times": times}, {"job": json.dumps([key, done])}))
 
 
-def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any]:
-    """(texts counted, counts [V]) of an earlier run of the same job, or of none."""
+def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any]:
+    """(texts counted, counts [V], trigram counts) of an earlier run of the same job, or of none."""
     import torch
     from safetensors import safe_open
 
+    from specker.runtime.ngram import NGramCounts
+
     if not part.exists():
-        return 0, torch.zeros(vocab_size, dtype=torch.int64)
+        return 0, torch.zeros(vocab_size, dtype=torch.int64), NGramCounts(vocab_size)
     try:
         with safe_open(part, framework="pt") as file:
             theirs, done = json.loads((file.metadata() or {})["job"])
-            counts = file.get_tensor("counts")
+            counts, keys, times = (file.get_tensor(name) for name in ("counts", "keys", "times"))
     except Exception as error:
         raise ValueError(f"{part} cannot be read ({error}); delete it to start again") from error
     if theirs != key:
         raise ValueError(f"{part} is of another job (other models, texts or options); delete it to start again")
-    return done, counts
+    return done, counts, NGramCounts(vocab_size, keys.numpy(), times.numpy())
 
 
 def show(scores: Any) -> None:

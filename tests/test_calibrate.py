@@ -15,6 +15,7 @@ import torch
 import specker
 from specker import calibrate
 from specker.runtime import vocab_scores
+from specker.runtime.ngram import NGram, NGramCounts
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,11 +80,35 @@ def test_the_draft_writes_and_text_is_counted_as_it_is(pair, prompts, tmp_path, 
     assert "100.00%" in capsys.readouterr().out
 
 
+def test_an_ngram_model_is_fitted_to_the_same_text(pair, prompts, tmp_path, capsys):
+    """Alone and beside the scores; of what the target writes."""
+    alone, beside, out = (tmp_path / f"{name}.safetensors" for name in ("alone", "beside", "out"))
+    argv = models(pair, "--prompts", prompts, "--temperature", "0.9", "--ngram-least", "1")
+    assert calibrate.main([*argv, "--ngram", str(alone)]) == 0
+    assert calibrate.main([*argv, "--ngram", str(beside), "--out", str(out)]) == 0
+    engine = specker.load(pair[0], strategy="ar", dtype="float64", device="cpu")
+    counts, total = NGramCounts(320), 0
+    for i in range(5):
+        tokens = engine.generate(f"def f{i}(x):", 12, temperature=0.9, seed=i).tokens
+        counts.add(tokens)
+        total += len(tokens)
+    about = {"tokenizer": vocab_scores.tokenizer_hash(engine.tokenizer), "totals": {"texts": 5, "tokens": total}}
+    assert alone.read_bytes() == beside.read_bytes() == NGram.fit(counts, **about).to_bytes()
+    assert vocab_scores.read(out).totals == about["totals"] and "trigrams" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.glob("*.part")) == []
+    refused(capsys, [*argv[:-1], "9", "--ngram", str(alone)], "no n-gram was seen 9 times")
+
+
 @pytest.mark.parametrize("stop_at", [0, 1, 3])
-def test_stopped_anywhere_it_goes_on_to_the_same_file(pair, prompts, tmp_path, monkeypatch, stop_at):
+@pytest.mark.parametrize("ngram", [False, True])
+def test_stopped_anywhere_it_goes_on_to_the_same_file(pair, prompts, tmp_path, monkeypatch, stop_at, ngram):
     whole, out = tmp_path / "whole.safetensors", tmp_path / "s.safetensors"
-    argv = models(pair, "--prompts", prompts, "--temperature", "1")
-    assert calibrate.main([*argv, "--out", str(whole)]) == 0
+    argv = models(pair, "--prompts", prompts, "--temperature", "1", "--ngram-least", "1")
+    if ngram:
+        assert calibrate.main([*argv, "--out", str(whole), "--ngram", str(tmp_path / "whole-n.safetensors")]) == 0
+        argv += ["--ngram", str(tmp_path / "n.safetensors")]
+    else:
+        assert calibrate.main([*argv, "--out", str(whole)]) == 0
     monkeypatch.setattr(calibrate, "SAVE_EVERY", 0.0)
     written = []
 
@@ -107,6 +132,8 @@ def test_stopped_anywhere_it_goes_on_to_the_same_file(pair, prompts, tmp_path, m
     out.with_suffix(".go").touch()
     assert calibrate.main([*argv, "--out", str(out)]) == 0
     assert out.read_bytes() == whole.read_bytes()
+    if ngram:
+        assert (tmp_path / "n.safetensors").read_bytes() == (tmp_path / "whole-n.safetensors").read_bytes()
     assert len(written) == 5, "a text was written twice or not at all"
 
 
@@ -139,7 +166,7 @@ def test_another_job_does_not_go_on_from_this_one(pair, prompts, tmp_path, capsy
     out = tmp_path / "s.safetensors"
     part = tmp_path / "s.safetensors.part"
     argv = models(pair, "--prompts", prompts, "--out", str(out))
-    calibrate._save(part, "another", 2, torch.zeros(320, dtype=torch.int64))
+    calibrate._save(part, "another", 2, torch.zeros(320, dtype=torch.int64), NGramCounts(320))
     refused(capsys, argv, "is of another job", "delete it")
     part.write_bytes(part.read_bytes()[:40])
     refused(capsys, argv, "cannot be read", "delete it")
@@ -175,7 +202,10 @@ def test_show_and_export(pair, tmp_path, capsys):
         (["--text", "a"], "--out must name the score file"),
         (["--text", "a", "--out", "s.json"], "ending in .safetensors"),
         (["--text", "/nowhere/a", "--out", "s.safetensors"], "/nowhere/a: No such file"),
-        (["--scores", "s", "--out", "t.safetensors"], "--out is for counting"),
+        (["--scores", "s", "--out", "t.safetensors"], "--out and --ngram are for counting"),
+        (["--text", "a", "--ngram", "n.json"], "ending in .safetensors"),
+        (["--text", "a", "--ngram", "n.safetensors", "--out", "n.safetensors"], "two files"),
+        (["--text", "a", "--ngram", "n.safetensors", "--ngram-least", "0"], "--ngram-least must be at least 1"),
         (["--scores", "s.safetensors"], "no such vocabulary score file"),
         (["--scores", "s.safetensors", "--export", "a.pt"], "--export needs --scores FILE and --vocab-keep"),
         (["--prompts", "p", "--out", "s.safetensors", "--source", "me"], "--source must be target or draft"),

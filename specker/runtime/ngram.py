@@ -39,7 +39,9 @@ class NGramCounts:
         x = np.asarray(ids, np.int64)
         if len(x) > 2:
             V = self.vocab_size
-            self._waiting.append((x[:-2] * V + x[1:-1]) * V + x[2:])
+            keys = (x[:-2] * V + x[1:-1]) * V + x[2:]
+            known = x < V  # a tokenizer may have more tokens than the model has rows
+            self._waiting.append(keys[known[:-2] & known[1:-1] & known[2:]])
             if sum(map(len, self._waiting)) > _MERGE:
                 self.counts()
 
@@ -98,6 +100,8 @@ class NGram:
         p3, spare = _discounted(times, which, len(contexts))
         p3 += spare[which] * p2[np.searchsorted(bigrams, keys % (V * V))]
         much, wide = times >= least, different >= least
+        if not much.any() or not wide.any():
+            raise ValueError(f"no n-gram was seen {least} times: keep rarer ones (--ngram-least) or give more text")
         logs = (np.log(x).astype(np.float32) for x in (p2[wide], p3[much]))
         log_p2, log_p3 = logs
         return cls(V, np.log(p1).astype(np.float32), bigrams[wide], log_p2, keys[much], log_p3, **about)

@@ -16,6 +16,7 @@ import typer
 from torch import Tensor
 
 from specker.runtime.checkpoint import read_tokenizer
+from specker.runtime.ngram import NGram, NGramCounts
 from specker.runtime.vocab_scores import VocabScores, tokenizer_hash
 
 from . import corpus, distill
@@ -242,6 +243,11 @@ def export_all(run: Run, out: Path) -> None:
         digest = tokenizer_hash(read_tokenizer(out / "code-target"))
         scores = VocabScores.from_counts(counts, tokenizer=digest, **about)
         (out / "vocab_scores.safetensors").write_bytes(scores.to_bytes())
+        trigrams = NGramCounts(run.p.target.vocab)
+        for text in own:
+            trigrams.add(text)
+        ngram = NGram.fit(trigrams, least=2, tokenizer=digest, totals=about["totals"])
+        (out / "ngram.safetensors").write_bytes(ngram.to_bytes())
     for name in ("corpus.json", "heldout.jsonl"):
         shutil.copyfile(run.work / name, out / name)
     rows = (f' "{k}": [\n  ' + ",\n  ".join(map(json.dumps, v)) + "\n ]" for k, v in logs.items())
