@@ -155,9 +155,9 @@ class DiffusionDrafter:
             stop_ids, stop_scores, _ = self.stops.ranked(hidden, count, sampling, positions)
             ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
         ranks = scores - lse.unsqueeze(-1)
-        noise = gumbel_at(sampling.seed, positions, ids).cpu().numpy() if sampling.temperature > 0 else None
-        ranks_, ids_ = ranks.cpu().numpy(), ids.cpu().numpy()
-        return lattice(ids_, ranks_, noise, 0.0 if how is None else how.mass, count), ranks_
+        noise = gumbel_at(sampling.seed, positions, ids) if sampling.temperature > 0 else None
+        ids_, ranks_, noise_ = _on_host(ids, ranks, noise)
+        return lattice(ids_, ranks_, noise_, 0.0 if how is None else how.mass, count), ranks_
 
     def _searched(
         self, blocks: list[Lattice], committed: list[int], budget: Budget, sampling: Sampling, how: Search
@@ -183,6 +183,15 @@ class DiffusionDrafter:
         """Ids that the drafter's vocabulary lacks become its last one: a draft may be anything."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
+
+
+def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any, Any]:
+    """As numpy. From a GPU in one read: ids are exact in float64."""
+    if not ids.is_cuda:
+        return ids.numpy(), ranks.numpy(), None if noise is None else noise.numpy()
+    both = (ids, ranks) if noise is None else (ids, ranks, noise)
+    first, *others = torch.stack([x.double() for x in both]).cpu().numpy()
+    return first.astype(np.int64), others[0], others[1] if noise is not None else None
 
 
 @lru_cache(maxsize=512)

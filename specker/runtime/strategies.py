@@ -36,7 +36,7 @@ from specker.runtime.vocab_scores import VocabScores
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
 DRAFT_TOKENS = 4
-VOCAB_KEEP = "0.5"
+VOCAB_KEEP = "0.125"
 VOCAB_TEXT = 256
 # Of diffuspec on the bundled pair.
 DIFFUSION_TOKENS = 6

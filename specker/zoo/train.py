@@ -42,10 +42,10 @@ class Preset:
     rounds: tuple[
         tuple[Rounds, float], ...
     ] = (  # layouts of the diffusion drafter's text, and each one's share of the steps
-        (Rounds(64, 2, 4, 94), 0.2),
-        (Rounds(64, 3, 8, 61), 0.3),
-        (Rounds(64, 4, 16, 44), 0.2),
-        (Rounds(64, 8, 32, 20), 0.1),
+        (Rounds(64, 2, 4, 94), 0.3),
+        (Rounds(64, 3, 8, 61), 0.35),
+        (Rounds(64, 4, 16, 44), 0.1),
+        (Rounds(64, 8, 32, 20), 0.05),
         (Rounds(704, 3, 8, 33), 0.1),  # the distances of long texts
     )
     own_rows: int = 6144  # windows of the target's own text
@@ -59,9 +59,9 @@ PRESETS = {
         NetConfig(256, 12, 4, 2, 704),
         NetConfig(96, 2, 2, 1, 256),
         NetConfig(96, 12, 2, 1, 256),
-        NetConfig(192, 4, 3, 1, 512, diffusion=True, eps=1e-6),
-        tokens=(11_000_000, 16_000_000, 6_000_000, 16_000_000),
-        lr=(3e-3, 4e-3, 3e-3, 3e-3),
+        NetConfig(256, 4, 4, 2, 704, diffusion=True),
+        tokens=(11_000_000, 16_000_000, 6_000_000, 10_000_000),
+        lr=(3e-3, 4e-3, 3e-3, 1.5e-3),
     ),
     "tiny": Preset(
         NetConfig(64, 3, 2, 1, 128, vocab=512, head_dim=32, context=128),
@@ -246,7 +246,7 @@ def export_all(run: Run, out: Path) -> None:
         trigrams = NGramCounts(run.p.target.vocab)
         for text in own:
             trigrams.add(text)
-        ngram = NGram.fit(trigrams, least=2, tokenizer=digest, totals=about["totals"])
+        ngram = NGram.fit(trigrams, least=3, tokenizer=digest, totals=about["totals"])
         (out / "ngram.safetensors").write_bytes(ngram.to_bytes())
     for name in ("corpus.json", "heldout.jsonl"):
         shutil.copyfile(run.work / name, out / name)
