@@ -98,7 +98,7 @@ def best_paths(
         total = (np.array([[path.score] for path in living]) + terms).ravel()
         toll, tokens = float(terms.max()), ids.tolist()
         beam = [Path(path.tokens, path.score + toll, True) for path in beam if path.ended]
-        for n in np.argsort(-total, kind="stable")[: how.paths].tolist():
+        for n in (-total).argsort(kind="stable")[: how.paths].tolist():
             row, column = divmod(n, len(tokens))
             token = tokens[column]
             beam.append(Path((*living[row].tokens, token), float(total[n]), token in stop_ids))

@@ -67,8 +67,10 @@ class NGram:
     tokenizer: str | None = None  # vocab_scores.tokenizer_hash
     totals: dict[str, int] = field(default_factory=dict)  # such as texts and tokens
     _b1: Any = field(init=False, repr=False)  # [V] log b(v), 0 where no bigram begins with v
-    _contexts: Any = field(init=False, repr=False)  # [c] keys u V + v of listed trigrams, ascending
-    _b2: Any = field(init=False, repr=False)  # [c] log b(u v)
+    # (keys, log values), each with an end that `_ended` adds:
+    _two: Any = field(init=False, repr=False)  # bigrams
+    _three: Any = field(init=False, repr=False)  # trigrams
+    _contexts: Any = field(init=False, repr=False)  # u V + v of listed trigrams, log b(u v)
 
     def __post_init__(self) -> None:
         V = self.vocab_size
@@ -76,10 +78,11 @@ class NGram:
         b1: Any = np.zeros(V, np.float32)
         b1[first] = _back_off(self.log_p2, self.unigrams[self.bigrams % V], begin)
         object.__setattr__(self, "_b1", b1)
+        object.__setattr__(self, "_two", _ended(self.bigrams, self.log_p2))
+        object.__setattr__(self, "_three", _ended(self.trigrams, self.log_p3))
         contexts, begin = np.unique(self.trigrams // V, return_index=True)
         lower = self._pairs(self.trigrams // V % V, self.trigrams % V)
-        object.__setattr__(self, "_contexts", contexts)
-        object.__setattr__(self, "_b2", _back_off(self.log_p3, lower, begin))
+        object.__setattr__(self, "_contexts", _ended(contexts, _back_off(self.log_p3, lower, begin)))
 
     @classmethod
     def fit(cls, counts: NGramCounts, least: int = 1, **about: Any) -> "NGram":
@@ -112,21 +115,20 @@ class NGram:
         u, v = contexts[:, :1], contexts[:, 1:]
         V = self.vocab_size
         lower = self._pairs(v, ids[None])
-        pair = u * V + v
-        place, listed = _find(self._contexts, pair)
-        known = (u >= 0) & (v >= 0) & listed
+        pair = np.where((u < 0) | (v < 0), -1, u * V + v)  # -1 is no context's key
+        place, known = _find(self._contexts[0], pair)
         if not known.any():
             return lower
-        lower += np.where(known, self._b2[place], np.float32(0))
-        place, listed = _find(self.trigrams, pair * V + ids[None])
-        return np.where(listed & known, self.log_p3[place], lower)
+        lower += np.where(known, self._contexts[1].take(place), np.float32(0))
+        place, listed = _find(self._three[0], np.where(known, pair * V + ids[None], -1))
+        return np.where(listed, self._three[1].take(place), lower)
 
     def _pairs(self, v: Any, w: Any) -> Any:
         """log p(w | v), broadcast; p1 where v is -1."""
-        place, listed = _find(self.bigrams, v * self.vocab_size + w)
         known = v >= 0
-        lower = self.unigrams[w] + np.where(known, self._b1[v], np.float32(0))
-        return np.where(listed & known, self.log_p2[place], lower)
+        place, listed = _find(self._two[0], np.where(known, v * self.vocab_size + w, -1))
+        lower = self.unigrams.take(w) + np.where(known, self._b1.take(v), np.float32(0))
+        return np.where(listed, self._two[1].take(place), lower)
 
     def to_bytes(self) -> bytes:
         """The file's content; the same model gives the same bytes."""
@@ -177,11 +179,15 @@ def read(path: str | Path) -> NGram:
 
 
 def _find(keys: Any, wanted: Any) -> tuple[Any, Any]:
-    """Where each wanted key stands in the ascending `keys` (anywhere if it does not), and whether it does."""
-    if not len(keys):
-        raise ValueError("an n-gram model lists at least one n-gram of each order")
-    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return place, keys[place] == wanted
+    """Where each wanted key stands in the ascending `keys` (anywhere if it does not), and whether it does. The last key
+    is larger than any wanted: `_ended`."""
+    place = keys.searchsorted(wanted)
+    return place, keys.take(place) == wanted
+
+
+def _ended(keys: Any, values: Any) -> tuple[Any, Any]:
+    """Keys and their values with one more key that is never asked for: a look-up then needs no check of its end."""
+    return np.append(keys, np.iinfo(np.int64).max), np.append(values, values.dtype.type(0))
 
 
 def _discounted(times: Any, context: Any, contexts: int) -> tuple[Any, Any]:
