@@ -193,17 +193,23 @@ def test_chunks_go_on_behind_guesses_while_they_are_trusted(family):
         draft = drafter.propose(text, Budget(255, 8, block=3), Sampling(), lambda confidence: True)
     assert len(draft) == 8 and draft.found.passes == 3
     model, tokens = oracle(Path(family["dream"][1]), torch.float64), draft.tokens.tolist()
-    logits = oracle_logits(model, torch.tensor(text + [127] * 3), bidirectional=True)
-    assert logits[3:6].argmax(-1).tolist() == tokens[:3]
-    # the second: the text as the first pass left it, beside masks; then guesses and masks
-    first = torch.cat((torch.tensor(text), torch.full((3,), 127)))
-    ids = torch.cat((first, torch.tensor(tokens[:3]), torch.full((3,), 127)))[None]
-    second = torch.arange(13) >= 7
-    sees = (second[:, None] == second) | (second[:, None] & (torch.arange(13) < 4))
-    additive = torch.zeros(1, 1, 13, 13, dtype=torch.float64).masked_fill(~sees, float("-inf"))
-    place = torch.tensor([[*range(7), *range(4, 10)]])
-    logits = model(ids, attention_mask=additive, position_ids=place, use_cache=False).logits[0]
-    assert logits[9:12].argmax(-1).tolist() == tokens[3:6]
+    # Every pass at once: (tokens, masks, first position). A row sees the tokens of earlier passes and all of its own.
+    passes = [(text, 3, 0), (tokens[:3], 3, 4), (tokens[3:6], 2, 7)]
+    ids, run, place, masked = [], [], [], []
+    for n, (known, masks, first) in enumerate(passes):
+        size = len(known) + masks
+        ids += known + [127] * masks
+        run, place = run + [n] * size, place + list(range(first, first + size))
+        masked += [False] * len(known) + [True] * masks
+    run_, hidden = torch.tensor(run), torch.tensor(masked)
+    sees = (run_[:, None] == run_) | ((run_[:, None] > run_) & ~hidden)
+    additive = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64).masked_fill(~sees, float("-inf"))
+    out = model(torch.tensor([ids]), attention_mask=additive, position_ids=torch.tensor([place]), use_cache=False)
+    best, end, want = out.logits[0].argmax(-1).tolist(), 0, []
+    for known, masks, _ in passes:
+        end += len(known) + masks
+        want += best[end - masks - 1 : end - 1]
+    assert tokens == want
     with torch.inference_mode():
         drafter.reset()
         least = []
