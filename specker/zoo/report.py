@@ -78,7 +78,7 @@ Four small models of Python source with one tokenizer: `code-target` (Llama), `c
 distilled), `code-draft-deep` (Llama, twelve thin layers, distilled) and `code-diffusion` (Qwen2 weights in Dream's
 layout, bidirectional, distilled). They exist so that every strategy runs, and is tested, without a download. They are
 weak models: their text looks like Python and means little. `vocab_scores.safetensors` counts the tokens of text that
-the target wrote.
+the target wrote, `ngram.safetensors` its trigrams.
 
     python -m specker.zoo.train --workers 2 --out specker/zoo
     python -m specker.zoo.report
@@ -105,13 +105,13 @@ held-out modules of which over 10% of the runs do stand in a file trained on ({c
 * Draft: {draft}. KL to the target's distribution, in turn at temperature 1 and 0.7, half of it on text the target
   wrote (6,144 continuations of training text, 1.6M tokens).
 * Deep draft: {deep}. Trained as the draft is, in sequence: nothing in it knows that its layers will run side by side.
-* Diffusion drafter: {diffusion}. KL to the target's next-token distribution at masked positions, row i - 1 for the
-  token at i; 60% blocks of 4..32 masks behind a causally cached prefix, 30% one block behind a prefix that sees it,
-  10% uniform masks.
-* All drafters start from the target's embedding on its leading principal axes.
+* Diffusion drafter: {diffusion}. It starts as the target's first four layers. KL to the target's next-token
+  distribution at masked positions, row i - 1 for the token at i, in turn at temperature 1 and 0.7; 90% rounds as they
+  are in use (2 to 8 new tokens and 4 to 32 masks behind the text as earlier rounds left it), the rest one block behind
+  a prefix that sees it; three quarters on text the target wrote, a guess weighing 0.8 of the one before it.
+* The other drafters start from the target's embedding on its leading principal axes.
 * Losses: `losses.json`. Seed 0. A CPU with two cores and AMX, about 3,000 tokens/s of the target with other work beside
-  it. The weights here come from runs that were resumed with other totals: the target's decay began at 78%, and the
-  diffusion drafter saw a third of the text that the target wrote.
+  it. The weights here come from runs that were resumed with other totals, so that the target's decay began at 78%.
 
 ## Results on the held-out prompts
 {prompts} prompts of 64 tokens, {new_tokens} new ones each. Acceptance length counts the target's own token.
