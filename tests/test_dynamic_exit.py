@@ -57,7 +57,7 @@ def engine(target, **options):
 @pytest.fixture(autouse=True)
 def watch_every_round(monkeypatch):
     """What DEL drafts must not depend on how busy this machine is."""
-    monkeypatch.setattr("specker.runtime.strategies.DynamicExit", functools.partial(DynamicExit, overhead=1.0))
+    monkeypatch.setattr("specker.runtime.strategies.DynamicExit", functools.partial(DynamicExit, overhead=1e9))
 
 
 @pytest.mark.parametrize(("name", "how"), list(itertools.product(POLICIES, SAMPLING)))
@@ -128,7 +128,7 @@ def test_a_trimmed_head_joins(target, tmp_path):
 
     path = tmp_path / "s.safetensors"
     path.write_bytes(VocabScores.from_counts(torch.arange(128)).to_bytes())
-    fast = engine(target, strategy="del+vocabtrim", vocab_scores=str(path), vocab_keep="100")
+    fast = engine(target, strategy="del+vocabtrim", vocab_scores=str(path), vocab_keep="100", vocab_text=0)
     assert fast._drafter.head.weight.shape == (100, 64) and fast._model.head.shape == (128, 64)
     whole = engine(target)
     assert fast._head_cost == pytest.approx(whole._head_cost * 100 / 128)
@@ -136,7 +136,7 @@ def test_a_trimmed_head_joins(target, tmp_path):
     fast.trace = lambda row: drafted.extend(row["draft"])
     got = fast.generate(PROMPTS[0], 60, temperature=0.7)
     assert got.tokens == fast.generate_ar(PROMPTS[0], 60, temperature=0.7).tokens
-    assert drafted and set(drafted) <= set(fast.kept.tolist())
+    assert drafted and set(drafted) <= set(fast.kept.ids.tolist())
     assert 0 < fast.trim_report(got.stats)["mbsu"] < 19
 
 
@@ -157,28 +157,27 @@ def test_what_is_learnt_from_one_prompt_does_not_reach_the_next(target):
 # --- the formulas, slowly
 
 
-def slow(rounds, layers, total, head_cost):
-    """DEL's statistics and choice of plain Python, from rounds of (match, confidence), each [layers][rows]."""
-    C = [[0.0, 0.0] for _ in layers]
-    S = [[0.0, 0.0] for _ in layers]
-    for match, confidence in rounds:
-        for i in range(len(layers)):
-            C[i] = [0.95 * x for x in C[i]]
-            S[i] = [0.95 * x for x in S[i]]
-            for m, c in zip(match[i], confidence[i], strict=True):
-                C[i][0 if m else 1] += 1
-                S[i][0 if m else 1] += c
+def slow(heard, layers, total, head_cost):
+    """DEL's statistics and choice of plain Python, from what was heard: (layer, matches, confidences) one by one."""
+    C = {n: [0.0, 0.0] for n in layers}
+    S = {n: [0.0, 0.0] for n in layers}
+    for n, match, confidence in heard:
+        C[n] = [0.95 * x for x in C[n]]
+        S[n] = [0.95 * x for x in S[n]]
+        for m, c in zip(match, confidence, strict=True):
+            C[n][0 if m else 1] += 1
+            S[n][0 if m else 1] += c
     best = None
-    for i, layer in enumerate(layers):
-        a = C[i][0] / sum(C[i]) if sum(C[i]) else 0.0
+    for i, n in enumerate(layers):
+        a = C[n][0] / sum(C[n]) if sum(C[n]) else 0.0
         for g in range(18):
-            tokens = sum(a**n for n in range(g + 1))
-            value = tokens / (total + g * (layer + head_cost))
+            tokens = sum(a**k for k in range(g + 1))
+            value = tokens / (total + g * (n + head_cost)) * (1 if g else 0.9)
             if best is None or value > best[0] + 1e-15:
                 best = (value, i, g)
     _, i, g = best
-    known = C[i][0] > 0 and C[i][1] > 0
-    return i, g, (S[i][0] / C[i][0] + S[i][1] / C[i][1]) / 2 if known else None
+    (yes, no), (sure, unsure) = C[layers[i]], S[layers[i]]
+    return i, g, (sure / yes + unsure / no) / 2 if yes and no else None
 
 
 @pytest.mark.parametrize("kind", ["mixed", "only matches", "only mismatches", "one layer", "one row"])
@@ -186,48 +185,93 @@ def slow(rounds, layers, total, head_cost):
 def test_statistics_are_the_formulas(kind, head_cost):
     rng = np.random.default_rng(3)
     layers = (2,) if kind == "one layer" else (1, 3, 5, 8)
-    del_ = DynamicExit(layers, 12, head_cost)
-    rounds = []
+    del_ = DynamicExit(layers, 12, head_cost, overhead=0.5)
+    heard = []
     with np.errstate(all="raise"):
-        for _ in range(25):
+        for n in range(25):
             T = 1 if kind == "one row" else int(rng.integers(1, 9))
-            match = rng.random((len(layers), T)) < np.linspace(0.3, 0.9, len(layers))[:, None]
+            some = layers if n < 2 else tuple(x for x in layers if rng.random() < 0.7)
+            match = rng.random((len(some), T)) < np.array([0.3 + 0.07 * x for x in some])[:, None]
             match = {"only matches": match | True, "only mismatches": match & False}.get(kind, match)
-            confidence = rng.random((len(layers), T))
-            del_.learn(match, confidence)
-            rounds.append((match, confidence))
+            confidence = rng.random((len(some), T))
+            del_.learn(some, match, confidence)
+            heard += zip(some, match, confidence, strict=True)
             budget = del_.budget()
-            i, g, threshold = slow(rounds, layers, 12, head_cost)
+            i, g, threshold = slow(heard, layers, 12, head_cost)
             assert del_.chosen == (i, g) and budget.exit == layers[i]
             if threshold is None:
                 assert del_.threshold is None and budget.depth == g and del_.keep_drafting(0.0)
             else:
                 assert del_.threshold == pytest.approx(threshold) and budget.depth == (18 if g else 0)
-                assert del_.keep_drafting(threshold + 1e-9) and not del_.keep_drafting(threshold - 1e-9)
+                assert del_.keep_drafting(threshold + 1e-9) and not del_.keep_drafting(1 - 1e-8 / threshold)
     if kind == "only mismatches":
-        assert budget.depth == 0, "nothing to gain: draft nothing"
+        # a token from the first layer costs a thirteenth more than none; with the head, a fifth
+        assert budget.depth == (1 if head_cost == 0 else 0)
     if kind == "only matches":
         assert budget.depth == 17 and budget.exit == layers[0]
 
 
+@pytest.mark.parametrize("accepted", [0, 2, 4])
+def test_a_draft_is_what_its_layer_would_have_said(accepted):
+    """Heard of without being watched: accepted tokens and the first refused one, none after it."""
+    del_ = DynamicExit((2, 4), 6)
+    match = np.array([[True, False, False, False], [True, True, True, False]])
+    del_.learn((2, 4), match, np.linspace(0.1, 0.8, 8).reshape(2, 4))
+    at = 1
+    assert del_.budget().exit == 4
+    counts, sums = del_._counts.copy(), del_._sums.copy()
+    confidence = (0.5, 0.25, 0.125, 0.75)
+    del_.observe(Draft.chain(torch.arange(4), confidence=confidence), list(range(accepted + 1)))
+    refused = confidence[accepted : accepted + 1]
+    counts[at] = 0.95 * counts[at] + [accepted, len(refused)]
+    sums[at] = 0.95 * sums[at] + [sum(confidence[:accepted]), sum(refused)]
+    assert np.allclose(del_._counts, counts) and np.allclose(del_._sums, sums)
+    del_.observe(Draft.empty(), [0])
+    assert np.allclose(del_._counts, counts)
+
+
+def test_confidence_ends_a_draft_by_its_product():
+    del_ = DynamicExit((2, 4), 6)
+    del_.learn((2, 4), np.array([[True, False]] * 2), np.array([[0.9, 0.1]] * 2))
+    for _ in range(2):  # a new round starts from 1
+        assert del_.budget().depth == 18 and del_.threshold == pytest.approx(0.5)
+        assert [del_.keep_drafting(c) for c in (0.8, 0.7, 0.8)] == [True, True, False]
+
+
+def test_drafting_nothing_has_to_win_by_a_tenth():
+    """With the tenth of twelve layers TPL(10, 1) is (1 + a) / 22, and nine tenths of 1 / 12 are 1.65 / 22."""
+    for matches, depth in ((6, 0), (7, 1)):
+        del_ = DynamicExit((10,), 12, by_length=True)
+        del_.learn((10,), np.arange(10)[None] < matches, np.full((1, 10), 0.5))
+        assert del_.budget().depth == depth
+
+
 def test_the_first_round_drafts_one_token_with_the_first_layer():
     budget = DynamicExit((2, 4), 6).budget()
-    assert (budget.exit, budget.depth, budget.taps) == (2, 1, (2, 4))
+    assert (budget.exit, budget.depth, budget.taps) == (2, 1, (4,))
+
+
+def test_a_round_that_drafts_nothing_may_watch_every_layer():
+    del_ = DynamicExit((8, 10), 12)
+    del_.learn((8, 10), np.zeros((2, 3), bool), np.full((2, 3), 0.5))
+    assert (del_.budget().depth, del_.budget().taps) == (0, (8, 10))
 
 
 def test_watching_is_kept_below_its_share(monkeypatch):
-    now = [0.0]
+    now = [5.0]  # what came before the first round does not count
     monkeypatch.setattr("specker.runtime.policy.time.perf_counter", lambda: now[0])
-    del_ = DynamicExit((1,), 2)
-    watched = []
+    del_ = DynamicExit((1, 2), 3)
+    del_.learn((1, 2), np.array([[True], [False]]), np.array([[0.5], [0.5]]), 0.0)
+    shares = []
     for _ in range(1000):
         watching = bool(del_.budget().taps)
-        watched.append(watching)
         now[0] += 0.010
         if watching:
             now[0] += 0.003
-            del_.learn(np.array([[True]]), np.array([[0.5]]), 0.003)
-    assert watched[0] and 0.015 < 0.003 * sum(watched) / now[0] <= 0.0205
+            del_.learn((1,), np.array([[True]]), np.array([[0.5]]), 0.003)
+        shares.append(del_._watching / (now[0] - 5.0))
+    assert shares[0] > 0 and shares[-1] > 0.007, "it does watch"
+    assert max(shares[60:]) <= 0.01, "and the price of the next look is in the share, not on top of it"
 
 
 def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkeypatch):
@@ -239,7 +283,9 @@ def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkey
     fast = engine(target)
     heard = []
     learn = DynamicExit.learn
-    monkeypatch.setattr(DynamicExit, "learn", lambda self, m, c, s=0.0: heard.append((m, c)) or learn(self, m, c, s))
+    monkeypatch.setattr(
+        DynamicExit, "learn", lambda self, n, m, c, s=0.0: heard.append((n, m, c)) or learn(self, n, m, c, s)
+    )
     layers = eligible_layers(6)
     rounds = []
     fast.trace = rounds.append
@@ -266,12 +312,19 @@ def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkey
 
     assert len(heard) == 1 + len(rounds), "the prompt, then every round"
     match, confidence = said(len(PROMPTS[2]) - 1 - 32, 32)
-    assert (heard[0][0] == match).all() and np.allclose(heard[0][1], confidence)
-    for (match, confidence), row in zip(heard[1:], rounds, strict=True):
+    assert heard[0][0] == layers
+    assert (heard[0][1] == match).all() and np.allclose(heard[0][2], confidence)
+    for (watched, match, confidence), row in zip(heard[1:], rounds, strict=True):
         count = len(row["path"])
         want, sure = said(row["position"] - 1, count)
-        assert match.shape == (len(layers), count)
-        assert (match == want).all() and np.allclose(confidence, sure)
+        at = [i for i, n in enumerate(layers) if n in watched]
+        assert match.shape == (len(at), count) and {*layers} - {*watched} <= {row["exit"]}
+        assert (match == want[at]).all() and np.allclose(confidence, sure[at])
+        if row["draft"]:  # the exit layer's own rows are the draft
+            assert row["exit"] not in watched
+            own, drafted = layers.index(row["exit"]), min(count, len(row["draft"]))
+            assert want[own, :drafted].tolist() == [n < count - 1 for n in range(drafted)]
+            assert np.allclose(row["confidence"][:drafted], sure[own, :drafted])
 
 
 # --- the other rules
@@ -306,12 +359,15 @@ def test_draft_and_verify_moves_its_threshold_towards_the_goal():
 def test_fixed_learns_nothing():
     p = Fixed(3, 2, 5)
     p.observe(chain(2), [0])
-    p.learn(None, None)
+    p.learn((), None, None)
     assert (p.budget().nodes, p.budget().depth, p.budget().exit, p.keep_drafting(0.0)) == (3, 2, 5, True)
 
 
 def test_eligible_layers():
     assert eligible_layers(12) == (1, 2, 4, 5, 7, 8, 10, 11) and eligible_layers(3) == (1, 2)
+    assert eligible_layers(12, 2.9) == (1, 2, 4, 5, 7, 8), "10 and 11 cost a pass or more"
+    assert eligible_layers(12, 2.0) == (1, 2, 4, 5, 7, 8) and eligible_layers(12, 1.9)[-1] == 10
+    assert eligible_layers(12, 50.0) == (1,)
     assert eligible_layers(1) == () and len(eligible_layers(80)) == 8 and eligible_layers(80)[-1] == 79
 
 

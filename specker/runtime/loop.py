@@ -149,7 +149,7 @@ def _watch(ctx: Context, tapped: dict[int, Tensor], target: Tensor, positions: T
     if stage == "watch":  # the prompt's are part of its prefill
         seconds = time.perf_counter() - start
         ctx.stats.seconds[stage] += seconds
-    ctx.policy.learn(match, confidence, seconds)
+    ctx.policy.learn(tuple(tapped), match, confidence, seconds)
 
 
 def _propose(ctx: Context) -> tuple[Draft, Budget]:

@@ -19,7 +19,8 @@ import numpy as np
 from specker.runtime.draft import Draft
 
 LONGEST = 17  # the largest g that TPL is asked for; a draft that confidence ends may be one longer
-DECAY = 0.95  # of DEL's statistics, a round
+DECAY = 0.95  # of DEL's statistics of a layer, a round in which it is heard of
+PATIENCE = 0.1  # share by which drafting nothing has to have DEL's best TPL
 ELIGIBLE = 8  # exit layers that are watched at most
 
 
@@ -51,7 +52,7 @@ class Policy(Protocol):
     def observe(self, draft: Draft, path: list[int]) -> None:
         """What became of the round's draft: `path` are the rows kept, row 0 first."""
 
-    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         """numpy [len(layers), rows]: whether each layer's shadow token was the target's, and its probability; `seconds`
         is what it took to find out."""
 
@@ -75,7 +76,7 @@ class Fixed:
     def observe(self, draft: Draft, path: list[int]) -> None:
         pass
 
-    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         pass
 
 
@@ -149,7 +150,7 @@ class AdaptiveLength:
         grown = self.step if self.accepted >= self.generated else 0
         self.length = min(max(math.floor(self.generated) + grown, self.shortest), self.longest)
 
-    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         pass
 
 
@@ -172,20 +173,32 @@ class Chunks(Fixed):
 
 @dataclass
 class DynamicExit:
-    """DEL. The exit layer is that of the best TPL; the length is ended by confidence, or (`by_length`) is TPL's g."""
+    """DEL. The exit layer is that of the best TPL; the length is ended by confidence, or (`by_length`) is TPL's g. What
+    differs from the paper was measured (bench/LOG.md):
+
+    A round's draft is what its exit layer would have said, so that layer is heard of every round without a second look;
+    what `overhead` buys goes to the others. A layer's counts decay when it is heard of, not every round: a_l and the
+    mean confidences are ratios, which a decay without news would leave as they are.
+
+    A draft ends when the product of its confidences, not the last of them, falls below the threshold: a token is worth
+    something only if all before it are right.
+
+    A round that drafts nothing tells nothing about the layers, and a few bad rows would end drafting for long. So g = 0
+    has to win by PATIENCE; else one token is drafted at least."""
 
     layers: tuple[int, ...]  # eligible, ascending, below `total`
     total: int  # L
     head_cost: float = 0.0  # c_head
     by_length: bool = False
-    overhead: float = 0.02  # watch only rounds that keep its share of the time below this; 1 watches every round
+    overhead: float = 0.01  # watch only rounds that keep its share of the time below this
     chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
     threshold: float | None = field(default=None, init=False)
     _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
     _sums: Any = field(init=False, repr=False)  # of confidence, likewise
-
     _watching: float = field(default=0.0, init=False)  # seconds
-    _since: float = field(default_factory=lambda: time.perf_counter(), init=False)
+    _last: float = field(default=0.0, init=False)  # of them, the last time
+    _since: float | None = field(default=None, init=False)  # when the first round began
+    _sure: float = field(default=1.0, init=False)  # product of the confidences of this round's draft
 
     def __post_init__(self) -> None:
         self._counts, self._sums = np.zeros((2, len(self.layers), 2))
@@ -200,24 +213,44 @@ class DynamicExit:
             self.chosen, self.threshold = (0, 1), None
         else:
             table = self.tokens_per_layer()
+            table[:, 0] *= 1 - PATIENCE
             best = divmod(int(table.argmax()), table.shape[1])
             self.chosen, self.threshold = best, self._threshold(best[0])
+        self._sure = 1.0
         index, g = self.chosen
         longest = LONGEST + 1 if self.threshold is not None and g else g
-        affordable = self._watching <= self.overhead * (time.perf_counter() - self._since)
-        return Budget(longest, longest, self.layers[index], self.layers if affordable else ())
+        watched = tuple(n for i, n in enumerate(self.layers) if i != index or not g)
+        return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
+
+    def _affordable(self) -> bool:
+        """Whether watching once more, at the last price, stays within its share of the time since the first round."""
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+        return self._watching + self._last <= self.overhead * (now - self._since)
 
     def keep_drafting(self, confidence: float) -> bool:
-        return self.threshold is None or confidence >= self.threshold
+        self._sure *= confidence
+        return self.threshold is None or self._sure >= self.threshold
 
     def observe(self, draft: Draft, path: list[int]) -> None:
-        pass
+        """The exit layer's own rows: the accepted tokens and the first refused one."""
+        if len(draft):
+            heard = min(len(path), len(draft))
+            match = np.arange(heard) < len(path) - 1
+            confidence = np.array(draft.confidence[:heard] or np.zeros(heard))  # unasked for: unused (`by_length`)
+            self._hear([self.chosen[0]], match[None], confidence[None])
 
-    def learn(self, match: Any, confidence: Any, seconds: float = 0.0) -> None:
-        self._watching += seconds
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        if seconds:
+            self._watching, self._last = self._watching + seconds, seconds
+        self._hear([self.layers.index(n) for n in layers], match, confidence)
+
+    def _hear(self, at: list[int], match: Any, confidence: Any) -> None:
+        """match, confidence [len(at), rows], of layers by their index."""
         split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
-        self._counts = DECAY * self._counts + split.sum(1)
-        self._sums = DECAY * self._sums + (split * confidence[..., None]).sum(1)
+        self._counts[at] = DECAY * self._counts[at] + split.sum(1)
+        self._sums[at] = DECAY * self._sums[at] + (split * confidence[..., None]).sum(1)
 
     def match_rates(self) -> Any:
         """a_l [layers]; 0 where nothing is known."""
@@ -238,6 +271,8 @@ class DynamicExit:
         return float((self._sums[index] / self._counts[index]).mean())
 
 
-def eligible_layers(total: int, count: int = ELIGIBLE) -> tuple[int, ...]:
-    """At most `count` exit layers, spread over 1..total - 1."""
-    return tuple(sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))})) if total > 1 else ()
+def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -> tuple[int, ...]:
+    """At most `count` exit layers, spread over 1..total - 1. Layers whose draft step costs a whole pass are left out,
+    but the first: with l + c_head >= L the TPL of drafts that are always right does not exceed 1 / L."""
+    spread = sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))}) if total > 1 else []
+    return tuple(n for n in spread if n == 1 or n + head_cost < total)

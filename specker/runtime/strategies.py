@@ -174,7 +174,7 @@ def policy(options: Options, layers: int, head_cost: float) -> Policy:
     if options.way == "diffuspec":
         return _block_policy(name, options)
     if name.startswith("del"):
-        return DynamicExit(eligible_layers(layers), layers, head_cost, by_length=name == "del-length")
+        return DynamicExit(eligible_layers(layers, head_cost), layers, head_cost, by_length=name == "del-length")
     exit = (options.exit_layer or max(1, layers // 2)) if options.way == "del" else 0
     rule = {"fixed": Fixed, "plus-minus-one": PlusMinusOne, "draft-and-verify": DraftAndVerify}[name]
     if name == "draft-and-verify" and options.draft_tokens is None:
