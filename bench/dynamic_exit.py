@@ -140,8 +140,11 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
     if args.transformers and temperature == 0:
         hf = EarlyExit(args, int(best_head["exit"]), plain.target.config.eos_ids)
         ways[f"transformers early exit {best_head['exit']}"] = lambda: hf.decode(prompts)
-    timings = harness.measure(ways, args.rounds)
-    rows, traces = [], {}
+        hf.decode(prompts[:1])
+    # What is traced is not timed: it warms up what will be, and a round's record costs some microseconds.
+    traces = {name: trace(engine, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()}
+    timings = harness.measure(ways, args.rounds, warmup=0)
+    rows = []
     for name, timing in timings.items():
         done: Decoded = timing.last
         row = row_of("dynamic_exit", name, temperature, args, timings)
@@ -160,7 +163,6 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
                     args,
                     how,  # type: ignore[arg-type]
                 )
-            traces[name] = trace(engine, prompts, args.max_new_tokens, temperature)
             loads = sum(layers + len(r["draft"]) * r["exit"] for r in traces[name])
             heads = sum(len(r["draft"]) for r in traces[name]) * (engine._head_cost or head)
             emitted = sum(len(r["tokens"]) for r in traces[name])
