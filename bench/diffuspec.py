@@ -29,7 +29,7 @@ class Args:
     prompts: int = field(default=8, metadata={"help": "held-out prompts"})
     max_new_tokens: int = 64
     temperatures: str = "0,0.7"
-    fixed: str = field(default="4,8,16,24", metadata={"help": "block lengths, comma separated"})
+    fixed: str = field(default="3,4,8,16,24", metadata={"help": "block lengths, comma separated"})
     adl: str = field(default="20-30,3-8", metadata={"help": "ranges of the adaptive length, comma separated"})
     chunk: str = field(default="4:0.5", metadata={"help": "tokens a pass, probability to go on; comma separated"})
     rounds: int = 3
@@ -140,6 +140,7 @@ def main() -> None:
     add("default", {})
     add("default, exact prefix", {"diffusion_prefix": "exact"})
     add("default, trimmed head", {}, "diffuspec+vocabtrim")
+    add("k 8 chain, lambda 0.5", {"cps": "chain", "cps_lambda": 0.5, "draft_tokens": 8})
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
     rows = []
     for temperature in map(float, args.temperatures.split(",")):

@@ -17,14 +17,12 @@ EXIT_COSTS = ("layers", "bytes", "measured")
 CALIBRATE = ("every", "mismatch", "never")
 CPS = ("off", "chain", "tree")
 PREFIX = ("reuse", "exact")
+SEARCH_OPTIONS = ("cps_paths", "cps_candidates", "cps_mass", "cps_lambda", "ngram")
 OPTIONS_OF = {  # what only one strategy has
     "easyspec": ("layer_parallel", "calibrate"),
     "del": ("exit_layer", "exit_cost"),
-    "diffuspec": (
-        "cps", "cps_paths", "cps_candidates", "cps_mass", "cps_lambda", "ngram", "diffusion_prefix", "shifted_logits",
-        "adl", "chunk",
-    ),
-}  # fmt: skip
+    "diffuspec": ("cps", *SEARCH_OPTIONS, "diffusion_prefix", "shifted_logits", "adl", "chunk"),
+}
 TRIM = "vocabtrim"  # not a way to draft but a smaller head for one: joined with `+`, or alone for draft+vocabtrim
 
 
@@ -140,12 +138,12 @@ class Options:
     cps: str | None = opt(
         None,
         "diffuspec: search the lattice of a diffusion draft for its best path (chain), the best paths as one tree, "
-        "or take the argmax (off); the default is chain where there is an n-gram model",
+        "or take the argmax (off, the default without --ngram)",
     )
     cps_paths: int | None = opt(None, "diffuspec: width of the search's beam (default 3)")
     cps_candidates: int | None = opt(None, "diffuspec: candidates of a position at most (default 15)")
     cps_mass: float | None = opt(None, "diffuspec: the fewest candidates with this probability (default 0.8)")
-    cps_lambda: float | None = opt(None, "diffuspec: weight of the diffusion model against the n-gram's (default 0.5)")
+    cps_lambda: float | None = opt(None, "diffuspec: weight of the diffusion model against the n-gram's (default 0.85)")
     ngram: str | None = opt(
         None, "diffuspec: the search's n-gram model (default: the bundled family's); see python -m specker.calibrate"
     )
@@ -210,8 +208,7 @@ class Options:
             raise ValueError("strategy del drafts a chain: --tree does not apply")
         if self.way == "diffuspec" and self.tree is not None:
             raise ValueError("strategy diffuspec drafts a block: --tree does not apply, but --cps tree does")
-        searches = (self.cps_paths, self.cps_candidates, self.cps_mass, self.cps_lambda, self.ngram)
-        if self.cps == "off" and any(x is not None for x in searches):
+        if self.cps == "off" and any(getattr(self, name) is not None for name in SEARCH_OPTIONS):
             raise ValueError("--cps off searches nothing: the other --cps-... flags and --ngram do not apply")
 
     def _check_policy(self) -> None:

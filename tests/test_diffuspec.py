@@ -237,7 +237,8 @@ def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature
         score, tail = 0.0, text
         for i, token in enumerate(path):
             second = ngram.log_p(np.array([tail[-2:]]), np.array([token]))[0, 0] / (temperature or 1)
-            score += 0.3 * log_p[i, token] + 0.7 * second + noise[i, token]
+            weight = 0.3 if i else 1.0  # the first position is the diffusion model's alone
+            score += weight * log_p[i, token] + (1 - weight) * second + noise[i, token]
             tail = [*tail, token]
         best[path] = float(score)
     engine._drafter.reset()
@@ -430,7 +431,9 @@ def test_without_an_ngram_model_another_target_takes_the_argmax(family):
     assert load(family, searched=False)._drafter.search is None
     assert load(family, searched=False, cps="chain", cps_lambda=1.0)._drafter.search.ngram is None
     assert load(family)._drafter.search.ngram is not None
-    assert specker.load(strategy="diffuspec", device="cpu")._drafter.search is not None
+    bundled = specker.load(strategy="diffuspec", cps="chain", device="cpu")  # has a model of its own
+    assert bundled._drafter.search.ngram is not None
+    assert specker.load(strategy="diffuspec", device="cpu")._drafter.search is None
 
 
 # --- what is told

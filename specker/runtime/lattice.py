@@ -5,9 +5,11 @@ through it from left to right and ranks paths by
 
     sum over positions of  lambda log p_diffusion(token) + (1 - lambda) log p_ngram(token | two before) + g(token)
 
-g being the noise under which the target will draw at that position (0 when greedy), so that the path is the likeliest
-*draw*. A path that reaches a stop token ends there. It must not win by having fewer terms: at each later position it
-pays what the best living path pays for its next token.
+where lambda is 1 at the first position: the diffusion model has the whole text before it there, an n-gram model only
+two tokens of it (the paper weighs all alike; bench/LOG.md has both). From the second position on the n-gram model knows
+what the diffusion model does not: the token before. g is the noise under which the target will draw at that position (0
+when greedy), so that the path is the likeliest *draw*. A path that reaches a stop token ends there. It must not win by
+having fewer terms: at each later position it pays what the best living path pays for its next token.
 """
 
 from collections.abc import Sequence
@@ -59,7 +61,7 @@ class Search:
     tree: bool = False  # draft all of them as one trie; else the best alone
     candidates: int = 15  # M at most, of a position
     mass: float = 0.8  # tau: the fewest candidates with this much probability
-    weight: float = 0.5  # lambda; 1 without an n-gram model
+    weight: float = 0.85  # lambda from the second position on; 1 without an n-gram model
 
 
 def lattice(ids: Any, ranks: Any, noise: Any, mass: float, stops: int = 0) -> Lattice:
@@ -82,7 +84,8 @@ def best_paths(
     found: Lattice, how: Search, before: tuple[int, int], stop_ids: frozenset[int], temperature: float = 0.0
 ) -> list[Path]:
     """The `how.paths` best paths, best first. `before`: the two tokens that the text ends with, -1 for none."""
-    weight = 1.0 if how.ngram is None else how.weight
+    weight: Any = np.full((len(found.ids), 1), 1.0 if how.ngram is None else how.weight)
+    weight[0] = 1.0
     own = weight * found.log_p
     if found.noise is not None:
         own += found.noise
@@ -92,9 +95,9 @@ def best_paths(
         if not living:
             break
         ids, terms = found.ids[i, found.kept[i]], own[None, i, found.kept[i]]
-        if how.ngram is not None:
+        if how.ngram is not None and i:
             tails = np.array([(*before, *path.tokens)[-2:] for path in living], np.int64)
-            terms = terms + (1 - weight) / (temperature or 1.0) * how.ngram.log_p(tails, ids)
+            terms = terms + (1 - how.weight) / (temperature or 1.0) * how.ngram.log_p(tails, ids)
         total = (np.array([[path.score] for path in living]) + terms).ravel()
         toll, tokens = float(terms.max()), ids.tolist()
         beam = [Path(path.tokens, path.score + toll, True) for path in beam if path.ended]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specker import zoo
-from specker.config import Keep, Options, Tree, chunked, span
+from specker.config import SEARCH_OPTIONS, Keep, Options, Tree, chunked, span
 from specker.kernels.row_linear import pack
 from specker.runtime import ngram
 from specker.runtime.autoregressive import AutoregressiveDrafter
@@ -39,9 +39,8 @@ DRAFT_TOKENS = 4
 VOCAB_KEEP = "0.125"
 VOCAB_TEXT = 256
 # Of diffuspec on the bundled pair.
-DIFFUSION_TOKENS = 6
-CPS = "chain"
-CPS_LAMBDA = 0.5
+DIFFUSION_TOKENS = 4
+CPS_LAMBDA = 0.85  # the paper has 0.5
 ADL = "20-30"  # the paper's
 CHUNK = "4:0.5"
 USUAL_POLICY = {"del": "del", "diffuspec": "fixed"}
@@ -98,11 +97,12 @@ def _diffusion(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
 
 
 def _search(pair: Pair, options: Options) -> Search | None:
-    """The path search, or None for the argmax. Without being asked for it is there where an n-gram model is."""
-    path = options.ngram or (zoo.ngram() if pair.bundled else None)
-    how = options.cps or ("off" if path is None else CPS)
+    """The path search, or None for the argmax, which is faster on the bundled pair."""
+    asked = any(getattr(options, name) is not None for name in SEARCH_OPTIONS)
+    how = options.cps or ("chain" if asked else "off")
     if how == "off":
         return None
+    path = options.ngram or (zoo.ngram() if pair.bundled else None)
     weight = CPS_LAMBDA if options.cps_lambda is None else options.cps_lambda
     if path is None and weight < 1:
         raise ValueError(

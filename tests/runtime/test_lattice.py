@@ -29,11 +29,11 @@ def random_lattice(seed: int, k: int, M: int, noisy: bool) -> Lattice:
 
 def every_path(found: Lattice, how: Search, before: tuple[int, int], heat: float) -> dict[tuple[int, ...], float]:
     """All paths and their scores, from the definition."""
-    weight = how.weight if how.ngram else 1.0
 
     def term(i: int, column: int, prefix: tuple[int, ...]) -> float:
+        weight = how.weight if how.ngram and i else 1.0  # the first position is the diffusion model's alone
         score = weight * found.log_p[i, column] + (0 if found.noise is None else found.noise[i, column])
-        if how.ngram:
+        if weight < 1:
             tail = np.array([((*before, *prefix))[-2:]])
             score += (1 - weight) / heat * how.ngram.log_p(tail, found.ids[i, column : column + 1])[0, 0]
         return score
