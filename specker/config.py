@@ -111,7 +111,7 @@ class Options:
     )
     tree: str | None = opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5")
     policy: str | None = opt(
-        None, f"how long to draft: {', '.join(POLICIES)} (default: fixed, but del for strategy del)"
+        None, f"how long to draft: {', '.join(POLICIES)} (default: fixed; del for del, adl for diffuspec)"
     )
     exit_layer: int | None = opt(None, "del: layers that draft, for the policies that do not choose (default: half)")
     exit_cost: str | None = opt(
@@ -153,7 +153,9 @@ class Options:
     shifted_logits: str | None = opt(
         None, "diffuspec: whether row i predicts position i + 1: yes (default for Dream) or no (for others)"
     )
-    adl: str | None = opt(None, "diffuspec: shortest and longest block of --policy adl (default 20-30)")
+    adl: str | None = opt(
+        None, "diffuspec: shortest and longest block of --policy adl (default 20-30; 3-8 with the bundled pair)"
+    )
     chunk: str | None = opt(
         None, "diffuspec: tokens a pass of --policy chunk, and the probability that lets it go on (default 4:0.5)"
     )
@@ -225,7 +227,8 @@ class Options:
         if self.exit_layer is not None and (policy or "del").startswith("del") and self.way == "del":
             raise ValueError("--exit-layer is for --policy fixed, plus-minus-one and draft-and-verify; del chooses")
         for name in ("adl", "chunk"):
-            if getattr(self, name) is not None and policy != name:
+            usual = "adl" if self.draft_tokens is None else "fixed"
+            if getattr(self, name) is not None and (policy or usual) != name:
                 raise ValueError(f"--{name} is for --policy {name}")
         if policy == "adl" and self.draft_tokens is not None:
             raise ValueError("--policy adl chooses the block's length: --adl bounds it, --draft-tokens does not apply")

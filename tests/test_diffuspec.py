@@ -50,9 +50,9 @@ def load(family, name="dream", searched=True, **options):
 
 SHAPES = {
     "off": {"cps": "off", "draft_tokens": 3},
-    "chain": {"cps": "chain"},
-    "tree": {"cps": "tree", "cps_mass": 0.5},
-    "adl": {"policy": "adl", "adl": "2-9"},
+    "chain": {"cps": "chain", "draft_tokens": 6},
+    "tree": {"cps": "tree", "cps_mass": 0.5, "draft_tokens": 6},
+    "adl": {"adl": "2-9"},
     "chunk": {"policy": "chunk", "chunk": "2:0.2"},
     "chunk-off": {"cps": "off", "policy": "chunk", "chunk": "3:0.1"},
     "plus-minus-one": {"policy": "plus-minus-one"},
@@ -388,7 +388,7 @@ def test_another_tokenizer_is_refused(tmp_path):
         ({"policy": "draft-and-verify"}, "draft-and-verify ends a draft token by token"),
         ({"policy": "del"}, "--policy del is for strategy del"),
         ({"policy": "adl", "draft_tokens": 5}, "--adl bounds it, --draft-tokens does not apply"),
-        ({"adl": "20-30"}, "--adl is for --policy adl"),
+        ({"adl": "20-30", "policy": "fixed"}, "--adl is for --policy adl"),
         ({"policy": "adl", "adl": "30-20"}, "--adl must be SHORTEST-LONGEST within 1-255"),
         ({"policy": "chunk", "chunk": "8"}, "--chunk must be TOKENS:PROBABILITY"),
         ({"policy": "chunk", "chunk": "200:0.5"}, "within 1-128"),

@@ -92,8 +92,8 @@ class Engine:
         elif strategy.drafter is not None and self.draft is not None:
             tokenizer = self._tokenizer_or_none()
             digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
-            bundled = self.target.folder == zoo.path("code-target")
-            self._drafter = strategy.drafter(Pair(self.target, self.draft, bundled, digest), self.kept, self.options)
+            pair = Pair(self.target, self.draft, self._bundled, digest)
+            self._drafter = strategy.drafter(pair, self.kept, self.options)
 
     def _priced(self, drafter: EarlyExitDrafter) -> float:
         """The LM head of a draft step in layers of the target, as --exit-cost says."""
@@ -122,6 +122,10 @@ class Engine:
     @property
     def strategy(self) -> str:
         return self.options.strategy
+
+    @property
+    def _bundled(self) -> bool:
+        return self.target.folder == zoo.path("code-target")
 
     @property
     def tokenizer(self) -> Any:
@@ -244,7 +248,7 @@ class Engine:
         limit = min(len(ids) + max_new_tokens, self.max_context)
         kept = None if drafter is None or self.kept is None else drafter.head.known
         trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
-        rule = policy(self.options, self.target.config.num_layers, self._head_cost)
+        rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
         return Context(self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:

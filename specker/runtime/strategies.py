@@ -38,12 +38,12 @@ SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest 
 DRAFT_TOKENS = 4
 VOCAB_KEEP = "0.125"
 VOCAB_TEXT = 256
-# Of diffuspec on the bundled pair.
+# Of diffuspec: the winners on the bundled pair, but the paper's range for models of the paper's size.
 DIFFUSION_TOKENS = 4
+ADL_BUNDLED = "3-8"
 CPS_LAMBDA = 0.85  # the paper has 0.5
 ADL = "20-30"  # the paper's
 CHUNK = "4:0.5"
-USUAL_POLICY = {"del": "del", "diffuspec": "fixed"}
 MAX_NODES = 255  # of a draft: with the root, the window of a verify pass
 LONGEST_CHUNKS = 32  # tokens that chunks may add up to
 LAYER_PARALLEL = "4"  # the paper's recommendation
@@ -166,13 +166,13 @@ def early_exit(model: Model, cache: KVCache, rows: Tensor | None, kept: Kept | N
     return EarlyExitDrafter(model, cache, head)
 
 
-def policy(options: Options, layers: int, head_cost: float) -> Policy:
+def policy(options: Options, layers: int, head_cost: float, bundled: bool) -> Policy:
     """A request's own policy, fresh: what one learns from a prompt does not leak into the next. `layers` of the target;
-    `head_cost` of a draft step's LM head, in those layers."""
+    `head_cost` of a draft step's LM head, in those layers; `bundled`: of the family's own target."""
     width, depth = shape(options)
-    name = options.policy or USUAL_POLICY.get(options.way, "fixed")
     if options.way == "diffuspec":
-        return _block_policy(name, options)
+        return _block_policy(options, bundled)
+    name = options.policy or ("del" if options.way == "del" else "fixed")
     if name.startswith("del"):
         return DynamicExit(eligible_layers(layers, head_cost), layers, head_cost, by_length=name == "del-length")
     exit = (options.exit_layer or max(1, layers // 2)) if options.way == "del" else 0
@@ -182,11 +182,12 @@ def policy(options: Options, layers: int, head_cost: float) -> Policy:
     return rule(width * depth if options.draft_tokens is None else options.draft_tokens, depth, exit)
 
 
-def _block_policy(name: str, options: Options) -> Policy:
+def _block_policy(options: Options, bundled: bool) -> Policy:
     """Of a diffusion drafter, whose paths share the block's length: nodes are limited by room alone."""
     depth = shape(options)[1]
+    name = options.policy or ("adl" if options.draft_tokens is None else "fixed")
     if name == "adl":
-        return AdaptiveLength(*span(options.adl or ADL))
+        return AdaptiveLength(*span(options.adl or (ADL_BUNDLED if bundled else ADL)))
     if name == "chunk":
         block, threshold = chunked(options.chunk or CHUNK)
         depth = LONGEST_CHUNKS if options.draft_tokens is None else depth
