@@ -12,6 +12,7 @@ CHAIN = {"draft_tokens": 4}
 # Acceptance length on the first held-out prompts, with room below what was measured.
 FLOOR = {0.0: 3.1, 0.7: 2.5}
 DEEP = {0.0: 3.3, 0.7: 2.5}
+DIFFUSION = {0.0: 2.5, 0.7: 2.1}
 STRATEGIES = ("vocabtrim", "easyspec", "easyspec+vocabtrim", "del", "del+vocabtrim", "diffuspec", "diffuspec+vocabtrim")
 
 
@@ -63,6 +64,15 @@ def test_the_draft_is_accepted(temperature):
     for row in specker.zoo.heldout()[:12]:
         stats += engine.generate(row["prompt"], 64, temperature=temperature).stats
     assert stats.acceptance_length >= FLOOR[temperature]
+
+
+@pytest.mark.parametrize("temperature", DIFFUSION)
+def test_the_diffusion_drafter_is_accepted(temperature):
+    engine = specker.load(strategy="diffuspec", device="cpu")
+    stats = Stats()
+    for row in specker.zoo.heldout()[:8]:
+        stats += engine.generate(row["prompt"], 56, temperature=temperature).stats
+    assert stats.acceptance_length >= DIFFUSION[temperature]
 
 
 def test_the_models_are_what_they_say():
