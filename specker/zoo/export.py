@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -55,7 +54,9 @@ def export(net: Net, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.b
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     config = hf_config(net.c, str(dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    whole = json.loads(tokenizer.read_text())
+    small = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)  # 0.2 MB instead of 0.5, four times over
+    (folder / "tokenizer.json").write_text(small + "\n")
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": net.c.context,

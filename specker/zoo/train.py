@@ -49,6 +49,7 @@ class Preset:
         (Rounds(704, 3, 8, 33), 0.1),  # the distances of long texts
     )
     own_rows: int = 6144  # windows of the target's own text
+    ngram_least: int = 8  # times that a bundled trigram was seen
     corpus_bytes: int | None = None
     eval_every: int = 50
 
@@ -75,6 +76,7 @@ PRESETS = {
         lengths=((0.7, 64), (1.0, 128)),
         rounds=((Rounds(16, 2, 4, 8), 0.8),),
         own_rows=16,
+        ngram_least=1,
         corpus_bytes=200_000,
         eval_every=8,
     ),
@@ -246,7 +248,7 @@ def export_all(run: Run, out: Path) -> None:
         trigrams = NGramCounts(run.p.target.vocab)
         for text in own:
             trigrams.add(text)
-        ngram = NGram.fit(trigrams, least=3, tokenizer=digest, totals=about["totals"])
+        ngram = NGram.fit(trigrams, run.p.ngram_least, tokenizer=digest, totals=about["totals"])
         (out / "ngram.safetensors").write_bytes(ngram.to_bytes())
     for name in ("corpus.json", "heldout.jsonl"):
         shutil.copyfile(run.work / name, out / name)

@@ -339,13 +339,15 @@ def odd(x, by=3):
 def test_views_are_taken_as_they_are(launch):
     args, *_ = ragged(4, torch.float32)
     plain = launch(**args)
-    assert same(launch(**{n: x if n == "scale" else odd(x) for n, x in args.items()}), plain)
+    # The reference's products may round a view otherwise, as the processor's BLAS likes.
+    equal = same if launch is op._launch else lambda a, b: all(map(torch.allclose, a, b))
+    assert equal(launch(**{n: x if n == "scale" else odd(x) for n, x in args.items()}), plain)
     pairs = torch.stack((args["k_cache"], args["v_cache"]), dim=1)  # [pages, 2, page, Hkv, D]
     qkv = torch.cat((args["q"], args["q"] * math.nan), dim=1)
     view = {"q": qkv[:, :4], "k_cache": pairs[:, 0], "v_cache": pairs[:, 1]}
     view["block_table"] = torch.stack((args["block_table"], args["block_table"] * 0), dim=-1)[..., 0]
     assert not view["q"].is_contiguous() and not view["k_cache"].is_contiguous()
-    assert same(launch(**{**args, **view}), plain)
+    assert equal(launch(**{**args, **view}), plain)
 
 
 @pytest.mark.parametrize("launch", [tree_attention, op._launch])
