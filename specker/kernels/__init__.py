@@ -10,6 +10,7 @@ or three with `smoke=True` for `make test`.
 """
 
 from specker.kernels.accept import accept_walk, sample_rows
+from specker.kernels.advance import advance, place_rows
 from specker.kernels.kv_calibrate import kv_calibrate, kv_commit, rope_table
 from specker.kernels.residual_merge import residual_merge
 from specker.kernels.row_linear import row_linear
@@ -18,9 +19,11 @@ from specker.kernels.vocab_topk import vocab_topk
 
 __all__ = [
     "accept_walk",
+    "advance",
     "ancestor_words",
     "kv_calibrate",
     "kv_commit",
+    "place_rows",
     "residual_merge",
     "rope_table",
     "row_linear",

@@ -32,28 +32,61 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.kernels.noise import add_gumbel_, check_seed, gumbel, gumbel_of, gumbel_run
+from specker.kernels.noise import (
+    add_gumbel_,
+    check_draw,
+    check_seed,
+    drawn,
+    gumbel,
+    gumbel_of,
+    gumbel_run,
+    unpack_draw,
+)
 from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 NUCLEUS = 128  # top-p on a CPU: so many candidates mostly hold the mass; sorting all costs ten times more
 MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow, and is greedy in effect
 
 
-def sample_rows(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
+def sample_rows(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
     """logits [T, V], positions [T] int64 -> the token after each row, [T] int64.
 
     temperature 0 or >= 1e-6, top_k >= 0 (0 keeps all), 0 < top_p <= 1, seed in [0, 2^64). ValueError otherwise.
+    With `draw` [4] (noise.pack_draw, on the logits' device) the four numbers are read there, and those given only say
+    which of noise and filters there are.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.specker.sample_rows(logits, temperature, top_k, top_p, _signed(check_seed(seed)), positions)
-    return _sample_rows(logits, temperature, top_k, top_p, seed, positions)
+        seed = _signed(check_seed(seed))
+        return torch.ops.specker.sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
+    return _sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
 
 
-def _sample_rows(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
+def _sample_rows(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
     _check_sample(logits, temperature, top_k, top_p, seed, positions)
+    check_draw(draw)
+    if logits.is_cuda and logits.dtype != torch.float64:
+        return _launch_sample(logits, temperature, top_k, top_p, seed, positions, draw)
+    if draw is not None and temperature > 0:
+        seed, temperature, k, p = unpack_draw(draw)
+        top_k, top_p = k if top_k else 0, p if top_p < 1 else 1.0
     if logits.is_cuda:
-        sample = sample_rows_ref if logits.dtype == torch.float64 else _launch_sample
-        return sample(logits, temperature, top_k, top_p, seed, positions)
+        return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
     if temperature == 0 or (top_k == 0 and top_p == 1):
         return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
     return _sample_few(logits, temperature, top_k, top_p, seed, positions)
@@ -265,10 +298,11 @@ def _best(b_v, o_id, m):
     return best, tl.min(tl.where(m & (b_v == best), o_id, _NONE), axis=0)
 
 
-@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr"])
+@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
 def _sample_argmax_kernel(
     logits_ptr,  # [T, V]
     positions_ptr,  # [T]
+    draw_ptr,  # [4]
     value_ptr,  # [T, S] fp32: each split's largest
     id_ptr,  # [T, S] int32: where it stands
     out_ptr,  # [T] int64, written where S is 1
@@ -278,8 +312,10 @@ def _sample_argmax_kernel(
     S: tl.constexpr,  # splits of a row
     BLOCK: tl.constexpr,
     NOISE: tl.constexpr,
+    DRAWN: tl.constexpr,  # the draw's numbers are in memory
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seed, temperature, _ = drawn(draw_ptr, seed, temperature, 1.0, DRAWN)
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
     if NOISE:
@@ -307,9 +343,10 @@ def _sample_merge_kernel(
     tl.store(out_ptr + i_t, _best(b_v, b_id, o_s < S)[1].to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["draw_ptr"])
 def _sample_peak_kernel(
     logits_ptr,  # [T, V]
+    draw_ptr,  # [4]
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64: count and mass; zeroed here
     listed_ptr,  # [T] int32: length of the row's list; zeroed here
@@ -318,8 +355,10 @@ def _sample_peak_kernel(
     S: tl.constexpr,
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,  # numbers of the histogram that a split zeroes
+    DRAWN: tl.constexpr,
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, temperature, _ = drawn(draw_ptr, 0, temperature, 1.0, DRAWN)
     tl.store(peak_ptr + i_t * S + i_s, tl.max(_scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK), axis=0))
     o = i_s * ZERO + tl.arange(0, ZERO)
     tl.store(hist_ptr + i_t * (2 * _BINS) + o, tl.zeros([ZERO], tl.int64), mask=o < 2 * _BINS)
@@ -333,9 +372,10 @@ def _peak(peak_ptr, i_t, S: tl.constexpr, S_PAD: tl.constexpr):
     return tl.max(tl.load(peak_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf")), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["draw_ptr"])
 def _sample_histogram_kernel(
     logits_ptr,  # [T, V]
+    draw_ptr,  # [4]
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64
     temperature,
@@ -345,8 +385,10 @@ def _sample_histogram_kernel(
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, temperature, _ = drawn(draw_ptr, 0, temperature, 1.0, DRAWN)
     m_v = i_s * BLOCK + tl.arange(0, BLOCK) < V
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
     b_below = _below(b_z, _peak(peak_ptr, i_t, S, S_PAD))
@@ -360,10 +402,11 @@ def _sample_histogram_kernel(
         tl.atomic_add(p_bin + _BINS, b_mass, mask=m_v & (b_mass > 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["seed", "top_k"], do_not_specialize_on_alignment=["positions_ptr"])
+@triton.jit(do_not_specialize=["seed", "top_k"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
 def _sample_select_kernel(
     logits_ptr,  # [T, V]
     positions_ptr,  # [T]
+    draw_ptr,  # [4]
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64
     value_ptr,  # [T, S] fp32
@@ -381,8 +424,12 @@ def _sample_select_kernel(
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seed, temperature, top_p = drawn(draw_ptr, seed, temperature, top_p, DRAWN)
+    if DRAWN and TOP_K:
+        top_k = tl.load(draw_ptr + 1).to(tl.int32)
     # bin_k holds the k-th largest. What is kept of it decides the mass that top_p is a share of, and so where in
     # first..last the other edge lies.
     o_bin = tl.arange(0, _BINS)
@@ -475,9 +522,10 @@ def _edge(p_list, n, peak, first, last, least, want, MASS: tl.constexpr, FINISH:
     return least_kept.to(tl.int32), high
 
 
-@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr"])
+@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
 def _sample_finish_kernel(
     positions_ptr,  # [T]
+    draw_ptr,  # [4]
     peak_ptr,  # [T, S] fp32
     value_ptr,  # [T, S] fp32
     id_ptr,  # [T, S] int32
@@ -493,8 +541,10 @@ def _sample_finish_kernel(
     FINISH: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
+    seed, _, top_p = drawn(draw_ptr, seed, 1.0, top_p, DRAWN)
     p_list = list_ptr + i_t * V
     n = tl.load(listed_ptr + i_t)
     peak = _peak(peak_ptr, i_t, S, S_PAD)
@@ -576,7 +626,9 @@ def _accept_walk_kernel(
 
 
 @lru_cache
-def _sample_variants(dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p: bool) -> tuple[Variant, ...]:
+def _sample_variants(
+    dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p: bool, drawn: bool = False
+) -> tuple[Variant, ...]:
     """The launches of a call: argmax and, of several splits, merge; with a filter peak, histogram, select, finish.
 
     A program holds one tile, whatever T is: 16 logits a thread, two 16-byte loads of 2-byte ones. V 128,256 is 32
@@ -587,17 +639,19 @@ def _sample_variants(dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p
     S = -(-V // block)
     t, warps, filters = TYPES[dtype], max(block // 512, 1), top_k or top_p
     row, pad = {"V": V, "S": S}, {"S_PAD": triton.next_power_of_2(S)}
-    flags = {"TOP_K": top_k, "TOP_P": top_p}
+    held = {"DRAWN": drawn}
+    flags = {"TOP_K": top_k, "TOP_P": top_p, **held}
     # Beside 16-byte loads of logits there are two or three single numbers; those of a small or an odd row are narrow.
     fixed = {"wide": block >= 1024 and V * dtype.itemsize % 16 == 0, "num_warps": warps}
     smoke = dtype == torch.bfloat16 and V == 128256
     name = f"{t} V{V}" + (" noise" if noise else "") + (" top-k" if top_k else "") + (" top-p" if top_p else "")
+    name += " drawn" if drawn else ""
     if not filters:
         argmax = Variant(
             name,
             _sample_argmax_kernel,
-            (f"*{t}", "*i64", "*fp32", "*i32", "*i64", "fp32", "i64"),
-            {**row, "BLOCK": block, "NOISE": noise},
+            (f"*{t}", "*i64", "*i64", "*fp32", "*i32", "*i64", "fp32", "i64"),
+            {**row, "BLOCK": block, "NOISE": noise, **held},
             smoke=smoke and noise,
             **fixed,
         )
@@ -613,14 +667,14 @@ def _sample_variants(dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p
     peak = Variant(
         name + " peak",
         _sample_peak_kernel,
-        (f"*{t}", "*fp32", "*i64", "*i32", "fp32"),
-        {**row, "BLOCK": block, "ZERO": triton.next_power_of_2(-(-2 * BINS // S))},
+        (f"*{t}", "*i64", "*fp32", "*i64", "*i32", "fp32"),
+        {**row, "BLOCK": block, "ZERO": triton.next_power_of_2(-(-2 * BINS // S)), **held},
         **fixed,
     )
     histogram = Variant(
         name + " histogram",
         _sample_histogram_kernel,
-        (f"*{t}", "*fp32", "*i64", "fp32"),
+        (f"*{t}", "*i64", "*fp32", "*i64", "fp32"),
         {**row, **pad, "BLOCK": block, **flags},
         smoke=smoke and top_p and not top_k,
         **fixed,
@@ -628,7 +682,22 @@ def _sample_variants(dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p
     select = Variant(
         name + " select",
         _sample_select_kernel,
-        (f"*{t}", "*i64", "*fp32", "*i64", "*fp32", "*i32", "*i64", "*i32", "*i64", "fp32", "i32", "fp32", "i64"),
+        (
+            f"*{t}",
+            "*i64",
+            "*i64",
+            "*fp32",
+            "*i64",
+            "*fp32",
+            "*i32",
+            "*i64",
+            "*i32",
+            "*i64",
+            "fp32",
+            "i32",
+            "fp32",
+            "i64",
+        ),
         {**row, **pad, "BLOCK": block, **flags},
         smoke=smoke and top_p and not top_k,
         **fixed,
@@ -636,7 +705,7 @@ def _sample_variants(dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p
     finish = Variant(
         name + " finish",
         _sample_finish_kernel,
-        ("*i64", "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i64", "*i64", "fp32", "i64"),
+        ("*i64", "*i64", "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i64", "*i64", "fp32", "i64"),
         {**row, **pad, "FINISH": FINISH, **flags},
         num_warps=8,
         wide=False,
@@ -672,29 +741,39 @@ def variants(arch: int) -> Iterator[Variant]:
         yield from _sample_variants(dtype, 128256, True, True, True)
     yield from _sample_variants(fp32, 128256, True, False, True)
     yield from _sample_variants(bf16, 50257, True, True, True)
+    yield from _sample_variants(fp32, 128256, True, False, False, drawn=True)
+    yield from _sample_variants(fp32, 128256, True, True, True, drawn=True)
     yield _walk_variant(False, torch.int64)
     yield _walk_variant(True, torch.int64)
     yield _walk_variant(True, torch.int32)
 
 
 def _launch_sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
 ) -> Tensor:
-    same_device(logits, positions=positions)
+    same_device(logits, positions=positions, draw=draw)
     logits, positions = logits.contiguous(), positions.contiguous()
     T, V = logits.shape
     out = positions.new_empty(T)
     if T == 0:
         return out
     noise = temperature != 0
-    filters = noise and top_k < V and top_k > 0, noise and top_p < 1
-    launches = _sample_variants(logits.dtype, V, noise, *filters)
+    held = noise and draw is not None
+    filters = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # in memory it may be any top_k
+    launches = _sample_variants(logits.dtype, V, noise, *filters, drawn=held)
+    numbers = draw if held else positions  # not read there
     S = launches[0].constexprs["S"]
     scale, key = float(temperature) if noise else 1.0, _signed(seed)
     value = logits.new_empty((T, S), dtype=torch.float32)
     ids = logits.new_empty((T, S), dtype=torch.int32)
     if not any(filters):
-        launches[0]((T, S), logits, positions, value, ids, out, scale, key)
+        launches[0]((T, S), logits, positions, numbers, value, ids, out, scale, key)
         if S > 1:
             launches[1]((T,), value, ids, out)
         return out
@@ -703,12 +782,13 @@ def _launch_sample(
     hist, edge = positions.new_empty(T, 2, BINS), positions.new_empty(T, 6)
     entries, listed = positions.new_empty(T, V), ids.new_empty(T)
     share = float(top_p)
-    peak((T, S), logits, peaks, hist, listed, scale)
-    histogram((T, S), logits, peaks, hist, scale)
+    peak((T, S), logits, numbers, peaks, hist, listed, scale)
+    histogram((T, S), logits, numbers, peaks, hist, scale)
     select(
         (T, S),
         logits,
         positions,
+        numbers,
         peaks,
         hist,
         value,
@@ -721,7 +801,7 @@ def _launch_sample(
         share,
         key,
     )
-    finish((T,), positions, peaks, value, ids, entries, listed, edge, out, share, key)
+    finish((T,), positions, numbers, peaks, value, ids, entries, listed, edge, out, share, key)
     return out
 
 
@@ -780,7 +860,16 @@ def _check_walk(tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tens
         )
 
 
-def _fake_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
+def _fake_sample(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
+    check_draw(draw)
     _check_sample(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions)
     return positions.new_empty(positions.shape)
 
@@ -793,13 +882,22 @@ def _fake_walk(
     return tokens.new_empty(B, tokens.shape[0] + 1), tokens.new_empty(B), tokens.new_empty(B)
 
 
-def _sample_op(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
-    return _sample_rows(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions)
+def _sample_op(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
+    return _sample_rows(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions, draw)
 
 
 _lib = torch.library.Library("specker", "FRAGMENT")
 _lib.define(
-    "sample_rows(Tensor logits, float temperature, int top_k, float top_p, int seed, Tensor positions) -> Tensor"
+    "sample_rows(Tensor logits, float temperature, int top_k, float top_p, int seed, Tensor positions, "
+    "Tensor? draw=None) -> Tensor"
 )
 _lib.impl("sample_rows", _sample_op, "CompositeExplicitAutograd")
 torch.library.register_fake("specker::sample_rows", _fake_sample, lib=_lib)

@@ -23,6 +23,7 @@ the bit; both logarithms are polynomials in FMAs (`_log_near`), since the hardwa
 """
 
 import operator
+import struct
 from functools import lru_cache
 from typing import Any
 
@@ -99,6 +100,23 @@ def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | Non
     return z.add_(gumbel(seed, positions, int(token_ids.max()) + 1).index_select(1, token_ids))
 
 
+def pack_draw(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """The numbers of a draw as kernels read them from memory, [4] int64 on the CPU: seed, top_k, and the float64 bits
+    of temperature and top_p. A CUDA graph holds the address, so the next request's numbers need no new graph."""
+    return torch.tensor(struct.unpack("4q", struct.pack("Qqdd", check_seed(seed), top_k, temperature, top_p)))
+
+
+def unpack_draw(draw: Tensor) -> tuple[int, float, int, float]:
+    """(seed, temperature, top_k, top_p) of `pack_draw`; reads them on the host."""
+    seed, top_k, temperature, top_p = struct.unpack("Qqdd", struct.pack("4q", *draw.tolist()))
+    return seed, temperature, top_k, top_p
+
+
+def check_draw(draw: Tensor | None) -> None:
+    if draw is not None and (draw.shape != (4,) or draw.dtype != torch.int64):
+        raise ValueError(f"draw must be [4] int64, from pack_draw; got {tuple(draw.shape)} {draw.dtype}")
+
+
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any, Any, Any]:
     """Ten rounds of Philox on broadcastable counter words held in 64-bit lanes: numpy uint64 or torch int64.
 
@@ -172,6 +190,16 @@ def _padded(vocab_size: int) -> int:
 
 _STREAM = tl.constexpr(STREAM)
 _U_MAX = tl.constexpr(U_MAX)
+
+
+@triton.jit
+def drawn(draw_ptr, seed, temperature, top_p, DRAWN: tl.constexpr):
+    """(seed, temperature, top_p): those given, or with DRAWN those in memory (`pack_draw`)."""
+    if DRAWN:
+        seed = tl.load(draw_ptr)
+        temperature = tl.load(draw_ptr + 2).to(tl.float64, bitcast=True).to(tl.float32)
+        top_p = tl.load(draw_ptr + 3).to(tl.float64, bitcast=True).to(tl.float32)
+    return seed, temperature, top_p
 
 
 @triton.jit

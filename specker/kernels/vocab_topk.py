@@ -23,6 +23,7 @@ Source of the trimmed head: VocabTrim, arXiv 2506.22694.
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 
 from specker.kernels import few
 from specker.kernels.accept import MIN_TEMPERATURE, first_argmax
-from specker.kernels.noise import add_gumbel_, check_seed, gumbel_of
+from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, unpack_draw
 from specker.kernels.residual_merge import _launch as _norm
 from specker.kernels.row_linear import MAX_ROWS, SMS, row_linear, stream_rows
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
@@ -38,7 +39,16 @@ from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, trito
 MAX_K = 64
 
 Norm = tuple[Tensor, float]  # weight [E], eps
-Noise = tuple[int, Tensor, float]  # seed, positions [T] int64, temperature
+
+
+class Noise(NamedTuple):
+    seed: int
+    positions: Tensor  # [T] int64
+    temperature: float
+    draw: Tensor | None = None  # [4], noise.pack_draw: seed and temperature (not whether there is one) are read there
+
+
+Noisy = Noise | tuple[int, Tensor, float]
 
 
 def vocab_topk(
@@ -47,21 +57,22 @@ def vocab_topk(
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
-    noise: Noise | None = None,
+    noise: Noisy | None = None,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, E], weight [K, E] (plain or packed), token_ids [K] -> ids [T, k], logits [T, k], lse [T].
 
     token_ids are distinct, int32 or int64. 1 <= k <= min(64, K). norm = (weight [E], eps), noise = (seed, positions [T]
-    int64, temperature 0 or >= 1e-6). Without `with_lse` lse is empty, [0]: on a CPU it costs as much as the search.
+    int64, temperature 0 or >= 1e-6) or a `Noise`, whose `draw` keeps those two in memory. Without `with_lse` lse is
+    empty, [0]: on a CPU it costs as much as the search.
     Raises ValueError on other shapes, dtypes and ranges.
     """
     if torch.compiler.is_compiling():
         norm_weight, eps = (None, 0.0) if norm is None else norm
-        seed, positions, temperature = (0, None, 0.0) if noise is None else noise
+        seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
         seed = seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed  # a schema's integers are signed
         return torch.ops.specker.vocab_topk(
-            hidden, weight, token_ids, k, norm_weight, eps, seed, positions, temperature, with_lse
+            hidden, weight, token_ids, k, norm_weight, eps, seed, positions, temperature, draw, with_lse
         )
     _check(hidden, weight, token_ids, k, norm, noise)
     if hidden.is_cuda and hidden.dtype != torch.float64 and hidden.shape[0] <= MAX_ROWS:
@@ -75,7 +86,7 @@ def vocab_topk_ref(
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
-    noise: Noise | None = None,
+    noise: Noisy | None = None,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if norm is not None:
@@ -84,7 +95,9 @@ def vocab_topk_ref(
     z = row_linear(hidden, weight)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if noise is not None and noise[2] > 0:
-        seed, positions, temperature = noise
+        seed, positions, temperature, draw = Noise(*noise)
+        if draw is not None:
+            seed, temperature, _, _ = unpack_draw(draw)
         z = add_gumbel_(z.div_(temperature), seed, positions, token_ids)
     values, columns = (_largest if z.is_cuda else _select)(z, token_ids, k)
     ids = columns if token_ids is None else token_ids.take(columns).long()
@@ -97,7 +110,7 @@ def vocab_topk_cost(
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
-    noise: Noise | None = None,
+    noise: Noisy | None = None,
     with_lse: bool = True,
 ) -> tuple[int, int]:
     """(bytes, flops) of one call: weight, hidden, ids and norm once, the results out; two flops a weight and row."""
@@ -186,12 +199,16 @@ def _power(z, top):
     return tl.where(z == top, 1.0, tl.exp(z - top))
 
 
-@triton.jit(do_not_specialize=["T", "temperature", "seed"], do_not_specialize_on_alignment=["ids_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["T", "temperature", "seed"],
+    do_not_specialize_on_alignment=["ids_ptr", "positions_ptr", "draw_ptr"],
+)
 def _vocab_topk_kernel(
     x_ptr,  # [T, E]
     w_ptr,  # [K, E]
     ids_ptr,  # [K]
     positions_ptr,  # [T]
+    draw_ptr,  # [4]
     keys_ptr,  # [T, tiles, C]: the tile's largest, descending
     stats_ptr,  # [2, T, tiles]: the tile's maximum, and its sum of exp(z - maximum)
     T,
@@ -207,6 +224,7 @@ def _vocab_topk_kernel(
     C: tl.constexpr,  # candidates of a tile; a power of two, at least k
     MAPPED: tl.constexpr,
     NOISE: tl.constexpr,
+    DRAWN: tl.constexpr,
     LSE: tl.constexpr,
 ):
     tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and 256 * E < 2**31)
@@ -218,6 +236,8 @@ def _vocab_topk_kernel(
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
     else:
         b_id = o_n.to(tl.int64)
+    if NOISE:
+        seed, temperature, _ = drawn(draw_ptr, seed, temperature, 1.0, DRAWN)
     b_all, _ = stream_rows(
         x_ptr,
         w_ptr + i_tile.to(tl.int64) * N * E,
@@ -336,6 +356,7 @@ def _variants(
     k: int,
     ids: torch.dtype | None,
     noise: bool,
+    held: bool,
     lse: bool,
     arch: int,
 ) -> tuple[Variant, Variant]:
@@ -353,13 +374,14 @@ def _variants(
     C = triton.next_power_of_2(k)
     half = dtype != torch.float32
     name = f"{t} {E}->{K} k{k}" + (f" ids {TYPES[ids]}" if ids else "")
-    name += " noise" * noise + " lse" * lse
+    name += " noise" * noise + " drawn" * held + " lse" * lse
     smoke = dtype == torch.bfloat16 and K == 32768 and (k, noise) in ((10, True), (64, False))
     stream = Variant(
         name=name,
         kernel=_vocab_topk_kernel,
         arguments=(
-            *(f"*{t}", f"*{t}", f"*{TYPES[ids]}" if ids else f"*{t}", "*i64" if noise else f"*{t}"),
+            *(f"*{t}", f"*{t}", f"*{TYPES[ids]}" if ids else f"*{t}"),
+            *(("*i64" if there else f"*{t}") for there in (noise, held)),
             *("*i64", "*fp32", "i32", "fp32", "i64"),
         ),
         constexprs={
@@ -373,6 +395,7 @@ def _variants(
             "C": C,
             "MAPPED": ids is not None,
             "NOISE": noise,
+            "DRAWN": held,
             "LSE": lse,
         },
         num_warps=8 if half else 4,
@@ -403,19 +426,21 @@ def _variants(
 def variants(arch: int) -> Iterator[Variant]:
     """What the compile-only checks compile for sm_`arch`; the launcher takes any K, E and k up to 64."""
     bf16, i32, i64 = torch.bfloat16, torch.int32, torch.int64
-    for dtype, K, E, k, ids, noise, lse in (
-        (bf16, 32768, 4096, 1, i64, True, False),
-        (bf16, 32768, 4096, 10, i64, False, True),
-        (bf16, 32768, 4096, 10, i32, True, True),
-        (bf16, 32768, 4096, 64, i64, False, True),
-        (bf16, 128256, 4096, 10, None, False, True),
-        (bf16, 128256, 4096, 64, None, True, True),
-        (bf16, 8192, 896, 10, i64, True, True),
-        (bf16, 1000, 1023, 10, i64, True, True),
-        (torch.float16, 32768, 4096, 10, i64, False, True),
-        (torch.float32, 32768, 4096, 10, i64, True, True),
+    for dtype, K, E, k, ids, noise, held, lse in (
+        (bf16, 32768, 4096, 1, i64, True, False, False),
+        (bf16, 32768, 4096, 1, i64, True, True, False),
+        (bf16, 128256, 4096, 10, None, True, True, True),
+        (bf16, 32768, 4096, 10, i64, False, False, True),
+        (bf16, 32768, 4096, 10, i32, True, False, True),
+        (bf16, 32768, 4096, 64, i64, False, False, True),
+        (bf16, 128256, 4096, 10, None, False, False, True),
+        (bf16, 128256, 4096, 64, None, True, False, True),
+        (bf16, 8192, 896, 10, i64, True, False, True),
+        (bf16, 1000, 1023, 10, i64, True, False, True),
+        (torch.float16, 32768, 4096, 10, i64, False, False, True),
+        (torch.float32, 32768, 4096, 10, i64, True, False, True),
     ):
-        yield from _variants(dtype, K, E, k, ids, noise, lse, arch)
+        yield from _variants(dtype, K, E, k, ids, noise, held, lse, arch)
 
 
 def _launch(
@@ -424,11 +449,12 @@ def _launch(
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None,
-    noise: Noise | None,
+    noise: Noisy | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed, positions, temperature = (0, None, 0.0) if noise is None else noise
-    same_device(hidden, token_ids=token_ids, norm_weight=None if norm is None else norm[0], positions=positions)
+    seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
+    norm_weight = None if norm is None else norm[0]
+    same_device(hidden, token_ids=token_ids, norm_weight=norm_weight, positions=positions, draw=draw)
     (T, E), K = hidden.shape, weight.shape[0]
     ids = hidden.new_empty((T, k), dtype=torch.int64)
     logits = hidden.new_empty((T, k), dtype=torch.float32)
@@ -440,7 +466,8 @@ def _launch(
         hidden = _norm(hidden, hidden.new_empty(0, T, E), w, norm[1])[1][0]
     noisy = positions is not None and temperature > 0
     mapped = None if token_ids is None else token_ids.dtype
-    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, with_lse, arch(hidden.device))
+    held = draw is not None and noisy
+    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, held, with_lse, arch(hidden.device))
     sizes = stream.constexprs
     count = merge.constexprs["TILES"]
     keys = hidden.new_empty((T, count, sizes["C"]), dtype=torch.int64)
@@ -452,6 +479,7 @@ def _launch(
         weight.contiguous(),
         hidden if token_ids is None else token_ids.contiguous(),  # neither is read where there is none
         positions.contiguous() if noisy and positions is not None else hidden,
+        draw if held else hidden,
         keys,
         stats,
         T,
@@ -463,7 +491,7 @@ def _launch(
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noise | None
+    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -482,8 +510,9 @@ def _check(
     if norm is not None and norm[0].shape != hidden.shape[1:]:
         raise ValueError(f"norm weight must be [{hidden.shape[1]}], got {tuple(norm[0].shape)}")
     if noise is not None:
-        seed, positions, temperature = noise
+        seed, positions, temperature, draw = Noise(*noise)
         check_seed(seed)
+        check_draw(draw)
         if positions.shape != (T,) or positions.dtype != torch.int64:
             raise ValueError(f"noise positions must be [{T}] int64, got {tuple(positions.shape)} {positions.dtype}")
         if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
@@ -500,16 +529,24 @@ def _vocab_topk(
     seed: int,  # signed
     positions: Tensor | None,
     temperature: float,
+    draw: Tensor | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return vocab_topk(hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature), with_lse)
+    return vocab_topk(
+        hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature, draw), with_lse
+    )
 
 
 def _pairs(
-    norm_weight: Tensor | None, eps: float, seed: int, positions: Tensor | None, temperature: float
+    norm_weight: Tensor | None,
+    eps: float,
+    seed: int,
+    positions: Tensor | None,
+    temperature: float,
+    draw: Tensor | None,
 ) -> tuple[Norm | None, Noise | None]:
     norm = None if norm_weight is None else (norm_weight, eps)
-    return norm, None if positions is None else (seed % (1 << 64), positions, temperature)
+    return norm, None if positions is None else Noise(seed % (1 << 64), positions, temperature, draw)
 
 
 def _fake(
@@ -522,9 +559,10 @@ def _fake(
     seed: int,
     positions: Tensor | None,
     temperature: float,
+    draw: Tensor | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature))
+    _check(hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature, draw))
     T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
     ids, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
     return ids, logits, hidden.new_empty(T if with_lse else 0, dtype=dtype)
@@ -533,7 +571,7 @@ def _fake(
 _lib = torch.library.Library("specker", "FRAGMENT")
 _lib.define(
     "vocab_topk(Tensor hidden, Tensor weight, Tensor? token_ids, int k, Tensor? norm_weight, float eps, int seed, "
-    "Tensor? positions, float temperature, bool with_lse) -> (Tensor, Tensor, Tensor)"
+    "Tensor? positions, float temperature, Tensor? draw, bool with_lse) -> (Tensor, Tensor, Tensor)"
 )
 _lib.impl("vocab_topk", _vocab_topk, "CompositeExplicitAutograd")
 torch.library.register_fake("specker::vocab_topk", _fake, lib=_lib)

@@ -98,6 +98,29 @@ def _bins_kernel(
     tl.store(out_ptr + o, module._bin(tl.load(below_ptr + o)))
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("V", [50, 5000])
+def test_a_draw_in_memory(setting, V):
+    """The four numbers from memory. What is given beside them says only which of noise and filters there are; a filter
+    that the draw does not want keeps everything."""
+    temperature, top_k, top_p = setting
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(V)) * 3
+    positions, seed = torch.tensor([4, 1 << 33, 9]), SEEDS[3]
+    want = sample_rows(logits, *setting, seed, positions)
+    draw = noise.pack_draw(seed, temperature, top_k or 1 << 31, top_p)
+    assert noise.unpack_draw(draw) == (seed, temperature, top_k or 1 << 31, top_p)
+    kinds = [(9.0, 3, 0.5)] if temperature else []
+    if (top_k, top_p) == (0, 1.0):
+        kinds.append((9.0 if temperature else 0, 0, 1.0))
+    for kind in kinds:
+        held = noise.pack_draw(seed, temperature, min(top_k or 1 << 30, 1 << 30), top_p)
+        assert torch.equal(sample_rows(logits, *kind, 1, positions, held), want), kind
+        assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), kind
+    torch.library.opcheck(torch.ops.specker.sample_rows, (logits, *setting, 1, positions, draw))
+    with pytest.raises(ValueError, match="draw must be"):
+        sample_rows(logits, *setting, seed, positions, draw[:3])
+
+
 def test_bins_do_not_fall():
     """Else the k-th largest could lie outside its bin; steep rows hardly show it, as their largest wins anyway."""
     known = {

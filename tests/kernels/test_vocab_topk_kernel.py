@@ -12,8 +12,9 @@ import torch
 from compile_only import compilations
 from reads_only import reads
 
+from specker.kernels.noise import pack_draw
 from specker.kernels.variant import Variant, tl, triton
-from specker.kernels.vocab_topk import _launch, vocab_topk, vocab_topk_ref
+from specker.kernels.vocab_topk import Noise, _launch, vocab_topk, vocab_topk_ref
 
 op = importlib.import_module("specker.kernels.vocab_topk")
 HALF = [torch.float32, torch.float16]
@@ -221,7 +222,24 @@ def schema(hidden, weight, ids, k, norm, noise, with_lse):
     """The arguments of torch.ops.specker.vocab_topk."""
     seed, positions, temperature = noise or (0, None, 0.0)
     seed -= (1 << 64) * (seed >> 63)
-    return hidden, weight, ids, k, *(norm or (None, 0.0)), seed, positions, temperature, with_lse
+    return hidden, weight, ids, k, *(norm or (None, 0.0)), seed, positions, temperature, None, with_lse
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_draw_in_memory(k):
+    """Seed and temperature from memory; those given beside it are not used."""
+    hidden, weight = integers(3, 8, 30, torch.float32)
+    seed, positions, temperature = noise_of(3)
+    want = vocab_topk(hidden, weight, None, k, None, (seed, positions, temperature))
+    held = Noise(1, positions, 9.0, pack_draw(seed, temperature))
+    assert_same(vocab_topk(hidden, weight, None, k, None, held), want)
+    assert_same(_launch(hidden, weight, None, k, None, held, True), want)
+    torch.library.opcheck(
+        torch.ops.specker.vocab_topk,
+        (hidden, weight, None, k, None, 0.0, 1, positions, 9.0, pack_draw(seed, temperature), True),
+    )
+    with pytest.raises(ValueError, match="draw must be"):
+        vocab_topk(hidden, weight, None, k, None, Noise(1, positions, 9.0, torch.zeros(3)))
 
 
 @pytest.mark.parametrize("noisy", [False, True])

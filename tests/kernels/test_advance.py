@@ -1,0 +1,149 @@
+"""place_rows and advance: references and kernels (in the interpreter) against plain Python."""
+
+import random
+
+import pytest
+import torch
+
+from specker.kernels.advance import _launch_advance, _launch_place, advance, advance_ref, place_rows, place_rows_ref
+
+I64 = torch.int64
+
+
+def table(pages, seed=0):
+    order = list(range(pages))
+    random.Random(seed).shuffle(order)
+    return torch.tensor([order], dtype=torch.int32)
+
+
+def a_tree(n, rng):
+    return [rng.randint(0, j) for j in range(n)]
+
+
+@pytest.mark.parametrize("place", [place_rows_ref, _launch_place])
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 9), (3, 1), (5, 60), (0, 65), (60, 130), (0, 256), (255, 1)])
+@pytest.mark.parametrize("tree", [False, True])
+def test_rows_stand_where_they_should(place, first, count, tree):
+    rng, page, blocks = random.Random(first + count), 16, table(40)
+    rows, length, back = first + count, 100, 3
+    parents = a_tree(rows - 1, rng) if tree else list(range(rows - 1))
+    given = torch.tensor([*parents, 7, 7], dtype=I64) if tree else None  # more than are asked for
+    positions, slots, kv_len, words = place(torch.tensor([length]), back, first, count, given, blocks, page, 10**6)
+    for i, r in enumerate(range(first, rows)):
+        way = [r]
+        while way[-1]:
+            way.append(parents[way[-1] - 1])
+        assert positions[i] == length - back + len(way) - 1
+        column = length - back + r
+        assert slots[i] == blocks[0, column // page] * page + column % page
+        bits = sum((int(word) & (1 << 64) - 1) << 64 * w for w, word in enumerate(words[i]))
+        assert bits == sum(1 << x for x in way)
+    assert kv_len.tolist() == [length - back + rows] and kv_len.dtype == torch.int32
+    assert words.shape == (count, -(-rows // 64)) and positions.dtype == slots.dtype == words.dtype == I64
+
+
+@pytest.mark.parametrize("place", [place_rows_ref, _launch_place])
+def test_a_draft_beyond_the_end_stays_inside(place):
+    positions, slots, _, _ = place(torch.tensor([30]), 1, 0, 9, None, table(2), 16, 31)
+    assert positions.tolist() == [29, 30, *[31] * 7]
+    assert slots[-1] == slots[2]  # the last column
+    pads = torch.tensor([0, -1, -1])
+    assert place(torch.tensor([9]), 1, 0, 4, pads, table(2), 16, 31)[0].tolist() == [8, 9, 9, 9]
+
+
+@pytest.mark.parametrize("go", [advance_ref, _launch_advance])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_round_is_committed(go, seed):
+    rng = random.Random(seed)
+    rows, page, blocks = rng.choice([1, 2, 7, 16, 33]), 8, table(30, seed)
+    path = [0]
+    while len(path) < rows and rng.random() < 0.8:
+        path.append(rng.randint(path[-1] + 1, rows - 1)) if path[-1] < rows - 1 else None
+        if path[-1] == rows - 1:
+            break
+    count = len(path)
+    drafted = rng.choice([None, rng.randint(0, rows - 1)])
+    length, limit = 40, rng.choice([40, 42, 200, 1000])
+    target = [rng.randrange(1000) for _ in range(rows)]
+    committed = torch.full((150,), -7, dtype=I64)
+    n = torch.tensor([length])
+    report, src, dst = go(
+        torch.tensor([path + [-1] * (rows - count)]),
+        torch.tensor([count]),
+        torch.tensor(target),
+        None if drafted is None else torch.tensor([drafted]),
+        committed,
+        n,
+        torch.tensor([limit]),
+        blocks,
+        page,
+    )
+    kept = count if drafted is None else min(count, drafted + 1)
+    emitted = [target[row] for row in path[:kept]]
+    pad = [-1] * (rows - kept)
+    assert report.tolist() == [kept, *path[:kept], *pad, *emitted, *pad]
+    moved = max(0, min(kept, limit - length))
+    assert n.tolist() == [length + moved]
+    want = [-7] * 150
+    want[length : length + moved] = emitted[:moved]
+    assert committed.tolist() == want
+
+    def slot(row):
+        column = length - 1 + row
+        return int(blocks[0, column // page]) * page + column % page
+
+    assert dst.tolist() == [slot(i) for i in range(rows)]
+    assert src.tolist() == [slot(path[i]) if i < kept else slot(i) for i in range(rows)]
+
+
+def test_nothing_is_written_behind_the_text():
+    committed, n = torch.zeros(12, dtype=I64), torch.tensor([10])
+    args = torch.tensor([[0, 1, 2, 3]]), torch.tensor([4]), torch.tensor([5, 6, 7, 8]), None
+    _launch_advance(*args, committed[:12], n, torch.tensor([99]), table(4), 8)
+    assert n.tolist() == [12] and committed.tolist() == [0] * 10 + [5, 6]
+
+
+def test_registration():
+    parents = torch.tensor([0, 1, 1])
+    torch.library.opcheck(torch.ops.specker.place_rows, (torch.tensor([9]), 1, 0, 4, parents, table(2), 16, 31))
+    rest = torch.tensor([[0, 1, -1]]), torch.tensor([2]), torch.tensor([5, 6, 7]), torch.tensor([1])
+    state = torch.zeros(30, dtype=I64), torch.tensor([9]), torch.tensor([20]), table(4), 8
+    torch.library.opcheck(torch.ops.specker.advance, (*rest, *state))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def both(length, committed):
+        placed = place_rows(length, 1, 0, 4, parents, table_, 8, 31)
+        return placed, advance(*rest, committed, length, state[2], table_, 8)
+
+    table_ = table(4)
+    placed, (report, _, _) = both(torch.tensor([9]), torch.zeros(30, dtype=I64))
+    assert placed[0].tolist() == [8, 9, 10, 10] and report.tolist() == [2, 0, 1, -1, 5, 6, -1]
+
+
+def test_refusals():
+    good = torch.tensor([9]), 1, 0, 4, None, table(2), 16, 31
+    for at, value, message in [
+        (0, torch.tensor([9, 9]), "length must be"),
+        (3, 0, "a window has"),
+        (3, 257, "a window has"),
+        (4, torch.tensor([0, 1]), "need as many parents"),
+        (4, torch.tensor([0, 1, 1]).int(), "parents must be"),
+        (5, table(2)[0], "block_table"),
+        (6, 0, "page size"),
+    ]:
+        bad = list(good)
+        bad[at] = value
+        with pytest.raises(ValueError, match=message):
+            place_rows(*bad)
+    args = [torch.tensor([[0, 1]]), torch.tensor([2]), torch.tensor([5, 6]), None]
+    args += [torch.zeros(30, dtype=I64), torch.tensor([9]), torch.tensor([20]), table(4), 8]
+    for at, value, message in [
+        (0, torch.tensor([0, 1]), "expected path"),
+        (1, torch.tensor(2), "count must be"),
+        (3, torch.tensor([1.0]), "drafted must be"),
+        (4, torch.zeros(30), "committed must be"),
+    ]:
+        bad = list(args)
+        bad[at] = value
+        with pytest.raises(ValueError, match=message):
+            advance(*bad)
