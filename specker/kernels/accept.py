@@ -427,7 +427,7 @@ def _sample_select_kernel(
     DRAWN: tl.constexpr,
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seed, temperature, top_p = drawn(draw_ptr, seed, temperature, top_p, DRAWN)
+    _, temperature, top_p = drawn(draw_ptr, seed, temperature, top_p, DRAWN)
     if DRAWN and TOP_K:
         top_k = tl.load(draw_ptr + 1).to(tl.int32)
     # bin_k holds the k-th largest. What is kept of it decides the mass that top_p is a share of, and so where in
@@ -471,6 +471,8 @@ def _sample_select_kernel(
     m_kept = (o_v < V) & (b_bin < first)
     best, i_best = float("-inf"), tl.full([], _NONE, tl.int32)
     if tl.sum(m_kept.to(tl.int32), axis=0) > 0:
+        if DRAWN:
+            seed = tl.load(draw_ptr)  # not before: registers
         b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
         best, i_best = _best(b_z, o_v, m_kept)
     tl.store(value_ptr + i_t * S + i_s, best)

@@ -12,13 +12,13 @@ place_rows, for rows first..first + count - 1 (depth(r): steps from row r to row
     kv_len    = length - back + first + count
     ancestors = the bits of r and of every row on its way to row 0      (ancestors.py)
 
-advance, after `accept_walk` gave path and count for a draft of which `drafted` [1] tokens count (all without it):
+advance, after `accept_walk` gave the path and its count:
 
-    kept      = min(count, drafted + 1)
-    emitted   = target[path[i]], i < kept        the target's own tokens: the accepted ones and the next
-    committed[length + i] = emitted[i] and length += kept, both no further than `limit` [1]
-    report    = kept, path, emitted              [1 + 2 (N + 1)], padded with -1: all that the host is told
-    src, dst  = slots of rows path[i] and of rows i, for kv_commit; equal for i >= kept
+    emitted   = target[path[i]], i < count       the target's own tokens: the accepted ones and the next
+    committed[length + i] = emitted[i] and length += count, both no further than `limit` [1]
+    window[0] = emitted[count - 1]               the new root
+    report    = count, path, emitted             [1 + 2 (N + 1)], padded with -1: all that the host is told
+    src, dst  = slots of rows path[i] and of rows i, for kv_commit; equal for i >= count
 
 Integers, a few hundred bytes; no number is read on the host.
 """
@@ -95,63 +95,63 @@ def advance(
     path: Tensor,
     count: Tensor,
     target: Tensor,
-    drafted: Tensor | None,
     committed: Tensor,
     length: Tensor,
+    window: Tensor,
     limit: Tensor,
     block_table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """path [1, N + 1] and count [1] of `accept_walk`, target [N + 1], drafted [1] or None, committed! [C], length! [1]
-    and limit [1], all int64, block_table [1, P] int32 -> report [1 + 2 (N + 1)], src [N + 1], dst [N + 1] int64.
+    """path [1, N + 1] and count [1] of `accept_walk`, target [N + 1], committed! [C], length! [1], window! [>= 1] and
+    limit [1], all int64, block_table [1, P] int32 -> report [1 + 2 (N + 1)], src [N + 1], dst [N + 1] int64.
 
-    Raises ValueError on other shapes and dtypes. Nothing is written outside of `committed`.
+    Raises ValueError on other shapes and dtypes. Nothing is written behind `committed`.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.specker.advance(path, count, target, drafted, committed, length, limit, block_table, page_size)
-    return _advance(path, count, target, drafted, committed, length, limit, block_table, page_size)
+        return torch.ops.specker.advance(path, count, target, committed, length, window, limit, block_table, page_size)
+    return _advance(path, count, target, committed, length, window, limit, block_table, page_size)
 
 
 def _advance(
     path: Tensor,
     count: Tensor,
     target: Tensor,
-    drafted: Tensor | None,
     committed: Tensor,
     length: Tensor,
+    window: Tensor,
     limit: Tensor,
     block_table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_advance(path, count, target, drafted, committed, length, limit, block_table, page_size)
+    _check_advance(path, count, target, committed, length, window, limit, block_table, page_size)
     go = _launch_advance if path.is_cuda else advance_ref
-    return go(path, count, target, drafted, committed, length, limit, block_table, page_size)
+    return go(path, count, target, committed, length, window, limit, block_table, page_size)
 
 
 def advance_ref(
     path: Tensor,
     count: Tensor,
     target: Tensor,
-    drafted: Tensor | None,
     committed: Tensor,
     length: Tensor,
+    window: Tensor,
     limit: Tensor,
     block_table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.arange(target.shape[0], device=target.device)
-    kept = count if drafted is None else torch.minimum(count, drafted + 1)
-    inside = rows < kept
+    inside = rows < count
     row = torch.where(inside, path[0], -1)
     emitted = torch.where(inside, target[row.clamp(min=0)], -1)
     room = min(int(limit), len(committed)) - int(length)
-    moved = max(min(int(kept), room), 0)
+    moved = max(min(int(count), room), 0)
     start = length - 1
     src = _slots(torch.where(inside, row, rows) + start, block_table, page_size)
     dst = _slots(rows + start, block_table, page_size)
     committed[int(length) : int(length) + moved] = emitted[:moved]
     length += moved
-    return torch.cat((kept, row, emitted)), src, dst
+    window[0] = emitted[int(count) - 1]
+    return torch.cat((count, row, emitted)), src, dst
 
 
 def advance_cost(path: Tensor, *_: object) -> tuple[int, int]:
@@ -220,7 +220,7 @@ def _place_rows_kernel(
 @triton.jit(
     do_not_specialize=["rows", "capacity", "columns", "page_size"],
     do_not_specialize_on_alignment=[
-        *("path_ptr", "count_ptr", "target_ptr", "drafted_ptr", "committed_ptr", "length_ptr", "limit_ptr"),
+        *("path_ptr", "count_ptr", "target_ptr", "committed_ptr", "length_ptr", "window_ptr", "limit_ptr"),
         "table_ptr",
     ],
 )
@@ -228,9 +228,9 @@ def _advance_kernel(
     path_ptr,  # [rows]
     count_ptr,  # [1]
     target_ptr,  # [rows]
-    drafted_ptr,  # [1]
     committed_ptr,  # [capacity]
     length_ptr,  # [1]
+    window_ptr,  # [1]
     limit_ptr,  # [1]
     table_ptr,  # [P]
     report_ptr,  # [1 + 2 rows]
@@ -240,28 +240,26 @@ def _advance_kernel(
     capacity,
     columns,  # P * page_size
     page_size,
-    CAPPED: tl.constexpr,  # else drafted is not read
     BLOCK: tl.constexpr,  # a power of two, at least rows
 ):
     o = tl.arange(0, BLOCK)
     length = tl.load(length_ptr)
-    kept = tl.load(count_ptr)
-    if CAPPED:
-        kept = tl.minimum(kept, tl.load(drafted_ptr) + 1)
-    m, inside = o < rows, o < tl.minimum(kept, rows)
+    count = tl.minimum(tl.load(count_ptr), rows)
+    m, inside = o < rows, o < count
     b_row = tl.load(path_ptr + o, mask=inside, other=-1)
     inside = inside & (b_row >= 0) & (b_row < rows)
     b_token = tl.load(target_ptr + b_row, mask=inside, other=-1)
     last = tl.minimum(tl.load(limit_ptr), capacity)
     tl.store(committed_ptr + length + o, b_token, mask=inside & (length + o < last))
-    tl.store(report_ptr, kept)
+    tl.store(window_ptr + o * 0, b_token, mask=inside & (o == count - 1))
+    tl.store(report_ptr, count)
     tl.store(report_ptr + 1 + o, b_row, mask=m)
     tl.store(report_ptr + 1 + rows + o, b_token, mask=m)
     b_from = tl.where(inside, b_row, o.to(tl.int64))
     tl.store(src_ptr + o, _slot(length - 1 + b_from, table_ptr, columns, page_size), mask=m)
     tl.store(dst_ptr + o, _slot(length - 1 + o, table_ptr, columns, page_size), mask=m)
     tl.debug_barrier()  # every thread has read the length
-    tl.store(length_ptr, tl.maximum(length, tl.minimum(length + kept, last)))
+    tl.store(length_ptr, tl.maximum(length, tl.minimum(length + count, last)))
 
 
 @lru_cache
@@ -279,15 +277,15 @@ def _place_variant(words: int, tree: bool) -> Variant:
 
 
 @lru_cache
-def _advance_variant(block: int, capped: bool) -> Variant:
+def _advance_variant(block: int) -> Variant:
     return Variant(
-        name=f"advance {block}" + (" capped" if capped else ""),
+        name=f"advance {block}",
         kernel=_advance_kernel,
         arguments=("*i64",) * 7 + ("*i32",) + ("*i64",) * 3 + ("i32",) * 4,
-        constexprs={"CAPPED": capped, "BLOCK": block},
+        constexprs={"BLOCK": block},
         num_warps=1,
         wide=False,
-        smoke=block == 16 and capped,
+        smoke=block == 16,
     )
 
 
@@ -297,8 +295,7 @@ def variants(arch: int) -> Iterator[Variant]:
         for tree in (False, True):
             yield _place_variant(words, tree)
     for block in (1, 16, 256):
-        for capped in (False, True):
-            yield _advance_variant(block, capped)
+        yield _advance_variant(block)
 
 
 def _launch_place(
@@ -328,22 +325,21 @@ def _launch_advance(
     path: Tensor,
     count: Tensor,
     target: Tensor,
-    drafted: Tensor | None,
     committed: Tensor,
     length: Tensor,
+    window: Tensor,
     limit: Tensor,
     block_table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    others = {"committed": committed, "length": length, "limit": limit, "block_table": block_table}
-    same_device(path, count=count, target=target, drafted=drafted, **others)
+    others = {"length": length, "window": window, "limit": limit, "block_table": block_table}
+    same_device(path, count=count, target=target, committed=committed, **others)
     rows = target.shape[0]
     report, src, dst = target.new_empty(1 + 2 * rows), target.new_empty(rows), target.new_empty(rows)
-    variant = _advance_variant(triton.next_power_of_2(rows), drafted is not None)
-    cap = count if drafted is None else drafted
-    state = committed, length, limit, block_table.contiguous()
+    variant = _advance_variant(triton.next_power_of_2(rows))
+    state = committed, length, window, limit, block_table.contiguous()
     sizes = rows, len(committed), block_table.shape[1] * page_size, page_size
-    variant((1,), path.contiguous(), count, target.contiguous(), cap, *state, report, src, dst, *sizes)
+    variant((1,), path.contiguous(), count, target.contiguous(), *state, report, src, dst, *sizes)
     return report, src, dst
 
 
@@ -384,9 +380,9 @@ def _check_advance(
     path: Tensor,
     count: Tensor,
     target: Tensor,
-    drafted: Tensor | None,
     committed: Tensor,
     length: Tensor,
+    window: Tensor,
     limit: Tensor,
     block_table: Tensor,
     page_size: int,
@@ -397,10 +393,10 @@ def _check_advance(
             f"expected path [1, R] and target [R], R in 1..{MAX_ROWS}: {tuple(path.shape)} {path.dtype}, "
             f"{tuple(target.shape)}"
         )
-    for name, x in (("count", count), ("length", length), ("limit", limit), ("drafted", drafted)):
-        if x is not None:
-            _vector(name, x, 1)
+    for name, x in (("count", count), ("length", length), ("limit", limit)):
+        _vector(name, x, 1)
     _vector("committed", committed)
+    _vector("window", window)
     _check_table(block_table, page_size)
 
 
@@ -423,14 +419,14 @@ def _fake_advance(
     path: Tensor,
     count: Tensor,
     target: Tensor,
-    drafted: Tensor | None,
     committed: Tensor,
     length: Tensor,
+    window: Tensor,
     limit: Tensor,
     block_table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_advance(path, count, target, drafted, committed, length, limit, block_table, page_size)
+    _check_advance(path, count, target, committed, length, window, limit, block_table, page_size)
     rows = target.shape[0]
     return target.new_empty(1 + 2 * rows), target.new_empty(rows), target.new_empty(rows)
 
@@ -443,7 +439,7 @@ _lib.define(
 _lib.impl("place_rows", _place_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("specker::place_rows", _fake_place, lib=_lib)
 _lib.define(
-    "advance(Tensor path, Tensor count, Tensor target, Tensor? drafted, Tensor(a!) committed, Tensor(b!) length, "
+    "advance(Tensor path, Tensor count, Tensor target, Tensor(a!) committed, Tensor(b!) length, Tensor(c!) window, "
     "Tensor limit, Tensor block_table, int page_size) -> (Tensor, Tensor, Tensor)"
 )
 _lib.impl("advance", _advance, "CompositeExplicitAutograd")

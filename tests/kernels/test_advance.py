@@ -62,27 +62,26 @@ def test_a_round_is_committed(go, seed):
         if path[-1] == rows - 1:
             break
     count = len(path)
-    drafted = rng.choice([None, rng.randint(0, rows - 1)])
     length, limit = 40, rng.choice([40, 42, 200, 1000])
     target = [rng.randrange(1000) for _ in range(rows)]
     committed = torch.full((150,), -7, dtype=I64)
-    n = torch.tensor([length])
+    n, window = torch.tensor([length]), torch.tensor([-3, -4])
     report, src, dst = go(
         torch.tensor([path + [-1] * (rows - count)]),
         torch.tensor([count]),
         torch.tensor(target),
-        None if drafted is None else torch.tensor([drafted]),
         committed,
         n,
+        window,
         torch.tensor([limit]),
         blocks,
         page,
     )
-    kept = count if drafted is None else min(count, drafted + 1)
-    emitted = [target[row] for row in path[:kept]]
-    pad = [-1] * (rows - kept)
-    assert report.tolist() == [kept, *path[:kept], *pad, *emitted, *pad]
-    moved = max(0, min(kept, limit - length))
+    emitted = [target[row] for row in path]
+    assert window.tolist() == [emitted[-1], -4]
+    pad = [-1] * (rows - count)
+    assert report.tolist() == [count, *path, *pad, *emitted, *pad]
+    moved = max(0, min(count, limit - length))
     assert n.tolist() == [length + moved]
     want = [-7] * 150
     want[length : length + moved] = emitted[:moved]
@@ -93,27 +92,27 @@ def test_a_round_is_committed(go, seed):
         return int(blocks[0, column // page]) * page + column % page
 
     assert dst.tolist() == [slot(i) for i in range(rows)]
-    assert src.tolist() == [slot(path[i]) if i < kept else slot(i) for i in range(rows)]
+    assert src.tolist() == [slot(path[i]) if i < count else slot(i) for i in range(rows)]
 
 
 def test_nothing_is_written_behind_the_text():
     committed, n = torch.zeros(12, dtype=I64), torch.tensor([10])
-    args = torch.tensor([[0, 1, 2, 3]]), torch.tensor([4]), torch.tensor([5, 6, 7, 8]), None
-    _launch_advance(*args, committed[:12], n, torch.tensor([99]), table(4), 8)
+    args = torch.tensor([[0, 1, 2, 3]]), torch.tensor([4]), torch.tensor([5, 6, 7, 8])
+    _launch_advance(*args, committed, n, torch.tensor([0]), torch.tensor([99]), table(4), 8)
     assert n.tolist() == [12] and committed.tolist() == [0] * 10 + [5, 6]
 
 
 def test_registration():
     parents = torch.tensor([0, 1, 1])
     torch.library.opcheck(torch.ops.specker.place_rows, (torch.tensor([9]), 1, 0, 4, parents, table(2), 16, 31))
-    rest = torch.tensor([[0, 1, -1]]), torch.tensor([2]), torch.tensor([5, 6, 7]), torch.tensor([1])
-    state = torch.zeros(30, dtype=I64), torch.tensor([9]), torch.tensor([20]), table(4), 8
+    rest = torch.tensor([[0, 1, -1]]), torch.tensor([2]), torch.tensor([5, 6, 7])
+    state = torch.zeros(30, dtype=I64), torch.tensor([9]), torch.zeros(4, dtype=I64), torch.tensor([20]), table(4), 8
     torch.library.opcheck(torch.ops.specker.advance, (*rest, *state))
 
     @torch.compile(fullgraph=True, backend="eager")
     def both(length, committed):
         placed = place_rows(length, 1, 0, 4, parents, table_, 8, 31)
-        return placed, advance(*rest, committed, length, state[2], table_, 8)
+        return placed, advance(*rest, committed, length, *state[2:])
 
     table_ = table(4)
     placed, (report, _, _) = both(torch.tensor([9]), torch.zeros(30, dtype=I64))
@@ -135,13 +134,13 @@ def test_refusals():
         bad[at] = value
         with pytest.raises(ValueError, match=message):
             place_rows(*bad)
-    args = [torch.tensor([[0, 1]]), torch.tensor([2]), torch.tensor([5, 6]), None]
-    args += [torch.zeros(30, dtype=I64), torch.tensor([9]), torch.tensor([20]), table(4), 8]
+    args = [torch.tensor([[0, 1]]), torch.tensor([2]), torch.tensor([5, 6])]
+    args += [torch.zeros(30, dtype=I64), torch.tensor([9]), torch.tensor([0]), torch.tensor([20]), table(4), 8]
     for at, value, message in [
         (0, torch.tensor([0, 1]), "expected path"),
         (1, torch.tensor(2), "count must be"),
-        (3, torch.tensor([1.0]), "drafted must be"),
-        (4, torch.zeros(30), "committed must be"),
+        (3, torch.zeros(30), "committed must be"),
+        (5, torch.tensor([1.0]), "window must be"),
     ]:
         bad = list(args)
         bad[at] = value
