@@ -159,6 +159,10 @@ class Options:
     chunk: str | None = opt(
         None, "diffuspec: tokens a pass of --policy chunk, and the probability that lets it go on (default 4:0.5)"
     )
+    graphs: str | None = opt(
+        None,
+        "rounds of static shape, CUDA graphs on a GPU: on (default on a GPU), off (default on a CPU and for float64)",
+    )
     max_context: int | None = opt(None, "positions to allocate K/V for (default: what the checkpoint allows)")
     page_size: int = opt(256, "K/V cache positions per page")
 
@@ -169,6 +173,7 @@ class Options:
             self._one_of(name, known)
         self._one_of("diffusion_prefix", PREFIX)
         self._one_of("shifted_logits", ("yes", "no"))
+        self._one_of("graphs", ("on", "off"))
         for way, names in OPTIONS_OF.items():
             for name in names:
                 if getattr(self, name) is not None and self.way != way:

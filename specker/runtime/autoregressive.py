@@ -9,10 +9,10 @@ from torch import Tensor
 
 from specker.config import Sampling
 from specker.kernels.tree_attention import MAX_WORDS
-from specker.runtime.cache import KVCache
+from specker.runtime.cache import KVCache, Rows, Start
 from specker.runtime.draft import Draft, top_nodes
 from specker.runtime.head import Head
-from specker.runtime.model import Model, Rows, chain_rows, forward, prefill
+from specker.runtime.model import Model, chain_rows, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.schedule import LayerParallel
 
@@ -62,10 +62,13 @@ class AutoregressiveDrafter:
         if self._depth == 0:
             return Draft.empty(self.model.device)
         self.head.follow(committed)
-        hidden = self._catch_up(committed)
+        hidden, position = self._catch_up(committed)
         if self.width == 1:
-            return self._chain(hidden, min(budget.depth, budget.nodes), sampling, keep_drafting)
-        return self._tree(hidden, budget, sampling)
+            self._nodes = range(self._depth)
+            return self._chain(hidden, position, self._depth, sampling, keep_drafting)
+        draft, nodes = self._tree(hidden, position, budget, sampling)
+        self._nodes = nodes.tolist()
+        return draft
 
     def observe(self, path: list[int]) -> None:
         """Keep the exact K/V of accepted draft nodes, which the last level does not have. Fuzzy K/V is dropped: the
@@ -77,8 +80,37 @@ class AutoregressiveDrafter:
             self.cache.commit(nodes)
         self._forwarded = 0
 
-    def _catch_up(self, committed: list[int]) -> Tensor:
-        """Forward the committed tokens that the cache lacks, root included; the root's hidden row [1, E]."""
+    def propose_static(self, start: Start, tokens: Tensor, budget: Budget, sampling: Sampling) -> Draft:
+        """`propose` without a number on the host: `tokens` [R] are the last committed ones, root included, and `start`
+        is where they stand; the columns before them are exact. All of R are forwarded, so that the shapes do not depend
+        on how many were accepted; to the others of them it makes no difference."""
+        rows = chain_rows(self.model, self.cache, len(tokens), start=start)
+        hidden = forward(self.model, self.cache, rows, self._embed(self._known_rows(tokens))).hidden[-1:]
+        position, end = rows.positions[-1:], Start(start.length, 0)
+        if self.width == 1:
+            return self._chain(hidden, position, min(budget.depth, budget.nodes), sampling, None, end)
+        return self._tree(hidden, position, budget, sampling, end)[0]
+
+    def first_static(self, start: Start, tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """The first token of such a chain alone, [1], and its log-probability, [1]."""
+        rows = chain_rows(self.model, self.cache, len(tokens), start=start)
+        hidden = forward(self.model, self.cache, rows, self._embed(self._known_rows(tokens))).hidden[-1:]
+        ids, scores = self.head.candidates(hidden, 1, sampling, rows.positions[-1:])
+        return ids[:, 0], scores[:, 0]
+
+    def step_static(self, start: Start, token: Tensor, n: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """What follows draft token n, `token` [1], in column start + n: likewise."""
+        rows = chain_rows(self.model, self.cache, 1, n, start)
+        ids, scores = self.head.candidates(self._forward(rows, token), 1, sampling, rows.positions)
+        return ids[:, 0], scores[:, 0]
+
+    def forget(self) -> None:
+        """The last draft was not `propose`'s own."""
+        self._forwarded, self._calibrated = 0, self.cache.exact_len
+
+    def _catch_up(self, committed: list[int]) -> tuple[Tensor, Tensor]:
+        """Forward the committed tokens that the cache lacks, root included; the root's hidden row [1, E] and its
+        position [1]."""
         if len(committed) - self.cache.exact_len > CATCH_UP_ROWS:
             self.prefill(committed)
         tokens = self._known(committed[self.cache.exact_len :])
@@ -87,37 +119,41 @@ class AutoregressiveDrafter:
         if self.cache.exact_len == self._calibrated:
             self._calibrated = len(committed)
         self.cache.exact_len = len(committed)
-        return hidden
+        return hidden, rows.positions[-1:]
 
     def _chain(
-        self, hidden: Tensor, depth: int, sampling: Sampling, keep_drafting: Callable[[float], bool] | None
+        self,
+        hidden: Tensor,
+        position: Tensor,
+        depth: int,
+        sampling: Sampling,
+        keep_drafting: Callable[[float], bool] | None,
+        start: Start | None = None,
     ) -> Draft:
-        self._nodes = range(depth)
-        position = self.cache.exact_len - 1  # of the row whose candidates come next
+        """`hidden` [1, E] is the root's row, `position` [1] its own."""
         tokens: list[Tensor] = []
         confidence: list[float] = []
         for n in range(depth):
-            at = self.model.positions[position : position + 1]
             if keep_drafting is None:
-                token = self.head.best(hidden, sampling, at)
+                token = self.head.best(hidden, sampling, position)
             else:
-                token, probability = self.head.confident(hidden, sampling, at)
+                token, probability = self.head.confident(hidden, sampling, position)
                 confidence.append(probability)
             tokens.append(token)
             if keep_drafting is not None and not keep_drafting(confidence[-1]):
                 break
             if n + 1 == depth:  # the last token's K/V is left to the next catch-up
                 break
-            rows = chain_rows(self.model, self.cache, 1, first=n)
-            hidden = self._forward(rows, token)
-            position += 1
+            rows = chain_rows(self.model, self.cache, 1, n, start)
+            hidden, position = self._forward(rows, token), rows.positions
         return Draft.chain(torch.cat(tokens), confidence=tuple(confidence))
 
-    def _tree(self, hidden: Tensor, budget: Budget, sampling: Sampling) -> Draft:
-        """Draft node j's K/V stands at column exact_len + j, window column j."""
-        start, width, depth = self.cache.exact_len, self.width, budget.depth
+    def _tree(
+        self, hidden: Tensor, position: Tensor, budget: Budget, sampling: Sampling, start: Start | None = None
+    ) -> tuple[Draft, Tensor]:
+        """The draft, and which of the grown nodes it holds. Node j's K/V stands in column exact_len + j."""
+        width, depth = self.width, budget.depth
         device = self.model.device
-        position = self.model.positions[start - 1 : start]
         ids, scores = self.head.candidates(hidden, width, sampling, position)
         level_tokens, level_scores = ids[0], scores[0]
         level_parents = torch.zeros(width, dtype=torch.int64, device=device)
@@ -125,25 +161,35 @@ class AutoregressiveDrafter:
         tokens, parents, all_scores = [level_tokens], [level_parents], [level_scores]
         for level in range(1, depth):
             first = (level - 1) * width  # node of this level's first leaf
-            rows = Rows(
-                positions=self.model.positions[start + level - 1].expand(width),
-                slots=self.cache.slot_of[start + first : start + first + width],
-                kv_len=self.cache.lengths[start + first + width].unsqueeze(0),
-                window=self.cache.lengths[first + width].unsqueeze(0),
-                ancestors=words,
-            )
+            rows = self._level(level, words) if start is None else self._level_static(level, parents, start)
             hidden = self._forward(rows, level_tokens)
             ids, scores = self.head.candidates(hidden, width, sampling, rows.positions)
             level_scores, best = (level_scores.unsqueeze(1) + scores).flatten().topk(width)
             leaf = best // width
             level_tokens, level_parents = ids.flatten()[best], leaf + first + 1
-            words = words[leaf] | _own_bits(level * width, width, depth * width, device)
+            if start is None:
+                words = words[leaf] | _own_bits(level * width, width, depth * width, device)
             tokens.append(level_tokens)
             parents.append(level_parents)
             all_scores.append(level_scores)
         grown = Draft(torch.cat(tokens), torch.cat(parents))
-        draft, self._nodes = top_nodes(grown, torch.cat(all_scores), budget.nodes)
-        return draft
+        return top_nodes(grown, torch.cat(all_scores), budget.nodes)
+
+    def _level(self, level: int, words: Tensor) -> Rows:
+        """Where the leaves of a tree of `level` levels stand; node j is window column j."""
+        column, first, end = self.cache.exact_len, (level - 1) * self.width, level * self.width
+        return Rows(
+            positions=self.model.positions[column + level - 1].expand(self.width),
+            slots=self.cache.slot_of[column + first : column + end],
+            kv_len=self.cache.lengths[column + end].unsqueeze(0),
+            window=self.cache.lengths[end].unsqueeze(0),
+            ancestors=words,
+        )
+
+    def _level_static(self, level: int, parents: list[Tensor], start: Start) -> Rows:
+        """The same; the root, one column before `start`, is window column 0."""
+        first, last = (level - 1) * self.width + 1, self.model.config.max_context - 1
+        return self.cache.place(Start(start.length, start.back + 1), first, self.width, torch.cat(parents), last)
 
     def _forward(self, rows: Rows, tokens: Tensor) -> Tensor:
         """Draft tokens [T] -> their hidden rows [T, E]."""
@@ -159,6 +205,9 @@ class AutoregressiveDrafter:
         """Ids the draft's (unpadded) vocabulary lacks become its last one: a draft may be anything."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
+
+    def _known_rows(self, tokens: Tensor) -> Tensor:
+        return tokens.clamp(max=self.model.config.vocab_size - 1)
 
 
 def _own_bits(first: int, count: int, nodes: int, device: torch.device) -> Tensor:

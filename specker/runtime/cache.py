@@ -5,12 +5,32 @@ after them are scratch: a verify pass or a drafter writes there, then `commit` k
 them. Nothing is ever "mostly right" below exact_len.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from specker.kernels.advance import place_rows
 from specker.kernels.kv_calibrate import kv_commit
 from specker.kernels.tree_attention import chain_words
 from specker.runtime.model_config import ModelConfig
+
+
+class Start(NamedTuple):
+    """Where a window of rows begins when only the device knows: at column length - back."""
+
+    length: Tensor  # [1] int64
+    back: int
+
+
+class Rows(NamedTuple):
+    """Where rows stand, and what they see."""
+
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    kv_len: Tensor  # [1] int32, the rows' columns included
+    window: Tensor  # [1] int32, the last columns, seen through `ancestors`
+    ancestors: Tensor  # [T, W] int64
 
 
 class KVCache:
@@ -36,6 +56,7 @@ class KVCache:
         self.block_table = pages.to(device).unsqueeze(0)  # [1, P]
         self.page_size = page_size
         self.capacity = count * page_size
+        self.table = self.block_table  # what attention is shown: the pages of `reach` columns
         self.exact_len = 0
         offsets = torch.arange(page_size, device=device)
         self.slot_of = (self.block_table[0].long()[:, None] * page_size + offsets).flatten()  # [capacity]
@@ -69,6 +90,16 @@ class KVCache:
         for cache in (self.k, self.v):
             rows = cache.flatten(1, 2)[:, written]
             assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"
+
+    def reach(self, columns: int) -> None:
+        """Let attention look no further than `columns`, so that it launches no program beyond them."""
+        self.table = self.block_table[:, : -(-min(columns, self.capacity) // self.page_size)]
+
+    def place(self, start: Start, first: int, count: int, parents: Tensor | None, last_position: int) -> Rows:
+        """Rows first..first + count - 1 of the window that begins at `start`: a chain, or a tree by its parents."""
+        placed = place_rows(*start, first, count, parents, self.block_table, self.page_size, last_position)
+        positions, slots, kv_len, words = placed
+        return Rows(positions, slots, kv_len, self.lengths[first + count : first + count + 1], words)
 
     def chain_rows(self, count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For `count` rows in a chain at columns exact_len + first..: slots [count], kv_len [1], window [1] and

@@ -21,11 +21,11 @@ from torch import Tensor
 from specker.config import Sampling
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
-from specker.runtime.cache import KVCache
+from specker.runtime.cache import KVCache, Rows, Start
 from specker.runtime.draft import Draft
 from specker.runtime.head import Head
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
-from specker.runtime.model import Model, Rows, forward, prefill
+from specker.runtime.model import Model, chain_rows, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.stats import Found
 
@@ -74,7 +74,7 @@ class DiffusionDrafter:
         self._guesses = []
         blocks: list[Lattice] = []
         confidence: list[float] = []
-        passes, seconds = 0, 0.0
+        passes = 0
         while True:
             n = min(budget.block or depth, depth - len(self._guesses))
             hidden = self._masked(committed, n)
@@ -92,15 +92,11 @@ class DiffusionDrafter:
             if len(self._guesses) == depth or not more or self._stopped() < len(self._guesses):
                 break
         generated = self._stopped()
-        start = time.perf_counter()
-        found = Found(generated, passes)
         if self.search is None:
             tokens = self._guesses[: generated + 1]
             draft = Draft.chain(self._on_device(tokens), confidence=tuple(confidence[: len(tokens)]))
-        else:
-            draft, width, score = self._searched(blocks, committed, budget, sampling, self.search)
-            seconds = time.perf_counter() - start
-            found = Found(generated, passes, width, score, seconds)
+            return draft.with_found(Found(generated, passes))
+        draft, found = self._searched(blocks, committed, budget, sampling, self.search, passes)
         return draft.with_found(found)
 
     def _masked(self, committed: list[int], n: int) -> Tensor:
@@ -133,6 +129,28 @@ class DiffusionDrafter:
         self._last = n
         return hidden[:-1] if config.shifted_logits else hidden[1:]
 
+    def hidden_static(self, start: Start, text: Tensor, n: int) -> Tensor:
+        """`_masked` without a number on the host: `text` [R] are the last committed tokens, root included, which stand
+        at `start`; n masks stand behind them. All of R run again, beside the new masks."""
+        config = self.model.config
+        assert config.mask_token_id is not None
+        masks = torch.full((n,), config.mask_token_id, dtype=torch.int64, device=text.device)
+        tokens = torch.cat((text.clamp(max=config.vocab_size - 1), masks))
+        placed = chain_rows(self.model, self.cache, len(tokens), start=start)
+        rows = placed._replace(ancestors=_full_words(len(tokens), text.device))
+        hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens)).hidden[-n - 1 :]
+        return hidden[:-1] if config.shifted_logits else hidden[1:]
+
+    def search_static(
+        self, hidden: Tensor, committed: list[int], budget: Budget, sampling: Sampling
+    ) -> tuple[Draft, Found]:
+        """The draft that a search finds in the rows [k, E] of `hidden_static`; reads their candidates on the host."""
+        assert self.search is not None
+        first = len(committed) - 1
+        block, _ = self._candidates(hidden, sampling, self.model.positions[first : first + len(hidden)])
+        self._guesses = block.ids[:, 0].tolist()
+        return self._searched([block], committed, budget, sampling, self.search)
+
     def _all_ones(self, first: int, count: int) -> Rows:
         """`count` rows at the columns from `first` on that see each other and all before them."""
         end = first + count
@@ -141,7 +159,7 @@ class DiffusionDrafter:
             slots=self.cache.slot_of[first:end],
             kv_len=self.cache.lengths[end : end + 1],
             window=self.cache.lengths[count : count + 1],
-            ancestors=_full_words(count).to(self.model.device),
+            ancestors=_full_words(count, self.model.device),
         )
 
     def _candidates(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> tuple[Lattice, Any]:
@@ -160,21 +178,33 @@ class DiffusionDrafter:
         return lattice(ids_, ranks_, noise_, 0.0 if how is None else how.mass, count), ranks_
 
     def _searched(
-        self, blocks: list[Lattice], committed: list[int], budget: Budget, sampling: Sampling, how: Search
-    ) -> tuple[Draft, float, float]:
-        """The draft, the lattice's width and the best path's score, a token."""
+        self,
+        blocks: list[Lattice],
+        committed: list[int],
+        budget: Budget,
+        sampling: Sampling,
+        how: Search,
+        passes: int = 1,
+    ) -> tuple[Draft, Found]:
+        """The draft, and what there was to find."""
+        start = time.perf_counter()
         whole = blocks[0] if len(blocks) == 1 else Lattice.joined(blocks)
         before = (committed[-2] if len(committed) > 1 else -1, committed[-1])
         paths = best_paths(whole, how, before, self.stop_ids, sampling.temperature)
         score = paths[0].score / len(whole.ids)
         if not how.tree or len(paths) == 1:
-            return Draft.chain(self._on_device(list(paths[0].tokens))), whole.width, score
-        tokens, parents = trie(paths, budget.nodes, budget.depth)
-        return Draft(self._on_device(tokens), self._on_device(parents)), whole.width, score
+            draft = Draft.chain(self._on_device(list(paths[0].tokens)))
+        else:
+            tokens, parents = trie(paths, budget.nodes, budget.depth)
+            draft = Draft(self._on_device(tokens), self._on_device(parents))
+        return draft, Found(self._stopped(), passes, whole.width, score, time.perf_counter() - start)
 
     def _stopped(self) -> int:
+        return self.stopped(self._guesses)
+
+    def stopped(self, guesses: list[int]) -> int:
         """Guesses before the first stop token; all of them if there is none."""
-        return next((n for n, token in enumerate(self._guesses) if token in self.stop_ids), len(self._guesses))
+        return next((n for n, token in enumerate(guesses) if token in self.stop_ids), len(guesses))
 
     def _on_device(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.model.device)
@@ -195,5 +225,5 @@ def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any
 
 
 @lru_cache(maxsize=512)
-def _full_words(count: int) -> Tensor:
-    return pack_bits([(1 << count) - 1] * count, count)
+def _full_words(count: int, device: torch.device) -> Tensor:
+    return pack_bits([(1 << count) - 1] * count, count).to(device)

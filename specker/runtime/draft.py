@@ -1,6 +1,5 @@
 """A draft: a tree of guesses under the root. A chain, a tree and a trie of lattice paths are all this one type."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -56,16 +55,16 @@ class Draft:
         return len(self) if self.is_chain else max(self.depths())
 
 
-def top_nodes(draft: Draft, scores: Tensor, count: int) -> tuple[Draft, Sequence[int]]:
+def top_nodes(draft: Draft, scores: Tensor, count: int) -> tuple[Draft, Tensor]:
     """The `count` best nodes of a tree whose scores [N] never grow from parent to child, and their numbers in it;
     earlier nodes win ties, so the kept ones are a tree again."""
     if len(draft) <= count:
-        return draft, range(len(draft))
+        return draft, torch.arange(len(draft), device=scores.device)
     order = torch.sort(scores, descending=True, stable=True).indices[:count]
     kept = order.sort().values
     row_of = torch.zeros(len(draft) + 1, dtype=torch.int64, device=kept.device)
     row_of[kept + 1] = torch.arange(1, count + 1, device=kept.device)
-    return Draft(draft.tokens[kept], row_of[draft.parents[kept]]), kept.tolist()
+    return Draft(draft.tokens[kept], row_of[draft.parents[kept]]), kept
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
-from specker.runtime.cache import KVCache
+from specker.runtime.cache import KVCache, Start
 from specker.runtime.draft import Draft, Resume
 from specker.runtime.head import Head
 from specker.runtime.model import Model, chain_rows, forward
@@ -69,6 +69,14 @@ class EarlyExitDrafter:
         taps = {layer: torch.cat(kept) for layer, kept in tapped.items()}
         resume = Resume(budget.exit, torch.cat(hidden), taps)
         return Draft.chain(torch.cat(tokens), resume, tuple(confidences))
+
+    def step_static(self, token: Tensor, start: Start, exit: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+        """One draft step without a number on the host: `token` [1] stands at `start`. -> its candidate [1], the
+        candidate's log-probability [1], the residual stream [1, E] after `exit` layers."""
+        rows = chain_rows(self.model, self.cache, 1, start=start)
+        hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(token), slice(exit)).hidden
+        ids, scores = self.head.candidates(hidden, 1, sampling, rows.positions)
+        return ids[:, 0], scores[:, 0], hidden
 
 
 def shadows(

@@ -22,8 +22,19 @@ from specker.runtime.head import Kept
 from specker.runtime.loop import Context, Drafter, decode
 from specker.runtime.model import Model, chain_rows, forward, prefill
 from specker.runtime.model_config import CheckpointError, layer_elements
+from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import STRATEGIES, VOCAB_TEXT, Pair, allocate, default_keep, early_exit, policy, shape
+from specker.runtime.strategies import (
+    STRATEGIES,
+    VOCAB_TEXT,
+    Pair,
+    allocate,
+    default_keep,
+    early_exit,
+    longest,
+    policy,
+    shape,
+)
 from specker.runtime.verify import verify
 
 
@@ -78,6 +89,7 @@ class Engine:
     _drafter: Drafter | None = field(init=False, repr=False)
     trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # is told of every round
     _head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
+    _rounds_of: StaticRounds | None = field(init=False, repr=False, default=None)
     _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
 
     def __post_init__(self) -> None:
@@ -94,6 +106,14 @@ class Engine:
             digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
             pair = Pair(self.target, self.draft, self._bundled, digest)
             self._drafter = strategy.drafter(pair, self.kept, self.options)
+        if (self.options.graphs or self._graphs_by_default()) == "on":
+            most = longest(self.options, self._bundled)
+            capture = self.device.type == "cuda"
+            self._rounds_of = StaticRounds(self._model, self._cache, self._drafter, most.nodes, most.depth, capture)
+
+    def _graphs_by_default(self) -> str:
+        """float64 has no kernels: its references read numbers on the host."""
+        return "on" if self.device.type == "cuda" and self.dtype != torch.float64 else "off"
 
     def _priced(self, drafter: EarlyExitDrafter) -> float:
         """The LM head of a draft step in layers of the target, as --exit-cost says."""
@@ -249,7 +269,10 @@ class Engine:
         kept = None if drafter is None or self.kept is None else drafter.head.known
         trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
         rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
-        return Context(self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace)
+        rounds = None if trace else self._rounds_of  # a trace tells what static rounds keep on the device
+        if rounds is not None:
+            rounds.reset()
+        return Context(self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace, rounds)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
         text = Detokenizer(self._tokenizer_or_none())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specker.config import Sampling
 from specker.kernels.vocab_topk import vocab_topk
+from specker.runtime.sampling import noise_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Head:
 
     def best(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
         """hidden [T, E] at `positions` [T] -> the first candidate of each row, [T]."""
-        noise = self._noise(sampling, positions)
+        noise = noise_of(sampling, positions)
         return vocab_topk(hidden, self.weight, self.token_ids, 1, (self.norm, self.eps), noise, with_lse=False)[0][:, 0]
 
     def confident(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> tuple[Tensor, float]:
@@ -104,9 +105,5 @@ class Head:
 
     def ranked(self, hidden: Tensor, k: int, sampling: Sampling, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `candidates`: ids [T, k], (perturbed) logits [T, k] over the temperature, lse [T] of all rows'."""
-        noise = self._noise(sampling, positions)
+        noise = noise_of(sampling, positions)
         return vocab_topk(hidden, self.weight, self.token_ids, k, (self.norm, self.eps), noise)
-
-    @staticmethod
-    def _noise(sampling: Sampling, positions: Tensor) -> tuple[int, Tensor, float] | None:
-        return (sampling.seed, positions, sampling.temperature) if sampling.temperature > 0 else None

@@ -22,6 +22,7 @@ from specker.runtime.early_exit import EarlyExitDrafter, shadows
 from specker.runtime.head import Head
 from specker.runtime.model import Model, prefill
 from specker.runtime.policy import Budget, Policy
+from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
 from specker.runtime.verify import verify
 
@@ -57,6 +58,7 @@ class Context:
     limit: int  # committed tokens at which decoding ends
     kept: set[int] | None = None  # the ids a trimmed drafter can propose, now; None: all
     trace: Callable[[dict[str, Any]], None] | None = None  # told of every round
+    rounds: StaticRounds | None = None  # rounds of static shape, where the engine runs them
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], 
     with ctx.stats.stage("prefill"):
         _prefill(ctx)
     while len(ctx.committed) < ctx.limit:
-        taken = step(ctx)
+        taken = _static(ctx) or step(ctx)
         tokens = taken.tokens
         stop = _first_stop(tokens, stop_ids)
         if stop is not None:
@@ -115,6 +117,48 @@ def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], 
         yield tokens, accepted
         if stop is not None:
             return
+
+
+def _static(ctx: Context) -> Taken | None:
+    """One round of static shape, with the next one on its way already; None where `step` has to do it."""
+    rounds = ctx.rounds
+    if rounds is None:
+        return None
+    if not rounds.flying and not _launch(ctx, rounds):
+        if rounds.loaded:
+            rounds.unload(len(ctx.committed))
+        return None
+    if ctx.drafter is None or not rounds.reads(ctx.policy.confident):
+        _launch(ctx, rounds)
+    found, seconds = rounds.collect()
+    for stage, each in seconds.items():
+        ctx.stats.seconds[stage] += each
+    flight, room = found.flight, ctx.limit - len(ctx.committed)
+    path, tokens = found.path[:room], found.tokens[:room]  # a static draft may reach beyond the end
+    with ctx.stats.stage("commit"):
+        ctx.committed += tokens
+        draft = flight.outline()
+        ctx.policy.observe(draft, path)
+    ctx.stats.observe_budget(flight.drafted, flight.exit)
+    if flight.found is not None:
+        ctx.stats.observe_found(flight.found, flight.depth, len(path) - 1)
+    lost = ctx.kept is not None and tokens[-1] not in ctx.kept and len(path) - 1 < flight.depth
+    return Taken(path, tokens, flight.drafted, lost)
+
+
+def _launch(ctx: Context, rounds: StaticRounds) -> bool:
+    """Start a round of static shape, if there is room for one and a token left to find."""
+    known = len(ctx.committed)
+    if known + rounds.flying >= ctx.limit:  # the rounds on their way end it
+        return False
+    budget = ctx.policy.budget() if ctx.drafter is not None else Budget(0, 0)
+    if not rounds.fits(known, budget, ctx.drafter is not None):
+        return False
+    if not rounds.loaded:
+        rounds.load(ctx.committed, ctx.limit, ctx.sampling)
+    asked = ctx.policy.keep_drafting if ctx.policy.confident else None
+    rounds.launch(ctx.committed, budget, ctx.sampling, asked, ctx.drafter is not None)
+    return True
 
 
 def _first_stop(tokens: list[int], stop_ids: frozenset[int]) -> int | None:

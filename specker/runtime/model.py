@@ -4,7 +4,6 @@ Few rows (a decoding step, a verify pass, a tree level) go through the ops; a lo
 goes through torch's linear and SDPA in fixed chunks, the same ones whatever the strategy.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,22 +15,11 @@ from specker.kernels.kv_calibrate import kv_calibrate, rope_table
 from specker.kernels.residual_merge import add_norm
 from specker.kernels.row_linear import pack, row_linear
 from specker.kernels.tree_attention import gather_pages, tree_attention
-from specker.runtime.cache import KVCache
+from specker.runtime.cache import KVCache, Rows, Start
 from specker.runtime.checkpoint import Checkpoint, Layers, Weights
 
 PREFILL_CHUNK = 512
 _TIED_PACK_MAX = 1 << 24  # elements; a packed head is a second copy where the embedding is the same matrix
-
-
-@dataclass(frozen=True)
-class Rows:
-    """T rows of one sequence, about to be forwarded; their K/V goes to `slots`."""
-
-    positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64
-    kv_len: Tensor  # [1] int32, the rows' columns included
-    window: Tensor  # [1] int32, the last columns, seen through `ancestors`
-    ancestors: Tensor  # [T, W] int64
 
 
 class LayerWeights(NamedTuple):
@@ -77,10 +65,13 @@ class Model:
         """[T] int64 -> [T, E]."""
         return torch.embedding(self.embed, tokens)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64)."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64), written to `out` if there is
+        one."""
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         logits = row_linear(normed, self.head)
+        if out is not None:
+            return out.copy_(logits)
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -108,7 +99,7 @@ def forward(
         qkv = row_linear(normed, w.qkv, w.qkv_bias)
         q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
         mixed, _ = tree_attention(
-            q, k, v, cache.block_table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale, with_lse=False
+            q, k, v, cache.table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale, with_lse=False
         )
         delta = row_linear(mixed.reshape(T, -1), w.o, w.o_bias)
         hidden, normed = add_norm(hidden, delta, w.norm_post, eps)
@@ -120,12 +111,13 @@ def forward(
     return Output(hidden, kept)
 
 
-def chain_rows(model: Model, cache: KVCache, count: int, first: int = 0, position: int | None = None) -> Rows:
-    """Rows for `count` tokens one after another at columns exact_len + first.., each seeing all before it. Column and
-    position agree unless `position` says otherwise."""
-    slots, kv_len, window, words = cache.chain_rows(count, first)
-    start = cache.exact_len + first if position is None else position
-    return Rows(model.positions[start : start + count], slots, kv_len, window, words)
+def chain_rows(model: Model, cache: KVCache, count: int, first: int = 0, start: Start | None = None) -> Rows:
+    """Rows for `count` tokens one after another, each seeing all before it: rows first.. of the window that begins at
+    column exact_len, or at `start`. Their positions are their columns."""
+    if start is not None:
+        return cache.place(start, first, count, None, model.config.max_context - 1)
+    column = cache.exact_len + first
+    return Rows(model.positions[column : column + count], *cache.chain_rows(count, first))
 
 
 @torch.inference_mode()

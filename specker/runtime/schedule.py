@@ -22,8 +22,8 @@ from specker.kernels.kv_calibrate import kv_calibrate
 from specker.kernels.residual_merge import residual_merge
 from specker.kernels.row_linear import row_linear
 from specker.kernels.tree_attention import tree_attention
-from specker.runtime.cache import KVCache
-from specker.runtime.model import Model, Rows, forward
+from specker.runtime.cache import KVCache, Rows
+from specker.runtime.model import Model, forward
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class LayerParallel:
             q,
             self.k,
             self.v,
-            group.block_table,
+            group.block_table[:, : self.cache.table.shape[1]],
             rows.kv_len.repeat(N),
             rows.window.repeat(N),
             torch.arange(0, N * T + 1, T, dtype=torch.int32, device=q.device),

@@ -22,6 +22,7 @@ from specker.runtime.model import Model
 from specker.runtime.policy import (
     LONGEST,
     AdaptiveLength,
+    Budget,
     Chunks,
     DraftAndVerify,
     DynamicExit,
@@ -180,6 +181,25 @@ def policy(options: Options, layers: int, head_cost: float, bundled: bool) -> Po
     if name == "draft-and-verify" and options.draft_tokens is None:
         depth = LONGEST + 1  # confidence ends a draft, not a number
     return rule(width * depth if options.draft_tokens is None else options.draft_tokens, depth, exit)
+
+
+def longest(options: Options, bundled: bool) -> Budget:
+    """The largest draft that `policy` may ask for: nodes and depth."""
+    width, depth = shape(options)
+    rule = options.policy
+    if options.way == "ar":
+        return Budget(0, 0)
+    if options.way == "diffuspec":
+        if rule == "adl" or (rule is None and options.draft_tokens is None):
+            depth = span(options.adl or (ADL_BUNDLED if bundled else ADL))[1]
+        paths = (options.cps_paths or Search().paths) if options.cps == "tree" else 1
+        depth = max(depth, LONGEST) if rule == "plus-minus-one" else depth
+        return Budget(min(paths * depth, MAX_NODES), depth)
+    if (options.way == "del" and (rule or "del").startswith("del")) or rule == "draft-and-verify":
+        return Budget(*(options.draft_tokens or LONGEST + 1,) * 2)
+    if rule == "plus-minus-one":
+        return Budget(*(max(depth, LONGEST),) * 2)
+    return Budget(width * depth if options.draft_tokens is None else options.draft_tokens, depth)
 
 
 def _block_policy(options: Options, bundled: bool) -> Policy:

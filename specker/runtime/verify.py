@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from specker.kernels.tree_attention import ancestor_words
-from specker.runtime.cache import KVCache
+from specker.runtime.cache import KVCache, Rows, Start
 from specker.runtime.draft import Draft, Resume
-from specker.runtime.model import Model, Rows, chain_rows, forward
+from specker.runtime.model import Model, chain_rows, forward
 
 
 def verify(
@@ -36,6 +36,28 @@ def verify(
         )
     out = forward(model, cache, rows, model.embed_tokens(tokens), taps=taps)
     return model.logits(out.hidden), rows.positions, out.taps
+
+
+def verify_static(
+    model: Model, cache: KVCache, window: Tensor, parents: Tensor | None, start: Start, logits: Tensor
+) -> Tensor:
+    """`verify` without a number on the host: window [N + 1] are the root and the draft, parents [N] a tree's (None: a
+    chain), the root stands at `start`. Writes logits [N + 1, V]; returns the rows' positions."""
+    rows = cache.place(start, 0, len(window), parents, model.config.max_context - 1)
+    out = forward(model, cache, rows, model.embed_tokens(window))
+    model.logits(out.hidden, logits)
+    return rows.positions
+
+
+def resume_static(model: Model, cache: KVCache, window: Tensor, resume: Resume, start: Start, logits: Tensor) -> Tensor:
+    """`verify_static` of a self-drafted chain, window [N + 1]; resume.hidden are its first N rows."""
+    N, E = len(window) - 1, resume.layer
+    last = chain_rows(model, cache, 1, N, start)
+    hidden = forward(model, cache, last, model.embed_tokens(window[N:]), slice(E)).hidden
+    rows = chain_rows(model, cache, N + 1, start=start)
+    out = forward(model, cache, rows, torch.cat((resume.hidden, hidden)), slice(E, None))
+    model.logits(out.hidden, logits)
+    return rows.positions
 
 
 def _resumed(

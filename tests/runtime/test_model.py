@@ -1,7 +1,5 @@
 """The decoder against transformers' own models, in float64: prefill, decoding, a verify pass, taps and layer slices."""
 
-import dataclasses
-
 import pytest
 import torch
 from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
@@ -43,7 +41,7 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
     expected = oracle_logits(oracle(tmp_path, F64), torch.tensor(ids), bidirectional=not model.config.causal)
     if not model.config.causal:  # all rows see all: one window of every column
         words = torch.full((40, 1), (1 << 40) - 1, dtype=torch.int64)
-        rows = dataclasses.replace(chain_rows(model, cache, 40), ancestors=words)
+        rows = chain_rows(model, cache, 40)._replace(ancestors=words)
         got = model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(ids))).hidden)
         assert (got - expected).abs().max() < 1e-9
         return
