@@ -79,6 +79,23 @@ def test_tokens_equal_plain_decoding(family, name, shape, how):
     assert 0 < accepted < drafted
 
 
+STATIC = [*itertools.product(["off", "chain", "tree", "adl", "plus-minus-one", "chunk"], HOW)]
+
+
+@pytest.mark.parametrize(("shape", "how"), STATIC, ids=["-".join(case) for case in STATIC])
+def test_rounds_of_static_shape(family, shape, how):
+    options = SHAPES[shape]
+    if shape == "adl":
+        options = {"adl": "2-4", "cps": "off"}  # the text must be longer than the longest block
+    plain, fast = load(family), load(family, graphs="on", **options)
+    drafted = accepted = 0
+    for prompt in PROMPTS:
+        got = fast.generate(prompt, 50, **HOW[how])
+        assert got.tokens == plain.generate_ar(prompt, 50, **HOW[how]).tokens
+        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
+    assert 0 < accepted < drafted
+
+
 @pytest.mark.parametrize("keep", [12, 40])
 def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
     from specker.runtime.vocab_scores import VocabScores

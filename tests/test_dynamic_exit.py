@@ -72,6 +72,21 @@ def test_tokens_equal_plain_decoding(target, name, how):
         assert 0 < accepted < drafted
 
 
+@pytest.mark.parametrize(("name", "how"), list(itertools.product(POLICIES, SAMPLING)))
+def test_rounds_of_static_shape(target, monkeypatch, name, how):
+    """Every third round watches other layers and runs as loop.py's own step, in the middle of static ones."""
+    calls = itertools.count()
+    monkeypatch.setattr(DynamicExit, "_affordable", lambda policy: next(calls) % 3 == 0)
+    plain, fast = engine(target), engine(target, graphs="on", **POLICIES[name])
+    drafted = accepted = 0
+    for prompt in PROMPTS:
+        got = fast.generate(prompt, 60, **SAMPLING[how])
+        assert got.tokens == plain.generate_ar(prompt, 60, **SAMPLING[how]).tokens
+        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
+    if name != "del-measured":
+        assert 0 < accepted < drafted
+
+
 @pytest.mark.parametrize("name", ["plus-minus-one", "draft-and-verify"])
 @pytest.mark.parametrize("how", SAMPLING)
 def test_policies_serve_a_draft_model_too(pair, name, how):

@@ -1,12 +1,20 @@
 """Rounds of static shape: the tokens of plain decoding on a CPU, without graphs; what they launch; what they read."""
 
+import collections
+import functools
 import itertools
 
 import pytest
+import torch
 from make_checkpoint import make
 from pairs import perturbed
+from recorded import kernels, recording
 
 import specker
+from specker.config import Sampling
+from specker.runtime.policy import Budget
+from specker.runtime.rounds import KINDS
+from specker.runtime.strategies import met
 
 SHAPES = {
     "chain-1": {"draft_tokens": 1},
@@ -25,6 +33,28 @@ SAMPLING = {
     "T1-top-p": {"temperature": 1.0, "top_p": 0.7, "seed": (1 << 64) - 3},
 }
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("vocabtrim", {}),
+        ("vocabtrim", {"tree": "3x3", "vocab_text": 32}),
+        ("easyspec+vocabtrim", {"tree": "2x4"}),
+        ("del", {}),
+        ("del+vocabtrim", {"vocab_keep": "2048"}),
+        ("diffuspec", {}),
+        ("diffuspec+vocabtrim", {"cps": "tree"}),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_bundled_family(bundled, strategy, options, temperature):
+    fast = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on", **options)
+    plain = specker.load(strategy="ar", device="cpu", dtype="float64")
+    for prompt in specker.zoo.PROMPTS[:2]:
+        got = fast.generate(prompt, 48, temperature=temperature)
+        assert got.tokens == plain.generate(prompt, 48, temperature=temperature).tokens
+        assert got.stats.acceptance_length > 1.4
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +83,183 @@ def test_tokens_equal_plain_decoding(pairs, plain, shape, how):
         assert got.stats.tokens == len(got.tokens) == got.stats.accepted + got.stats.rounds
         accepted += got.stats.accepted
     assert accepted > 20, "hardly anything was accepted: this proves little"
+    rounds = fast._rounds_of.launched
+    assert rounds > 40, "static rounds were hardly used"
+
+
+@pytest.mark.parametrize("count", range(1, 14))
+def test_max_new_tokens_in_mid_draft(pairs, plain, count):
+    fast = load(pairs, graphs="on", draft_tokens=5)
+    for prompt in PROMPTS[::2]:
+        got = fast.generate(prompt, count)
+        assert got.tokens == plain.generate(prompt, count).tokens and len(got.tokens) == count
+        assert got.finished == "length" and got.stats.tokens == got.stats.accepted + got.stats.rounds
+
+
+@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "easyspec"])
+def test_the_context_ends_decoding(pairs, plain, shape):
+    fast = load(pairs, graphs="on", **SHAPES[shape])
+    prompt = [k % 100 for k in range(150)]
+    got = fast.generate(prompt, 500)
+    assert got.tokens == plain.generate(prompt, 500).tokens and len(got.tokens) == 42
+    longer = plain.generate([k % 100 for k in range(191)], 500)  # room for one token, then a text that fills it
+    assert fast.generate([k % 100 for k in range(191)], 500).tokens == longer.tokens and len(longer.tokens) == 1
+
+
+def test_a_stop_id_ends_the_text(pairs):
+    plain, fast = load(pairs[:1], strategy="ar"), load(pairs, graphs="on", draft_tokens=5)
+    free = plain.generate([5, 9, 40, 3, 3, 3], 60).tokens
+    for stop in dict.fromkeys(free[3:12]):
+        for engine in (plain, fast):
+            object.__setattr__(engine.target.config, "eos_ids", (stop,))
+        got = fast.generate([5, 9, 40, 3, 3, 3], 60)
+        assert got.tokens == free[: free.index(stop) + 1] and got.finished == "stop"
+        assert not set(fast.generate(PROMPTS[2], 60).tokens[:-1]) & {stop}, "the wasted round came through"
+
+
+def test_a_draft_with_a_shorter_context(pairs, plain, tmp_path):
+    """Static rounds while there is room, then loop.py's own, which ends drafting."""
+    short = make(tmp_path, "llama", layers=1, max_context=64)
+    for shape in ({"draft_tokens": 4}, {"tree": "2x4"}):
+        fast = load((pairs[0], short), graphs="on", **shape)
+        for prompt in ([5, 9, 40], list(range(40)), list(range(100))):
+            assert fast.generate(prompt, 80).tokens == plain.generate(prompt, 80).tokens
+        assert fast._rounds_of.launched > 10
+
+
+@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
+def test_a_stream_left_in_the_middle(pairs, plain, shape):
+    """The round that was on its way belongs to nobody."""
+    fast = load(pairs, graphs="on", **SHAPES[shape])
+    for prompt in PROMPTS:
+        stream = fast.stream(PROMPTS[2], 60, temperature=0.7)
+        next(stream), next(stream)
+        stream.close()
+        assert fast.generate(prompt, 40).tokens == plain.generate(prompt, 40).tokens
+        assert fast.generate_ar(prompt, 40).tokens == plain.generate(prompt, 40).tokens
+
+
+def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
+    engine = load(pairs)
+    with monkeypatch.context() as m, pytest.raises(ValueError, match="--graphs on needs kernels"):
+        m.setattr(engine, "device", torch.device("cuda"))
+        m.setattr(engine, "options", engine.options.__class__(graphs="on"))
+        engine.__post_init__()
+
+
+# --- what is launched on a GPU, seen without one
+
+
+RECORDED = {  # the last ones with the bundled family, the others with tiny models
+    "ar": {"strategy": "ar"},
+    "chain-4": {"draft_tokens": 4},
+    "tree-3x4": {"tree": "3x4"},
+    "tree-3x4-cap-7": {"tree": "3x4", "draft_tokens": 7},
+    "easyspec": {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3"},
+    "draft-and-verify": {"policy": "draft-and-verify", "draft_tokens": 4},
+    "del": {"strategy": "del"},
+    "del-length": {"strategy": "del", "policy": "del-length"},
+    "diffuspec": {"strategy": "diffuspec", "adl": "2-4", "cps": "off"},
+    "diffuspec-fixed": {"strategy": "diffuspec", "draft_tokens": 5, "cps": "off"},
+    "vocabtrim": {"strategy": "vocabtrim"},
+}
+
+
+class Recorded:
+    """An engine in bfloat16 whose rounds are written down, not run."""
+
+    def __init__(self, folder, strategy="draft", **options):
+        target = make(folder / "target", "qwen2", layers=3, max_context=6000)
+        draft = make(folder / "draft", "dream" if strategy == "diffuspec" else "qwen2", layers=4, max_context=6000)
+        models = {"ar": [target], "del": [target], "vocabtrim": []}.get(strategy, [target, draft])
+        how = {"device": "cpu", "dtype": "bfloat16", "graphs": "on"}
+        self.engine = specker.load(*models, strategy=strategy, **how, **options)
+        self.rounds, self.reads = self.engine._rounds_of, 0
+        layers = self.engine.target.config.num_layers
+        self.budgets, self.sizes = met(self.engine.options, layers, self.engine._head_cost, not models)
+        self.rounds._read_confidence = self.read
+        policy = self.engine.options.policy
+        self.asking = policy == "draft-and-verify" or (self.engine.strategy == "del" and policy is None)
+
+    def read(self):
+        self.reads += 1
+        return 0.9
+
+    def round(self, length, sampling, budget):
+        """The launches of one round on a text of `length` tokens."""
+        with recording() as log:
+            self.rounds.reset()
+            text = [5] * length  # nothing new for a trimmed head to follow, which is no part of a graph
+            self.rounds.load(text, 10_000, sampling)
+            log.clear()
+            keep = (lambda _: True) if self.asking else None
+            self.rounds.launch(text, budget, sampling, keep, bool(self.budgets))
+        return log
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return functools.cache(lambda name: Recorded(tmp_path_factory.mktemp(name), **RECORDED[name]))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("sampling", KINDS, ids=["greedy", "noise", "filtered"])
+def test_what_is_launched_does_not_depend_on_the_text(recorded, name, sampling):
+    """Two rounds on texts of different lengths launch the same kernels with the same arguments, but for addresses; no
+    number is read on the host but DEL's confidences, one a draft token, or draft-and-verify's."""
+    world = recorded(name)
+    for budget in world.budgets or [Budget(0, 0)]:
+        if budget.exit:
+            budget = Budget(3, 3, budget.exit)
+        world.round(50, sampling, budget)  # constants are made once
+        world.reads = 0
+        first = world.round(50, sampling, budget)
+        assert world.reads == (budget.depth if world.asking else 0)
+        assert first == world.round(371, sampling, budget)
+        if sampling.temperature == 0 or sampling.top_k:
+            other = Sampling(sampling.temperature * 1.5, min(sampling.top_p, 0.9), sampling.top_k * 3, seed=8)
+            again = world.round(371, other, budget)
+            assert [x[:2] for x in again] == [x[:2] for x in first], "another request's numbers need another graph"
+            assert len(kernels(first)) > 3 * 6
+
+
+def test_a_longer_reach_changes_attention_alone(recorded):
+    world = recorded("chain-4")
+    budget, greedy = world.budgets[0], KINDS[0]
+    near, far = (world.round(length, greedy, budget) for length in (50, 1100))
+    apart = {a[0] for a, b in zip(near, far, strict=True) if a != b}
+    assert apart and all("attention" in name for name in apart)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_warm_up_leaves_nothing_to_compile(recorded, name):
+    """Every kernel that a round launches, at any length and with any filter, was launched in the warm-up."""
+    world = recorded(name)
+    with recording() as log:
+        world.rounds.warmup(world.budgets, world.sizes, world.asking)
+    warm = set(kernels(log))
+    for budget in world.budgets or [Budget(0, 0)]:
+        for length, sampling in itertools.product((50, 800 if name == "vocabtrim" else 5000), KINDS):
+            assert set(kernels(world.round(length, sampling, budget))) <= warm
+
+
+@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "plus-minus-one", "draft-and-verify"])
+def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape):
+    """Whatever stretch of work a request meets has run twice before: compiled, then captured."""
+    fast = load(pairs, graphs="on", **SHAPES[shape])
+    times = collections.Counter()
+
+    def run(key, work):
+        times[key] += 1
+        work()
+
+    fast._rounds_of.graphs.run = run
+    told = []
+    fast.warmup(lambda done, of: told.append((done, of)))
+    assert told and told[-1][0] == told[-1][1]
+    warm = {key for key, n in times.items() if n > 1}
+    times.clear()
+    for prompt, how in itertools.product(PROMPTS, SAMPLING.values()):
+        assert fast.generate(prompt, 100, **how).tokens == plain.generate(prompt, 100, **how).tokens
+        fast.generate_ar(prompt, 20, **how)
+    assert set(times) <= warm and len(times) > 4

@@ -32,6 +32,7 @@ from specker.runtime.strategies import (
     default_keep,
     early_exit,
     longest,
+    met,
     policy,
     shape,
 )
@@ -106,6 +107,8 @@ class Engine:
             digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
             pair = Pair(self.target, self.draft, self._bundled, digest)
             self._drafter = strategy.drafter(pair, self.kept, self.options)
+        if self.options.graphs == "on" and self.device.type == "cuda" and self.dtype == torch.float64:
+            raise ValueError("--graphs on needs kernels, which float64 has not: use --graphs off or another --dtype")
         if (self.options.graphs or self._graphs_by_default()) == "on":
             most = longest(self.options, self._bundled)
             capture = self.device.type == "cuda"
@@ -212,8 +215,15 @@ class Engine:
             gamma = stats.diffusion["passes"]
         return stats.acceptance_length / (drafted / whole * gamma + 1)
 
-    def warmup(self) -> None:
-        """Decode a few tokens with and without the drafter, so that first calls are not what a comparison times."""
+    def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
+        """Do once what a request may meet, so that none is kept waiting: on a GPU every kernel is compiled and every
+        graph captured (but DEL's verify passes); elsewhere a few tokens are decoded with and without the drafter.
+        `tell` hears (done, of) now and then."""
+        rounds = self._rounds_of
+        if rounds is not None:
+            asked, sizes = met(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
+            rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
+            rounds.warmup(asked, sizes, rule.confident, tell)
         for how in ({}, {"temperature": 1.0}):
             self.generate([0, 0], 8, **how)
             self.generate_ar([0, 0], 2, **how)

@@ -15,7 +15,7 @@ end of its context, rounds in which DEL watches other layers.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from specker.runtime.sampling import Held, draw_rows, kind, pack
 from specker.runtime.stats import Found
 from specker.runtime.verify import resume_static, verify_static
 
+KINDS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=2)
 REACHES = tuple(1024 * 4**n for n in range(6))  # columns that attention may look at; a capture for each
 STAGES = ("draft", "verify", "accept")
 
@@ -125,6 +126,10 @@ class Flight:
     done: Any  # the event after the copy
     marks: list[Any]  # times, or events, around the stages
 
+    @classmethod
+    def of(cls, drafted: int, tree: bool, report: Tensor, exit: int = 0, now: Any = None) -> "Flight":
+        return cls(drafted, drafted, exit, tree, (), None, report, None, None, [now])
+
     def outline(self) -> Draft:
         """What a policy may want to know of the draft."""
         draft = Draft.chain(torch.empty(self.drafted, dtype=torch.int64), confidence=self.confidence)
@@ -147,10 +152,11 @@ class StaticRounds:
         """For drafts of up to `nodes` tokens on paths of up to `depth`; `capture`: as CUDA graphs."""
         self.target, self.cache, self.drafter = target, cache, drafter
         self.most, self.catch_up = nodes, depth + 1
+        self.trees = nodes > depth
         self.graphs = Graphs(capture)
         wide = target.config.hidden_size if drafter is None else drafter.model.config.hidden_size
         self.state = State.empty(target, nodes + 1, wide)
-        self.host_seconds = 0.0  # spent on launching
+        self.launched, self.host_seconds = 0, 0.0  # rounds, and what it took to launch them
         self._counting = torch.arange(max(nodes, depth) + 1, device=target.device)
         self._flying: deque[Flight] = deque()
         self._sampling = Held()  # of the request that is loaded
@@ -221,7 +227,7 @@ class StaticRounds:
         start = time.perf_counter()
         ahead = sum(flight.drafted + 1 for flight in self._flying)
         self.reach(len(committed) + ahead + 2 * self.catch_up + min(budget.nodes, self.most))
-        flight = Flight(0, 0, budget.exit, False, (), None, self.state.report, None, None, [self._now()])
+        flight = Flight.of(0, False, self.state.report, budget.exit, self._now())
         if drafting and min(budget.nodes, budget.depth):
             if hasattr(self.drafter, "head"):
                 self.drafter.head.follow(committed)
@@ -240,6 +246,7 @@ class StaticRounds:
         flight.marks.append(self._now())
         self._send(flight)
         self._flying.append(flight)
+        self.launched += 1
         self.host_seconds += time.perf_counter() - start
 
     def collect(self) -> tuple[Report, dict[str, float]]:
@@ -423,9 +430,44 @@ class StaticRounds:
 
     # --- before the first request
 
-    def shapes(self, budgets: list[Budget], drafting: bool) -> Iterator[tuple[int, Budget]]:
-        """Every (reach, budget) that a request may meet."""
-        reaches = [r for r in REACHES if r < self.cache.capacity] + [self.cache.capacity]
-        for reach in reaches:
-            for budget in budgets if drafting else [Budget(0, 0)]:
-                yield reach, budget
+    @torch.inference_mode()
+    def warmup(
+        self,
+        budgets: list[Budget],
+        sizes: list[int],
+        asking: bool = False,
+        tell: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Run all that a request may meet, twice: compiled, and on a GPU captured. `budgets` that the policy may ask
+        for (none: nothing is drafted), `sizes` that drafts may turn out to have, `asking`: by confidence. `tell` hears
+        (done, of) now and then.
+
+        What DEL verifies is left out, exits times lengths: it is captured when it is met a second time."""
+        for cache in {id(c): c for c in (self.cache, *([self.drafter.cache] if self.drafter else []))}.values():
+            cache.k.zero_(), cache.v.zero_()  # numbers, that is, so that tokens are tokens
+        todo = [(n, s, b) for n in self._lengths() for s in KINDS for b in budgets or [Budget(0, 0)]]
+        for done, (length, sampling, budget) in enumerate(todo, 1):
+            text = [0] * length
+            self.reset()
+            self.load(text, length, sampling)  # the limit is reached: the text stays as long as it is
+            if self.fits(length, budget, bool(budgets)):
+                for _ in range(2):
+                    self.launch(text, budget, sampling, (lambda _: True) if asking else None, bool(budgets))
+                    self._flying.clear()
+            for size in sizes:
+                for tree in {False, self.trees and size > 0}:
+                    for _ in range(2):
+                        self._verify(flight := Flight.of(size, tree, self.state.report))
+                        self._accept(flight)
+            if tell is not None:
+                tell(done, len(todo))
+        self.reset()
+
+    def _lengths(self) -> list[int]:
+        """A text for each reach."""
+        found: dict[int, int] = {}
+        room = 2 * self.catch_up + self.most
+        for reach in (*(r for r in REACHES if r < self.cache.capacity), self.cache.capacity):
+            length = max(min(reach, self.target.config.max_context) - room, self.catch_up)
+            found.setdefault(next((r for r in REACHES if r >= length + room), self.cache.capacity), length)
+        return list(found.values())

@@ -202,6 +202,28 @@ def longest(options: Options, bundled: bool) -> Budget:
     return Budget(width * depth if options.draft_tokens is None else options.draft_tokens, depth)
 
 
+def met(options: Options, layers: int, head_cost: float, bundled: bool) -> tuple[list[Budget], list[int]]:
+    """The budgets that `policy` may ask for, and the sizes that drafts may then have: what a warm-up goes through. Of a
+    policy that ends a draft by confidence the longest stands for all: it is drafted token by token."""
+    most = longest(options, bundled)
+    rule = options.policy or {"del": "del", "diffuspec": "adl" if options.draft_tokens is None else "fixed"}.get(
+        options.way, "fixed"
+    )
+    sizes = list(range(most.nodes + 1))
+    if options.way == "ar":
+        return [], [0]
+    if options.way == "del":
+        exits = eligible_layers(layers, head_cost) if rule.startswith("del") else (options.exit_layer or layers // 2,)
+        return [Budget(1, 1, exit) for exit in exits], [0]
+    if rule == "fixed" and options.way != "diffuspec":
+        return [most], [0]
+    if rule == "draft-and-verify":
+        return [most], sizes
+    first = span(options.adl or (ADL_BUNDLED if bundled else ADL))[0] if rule == "adl" else 1
+    lengths = [most.depth] if rule == "fixed" else range(first, most.depth + 1)
+    return [Budget(most.nodes, n) for n in lengths], sizes
+
+
 def _block_policy(options: Options, bundled: bool) -> Policy:
     """Of a diffusion drafter, whose paths share the block's length: nodes are limited by room alone."""
     depth = shape(options)[1]

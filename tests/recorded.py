@@ -1,0 +1,63 @@
+"""What would be launched on a GPU, without one: every tensor is fake, has no numbers, and says that it is CUDA's.
+Reading one on the host raises; a kernel is written down instead of launched, and so is every torch op."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specker.kernels.variant import Variant
+
+QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
+
+
+def described(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return str(x.dtype), tuple(x.shape), tuple(x.stride()), x.storage_offset()
+    if isinstance(x, (list, tuple)):
+        return tuple(described(y) for y in x)
+    return x
+
+
+class Cuda(TorchFunctionMode):
+    """Tensors are on a GPU as far as the ops can tell."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        if func == torch.Tensor.is_cpu.__get__:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self, log: list[Any]):
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and str(func) not in QUIET:
+            self.log.append((str(func), described(args), described(tuple((kwargs or {}).items()))))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recording() -> Iterator[list[Any]]:
+    """The list of what is launched, in order. Tensors made meanwhile are fake; others are let in."""
+    log: list[Any] = []
+
+    def launched(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
+        log.append((f"{variant.kernel.fn.__name__}: {variant.name}", tuple(grid), described(arguments)))
+
+    with patch.object(Variant, "__call__", launched), FakeTensorMode(allow_non_fake_inputs=True), Ops(log), Cuda():
+        yield log
+
+
+def kernels(log: list[Any]) -> list[str]:
+    """The Triton kernels alone, by name."""
+    return [name for name, *_ in log if not name.startswith("aten.")]
