@@ -166,14 +166,13 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
 
     kernels = {
         "add_norm": add_norm,
-        "row_linear": linear,
         "kv_calibrate": calibrate._launch,
         "tree_attention": lambda *args, with_lse: launches["tree_attention"]._launch(*args),
     }
     for name, kernel in kernels.items():
         monkeypatch.setattr(f"specker.runtime.model.{name}", kernel)
     checkpoint = load_checkpoint(make(tmp_path, layers=3, max_context=64), dtype=torch.float32, device="cpu")
-    model = Model(checkpoint, packed=False)
+    model = Model(checkpoint, packed=False, linear=linear)
     caches = [KVCache(model.config, 32, dtype=torch.float32, device="cpu", page_size=16) for _ in range(2)]
     for token in PROMPT:  # one after the other
         forward(model, caches[0], chain_rows(model, caches[0], 1), model.embed_tokens(torch.tensor([token])))

@@ -4,6 +4,7 @@ Few rows (a decoding step, a verify pass, a tree level) go through the ops; a lo
 goes through torch's linear and SDPA in fixed chunks, the same ones whatever the strategy.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,10 +48,17 @@ class Output(NamedTuple):
 class Model:
     """Weights ready to run, the RoPE table, and one-position index tensors."""
 
-    def __init__(self, checkpoint: Checkpoint, packed: bool = True, pack_head: bool = True):
-        """Consumes the checkpoint's layer weights where they are repacked (see `_layers`), which `packed` allows."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        packed: bool = True,
+        pack_head: bool = True,
+        linear: Callable[..., Tensor] = row_linear,
+    ):
+        """Consumes the checkpoint's layer weights where they are repacked (see `_layers`), which `packed` allows.
+        `linear` multiplies by the weights of the layers and the head; it is called as `row_linear` is."""
         config, weights = checkpoint.config, checkpoint.weights
-        self.config = config
+        self.config, self.linear = config, linear
         self.embed, self.norm = weights.embed, weights.norm
         self.layers = _layers(weights, config.num_layers, packed)
         head = weights.head
@@ -69,7 +77,7 @@ class Model:
         """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64), written to `out` if there is
         one."""
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
-        logits = row_linear(normed, self.head)
+        logits = self.linear(normed, self.head)
         if out is not None:
             return out.copy_(logits)
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -96,14 +104,15 @@ def forward(
         hidden, normed = add_norm(hidden, delta, w.norm_in, eps)
         if n in taps:
             kept[n] = hidden
-        qkv = row_linear(normed, w.qkv, w.qkv_bias)
+        qkv = model.linear(normed, w.qkv, w.qkv_bias)
         q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
         mixed, _ = tree_attention(
             q, k, v, cache.table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale, with_lse=False
         )
-        delta = row_linear(mixed.reshape(T, -1), w.o, w.o_bias)
+        delta = model.linear(mixed.reshape(T, -1), w.o, w.o_bias)
         hidden, normed = add_norm(hidden, delta, w.norm_post, eps)
-        delta = row_linear(row_linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul"), w.down, w.down_bias)
+        up = model.linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
+        delta = model.linear(up, w.down, w.down_bias)
     if delta is not None:
         hidden = hidden + delta
     if span.stop in taps:
@@ -151,7 +160,7 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
     for n, (w, (k, v)) in enumerate(zip(model.layers, cache.layers, strict=True), 1):
         normed = F.rms_norm(h, h.shape[-1:], w.norm_in, eps)
         q = kv_calibrate(
-            row_linear(normed, w.qkv, w.qkv_bias), positions, slots, model.rope, k, v, w.q_norm, w.k_norm, eps
+            model.linear(normed, w.qkv, w.qkv_bias), positions, slots, model.rope, k, v, w.q_norm, w.k_norm, eps
         )
         mixed = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
@@ -162,10 +171,10 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
             scale=model.scale,
             enable_gqa=True,
         )
-        h = h + row_linear(mixed[0].transpose(0, 1).reshape(T, -1), w.o, w.o_bias)
+        h = h + model.linear(mixed[0].transpose(0, 1).reshape(T, -1), w.o, w.o_bias)
         normed = F.rms_norm(h, h.shape[-1:], w.norm_post, eps)
-        up = row_linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
-        h = h + row_linear(up, w.down, w.down_bias)
+        up = model.linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
+        h = h + model.linear(up, w.down, w.down_bias)
         if n in taps:
             kept[n] = h[-last:]
     cache.exact_len = end

@@ -20,7 +20,6 @@ from torch import Tensor
 from specker.config import groups
 from specker.kernels.kv_calibrate import kv_calibrate
 from specker.kernels.residual_merge import residual_merge
-from specker.kernels.row_linear import row_linear
 from specker.kernels.tree_attention import tree_attention
 from specker.runtime.cache import KVCache, Rows
 from specker.runtime.model import Model, forward
@@ -99,8 +98,8 @@ class LayerParallel:
                 w = model.layers[n]
                 deltas = torch.cat((pending, attended[i : i + 1])) if i else attended[:1]
                 hidden, post = residual_merge(hidden, deltas, w.norm_post.unsqueeze(0), eps)
-                up = row_linear(post[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul")
-                pending = row_linear(up, w.down, w.down_bias).unsqueeze(0)
+                up = model.linear(post[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul")
+                pending = model.linear(up, w.down, w.down_bias).unsqueeze(0)
         if len(pending):
             hidden, _ = residual_merge(hidden, pending, None, eps)
         return hidden
