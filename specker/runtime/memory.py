@@ -1,0 +1,173 @@
+"""Does it fit? Weights before they are read, and the K/V of a context before it is allocated.
+
+The arithmetic knows no device: bytes in, positions out. What is free comes from `free`, and an allocation that fails
+all the same becomes a sentence through `told`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specker.runtime.model_config import ModelConfig
+
+PREFILL_ROWS = 512  # of a chunk: model.PREFILL_CHUNK
+LOGIT_ROWS = 256  # of the largest verify pass
+GRAPHS = 1 << 29  # bytes on a GPU for captured graphs, compiled kernels and cuBLAS
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a position of the context costs one model, in bytes."""
+
+    position: int  # K and V of all layers, RoPE's table and the indices: held as long as the engine
+    passing: int  # the mask and, where torch does not fuse them, the attention scores of a prefill chunk
+    limit: int  # positions that the checkpoint was made for
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype) -> "Cost":
+        kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+        rope = 2 * config.head_dim * max(4, dtype.itemsize)
+        scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
+        return cls(kv + rope + 8 + 8 + 4, PREFILL_ROWS * (1 + scores), config.max_context)
+
+
+def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes to leave free beside weights and K/V: the widest activations of a prefill chunk twice, the logits of 256
+    rows (as they come, in float32, over the temperature, with noise), and on a GPU its graphs, on a CPU the heads once
+    more, packed."""
+    wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
+    activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
+    heads = sum(c.vocab_size * c.hidden_size for c in configs) * dtype.itemsize
+    return activations + LOGIT_ROWS * vocab * (dtype.itemsize + 3 * 4) + (GRAPHS if device.type == "cuda" else heads)
+
+
+def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
+    """Bytes that a context costs: the K/V, and one model's prefill at a time."""
+    return held(costs, context, page_size, scratch) + max(c.passing * min(context, c.limit) for c in costs)
+
+
+def held(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
+    """Bytes of each model's K/V in whole pages, with its scratch columns."""
+    pages = (-(-(min(context, cost.limit) + scratch) // page_size) for cost in costs)
+    return sum(cost.position * count * page_size for cost, count in zip(costs, pages, strict=True))
+
+
+def largest(costs: Sequence[Cost], room: int, page_size: int, scratch: int) -> int:
+    """The longest context, up to the first model's limit, that fits into `room` bytes; 0 where none does."""
+    return bisect_right(range(1, costs[0].limit + 1), room, key=lambda n: needed(costs, n, page_size, scratch))
+
+
+def sized(
+    costs: Sequence[Cost], free: int | None, spare: int, page_size: int, scratch: int, asked: int | None
+) -> tuple[int, str | None]:
+    """The context to run with, and a note where it is lower than the first model's limit for want of memory.
+
+    `free` bytes, None for no limit; `spare` of them are left alone. A context that was asked for (the limit then is
+    it) is never lowered: ValueError where it does not fit, and where nothing does."""
+    limit = costs[0].limit
+    if free is None or (need := needed(costs, limit, page_size, scratch)) <= free - spare:
+        return limit, None
+    most = largest(costs, free - spare, page_size, scratch)
+    about = f"{gib(need)} for K/V and a prefill, and {gib(max(0, free - spare))} are free beside {gib(spare)} kept for "
+    about += "activations"
+    if most < 2:
+        raise ValueError(f"a context of {limit} positions needs {about}: not even 2 positions fit")
+    if asked is not None:
+        raise ValueError(f"--max-context {asked} needs {about}: the largest --max-context that fits is {most}")
+    return most, f"lowered to {most} positions: the checkpoint's {limit} need {about}"
+
+
+def check_weights(name: str, elements: int, dtype: torch.dtype, free: int | None, where: str) -> None:
+    """ValueError if a model's weights cannot fit into `free` bytes."""
+    if free is not None and elements * dtype.itemsize > free:
+        raise ValueError(too_heavy(name, elements, dtype, free, where))
+
+
+def too_heavy(name: str, elements: int, dtype: torch.dtype, free: int | None, where: str) -> str:
+    """Why a model's weights do not fit, and what would."""
+    kind = str(dtype).removeprefix("torch.")
+    said = f"{name} needs {gib(elements * dtype.itemsize)} for its weights in {kind}"
+    said += f", and the {where} has too little memory" if free is None else f", and {gib(free)} are free on the {where}"
+    half = 2 * elements
+    if dtype.itemsize == 2:
+        return f"{said}: use a smaller model or a device with more memory"
+    if free is None or half <= free:
+        return f"{said}: --dtype bfloat16 needs {gib(half)}"
+    return f"{said}: not even --dtype bfloat16 would fit, which needs {gib(half)}"
+
+
+def too_long(costs: Sequence[Cost], context: int, room: int, spare: int, page_size: int, scratch: int) -> str:
+    """What to say when memory ran out although `context` seemed to fit. `room`: bytes that are free or in K/V; the
+    context to try next leaves twice `spare` of it, and is shorter by a quarter at least."""
+    most = min(largest(costs, room - 2 * spare, page_size, scratch), context - context // 4)
+    if most < 2:
+        return f"out of memory with a context of {context} positions: no shorter one would fit"
+    return f"out of memory with a context of {context} positions: --max-context {most} would fit"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an engine's caches have to fit into."""
+
+    configs: tuple[ModelConfig, ...]  # of the models that have a cache of their own, the target first
+    dtype: torch.dtype
+    device: torch.device
+    page_size: int
+    scratch: int  # columns of each cache beyond the context
+
+    def sized(self, asked: int | None) -> tuple[int, str | None]:
+        """The context to run with, as `sized`, once the weights are in place."""
+        return sized(self._costs, free(self.device), self._spare, self.page_size, self.scratch, asked)
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Around what allocates the caches."""
+        return told(lambda: self._too_long(0))
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around what runs with them."""
+        context = self.configs[0].max_context
+        return told(lambda: self._too_long(held(self._costs, context, self.page_size, self.scratch)))
+
+    @property
+    def _costs(self) -> list[Cost]:
+        return [Cost.of(config, self.dtype) for config in self.configs]
+
+    @property
+    def _spare(self) -> int:
+        return reserve(self.configs, self.dtype, self.device)
+
+    def _too_long(self, in_caches: int) -> str:
+        room, context = (free(self.device) or 0) + in_caches, self.configs[0].max_context
+        return too_long(self._costs, context, room, self._spare, self.page_size, self.scratch)
+
+
+def free(device: torch.device) -> int | None:
+    """Bytes that can be allocated now; None where that is not known."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to use again
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if not MEMINFO.is_file():
+        return None
+    found = (line.split() for line in MEMINFO.read_text().splitlines())
+    return next((int(words[1]) * 1024 for words in found if words[0] == "MemAvailable:"), None)
+
+
+@contextmanager
+def told(sentence: Callable[[], str]) -> Iterator[None]:
+    """An allocation that fails in here raises ValueError(sentence())."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is only the text
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ValueError(sentence()) from error
+
+
+def gib(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.2f} GiB"
