@@ -17,6 +17,8 @@ EXIT_COSTS = ("layers", "bytes", "measured")
 CALIBRATE = ("every", "mismatch", "never")
 CPS = ("off", "chain", "tree")
 PREFIX = ("reuse", "exact")
+LOADS = ("weights", "dummy")
+LINEARS = ("rows", "cublas")
 SEARCH_OPTIONS = ("cps_paths", "cps_candidates", "cps_mass", "cps_lambda", "ngram")
 OPTIONS_OF = {  # what only one strategy has
     "easyspec": ("layer_parallel", "calibrate"),
@@ -101,6 +103,14 @@ def chunked(text: str) -> tuple[int, float]:
     return int(match[1]), float(match[2])
 
 
+def given(text: str) -> float:
+    """--acceptance: the probability with which the target is made to agree, `synthetic:0.8`."""
+    match = re.fullmatch(r"synthetic:(0|1|0?\.\d+|[01]\.\d*)", text)
+    if not match or float(match[1]) > 1:
+        raise ValueError(f"--acceptance must be synthetic:PROBABILITY within 0-1, such as synthetic:0.8, got {text!r}")
+    return float(match[1])
+
+
 @dataclass(frozen=True)
 class Options:
     """How an engine decodes; fixed when it is loaded."""
@@ -163,7 +173,24 @@ class Options:
         None,
         "rounds of static shape, CUDA graphs on a GPU: on (default on a GPU), off (default on a CPU and for float64)",
     )
-    max_context: int | None = opt(None, "positions to allocate K/V for (default: what the checkpoint allows)")
+    load: str | None = opt(
+        None,
+        "weights (default), or dummy: random ones, made from config.json alone, which tell time and memory and "
+        "nothing else",
+    )
+    acceptance: str | None = opt(
+        None,
+        "synthetic:0.8 makes the target agree with a draft token with this probability, whatever the models say: "
+        "for sizing, the text is nobody's",
+    )
+    linear: str | None = opt(
+        None,
+        "rows (default): a row's bits do not depend on the rows beside it; cublas: torch's own linear on a GPU, which "
+        "gives that up. On a CPU cublas changes nothing",
+    )
+    max_context: int | None = opt(
+        None, "positions to allocate K/V for (default: what the checkpoint allows and the memory holds)"
+    )
     page_size: int = opt(256, "K/V cache positions per page")
 
     def __post_init__(self) -> None:
@@ -174,6 +201,8 @@ class Options:
         self._one_of("diffusion_prefix", PREFIX)
         self._one_of("shifted_logits", ("yes", "no"))
         self._one_of("graphs", ("on", "off"))
+        self._one_of("load", LOADS)
+        self._one_of("linear", LINEARS)
         for way, names in OPTIONS_OF.items():
             for name in names:
                 if getattr(self, name) is not None and self.way != way:
@@ -184,7 +213,7 @@ class Options:
                 raise ValueError(f"{flag} is for strategy vocabtrim or a combination with it, not {self.strategy!r}")
         for name, read in (
             ("layer_parallel", groups), ("vocab_keep", Keep.parse), ("tree", Tree.parse), ("adl", span),
-            ("chunk", chunked),
+            ("chunk", chunked), ("acceptance", given),
         ):  # fmt: skip
             if (text := getattr(self, name)) is not None:
                 read(text)
@@ -211,6 +240,8 @@ class Options:
             raise ValueError("strategies ar and vocabtrim do not compose: ar drafts nothing, so it has no draft head")
         if self.way == "ar" and any(x is not None for x in (self.tree, self.draft_tokens, self.policy)):
             raise ValueError("strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply")
+        if self.way == "ar" and self.acceptance is not None:
+            raise ValueError("strategy 'ar' drafts nothing: --acceptance does not apply")
         if self.way == "del" and self.tree is not None:
             raise ValueError("strategy del drafts a chain: --tree does not apply")
         if self.way == "diffuspec" and self.tree is not None:
@@ -246,6 +277,14 @@ class Options:
     def trimmed(self) -> bool:
         """Whether the drafter's head keeps only some of the vocabulary."""
         return TRIM in self.strategy.split("+")
+
+    @property
+    def stand_ins(self) -> tuple[str, ...]:
+        """What stands in for the real thing, in words. Where anything does, the run tells time and memory alone."""
+        weights = ("random weights",) if self.load == "dummy" else ()
+        if self.acceptance is None:
+            return weights
+        return (*weights, f"acceptance {given(self.acceptance):g} is given, not earned")
 
     @property
     def way(self) -> str:

@@ -73,6 +73,7 @@ def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, A
         "total": _row(total, checked),
     }
     trim = engine.trim_report(total.stats)
+    out |= engine.remarks
     return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})
 
 
@@ -81,8 +82,14 @@ def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
     if checked:
         own, plain = _total(checked).tokens_per_second, _total_ar(checked).tokens_per_second
         row |= {"ar_tokens_per_second": plain, "speedup": own / plain if plain else None}
-        row |= {"identical": all(r.check.identical for r in checked)}
+        if _compared(checked):
+            row |= {"identical": all(r.check.identical for r in checked)}
     return row
+
+
+def _compared(checked: list[Result]) -> bool:
+    """Whether tokens were; not where something stands in for the models."""
+    return all(r.check.identical is not None for r in checked)
 
 
 def _total(results: list[Result]) -> Stats:
@@ -108,6 +115,10 @@ class Screen:
     def note(self, line: str, style: str = "dim") -> None:
         self.notes.print(Text(line, style), soft_wrap=True)
 
+    def remarks(self, remarks: dict[str, str]) -> None:
+        for name, sentence in remarks.items():
+            self.note(f"{name}: {sentence}", "yellow")
+
     def prompt(self, text: str) -> None:
         """The prompt, which its continuation follows without a break where both go to one terminal."""
         if self.terminal:
@@ -130,6 +141,7 @@ class Screen:
         stats, checked = _total(results), [r for r in results if r.check]
         plain = _total_ar(checked) if checked else None
         models = f"{engine.target_name} + {engine.draft_name}" if engine.draft_name else engine.target_name
+        remarks = engine.remarks
         title = Text(f"{models}, {engine.device}, {str(engine.dtype).removeprefix('torch.')}")
         table = Table(title=title, title_justify="left", show_edge=False)
         table.add_column("")
@@ -150,11 +162,16 @@ class Screen:
         if plain:
             table.add_section()
             speedup = _total(checked).tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
-            same = all(r.check.identical for r in checked)
             table.add_row("speedup", f"{speedup:.2f}x", "1.00x")
-            table.add_row("identical", "[green]yes[/]" if same else "[red]no[/]", "")
+            if _compared(checked):
+                same = all(r.check.identical for r in checked)
+                table.add_row("identical", "[green]yes[/]" if same else "[red]no[/]", "")
+        if "sizing" in remarks:
+            table.add_section()
+            table.add_row("[yellow]sizing: not a real run", "[yellow]yes")
         self.notes.print()
         self.notes.print(table)
+        self.remarks(remarks)
         if not plain and stats.drafted:
             passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
             if stats.acceptance_length < passes:

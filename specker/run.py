@@ -140,6 +140,13 @@ def _text(text: str, where: str) -> str:
 
 # --- the run
 
+MADE_UP = 128  # ids of a prompt where there is no tokenizer
+
+
+def made_up(vocab_size: int, count: int) -> list[int]:
+    """`count` ids, at least one, that are spread over the vocabulary."""
+    return [n * 7919 % vocab_size for n in range(max(1, count))]
+
 
 class _Stop:
     """The first Ctrl-C asks the loop to stop after this chunk, so that counts and text agree; the second one raises."""
@@ -183,7 +190,7 @@ def decode(engine: Any, ids: list[int], job: Job, sampling: Sampling, screen: Sc
     if job.check:
         generation = Generation(result.tokens, result.text, result.stats, chunk.finished)
         result.check = engine.check(ids, generation, **options)
-        if not result.check.identical:
+        if result.check.identical is False:
             screen.note(result.check.message, "yellow" if result.check.ok else "red")
 
 
@@ -200,7 +207,18 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
 
     engine = specker.load(job.target, job.draft, device=job.device, dtype=job.dtype, **asdict(options))
 
+    bare = options.load == "dummy" and not engine.has_tokenizer
+    if bare and job.prompt is None and job.prompts is None and not job.chat:
+        talks = [Talk(("",), "made-up prompt")]
+    elif bare:
+        raise ValueError(
+            f"{engine.target_name} has no tokenizer, so a prompt cannot be text: with --load dummy leave out the "
+            "prompt and --chat, and made-up ids are decoded"
+        )
+
     def encode(said: list[dict[str, str]], where: str) -> list[int]:
+        if bare:
+            return made_up(engine.target.config.vocab_size, min(MADE_UP, engine.max_context // 2))
         ids = engine.encode_chat(said) if job.chat else engine.encode(said[-1]["content"])
         try:
             return engine.validate(ids)
@@ -209,14 +227,19 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
 
     for talk in talks:
         encode([{"role": "user", "content": talk.turns[0]}], talk.where)
+    screen.remarks(engine.remarks)
+    if bare:
+        count = len(encode([], ""))
+        screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
     if job.check:
         engine.warmup()  # both speeds are printed: neither should carry the first calls
     results: list[Result] = []
     rounds: list[str] = []
+    sizing = {name: said for name, said in engine.remarks.items() if name == "sizing"}
     if job.trace is not None:
-        engine.trace = lambda row: rounds.append(json.dumps({"prompt": len(results) - 1, **row}))
+        engine.trace = lambda row: rounds.append(json.dumps({"prompt": len(results) - 1, **row, **sizing}))
     interrupted = False
-    if screen.terminal and engine.strategy != "ar":
+    if screen.terminal and engine.strategy != "ar" and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
     try:
         for talk in talks:

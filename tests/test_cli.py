@@ -90,6 +90,12 @@ def test_flags_are_the_dataclasses() -> None:
         ("--tree 65x1", ["too large"]),
         ("--max-context 0", ["--max-context must be at least 1"]),
         ("--page-size 0", ["--page-size must be at least 1"]),
+        ("--load lazily", ["--load must be one of weights, dummy", "'lazily'"]),
+        ("--linear fast", ["--linear must be one of rows, cublas", "'fast'"]),
+        ("--acceptance 0.8", ["--acceptance must be synthetic:PROBABILITY", "'0.8'"]),
+        ("--acceptance synthetic:1.5", ["within 0-1", "'synthetic:1.5'"]),
+        ("--acceptance synthetic:nan", ["'synthetic:nan'"]),
+        ("--strategy ar --acceptance synthetic:0.5", ["'ar' drafts nothing", "--acceptance does not apply"]),
     ],
 )
 def test_refused_flags(capsys: pytest.CaptureFixture[str], argv: str, words: list[str]) -> None:
@@ -321,6 +327,99 @@ def test_failed_check(
         assert "differs at token 3" in err
 
 
+# --- sizing: what stands in for a model is told in every output, and nothing is claimed of the text
+
+WORDS = "no statement about text"
+
+
+@pytest.fixture
+def bare(pair: tuple[str, str], tmp_path: Path) -> str:
+    """A folder with nothing but config.json."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    shutil.copy(Path(pair[0]) / "config.json", folder)
+    return str(folder)
+
+
+def test_config_json_is_enough(capsys: pytest.CaptureFixture[str], bare: str, tmp_path: Path) -> None:
+    argv = ["--load", "dummy", "--target", bare, "--device", "cpu", "--max-new-tokens", "8", "--json"]
+    assert run.main([*argv, str(tmp_path / "o.json"), "--check", "--trace", str(tmp_path / "t.jsonl")]) == 0
+    out, err = capsys.readouterr()
+    got = json.loads((tmp_path / "o.json").read_text())
+    sentence = "random weights: no statement about text, acceptance or losslessness"
+    assert got["sizing"] == sentence
+    assert out.strip() == "" and err.count(sentence) == 2 and "not a real run" in err
+    assert "bare has no tokenizer: the prompt is 128 made-up ids" in err
+    assert "the draft has the shape of bare" in err and (got["target"], got["draft"]) == ("bare", "bare")
+    for row in (*got["prompts"], got["total"]):
+        assert set(row) == ROW | CHECKED - {"identical"}
+        assert len(row["tokens"]) == 8 and row["text"] == ""
+    assert "identical" not in err and "speedup" in err
+    traced = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert traced and all(row["sizing"] == sentence for row in traced)
+
+
+def test_text_needs_a_tokenizer(capsys: pytest.CaptureFixture[str], bare: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}')
+    argv = ["--load", "dummy", "--target", bare, "--device", "cpu"]
+    for more in (["--prompt", "x"], ["--prompts", str(tmp_path / "p.jsonl")], ["--chat"]):
+        refused(capsys, [*argv, *more], "bare has no tokenizer", "leave out the prompt")
+    refused(capsys, ["--target", bare, "--strategy", "ar", "--prompt", "x"], "no model.safetensors")
+
+
+def test_a_tokenizer_beside_config_json_reads_text(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(pair[0], tmp_path / "light", ignore=shutil.ignore_patterns("*.safetensors"))
+    argv = ["--load", "dummy", "--target", str(folder), "--strategy", "ar", "--device", "cpu", "--max-new-tokens", "8"]
+    assert run.main([*argv, "--prompt", "def f("]) == 0
+    err = capsys.readouterr().err
+    assert "def f(" in err and WORDS in err and "made-up" not in err
+
+
+def test_given_acceptance(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+    argv = models(pair, "--prompt", "x", "--acceptance", "synthetic:1", "--draft-tokens", "3", "--check", "--json", "-")
+    assert run.main(argv) == 0
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert got["sizing"] == "acceptance 1 is given, not earned: no statement about text or losslessness"
+    assert got["total"]["rounds"] == 2 and got["total"]["acceptance_length"] == 4.0
+    assert "identical" not in got["total"] and "identical" not in err
+    assert err.count(got["sizing"]) == 2
+    assert run.main([*argv, "--load", "dummy"]) == 0
+    sizing = json.loads(capsys.readouterr().out)["sizing"]
+    assert sizing == "random weights; acceptance 1 is given, not earned: no statement about text or losslessness"
+
+
+def test_a_sizing_check_never_fails(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specker.runtime.engine import Engine
+
+    monkeypatch.setattr(Engine, "_gap", lambda *_: pytest.fail("compared"))
+    argv = models(pair, "--prompt", "x", "--check", "--dtype", "float64", "--acceptance", "synthetic:0.5")
+    assert run.main(argv) == 0
+    assert "speedup" in capsys.readouterr().err
+
+
+def test_terminal_names_no_tokens_the_targets_own(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
+    assert run.main(models(pair, "--prompt", "x", "--acceptance", "synthetic:0.5")) == 0
+    assert WORDS in screen.getvalue() and "target's own tokens" not in screen.getvalue()
+
+
+def test_linear_is_told(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+    argv = models(pair, "--prompt", "x", "--check", "--json", "-")
+    assert run.main([*argv, "--linear", "cublas"]) == 0
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert got["linear"] == "cublas: on a CPU it changes nothing" and got["total"]["identical"] is True
+    assert f"linear: {got['linear']}" in err
+    assert run.main([*argv, "--linear", "rows"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert "linear" not in again and again["total"]["tokens"] == got["total"]["tokens"]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -361,7 +460,7 @@ def fake_stats(tokens: int, wall: float) -> Stats:
 @pytest.mark.parametrize(("wall", "words"), [(2.0, ["2.00x"]), (8.0, ["0.50x", "warning: slower than plain decoding"])])
 def test_table(capsys: pytest.CaptureFixture[str], wall: float, words: list[str]) -> None:
     engine = SimpleNamespace(strategy="draft", target_name="t", draft_name="d", device="cpu", dtype="torch.float32")
-    engine.trim_report = lambda stats: {}
+    engine.trim_report, engine.remarks = lambda stats: {}, {}
     plain = Stats(tokens=100, rounds=100, wall=4.0)
     check = SimpleNamespace(identical=True, ok=True, ar=SimpleNamespace(stats=plain))
     Screen(json_to_stdout=False).table(engine, [Result([], "", fake_stats(100, wall), check)])

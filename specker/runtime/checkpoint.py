@@ -5,8 +5,9 @@ is a list of L tensors, so that a layer repacked for oneDNN frees its source. Te
 safetensors file straight to their place, cast on the way: no second copy of the weights exists.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.runtime import memory
 from specker.runtime.model_config import (
     CheckpointError,
     ModelConfig,
@@ -78,20 +80,29 @@ def load(
     device: torch.device | str,
     max_context: int | None = None,
     bidirectional: bool | None = None,
+    random: int | None = None,
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
 
     `max_context` lowers the number of positions (default: all the checkpoint was made for). `bidirectional=True` makes
-    a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. Raises CheckpointError.
+    a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed: the weights are
+    made up, no file of theirs is opened or downloaded. Raises CheckpointError, and ValueError for want of memory.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"device {device} was asked for but torch sees no GPU; use cpu")
-    folder = _folder(source, weights=True)
+    folder = _folder(source, weights=random is None)
     config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
-    buffers = _read_weights(folder, config, dtype, device)
+    elements = sum(math.prod(p.shape) for p in _pieces(config))
+    size = str(source), elements, dtype, memory.free(device), device.type
+    memory.check_weights(*size)
+    with memory.told(lambda: memory.too_heavy(*size)):
+        if random is None:
+            buffers = _read_weights(folder, config, dtype, device)
+        else:
+            buffers = _random_weights(config, dtype, device, random)
     buffers.setdefault("head", buffers["embed"])
     absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
@@ -187,19 +198,40 @@ def _read_weights(folder: Path, c: ModelConfig, dtype: torch.dtype, device: torc
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in _pieces(c)}
         _check(where, pieces, c, prefix)
-        last = {p.buffer: p for p in pieces.values()}  # the last piece of a buffer ends it
-        buffers: dict[str, Any] = {}
-        for name, p in last.items():
-            shape = (p.row + p.shape[0], *p.shape[1:])
-            if p.layer is None:
-                buffers[name] = torch.empty(shape, dtype=dtype, device=device)
-            elif device.type == "cpu":
-                buffers[name] = [torch.empty(shape, dtype=dtype) for _ in range(c.num_layers)]
-            else:
-                buffers[name] = torch.empty((c.num_layers, *shape), dtype=dtype, device=device)
+        buffers = _buffers(pieces.values(), c, dtype, device)
         for name, p in pieces.items():
             whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
             _copy(whole[p.row : p.row + p.shape[0]], where[name].get_tensor(name))
+    return buffers
+
+
+def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Room for the weights (fields of Weights), uninitialised."""
+    last = {p.buffer: p for p in pieces}  # the last piece of a buffer ends it
+    buffers: dict[str, Any] = {}
+    for name, p in last.items():
+        shape = (p.row + p.shape[0], *p.shape[1:])
+        if p.layer is None:
+            buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+        elif device.type == "cpu":
+            buffers[name] = [torch.empty(shape, dtype=dtype) for _ in range(c.num_layers)]
+        else:
+            buffers[name] = torch.empty((c.num_layers, *shape), dtype=dtype, device=device)
+    return buffers
+
+
+def _random_weights(c: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
+    """The buffers of `_read_weights`, filled where they stand: norms 1, biases 0, all else normal with std 0.02."""
+    generator = torch.Generator(device).manual_seed(seed)
+    buffers = _buffers(_pieces(c), c, dtype, device)
+    for name, buffer in buffers.items():
+        for part in buffer if isinstance(buffer, list) else [buffer]:
+            if "norm" in name:
+                part.fill_(1)
+            elif name.endswith("bias"):
+                part.zero_()
+            else:
+                part.normal_(std=0.02, generator=generator)
     return buffers
 
 

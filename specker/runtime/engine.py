@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 
 from specker import zoo
-from specker.config import DTYPES, Keep, Options, Sampling, Tree, from_kwargs
+from specker.config import DTYPES, Keep, Options, Sampling, Tree, from_kwargs, given
 from specker.kernels.noise import gumbel
-from specker.runtime import vocab_scores
+from specker.runtime import memory, vocab_scores
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.checkpoint import load as load_checkpoint
@@ -25,18 +26,24 @@ from specker.runtime.model_config import CheckpointError, layer_elements
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
 from specker.runtime.strategies import (
+    SCRATCH,
     STRATEGIES,
+    VOCAB_KEEP,
     VOCAB_TEXT,
     Pair,
     allocate,
     default_keep,
     early_exit,
+    linear,
     longest,
     met,
     policy,
     shape,
 )
+from specker.runtime.synthetic import agreements
 from specker.runtime.verify import verify
+
+LOST = "a row's bits then depend on how many rows stand beside it: chains are no longer bit-equal to plain decoding"
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,8 @@ class CheckResult:
     """A generation beside plain decoding of the same prompt."""
 
     ar: Generation
-    identical: bool
-    ok: bool  # identical, or differing where rounding alone explains it
+    identical: bool | None  # None: something stands in for the models' own tokens, so there is nothing to compare
+    ok: bool  # identical or None, or differing where rounding alone explains it
     message: str
     first_difference: int | None = None
     gap: float | None = None  # between the two tokens' (perturbed) logits there, in the target's own row
@@ -85,17 +92,19 @@ class Engine:
     target_name: str
     draft_name: str | None
     kept: Kept | None = None  # the rows of the draft's head where it is trimmed (strategy vocabtrim)
+    notes: dict[str, str] = field(default_factory=dict)  # what loading decided by itself, by its name in `remarks`
     _model: Model = field(init=False, repr=False)
     _cache: KVCache = field(init=False, repr=False)
     _drafter: Drafter | None = field(init=False, repr=False)
     trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # is told of every round
     _head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
     _rounds_of: StaticRounds | None = field(init=False, repr=False, default=None)
+    _agrees: tuple[int, torch.Tensor] | None = field(init=False, repr=False, default=None)  # seed, by position
     _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
 
     def __post_init__(self) -> None:
         strategy = STRATEGIES[self.options.way]
-        self._model = Model(self.target)
+        self._model = Model(self.target, linear=linear(self.options))
         self._cache = allocate(self._model, self.options)
         self._drafter = None
         if strategy.by_itself:
@@ -157,6 +166,22 @@ class Engine:
     @property
     def max_context(self) -> int:
         return self.target.config.max_context
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts can be text."""
+        return self._tokenizer_or_none() is not None
+
+    @property
+    def remarks(self) -> dict[str, str]:
+        """What a reader of any result has to know first, in sentences; the keys are those of `--json`."""
+        said = dict(self.notes)
+        if self.options.stand_ins:
+            earned = "text, acceptance" if self.options.acceptance is None else "text"
+            said["sizing"] = f"{'; '.join(self.options.stand_ins)}: no statement about {earned} or losslessness"
+        if self.options.linear == "cublas":
+            said["linear"] = "cublas: " + (LOST if self.device.type == "cuda" else "on a CPU it changes nothing")
+        return said
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own special tokens."""
@@ -223,7 +248,7 @@ class Engine:
         if rounds is not None:
             asked, sizes = met(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
             rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
-            rounds.warmup(asked, sizes, rule.confident, tell)
+            rounds.warmup(asked, sizes, rule.confident, self._given(0), tell)
         for how in ({}, {"temperature": 1.0}):
             self.generate([0, 0], 8, **how)
             self.generate_ar([0, 0], 2, **how)
@@ -233,22 +258,28 @@ class Engine:
 
         Raises ValueError for an empty prompt, one that fills the context, or bad numbers; TypeError for unknown names.
         """
-        return self._stream(self._context(prompt, max_new_tokens, self._drafter, sampling))
+        with self._in_memory():
+            return self._stream(self._context(prompt, max_new_tokens, self._drafter, sampling))
 
     def generate(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
         """Decode to the end. See `stream`."""
-        return self._generate(self._context(prompt, max_new_tokens, self._drafter, sampling))
+        with self._in_memory():
+            return self._generate(self._context(prompt, max_new_tokens, self._drafter, sampling))
 
     def generate_ar(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
         """The same prompt by plain decoding with the same ops and weights: the baseline, and the truth."""
-        return self._generate(self._context(prompt, max_new_tokens, None, sampling))
+        with self._in_memory():
+            return self._generate(self._context(prompt, max_new_tokens, None, sampling))
 
     def check(
         self, prompt: str | list[int], generation: Generation, max_new_tokens: int = 128, **sampling: Any
     ) -> CheckResult:
         """Decode the prompt with `ar` and compare. Where tokens differ the target's logit gap tells rounding from a
-        bug: float64 admits no difference, other dtypes one within the bound of `_rounding_bound`."""
+        bug: float64 admits no difference, other dtypes one within the bound of `_rounding_bound`. Nothing is compared
+        where something stands in for the models (`--load dummy`, `--acceptance`)."""
         ar = self.generate_ar(prompt, max_new_tokens, **sampling)
+        if self.options.stand_ins:
+            return CheckResult(ar, None, True, f"not compared with plain decoding: {self.remarks['sizing']}")
         pairs = zip(generation.tokens, ar.tokens, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if first is None:
@@ -279,18 +310,22 @@ class Engine:
         kept = None if drafter is None or self.kept is None else drafter.head.known
         trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
         rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
+        agrees = None if drafter is None else self._given(params.seed)
         rounds = None if trace else self._rounds_of  # a trace tells what static rounds keep on the device
         if rounds is not None:
             rounds.reset()
-        return Context(self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace, rounds)
+        return Context(
+            self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace, agrees, rounds
+        )
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
         text = Detokenizer(self._tokenizer_or_none())
-        for tokens, accepted, finished in self._rounds(ctx):
-            pieces = [(text.add(token), n < accepted) for n, token in enumerate(tokens)]
-            if finished:
-                pieces.append((text.flush(), False))
-            yield Chunk(tokens, accepted, [p for p in pieces if p[0]], ctx.stats, finished)
+        with self._in_memory():
+            for tokens, accepted, finished in self._rounds(ctx):
+                pieces = [(text.add(token), n < accepted) for n, token in enumerate(tokens)]
+                if finished:
+                    pieces.append((text.flush(), False))
+                yield Chunk(tokens, accepted, [p for p in pieces if p[0]], ctx.stats, finished)
 
     def _generate(self, ctx: Context) -> Generation:
         tokens: list[int] = []
@@ -312,7 +347,8 @@ class Engine:
             return None
 
     def _rounds(self, ctx: Context) -> Iterator[tuple[list[int], int, str | None]]:
-        stop_ids = frozenset(self.target.config.eos_ids)
+        own = () if self.options.stand_ins else self.target.config.eos_ids  # a token that is nobody's ends nothing
+        stop_ids = frozenset(own)
         start = time.perf_counter()
         self._running = ctx
         for tokens, accepted in decode(ctx, stop_ids):
@@ -324,6 +360,19 @@ class Engine:
             if self._running is not ctx:
                 raise RuntimeError("this stream ended when another request began: an engine decodes one at a time")
             start = time.perf_counter()  # the consumer's time between rounds is not ours
+
+    def _given(self, seed: int) -> torch.Tensor | None:
+        """Which positions' rows agree where acceptance is given: one tensor, written anew when the seed changes."""
+        if self.options.acceptance is None:
+            return None
+        if self._agrees is None or self._agrees[0] != seed:
+            table = agreements(given(self.options.acceptance), seed, self._cache.capacity).to(self.device)
+            self._agrees = seed, table if self._agrees is None else self._agrees[1].copy_(table)
+        return self._agrees[1]
+
+    def _in_memory(self) -> AbstractContextManager[None]:
+        """Memory that runs out in here is told in a sentence, with the context that would fit."""
+        return _room(self.target, self.draft, self.options).running()
 
     def _gap(self, ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
         """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
@@ -358,48 +407,87 @@ def load(
     parts = STRATEGIES[opts.way]
     if draft is not None and parts.bundled_draft is None:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
+    dummy = opts.load == "dummy"
+    notes: dict[str, str] = {}
+    if dummy and target is not None and draft is None and parts.bundled_draft is not None:
+        draft = target
+        notes["draft_shape"] = f"no --draft was given, so the draft has the shape of {_name(target)}"
     if target is not None and draft is None and parts.bundled_draft is not None:
         raise ValueError(f"strategy {opts.strategy!r} needs a draft checkpoint for {target}: pass --draft")
     if target is None and draft is not None:
         raise ValueError("--draft without --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
-    main = load_checkpoint(target_source, dtype=kind, device=where, max_context=opts.max_context)
+    main = load_checkpoint(
+        target_source, dtype=kind, device=where, max_context=opts.max_context, random=0 if dummy else None
+    )
     side = None
     if parts.bundled_draft is not None:
         draft_source = zoo.path(parts.bundled_draft) if draft is None else draft
-        side = load_checkpoint(draft_source, dtype=kind, device=where, bidirectional=None if parts.causal else True)
+        side = load_checkpoint(
+            draft_source,
+            dtype=kind,
+            device=where,
+            bidirectional=None if parts.causal else True,
+            random=1 if dummy else None,
+        )
+        side = _within(side, main.config.max_context)
         if parts.causal and not side.config.causal:
             raise ValueError(
                 f"{draft_source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one"
             )
         if opts.shifted_logits is not None:
             side = replace(side, config=replace(side.config, shifted_logits=opts.shifted_logits == "yes"))
-        if opts.tree and Tree.parse(opts.tree).width > min(side.config.vocab_size, main.config.vocab_size):
+        ids = min(side.config.vocab_size, main.config.vocab_size)
+        ids -= opts.acceptance is not None  # one that is no child's, to disagree with
+        if opts.tree and Tree.parse(opts.tree).width > ids:
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
-        side = _same_vocabulary(main, side)
+        side = _same_vocabulary(main, side, dummy)
     kept = None
     if opts.exit_layer is not None and opts.exit_layer >= main.config.num_layers:
         raise ValueError(f"--exit-layer must be below the target's {main.config.num_layers} layers")
     if parts.by_itself and main.config.num_layers < 2:
         raise ValueError(f"strategy {opts.strategy!r} needs a target of at least 2 layers")
     if opts.trimmed:
-        if opts.vocab_scores is None and target is not None:
+        if opts.vocab_scores is None and target is not None and not dummy:
             raise ValueError(
                 f"strategy {opts.strategy!r} needs --vocab-scores for {target}: python -m specker.calibrate makes them"
             )
-        side, kept = _trimmed(main, side or main, opts)
+        side, kept = _trimmed(main, side or main, opts, target is None)
     names = [_name(target_source), None if parts.bundled_draft is None else _name(draft_source)]
-    return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept)
+    context, lowered = _room(main, side, opts).sized(opts.max_context)
+    if lowered is not None:
+        notes["context"] = lowered
+        main, side = _within(main, context), None if side is None else _within(side, context)
+    with _room(main, side, opts).allocating():
+        return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes)
 
 
-def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options) -> tuple[Checkpoint, Kept]:
+def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
+    """With no more positions than `context`: no draft is longer than the target's text."""
+    if checkpoint.config.max_context <= context:
+        return checkpoint
+    return replace(checkpoint, config=replace(checkpoint.config, max_context=context))
+
+
+def _room(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
+    own = [target] if draft is None or STRATEGIES[options.way].by_itself else [target, draft]
+    embed = target.weights.embed
+    return memory.Room(tuple(c.config for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)
+
+
+def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool) -> tuple[Checkpoint, Kept]:
     """The draft with the kept rows of its head alone, copied once and contiguous, and which they are: the fixed ones
-    ascending, then those that follow the text. Its embedding stays whole: any token may stand in the text."""
-    path = options.vocab_scores or zoo.vocab_scores()
-    scores = vocab_scores.read(path)
+    ascending, then those that follow the text. Its embedding stays whole: any token may stand in the text. Random
+    weights that come without scores know no frequent tokens: the first ids are as good as any."""
     vocab, tokens = target.config.vocab_size, _vocabulary(target)
-    scores.check(vocab, None if tokens is None else vocab_scores.tokenizer_hash(target.tokenizer), path)
-    keep = Keep.parse(options.vocab_keep) if options.vocab_keep else default_keep(scores)
+    if options.vocab_scores is None and not bundled:
+        scores = vocab_scores.VocabScores(torch.arange(vocab), None)
+        keep = Keep.parse(options.vocab_keep or VOCAB_KEEP)
+    else:
+        path = options.vocab_scores or zoo.vocab_scores()
+        scores = vocab_scores.read(path)
+        scores.check(vocab, None if tokens is None else vocab_scores.tokenizer_hash(target.tokenizer), path)
+        keep = Keep.parse(options.vocab_keep) if options.vocab_keep else default_keep(scores)
     whole = draft.weights.head
     rows = min(vocab, len(whole))  # a draft may know fewer ids than a padded target
     special = vocab_scores.special_ids(target.tokenizer) if tokens is not None else set()
@@ -417,25 +505,27 @@ def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options) -> tuple[C
     return replace(draft, weights=replace(draft.weights, head=head)), Kept(ids, len(spare), whole if text else None)
 
 
-def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
+def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool) -> Checkpoint:
     """The draft with its head cut to the target's ids. Refused unless the two speak of the same tokens: the same size
     or one padded, and the same tokenizer where both have one. A diffusion drafter may have further tokens of its own,
-    such as its mask: those behind the target's are cut off too."""
+    such as its mask: those behind the target's are cut off too. Random weights speak of no tokens: only sizes count."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     tokens = [_vocabulary(checkpoint) for checkpoint in (target, draft)]
     ours, theirs = tokens
     if ours is not None and theirs is not None and not draft.config.causal and ours.items() <= theirs.items():
         rows = min(sizes) if len(ours) == len(theirs) else min(*sizes, max(ours.values()) + 1)
         return _cut(draft, rows)
-    if ours is not None and theirs is not None and ours != theirs:
+    if dummy and ours != theirs:
+        tokens = [None, None]
+    elif ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
             f"target and draft have different tokenizers ({target.folder} has {len(tokens[0] or {})} tokens, "
             f"{draft.folder} has {len(tokens[1] or {})}, not the same ones): use a draft of the target's own family"
         )
     if sizes[0] != sizes[1] and None in tokens:
         raise ValueError(
-            f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without both tokenizers it "
-            "cannot be told whether one is the other padded: use a draft of the target's own family"
+            f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without one tokenizer in "
+            "both folders it cannot be told whether one is the other padded: use a draft of the target's own family"
         )
     return _cut(draft, min(sizes))  # ids that only the padded draft has must never be drafted
 

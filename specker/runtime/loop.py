@@ -24,6 +24,7 @@ from specker.runtime.model import Model, prefill
 from specker.runtime.policy import Budget, Policy
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
+from specker.runtime.synthetic import synthetic
 from specker.runtime.verify import verify
 
 PROMPT_ROWS = 32  # that seed a policy's statistics (DEL)
@@ -58,6 +59,7 @@ class Context:
     limit: int  # committed tokens at which decoding ends
     kept: set[int] | None = None  # the ids a trimmed drafter can propose, now; None: all
     trace: Callable[[dict[str, Any]], None] | None = None  # told of every round
+    agrees: Tensor | None = None  # [positions] bool: acceptance is given, see synthetic.py
     rounds: StaticRounds | None = None  # rounds of static shape, where the engine runs them
 
 
@@ -81,6 +83,8 @@ def step(ctx: Context) -> Taken:
     with ctx.stats.stage("accept"):
         s = ctx.sampling
         target = sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
+        if ctx.agrees is not None:
+            target = synthetic(target, draft.tokens, draft.parents, positions, ctx.agrees)
         taken = _take(draft, target, ctx.kept)
     if tapped:  # rows past the accepted ones follow tokens that are not in the text
         kept = len(taken.path)
@@ -155,7 +159,7 @@ def _launch(ctx: Context, rounds: StaticRounds) -> bool:
     if not rounds.fits(known, budget, ctx.drafter is not None):
         return False
     if not rounds.loaded:
-        rounds.load(ctx.committed, ctx.limit, ctx.sampling)
+        rounds.load(ctx.committed, ctx.limit, ctx.sampling, ctx.agrees)
     asked = ctx.policy.keep_drafting if ctx.policy.confident else None
     rounds.launch(ctx.committed, budget, ctx.sampling, asked, ctx.drafter is not None)
     return True

@@ -35,6 +35,7 @@ from specker.runtime.model import Model
 from specker.runtime.policy import Budget
 from specker.runtime.sampling import Held, draw_rows, kind, pack
 from specker.runtime.stats import Found
+from specker.runtime.synthetic import synthetic
 from specker.runtime.verify import resume_static, verify_static
 
 KINDS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=2)
@@ -160,6 +161,7 @@ class StaticRounds:
         self._counting = torch.arange(max(nodes, depth) + 1, device=target.device)
         self._flying: deque[Flight] = deque()
         self._sampling = Held()  # of the request that is loaded
+        self._agrees: Tensor | None = None
         self.loaded = False  # whether the device knows the request
         self._reach = 0
 
@@ -170,8 +172,9 @@ class StaticRounds:
         self._flying.clear()
         self.loaded = False
 
-    def load(self, committed: list[int], limit: int, sampling: Sampling) -> None:
-        """Bring a request, its text so far or anew, to the device."""
+    def load(self, committed: list[int], limit: int, sampling: Sampling, agrees: Tensor | None = None) -> None:
+        """Bring a request, its text so far or anew, to the device. `agrees` [positions]: of an acceptance that is given
+        (synthetic.py), at an address that stays."""
         s, n = self.state, len(committed)
         s.committed[:n] = torch.tensor(committed)
         s.length.fill_(n)
@@ -179,6 +182,7 @@ class StaticRounds:
         s.window[:1] = committed[-1]
         s.draw.copy_(pack(sampling))
         self._sampling = Held(sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed, s.draw)
+        self._agrees = agrees
         self.loaded = True
 
     def fits(self, committed: int, budget: Budget, drafting: bool) -> bool:
@@ -382,6 +386,8 @@ class StaticRounds:
             target = draw_rows(self._sampling, s.logits[:rows], s.positions[:rows])
             tokens = s.window[1:rows]
             parents = s.parents[:N] if flight.tree else self._counting[:N]
+            if self._agrees is not None:
+                target = synthetic(target, tokens, parents, s.positions[:rows], self._agrees)
             path, count, _ = accept_walk(tokens, parents, target)
             table = self.cache.block_table
             state = s.committed, s.length, s.window, s.limit, table, self.cache.page_size
@@ -390,7 +396,7 @@ class StaticRounds:
                 kv_commit(self.cache.k, self.cache.v, src, dst)
             s.report[: len(report)] = report
 
-        self.graphs.run(("accept", N, flight.tree, kind(self._sampling)), work)
+        self.graphs.run(("accept", N, flight.tree, kind(self._sampling), self._agrees is not None), work)
 
     def _send(self, flight: Flight) -> None:
         """Start the copy of the report, and of a diffusion drafter's guesses."""
@@ -436,6 +442,7 @@ class StaticRounds:
         budgets: list[Budget],
         sizes: list[int],
         asking: bool = False,
+        agrees: Tensor | None = None,
         tell: Callable[[int, int], None] | None = None,
     ) -> None:
         """Run all that a request may meet, twice: compiled, and on a GPU captured. `budgets` that the policy may ask
@@ -449,7 +456,7 @@ class StaticRounds:
         for done, (length, sampling, budget) in enumerate(todo, 1):
             text = [0] * length
             self.reset()
-            self.load(text, length, sampling)  # the limit is reached: the text stays as long as it is
+            self.load(text, length, sampling, agrees)  # the limit is reached: the text stays as long as it is
             if self.fits(length, budget, bool(budgets)):
                 for _ in range(2):
                     self.launch(text, budget, sampling, (lambda _: True) if asking else None, bool(budgets))

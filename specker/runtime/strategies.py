@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specker import zoo
 from specker.config import SEARCH_OPTIONS, Keep, Options, Tree, chunked, span
-from specker.kernels.row_linear import pack
+from specker.kernels.row_linear import pack, row_linear, row_linear_ref
 from specker.runtime import ngram
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
@@ -68,14 +68,14 @@ class Strategy:
 
 
 def _autoregressive(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
-    model = Model(pair.draft, pack_head=_packable(kept))
+    model = Model(pair.draft, pack_head=_packable(kept), linear=linear(options))
     return AutoregressiveDrafter(model, allocate(model, options), _head(model, kept), width=shape(options)[0])
 
 
 def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
     schedule = Schedule.parse(options.layer_parallel or LAYER_PARALLEL, pair.draft.config.num_layers)
     # a group's weights are stacked instead of packed
-    model = Model(pair.draft, packed=False, pack_head=_packable(kept))
+    model = Model(pair.draft, packed=False, pack_head=_packable(kept), linear=linear(options))
     cache = allocate(model, options)
     parallel = LayerParallel(model, cache, schedule)
     return AutoregressiveDrafter(
@@ -85,12 +85,12 @@ def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
 
 def _diffusion(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
     search = _search(pair, options)
-    rows, stop_ids = pair.draft.weights.head, pair.target.config.eos_ids
+    rows, stop_ids = pair.draft.weights.head, () if options.stand_ins else pair.target.config.eos_ids
     row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
     ids = [token for token in stop_ids if token in row_of]
     at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
     rows = rows[at]
-    model = Model(pair.draft, pack_head=_packable(kept))
+    model = Model(pair.draft, pack_head=_packable(kept), linear=linear(options))
     stops = Head(rows, model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
     exact = options.diffusion_prefix == "exact"
     cache, head = allocate(model, options), _head(model, kept)
@@ -235,6 +235,12 @@ def _block_policy(options: Options, bundled: bool) -> Policy:
         depth = LONGEST_CHUNKS if options.draft_tokens is None else depth
         return Chunks(MAX_NODES, depth, block=block, threshold=threshold)
     return PlusMinusOne(depth, depth) if name == "plus-minus-one" else Fixed(MAX_NODES, depth)
+
+
+def linear(options: Options) -> Callable[..., Tensor]:
+    """What a Model multiplies with: the kernel whose rows do not depend on each other, or torch's own. A drafter's
+    head is neither: it ends in the fused top-k."""
+    return row_linear_ref if options.linear == "cublas" else row_linear
 
 
 def allocate(model: Model, options: Options) -> KVCache:

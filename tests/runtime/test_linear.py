@@ -1,0 +1,62 @@
+"""Every linear of the layers and the head goes through the model's own `linear`, which --linear chooses."""
+
+import pytest
+import torch
+from make_checkpoint import make
+
+import specker
+from specker.kernels.row_linear import row_linear, row_linear_ref
+from specker.runtime import engine as engines
+from specker.runtime.cache import KVCache
+from specker.runtime.checkpoint import load
+from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.schedule import LayerParallel, Schedule
+
+LAYERS = 4
+
+
+def test_no_other_linear_runs(tmp_path, monkeypatch):
+    calls = []
+
+    def spy(*args, **how):
+        calls.append(args[1].shape)
+        return row_linear_ref(*args, **how)
+
+    checkpoint = load(make(tmp_path, layers=LAYERS), dtype=torch.float64, device="cpu")
+    model = Model(checkpoint, linear=spy)
+    monkeypatch.setattr("specker.runtime.model.row_linear", None)
+    cache = KVCache(model.config, 64, dtype=model.dtype, device="cpu", page_size=16)
+    counted = []
+    with torch.inference_mode():
+        hidden = model.embed_tokens(torch.tensor([1, 2, 3]))
+        rows = chain_rows(model, cache, 3)
+        parallel = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,))))
+        for call in (
+            lambda: prefill(model, cache, [1, 2, 3]), lambda: forward(model, cache, rows, hidden),
+            lambda: parallel.forward(rows, hidden), lambda: model.logits(hidden),
+        ):  # fmt: skip
+            calls.clear()
+            call()
+            counted.append(len(calls))
+    # a group's attention is a batched product, of whose layers only the feed-forwards are linears
+    assert counted == [4 * LAYERS, 4 * LAYERS, 4 * 2 + 2 * 2, 1]
+
+
+@pytest.mark.parametrize("strategy", ["draft", "easyspec", "diffuspec", "del"])
+def test_the_option_reaches_both_models(tmp_path, strategy):
+    target = make(tmp_path / "target", layers=LAYERS)
+    draft = None if strategy == "del" else make(tmp_path / "draft", "dream" if strategy == "diffuspec" else "llama")
+    tokens = []
+    for how, want in (("cublas", row_linear_ref), ("rows", row_linear), (None, row_linear)):
+        engine = specker.load(target, draft, strategy, device="cpu", linear=how)
+        assert engine._model.linear is engine._drafter.model.linear is want
+        tokens.append(engine.generate([1, 2, 3], 20).tokens)
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_what_is_lost_is_told_on_a_gpu(pair):
+    engine = specker.load(*pair, device="cpu", linear="cublas")
+    assert engine.remarks == {"linear": "cublas: on a CPU it changes nothing"}
+    engine.device = torch.device("cuda")
+    assert engine.remarks["linear"] == f"cublas: {engines.LOST}"
+    assert "depend on how many rows stand beside it" in engines.LOST and "no longer bit-equal" in engines.LOST

@@ -1,0 +1,208 @@
+"""What fits: arithmetic with made-up memory, and the sentences that come of it."""
+
+import pytest
+import torch
+from make_checkpoint import make
+
+import specker
+from specker import run
+from specker.runtime import checkpoint, loop, memory
+from specker.runtime.memory import Cost, gib, largest, needed, sized
+from specker.runtime.strategies import SCRATCH
+
+EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # of an 8B model in bfloat16
+SMALL = Cost(position=114_688, passing=66_048, limit=32_768)
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    return make(folder / "target", layers=3, max_context=512), make(
+        folder / "draft", layers=1, max_context=2048, seed=1
+    )
+
+
+# --- arithmetic
+
+
+@pytest.mark.parametrize("costs", [[EIGHT], [EIGHT, SMALL], [SMALL, EIGHT]])
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("room", [GIB // 4, GIB, 7 * GIB // 2, 64 * GIB])
+def test_the_largest_context_fits_and_the_next_does_not(costs, page_size, room):
+    most = largest(costs, room, page_size, SCRATCH)
+    assert 0 < most <= costs[0].limit and needed(costs, most, page_size, SCRATCH) <= room
+    assert most == costs[0].limit or needed(costs, most + 1, page_size, SCRATCH) > room
+
+
+def test_needed_by_hand():
+    a, b = Cost(100, 7, 1000), Cost(10, 9, 50)
+    # 60 + 4 columns are 4 pages of 16, 50 + 4 are 4 pages too; the first model's prefill is the dearer one
+    assert needed([a, b], 60, 16, 4) == 100 * 64 + 10 * 64 + 9 * 50
+    assert needed([a, b], 61, 16, 4) == 100 * 80 + 10 * 64 + 9 * 50
+    assert needed([a, b], 100, 16, 4) == 100 * 112 + 10 * 64 + 7 * 100
+    assert largest([a], 0, 16, 4) == 0
+
+
+def test_sized():
+    enough = needed([EIGHT], 40_960, 256, SCRATCH)
+    assert sized([EIGHT], None, GIB, 256, SCRATCH, None) == (40_960, None)
+    assert sized([EIGHT], enough + GIB, GIB, 256, SCRATCH, None) == (40_960, None)
+    context, note = sized([EIGHT], enough + GIB - 1, GIB, 256, SCRATCH, None)
+    assert context == largest([EIGHT], enough - 1, 256, SCRATCH) < 40_960
+    assert note is not None and f"lowered to {context} positions" in note and "40960" in note and gib(enough) in note
+    most = largest([EIGHT], 2 * GIB, 256, SCRATCH)
+    words = f"--max-context 40960 needs {gib(enough)} .* 2.00 GiB are free .* largest --max-context that fits is {most}"
+    with pytest.raises(ValueError, match=words):
+        sized([EIGHT], 3 * GIB, GIB, 256, SCRATCH, 40_960)
+    with pytest.raises(ValueError, match=r"40960 positions needs .* 0.00 GiB are free .* not even 2 positions fit"):
+        sized([EIGHT], GIB // 2, GIB, 256, SCRATCH, None)
+
+
+def test_weights_that_do_not_fit():
+    billions = 8 * 10**9
+    memory.check_weights("m", billions, torch.bfloat16, 16 * 10**9, "cuda")
+    memory.check_weights("m", billions, torch.float64, None, "cpu")
+    for dtype, free, words in (
+        (torch.float32, 20 * GIB, "m needs 29.80 GiB .* in float32, and 20.00 GiB are free on the cuda: "
+                                  "--dtype bfloat16 needs 14.90 GiB"),
+        (torch.float32, 10 * GIB, "not even --dtype bfloat16 would fit, which needs 14.90 GiB"),
+        (torch.float16, 10 * GIB, "in float16, and 10.00 GiB .* use a smaller model or a device with more memory"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            memory.check_weights("m", billions, dtype, free, "cuda")
+
+
+def test_the_next_context_to_try():
+    assert "--max-context 30720 would fit" in memory.too_long([EIGHT], 40_960, 99 * GIB, GIB, 256, SCRATCH)
+    most = largest([EIGHT], GIB, 256, SCRATCH)
+    assert f"--max-context {most} would fit" in memory.too_long([EIGHT], 40_960, 3 * GIB, GIB, 256, SCRATCH)
+    assert "no shorter one would fit" in memory.too_long([EIGHT], 40_960, GIB, GIB, 256, SCRATCH)
+
+
+def test_the_cost_is_what_is_allocated(pair):
+    engine = specker.load(*pair, device="cpu", page_size=16)
+    found = counted = 0
+    for model, cache in ((engine._model, engine._cache), (engine._drafter.model, engine._drafter.cache)):
+        kv = 2 * cache.k.nbytes
+        found += kv + cache.lengths.nbytes + cache.slot_of.nbytes + model.rope.nbytes + model.positions.nbytes
+        cost = Cost.of(model.config, torch.float32)
+        counted += memory.held([cost], 512, 16, SCRATCH)
+        assert kv == 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * (
+            512 + SCRATCH
+        )
+    # RoPE's table and the positions have no scratch columns, the lengths one entry more
+    assert counted - 2 * SCRATCH * (2 * 16 * 4 + 8) + 2 * 4 == found
+
+
+def test_free(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "none")
+    assert memory.free(torch.device("cpu")) is None
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemFree: 3 kB\nMemAvailable:   12 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    assert memory.free(torch.device("cpu")) == 12 * 1024
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    assert memory.free(torch.device("cuda")) == 1200
+
+
+def test_the_reserve_has_the_graphs_on_a_gpu_and_the_packed_heads_on_a_cpu(pair):
+    c = checkpoint.read_config(pair[0])
+    common = 2 * 512 * 3 * c.intermediate_size * 4 + 256 * c.vocab_size * 16
+    assert memory.reserve([c], torch.float32, torch.device("cuda")) == common + memory.GRAPHS
+    assert memory.reserve([c, c], torch.float32, torch.device("cpu")) == common + 2 * c.vocab_size * c.hidden_size * 4
+
+
+# --- an engine with made-up memory
+
+
+def room_for(pair, context, monkeypatch):
+    """So much free memory that this context fits and the next does not; weights are not counted."""
+    configs = [checkpoint.read_config(pair[0]), checkpoint.read_config(pair[1], max_context=512)]
+    costs = [Cost.of(c, torch.float32) for c in configs]
+    spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(memory, "free", lambda device: needed(costs, context, 16, SCRATCH) + spare)
+    monkeypatch.setattr(memory, "check_weights", lambda *_: None)
+
+
+def test_the_context_is_lowered_and_that_is_told(pair, monkeypatch):
+    room_for(pair, 100, monkeypatch)
+    engine = specker.load(*pair, device="cpu", page_size=16)
+    most = engine.max_context
+    assert 100 <= most < 116 and engine._cache.capacity == engine._drafter.cache.capacity < 512
+    assert "the checkpoint's 512" in engine.remarks["context"] and f"lowered to {most}" in engine.remarks["context"]
+    out = engine.generate([1, 2, 3], 600)
+    assert len(out.tokens) == most - 3 and out.tokens == engine.generate_ar([1, 2, 3], 600).tokens
+    with pytest.raises(ValueError, match=f"the largest --max-context that fits is {most}"):
+        specker.load(*pair, device="cpu", page_size=16, max_context=300)
+    assert specker.load(*pair, device="cpu", page_size=16, max_context=most).remarks == {}
+
+
+def test_a_draft_has_no_more_positions_than_its_target(pair):
+    engine = specker.load(*pair, device="cpu", page_size=16)
+    assert engine._drafter.cache.capacity == engine._cache.capacity == 512 + SCRATCH
+    long = engine.generate([1, 2, 3], 600)
+    assert len(long.tokens) == 509 and long.tokens == engine.generate_ar([1, 2, 3], 600).tokens
+
+
+def test_del_has_one_cache(pair, monkeypatch):
+    configs = [checkpoint.read_config(pair[0])]
+    spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
+    need = needed([Cost.of(configs[0], torch.float32)], 512, 16, SCRATCH)
+    monkeypatch.setattr(memory, "check_weights", lambda *_: None)
+    for short in (0, 1):
+        monkeypatch.setattr(memory, "free", lambda device, short=short: need + spare - short)
+        for how in ({"strategy": "del"}, {"strategy": "del+vocabtrim", "load": "dummy"}):
+            engine = specker.load(pair[0], device="cpu", page_size=16, **how)
+            assert (engine.max_context == 512) == (short == 0)
+
+
+def test_weights_are_refused_before_they_are_read(pair, monkeypatch):
+    monkeypatch.setattr(memory, "free", lambda device: 100_000)
+    monkeypatch.setattr(checkpoint, "_read_weights", lambda *_: pytest.fail("read"))
+    with pytest.raises(ValueError, match=r"target needs 0\.00 GiB for its weights in float64.*are free on the cpu"):
+        specker.load(*pair, device="cpu", dtype="float64")
+
+
+# --- memory that runs out all the same
+
+
+def runs_out(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines")
+
+
+def test_while_reading(pair, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_read_weights", runs_out)
+    with pytest.raises(ValueError, match=r"needs .* for its weights in float32"):
+        specker.load(*pair, device="cpu")
+
+
+def test_while_allocating(pair, monkeypatch):
+    monkeypatch.setattr("specker.runtime.engine.allocate", runs_out)
+    with pytest.raises(ValueError, match="out of memory with a context of 512 positions: --max-context 384 would fit"):
+        specker.load(*pair, device="cpu")
+
+
+def test_while_decoding(pair, monkeypatch, capsys):
+    engine = specker.load(*pair, device="cpu")
+    sentence = "out of memory with a context of 512 positions: --max-context 384 would fit"
+    stream = engine.stream([1, 2, 3], 40)
+    next(stream)
+    monkeypatch.setattr(loop, "step", runs_out)
+    for call in (
+        lambda: next(stream), lambda: engine.generate([1], 9), lambda: engine.generate_ar([1], 9),
+        lambda: list(engine.stream([1], 9)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=sentence):
+            call()
+    argv = ["--load", "dummy", "--target", str(pair[0]), "--draft", str(pair[1]), "--device", "cpu"]
+    assert run.main(argv) == 2
+    assert capsys.readouterr().err.endswith(f"specker: error: {sentence}\n")
+
+
+def test_only_memory_is_told_so():
+    with pytest.raises(ValueError, match="said"), memory.told(lambda: "said"):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    with pytest.raises(RuntimeError, match="another"), memory.told(lambda: "said"):
+        raise RuntimeError("another")

@@ -1,0 +1,121 @@
+"""Weights made from config.json alone: the layout of those that are read, and nothing is read for them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from make_checkpoint import CASES, make
+
+import specker
+from specker.runtime import checkpoint
+from specker.runtime.checkpoint import load
+
+OTHERS = {"inv_freq", "rope_scale"}
+
+
+def copy_config(folder: Path, to: Path) -> Path:
+    to.mkdir(exist_ok=True)
+    shutil.copy(folder / "config.json", to)
+    return to
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+def test_the_layout_is_that_of_read_weights(tmp_path, name, options):
+    folder = make(tmp_path / "whole", **options)
+    bare = copy_config(folder, tmp_path / "bare")
+    read = load(folder, dtype=torch.float32, device="cpu")
+    made = load(bare, dtype=torch.float32, device="cpu", random=0)
+    assert made.config == read.config
+    for field, want in vars(read.weights).items():
+        got = getattr(made.weights, field)
+        assert type(got) is type(want), field
+        if field in OTHERS or want is None:
+            continue
+        for a, b in zip(got, want, strict=True) if isinstance(got, list) else [(got, want)]:
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), field
+        whole = torch.stack(got) if isinstance(got, list) else got
+        if "norm" in field:
+            assert bool((whole == 1).all())
+        elif field.endswith("bias"):
+            assert not whole.any()
+        else:
+            assert float(whole.std()) == pytest.approx(0.02, rel=0.05) and abs(float(whole.mean())) < 2e-3
+    assert torch.equal(made.weights.inv_freq, read.weights.inv_freq)
+    assert (made.weights.head is made.weights.embed) == made.config.tied
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_seed_decides(tmp_path, dtype):
+    folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
+    a, again, other = (load(folder, dtype=dtype, device="cpu", random=seed).weights for seed in (0, 0, 1))
+    assert a.embed.dtype == a.qkv[0].dtype == dtype
+    assert torch.equal(a.qkv[2], again.qkv[2]) and not torch.equal(a.qkv[2], other.qkv[2])
+    assert not torch.equal(a.qkv[1], a.qkv[2])
+
+
+def test_a_hub_id_brings_no_weights(tmp_path, monkeypatch):
+    asked = []
+    folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda source, **how: asked.append(how["allow_patterns"]) or str(folder)
+    )
+    load("org/name", dtype=torch.float32, device="cpu", random=0)
+    assert asked == [checkpoint.CONFIG_FILES] and not any("safetensors" in pattern for pattern in asked[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("ar", {}),
+        ("draft", {}),
+        ("draft", {"tree": "3x3"}),
+        ("easyspec", {}),
+        ("del", {}),
+        ("vocabtrim", {}),
+        ("vocabtrim", {"vocab_keep": "0.5", "vocab_text": 0}),
+        ("del+vocabtrim", {}),
+        ("diffuspec", {}),
+        ("diffuspec", {"cps": "tree", "cps_lambda": 1.0}),
+        ("diffuspec+vocabtrim", {"vocab_text": 8}),
+    ],
+)
+def test_every_strategy_runs_without_a_weight(tmp_path, monkeypatch, strategy, options):
+    monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("a file of weights was opened"))
+    target = copy_config(make(tmp_path / "t", "qwen3", layers=4, eos=[*range(128)]), tmp_path / "target")
+    draft = copy_config(make(tmp_path / "d", "qwen3", layers=3, mask=127), tmp_path / "draft")
+    alone = strategy.split("+")[0] in ("ar", "del")
+    for side in (None,) if alone else (None, draft):
+        if side is None and "diffuspec" in strategy:
+            continue  # the target has no mask token
+        engine = specker.load(target, side, strategy, device="cpu", dtype="float64", load="dummy", **options)
+        out = engine.generate([1, 2, 3], 12)
+        assert len(out.tokens) == 12 and out.finished == "length" and out.text == ""
+        assert out.tokens == engine.generate_ar([1, 2, 3], 12).tokens  # though nobody says so
+        assert ("draft_shape" in engine.remarks) == (side is None and not alone)
+
+
+def test_a_trimmed_head_keeps_the_first_ids(tmp_path):
+    folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
+    load = {"device": "cpu", "load": "dummy", "vocab_text": 0}
+    kept = [specker.load(folder, folder, "vocabtrim", vocab_keep=keep, **load).kept.ids for keep in (None, "40")]
+    assert [ids.tolist() for ids in kept] == [[*range(16)], [*range(40)]]
+
+
+def test_a_draft_of_another_tokenizer_will_do_but_not_of_another_size(tmp_path, pair):
+    from make_checkpoint import edit
+
+    other = make(tmp_path / "other", layers=1, tokenizer=True)
+    content = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(content.replace("<|mask|>", "<|hole|>"))
+    edit(other, "tokenizer_config.json", mask_token="<|hole|>")
+    assert specker.load(pair[0], other, device="cpu", load="dummy").generate([1], 4).tokens
+    small = make(tmp_path / "small", layers=1, vocab=200)
+    with pytest.raises(ValueError, match="vocabularies of 320 and 200 ids"):
+        specker.load(pair[0], small, device="cpu", load="dummy")
+
+
+def test_coverage_needs_counts(tmp_path):
+    folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
+    with pytest.raises(ValueError, match="the scores have no counts"):
+        specker.load(folder, folder, "vocabtrim", device="cpu", load="dummy", vocab_keep="coverage:0.9")
