@@ -93,13 +93,14 @@ def load(
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"device {device} was asked for but torch sees no GPU; use cpu")
-    folder = _folder(source, weights=random is None)
+    folder = _folder(source, weights=False)  # what config.json refuses is not downloaded
     config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
     elements = sum(math.prod(p.shape) for p in _pieces(config))
     size = str(source), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.told(lambda: memory.too_heavy(*size)):
         if random is None:
+            folder = _folder(source, weights=True)
             buffers = _read_weights(folder, config, dtype, device)
         else:
             buffers = _random_weights(config, dtype, device, random)

@@ -8,7 +8,7 @@ import torch
 from make_checkpoint import CASES, make
 
 import specker
-from specker.runtime import checkpoint
+from specker.runtime import checkpoint, memory
 from specker.runtime.checkpoint import load
 
 OTHERS = {"inv_freq", "rope_scale"}
@@ -62,6 +62,10 @@ def test_a_hub_id_brings_no_weights(tmp_path, monkeypatch):
     )
     load("org/name", dtype=torch.float32, device="cpu", random=0)
     assert asked == [checkpoint.CONFIG_FILES] and not any("safetensors" in pattern for pattern in asked[0])
+    monkeypatch.setattr(memory, "free", lambda device: 1000)
+    with pytest.raises(ValueError, match="org/name needs"):  # before its weights are downloaded
+        load("org/name", dtype=torch.float32, device="cpu")
+    assert asked == 2 * [checkpoint.CONFIG_FILES]
 
 
 @pytest.mark.parametrize(
