@@ -139,6 +139,30 @@ def test_a_stream_left_in_the_middle(pairs, plain, shape):
         assert fast.generate_ar(prompt, 40).tokens == plain.generate(prompt, 40).tokens
 
 
+def test_after_static_rounds_others_see_the_whole_text(pairs, plain, tmp_path, monkeypatch):
+    """Attention's reach is the static rounds' own: what follows them without one, a trace, looks at all columns."""
+    monkeypatch.setattr("specker.runtime.rounds.REACHES", (16, 32, 64, 128))
+    fast = load(pairs, graphs="on", draft_tokens=4)
+    fast.generate([5, 9, 40], 10)
+    rows = []
+    fast.trace = rows.append
+    prompt = list(range(3, 90))
+    assert fast.generate(prompt, 40).tokens == plain.generate(prompt, 40).tokens and rows
+    fast.trace = None
+    assert fast.generate(prompt, 60).tokens == plain.generate(prompt, 60).tokens  # through several reaches
+
+
+@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "draft-and-verify"])
+def test_a_given_acceptance(pairs, shape):
+    """The same coins as in loop.py's own rounds: the same rounds, and the same text."""
+    slow, fast = (load(pairs, graphs=how, acceptance="synthetic:0.7", **SHAPES[shape]) for how in ("off", "on"))
+    for how in SAMPLING.values():
+        want, got = (engine.generate(PROMPTS[2], 80, **how) for engine in (slow, fast))
+        assert got.tokens[:-6] == want.tokens[:-6]  # a static draft does not end with the text
+        assert abs(got.stats.rounds - want.stats.rounds) <= 1
+    assert fast._rounds_of.launched > 20
+
+
 def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
     engine = load(pairs)
     with monkeypatch.context() as m, pytest.raises(ValueError, match="--graphs on needs kernels"):
@@ -157,6 +181,7 @@ RECORDED = {  # the last ones with the bundled family, the others with tiny mode
     "tree-3x4-cap-7": {"tree": "3x4", "draft_tokens": 7},
     "easyspec": {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3"},
     "draft-and-verify": {"policy": "draft-and-verify", "draft_tokens": 4},
+    "synthetic": {"tree": "3x4", "acceptance": "synthetic:0.8"},
     "del": {"strategy": "del"},
     "del-length": {"strategy": "del", "policy": "del-length"},
     "diffuspec": {"strategy": "diffuspec", "adl": "2-4", "cps": "off"},
@@ -190,7 +215,7 @@ class Recorded:
         with recording() as log:
             self.rounds.reset()
             text = [5] * length  # nothing new for a trimmed head to follow, which is no part of a graph
-            self.rounds.load(text, 10_000, sampling)
+            self.rounds.load(text, 10_000, sampling, self.engine._given(0))
             log.clear()
             keep = (lambda _: True) if self.asking else None
             self.rounds.launch(text, budget, sampling, keep, bool(self.budgets))
@@ -236,7 +261,7 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name):
     """Every kernel that a round launches, at any length and with any filter, was launched in the warm-up."""
     world = recorded(name)
     with recording() as log:
-        world.rounds.warmup(world.budgets, world.sizes, world.asking)
+        world.rounds.warmup(world.budgets, world.sizes, world.asking, world.engine._given(0))
     warm = set(kernels(log))
     for budget in world.budgets or [Budget(0, 0)]:
         for length, sampling in itertools.product((50, 800 if name == "vocabtrim" else 5000), KINDS):

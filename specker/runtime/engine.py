@@ -311,9 +311,9 @@ class Engine:
         trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
         rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
         agrees = None if drafter is None else self._given(params.seed)
+        if self._rounds_of is not None:
+            self._rounds_of.reset()
         rounds = None if trace else self._rounds_of  # a trace tells what static rounds keep on the device
-        if rounds is not None:
-            rounds.reset()
         return Context(
             self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace, agrees, rounds
         )

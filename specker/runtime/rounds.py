@@ -170,7 +170,7 @@ class StaticRounds:
     def reset(self) -> None:
         """Forget the last request, and what of it may still be on its way."""
         self._flying.clear()
-        self.loaded = False
+        self._leave()
 
     def load(self, committed: list[int], limit: int, sampling: Sampling, agrees: Tensor | None = None) -> None:
         """Bring a request, its text so far or anew, to the device. `agrees` [positions]: of an acceptance that is given
@@ -199,14 +199,18 @@ class StaticRounds:
 
     def unload(self, committed: int) -> None:
         """Tell the caches' host side where the device left them: a round of loop.py's own follows."""
-        self.cache.exact_len = committed - 1
-        self.cache.reach(self.cache.capacity)
-        drafter, self.loaded, self._reach = self.drafter, False, 0
+        self._leave()
+        self.cache.exact_len, drafter = committed - 1, self.drafter
         if drafter is not None and drafter.cache is not self.cache:
-            drafter.cache.reach(drafter.cache.capacity)
             drafter.cache.exact_len = max(0, committed - self.catch_up)
             if isinstance(drafter, AutoregressiveDrafter):
                 drafter.forget()
+
+    def _leave(self) -> None:
+        """What is not a static round looks at all columns."""
+        self.loaded, self._reach = False, 0
+        for cache in (self.cache, *([self.drafter.cache] if self.drafter else [])):
+            cache.reach(cache.capacity)
 
     # --- a round
 
