@@ -68,6 +68,8 @@ def share_target(engines: Sequence[Engine]) -> None:
         engine.target, engine._model, engine._cache = base.target, base._model, base._cache
         if isinstance(engine._drafter, EarlyExitDrafter):
             engine._drafter.model, engine._drafter.cache = base._model, base._cache
+        if engine._rounds_of is not None:
+            engine._rounds_of.target, engine._rounds_of.cache = base._model, base._cache
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:

@@ -1,14 +1,17 @@
 """What a run shows: the streamed text and the closing table, and the object that `--json` writes."""
 
+import contextlib
 import io
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -118,6 +121,13 @@ class Screen:
     def remarks(self, remarks: dict[str, str]) -> None:
         for name, sentence in remarks.items():
             self.note(f"{name}: {sentence}", "yellow")
+
+    @contextlib.contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """A bar on a terminal, gone when it is done; called with (done, of)."""
+        with Progress(console=self.notes, transient=True, disable=not self.notes.is_terminal) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, of: bar.update(task, completed=done, total=of)
 
     def prompt(self, text: str) -> None:
         """The prompt, which its continuation follows without a break where both go to one terminal."""

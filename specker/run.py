@@ -231,8 +231,9 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if bare:
         count = len(encode([], ""))
         screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
-    if job.check:
-        engine.warmup()  # both speeds are printed: neither should carry the first calls
+    if job.check or engine.captures:  # neither a printed speed nor a first token should carry the first calls
+        with screen.progress("warming up") as tell:
+            engine.warmup(tell)
     results: list[Result] = []
     rounds: list[str] = []
     sizing = {name: said for name, said in engine.remarks.items() if name == "sizing"}

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from make_checkpoint import make
-from pairs import perturbed
+from pairs import flips, logits_of, perturbed
 from recorded import kernels, recording
 
 import specker
@@ -169,6 +169,27 @@ def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
         m.setattr(engine, "device", torch.device("cuda"))
         m.setattr(engine, "options", engine.options.__class__(graphs="on"))
         engine.__post_init__()
+
+
+@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
+def test_the_logits_are_those_of_plain_decoding(pairs, shape):
+    """On a GPU they are equal in bfloat16 (test_gpu.py); here up to the sums' order."""
+    fast = load(pairs, graphs="on", **SHAPES[shape])
+    for prompt, how in itertools.product((PROMPTS[2], list(range(40))), ({}, {"temperature": 0.7})):
+        (a, text), (b, same) = (logits_of(fast, prompt, 60, drafting, **how) for drafting in (False, True))
+        assert text == same and (a - b).abs().max() < 1e-12 and len(a) == 60
+
+
+@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
+def test_flips_are_found(pairs, plain, shape):
+    """`flips` counts the tokens that rounding turned; in float64 none is. A wrong text has one where it was changed."""
+    fast = load(pairs, graphs="on", **SHAPES[shape])
+    prompt = list(range(40))
+    text = plain.generate(prompt, 60).tokens
+    assert flips(fast, prompt, text) == (0, 60)
+    text[30] ^= 1
+    turned, of = flips(fast, prompt, text)
+    assert turned >= 1 and of == 60
 
 
 # --- what is launched on a GPU, seen without one

@@ -157,17 +157,21 @@ class AutoregressiveDrafter:
         ids, scores = self.head.candidates(hidden, width, sampling, position)
         level_tokens, level_scores = ids[0], scores[0]
         level_parents = torch.zeros(width, dtype=torch.int64, device=device)
-        words = _own_bits(0, width, depth * width, device)
+        words = _own_bits(0, width, depth * width, device) if start is None else None
         tokens, parents, all_scores = [level_tokens], [level_parents], [level_scores]
         for level in range(1, depth):
             first = (level - 1) * width  # node of this level's first leaf
-            rows = self._level(level, words) if start is None else self._level_static(level, parents, start)
+            if start is None:
+                assert words is not None
+                rows = self._level(level, words)
+            else:
+                rows = self._level_static(level, parents, start)
             hidden = self._forward(rows, level_tokens)
             ids, scores = self.head.candidates(hidden, width, sampling, rows.positions)
             level_scores, best = (level_scores.unsqueeze(1) + scores).flatten().topk(width)
             leaf = best // width
             level_tokens, level_parents = ids.flatten()[best], leaf + first + 1
-            if start is None:
+            if words is not None:
                 words = words[leaf] | _own_bits(level * width, width, depth * width, device)
             tokens.append(level_tokens)
             parents.append(level_parents)

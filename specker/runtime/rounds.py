@@ -420,7 +420,11 @@ class StaticRounds:
         return s.committed.index_select(0, self._counting[:count] + (s.length - count))
 
     def _read_confidence(self) -> float:
-        return math.exp(float(self.state.confidence))  # on a GPU 4 bytes, which are waited for
+        score = self.state.confidence
+        if score.is_cuda:  # 4 bytes, which are waited for
+            score = self._to_host(score)
+            torch.cuda.current_stream().synchronize()
+        return math.exp(float(score))
 
     @staticmethod
     def _to_host(x: Tensor) -> Tensor:
