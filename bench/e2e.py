@@ -206,6 +206,9 @@ def main() -> None:
     }
     plain = engines["ar"]
     share_target(list(engines.values()))
+    for engine in engines.values():
+        if engine.captures:
+            engine.warmup()
     prompts = [plain.encode(p["prompt"]) for p in specker.zoo.heldout()[: args.prompts]]
     prompts = [p[: plain.max_context - args.max_new_tokens] for p in prompts]
     hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None

@@ -9,7 +9,8 @@ bytes a draft token (DEL, draft-and-verify), the candidates of a block where a p
 
 On a CPU the same rounds run without graphs (`--graphs on`): every stretch of work then is what a graph would hold.
 What has no static form runs as loop.py's own step: the first rounds of a prompt shorter than a draft, a drafter at the
-end of its context, rounds in which DEL watches other layers.
+end of its context, rounds in which DEL watches other layers, `--calibrate` other than every, `--diffusion-prefix exact`
+and the chunks of a diffusion drafter.
 """
 
 import math

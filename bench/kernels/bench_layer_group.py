@@ -1,0 +1,112 @@
+"""Four layers of a draft model side by side against the same layers in sequence (EasySpec), random weights.
+
+Both ways read the same weights, so where bandwidth is the limit nothing is to be gained but the launches and the waves
+that a batch of four saves: captured as graphs, the goal is 1.1. Launched one by one (eager) the launches themselves are
+what takes the time, which is the paper's setting and its 1.62; that ratio stands beside it.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench import harness
+from bench.kernels import common
+from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.runtime import checkpoint
+from specker.runtime.cache import KVCache, Start
+from specker.runtime.model import Model, chain_rows, forward
+from specker.runtime.model_config import layer_elements
+from specker.runtime.schedule import LayerParallel, Schedule
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+LAYERS = 4
+CONTEXT = 2048 if DEVICE == "cuda" else 64
+SHAPES = {  # hidden, heads, KV heads, feed-forward
+    "1B": (2048, 32, 8, 8192),
+    "8B": (4096, 32, 8, 14336),
+}
+SMALL = {"tiny": (64, 4, 2, 96)}
+
+
+def a_model(shape: tuple[int, int, int, int]) -> Model:
+    hidden, heads, kv_heads, inner = shape
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": CONTEXT + 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        made = checkpoint.load(folder, dtype=DTYPE, device=DEVICE, random=0)
+    return Model(made, packed=False)
+
+
+@torch.inference_mode()
+def build(shape: tuple[int, int, int, int], T: int) -> Built:
+    model = a_model(shape)
+    cache = KVCache(model.config, CONTEXT + 256, dtype=DTYPE, device=DEVICE)
+    cache.k.normal_(), cache.v.normal_()
+    cache.reach(CONTEXT)
+    parallel = LayerParallel(model, cache, Schedule((tuple(range(LAYERS)),)))
+    hidden = torch.randn(T, model.config.hidden_size, dtype=DTYPE, device=DEVICE)
+    start = Start(torch.tensor([CONTEXT - 16], device=DEVICE), 0)
+
+    @torch.inference_mode()
+    def run(call: Callable) -> torch.Tensor:
+        return call(chain_rows(model, cache, T, start=start), hidden)
+
+    def side_by_side(rows, hidden):  # type: ignore[no-untyped-def]
+        return parallel.forward(rows, hidden)
+
+    def in_sequence(rows, hidden):  # type: ignore[no-untyped-def]
+        return forward(model, cache, rows, hidden).hidden
+
+    def check() -> None:
+        """Groups of one are the layers in sequence; a group of four is another function, but no other scale."""
+        a, b = run(side_by_side), run(in_sequence)
+        assert torch.isfinite(a).all() and (a - b).abs().max() <= 0.5 * b.abs().max(), "the group"
+
+    kv = 2 * LAYERS * (CONTEXT - 16) * model.config.num_kv_heads * model.config.head_dim
+    elements = layer_elements(model.config)
+    cost = (elements + kv) * DTYPE.itemsize, 2 * T * elements
+    return Built({"group": partial(run, side_by_side), "sequence": partial(run, in_sequence)}, check, cost)
+
+
+def cases() -> Iterator[Case]:
+    for name, shape in (SHAPES if DEVICE == "cuda" else SMALL).items():
+        for T in (1, 12):
+            yield Case(f"{name}, {T} rows", partial(build, shape, T), Goal(over=(("sequence", 1.1),)))
+
+
+def eager() -> None:
+    """The same without graphs: the ratio that launches make."""
+    rows = []
+    for case in cases():
+        built = case.build()
+        timings = harness.measure(built.ways, rounds=30, warmup=3)
+        ratio = timings["sequence"].median / timings["group"].median
+        print(f"{case.name}, launched one by one: the group is {ratio:.2f}x as fast as the sequence (paper: 1.62)")
+        for name, timing in timings.items():
+            row = {"bench": "kernels", "op": "layer_group", "case": f"{case.name}, eager", "way": name}
+            rows.append(row | {"device": DEVICE, **timing.row(), "sequence_over_group": ratio})
+    if DEVICE == "cuda":
+        harness.save("layer_group", rows, DEVICE)
+
+
+test_layer_group = common.benchmarks(cases())
+
+if __name__ == "__main__":
+    common.main("layer_group", cases())
+    eager()
