@@ -83,6 +83,12 @@ def ours(engine: Engine, prompts: list[list[int]], count: int, temperature: floa
     return Decoded([g.tokens for g in done], sum((g.stats for g in done), Stats()))
 
 
+def joined(parts: Sequence[Decoded]) -> Decoded:
+    """Several prompts decoded one by one, as `ours` gives them."""
+    stats = [part.stats for part in parts if part.stats is not None]
+    return Decoded([text for part in parts for text in part.tokens], sum(stats, Stats()) if stats else None)
+
+
 class Transformers:
     """The same checkpoints through transformers."""
 

@@ -28,16 +28,13 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each timed round, sorted, and what the last call returned."""
+    """Seconds of each timed round, in their order, and what the last call returned."""
 
     seconds: tuple[float, ...]
     last: Any
 
     def quantile(self, q: float) -> float:
-        place = q * (len(self.seconds) - 1)
-        low = int(place)
-        high = min(low + 1, len(self.seconds) - 1)
-        return self.seconds[low] + (place - low) * (self.seconds[high] - self.seconds[low])
+        return _quantile(self.seconds, q)
 
     @property
     def median(self) -> float:
@@ -50,6 +47,13 @@ class Timing:
             "p80": self.quantile(0.8),
             "rounds": len(self.seconds),
         }
+
+    def times_as_fast(self, other: "Timing") -> dict[str, float]:
+        """As `other`: the ratios of the same rounds, in which a slow machine was slow for both, and how many are above
+        one."""
+        each = [theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)]
+        named = {name: _quantile(each, q) for name, q in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
+        return named | {"rounds_above_1": sum(ratio > 1 for ratio in each)}
 
 
 def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1) -> dict[str, Timing]:
@@ -70,13 +74,45 @@ def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
             _wait()
             seconds[name].append(time.perf_counter() - start)
         order = order[1:] + order[:1]
-    return {name: Timing(tuple(sorted(seconds[name])), last[name]) for name in ways}
+    return {name: Timing(tuple(seconds[name]), last[name]) for name in ways}
+
+
+def measure_each(
+    ways: dict[str, Callable[[Any], Any]], items: list[Any], rounds: int = 5, warmup: int = 1
+) -> dict[str, Timing]:
+    """As `measure`, of ways that take one item: they take turns at every item, not only in every round, so that what is
+    compared is seconds apart. A round's seconds are the sum over the items, `last` is the list of their results."""
+    if rounds < 1 or not ways or not items:
+        raise ValueError(f"nothing to measure: {len(ways)} ways, {len(items)} items, {rounds} rounds")
+    seconds = {name: [0.0] * rounds for name in ways}
+    last: dict[str, list[Any]] = {}
+    order = list(ways)
+    for n in range(-warmup, rounds):
+        last = {name: [] for name in ways}
+        for item in items:
+            for name in order:
+                _wait()
+                start = time.perf_counter()
+                last[name].append(ways[name](item))
+                _wait()
+                if n >= 0:
+                    seconds[name][n] += time.perf_counter() - start
+            order = order[1:] + order[:1]
+    return {name: Timing(tuple(seconds[name]), last[name]) for name in ways}
 
 
 def ratios(timings: dict[str, Timing]) -> dict[str, float]:
     """How many times as fast as the first way each is: ratio of medians."""
     base = next(iter(timings.values())).median
     return {name: base / timing.median for name, timing in timings.items()}
+
+
+def _quantile(values: Iterable[float], q: float) -> float:
+    values = sorted(values)
+    place = q * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (place - low) * (values[high] - values[low])
 
 
 def _wait() -> None:

@@ -3,8 +3,9 @@
 Sources, the same number of tokens each: continuations that the target writes of the held-out prompts that are not
 decoded here, continuations that the draft writes of them, and Python source as it is (the standard library without the
 held-out modules); `bundled` is the family's own score file, of far more of the target's text, and `bundled + text` the
-same with more rows that follow the text. Beside them the untrimmed `draft` and `ar`, all interleaved. Rows go to
-bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
+same with more rows that follow the text. Beside them the untrimmed `draft` and `ar`, in turns at every prompt; what a way
+gains over `draft` is the median of the rounds' own ratios, with the number of rounds in which it is above one.
+Rows go to bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import differing, ours, row_of, share_target
+from bench.e2e import differing, joined, ours, row_of, share_target
 from specker import calibrate
 from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
@@ -44,6 +45,7 @@ class Args:
     calibration_tokens: int = field(default=256, metadata={"help": "written after each calibration prompt"})
     draft_tokens: int = 4
     rounds: int = 3
+    sources: str = field(default=",".join(SOURCES), metadata={"help": "of the scores, comma separated"})
     save: bool = True
     device: str = "cpu"
     dtype: str = "float32"
@@ -84,9 +86,11 @@ def score_files(args: Args, prompts: list[str], folder: Path) -> dict[str, Path]
 
 def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: list[list[int]]) -> list[dict]:
     ways: dict[str, Any] = {
-        name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
+        name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)
+        for name, engine in engines.items()
     }
-    timings = harness.measure(ways, args.rounds)
+    timings = harness.measure_each(ways, prompts, args.rounds)
+    timings = {name: dataclasses.replace(t, last=joined(t.last)) for name, t in timings.items()}
     plain = timings["ar"].last
     rows = []
     for name, timing in timings.items():
@@ -94,7 +98,8 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
         source, _, keep = name.rpartition(" ")
         row = row_of("vocabtrim", name, temperature, args, timings) | {
             "draft_tokens": args.draft_tokens,
-            "over_draft": timings["draft"].median / timing.median,
+            "over_draft": timing.times_as_fast(timings["draft"])["median"],
+            "over_draft_rounds": timing.times_as_fast(timings["draft"]),
             "acceptance_length": done.stats.acceptance_length,
             "mbsu": engine.mbsu(done.stats),
         }
@@ -108,14 +113,24 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 
 def show(rows: list[dict], temperature: float) -> None:
     table = Table(title=f"temperature {temperature:g}")
-    for column in ("way", "tokens/s", "over draft", "over ar", "tau", "of draft's", "coverage", "mbsu", "head, KiB"):
+    for column in (
+        "way",
+        "tokens/s",
+        "over draft (rounds)",
+        "over ar",
+        "tau",
+        "of draft's",
+        "coverage",
+        "mbsu",
+        "head, KiB",
+    ):
         table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
     whole = next(row for row in rows if row["way"] == "draft")["acceptance_length"]
     for row in rows:
         table.add_row(
             row["way"],
             f"{row['tokens_per_second']:.0f}",
-            f"{row['over_draft']:.2f}",
+            f"{row['over_draft']:.3f} ({row['over_draft_rounds']['rounds_above_1']} of {row['rounds']})",
             f"{row['over_ar']:.2f}",
             f"{row['acceptance_length']:.2f}",
             f"{row['acceptance_length'] / whole:.1%}",
@@ -144,6 +159,8 @@ def draw(rows: list[dict], title: str) -> Any:
         for axis, (key, label) in zip(axes, panels, strict=True):
             for source in (*SOURCES, FOLLOWING):
                 points = sorted((row["kept_rows"], row[key]) for row in mine if row.get("source") == source)
+                if not points:
+                    continue
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=source)
             if axis is not axes[2]:
                 axis.axhline(whole[key], color="grey", linewidth=0.8, label="draft, whole head")
@@ -159,12 +176,14 @@ def main() -> None:
     heldout = [row["prompt"] for row in specker.zoo.heldout()]
     how = {"device": args.device, "dtype": args.dtype, "draft_tokens": args.draft_tokens}
     with tempfile.TemporaryDirectory() as folder:
-        files = score_files(args, heldout[args.prompts :], Path(folder))
+        sources = args.sources.split(",")
+        bundled = {"bundled": specker.zoo.vocab_scores()}
+        files = bundled if sources == ["bundled"] else score_files(args, heldout[args.prompts :], Path(folder))
         engines = {
             "ar": specker.load(device=args.device, dtype=args.dtype, strategy="ar"),
             "draft": specker.load(**how),
         }
-        for source in (*SOURCES, FOLLOWING):
+        for source in (*sources, FOLLOWING):
             for keep in args.keep.split(","):
                 following = args.text if source == FOLLOWING else 0
                 scores = str(files[source.split()[0]])

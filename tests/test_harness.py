@@ -11,9 +11,11 @@ from bench.harness import Timing, measure, ratios, save
 
 
 def test_quantiles() -> None:
-    timing = Timing((1.0, 2.0, 3.0, 4.0, 10.0), None)
+    timing = Timing((3.0, 2.0, 10.0, 4.0, 1.0), None)
     assert timing.row() == {"median": 3.0, "p20": pytest.approx(1.8), "p80": pytest.approx(5.2), "rounds": 5}
     assert Timing((1.0, 2.0), None).median == 1.5
+    faster = Timing((1.0, 4.0, 5.0), None).times_as_fast(Timing((2.0, 2.0, 20.0), None))
+    assert faster == {"median": 2.0, "p20": pytest.approx(1.1), "p80": pytest.approx(3.2), "rounds_above_1": 2}
 
 
 def test_ways_take_turns() -> None:
@@ -26,6 +28,16 @@ def test_ways_take_turns() -> None:
         measure({}, rounds=3)
     with pytest.raises(ValueError, match="nothing to measure"):
         measure({"a": lambda: None}, rounds=0)
+
+
+def test_ways_take_turns_at_every_item() -> None:
+    calls: list[str] = []
+    ways = {name: lambda item, name=name: calls.append(name + item) or item for name in "ab"}
+    timings = harness.measure_each(ways, ["1", "2", "3"], rounds=2, warmup=1)
+    assert calls[:6] == ["a1", "b1", "b2", "a2", "a3", "b3"] and len(calls) == 18
+    assert timings["a"].last == ["1", "2", "3"] and len(timings["b"].seconds) == 2 and timings["b"].median > 0
+    with pytest.raises(ValueError, match="nothing to measure"):
+        harness.measure_each(ways, [])
 
 
 def test_ratios_are_to_the_first() -> None:

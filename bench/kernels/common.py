@@ -147,7 +147,7 @@ def measure_cuda(ways: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> di
         for name, (start, end) in events.items():
             times[name].append(start.elapsed_time(end) * 1e-3)
         order = order[1:] + order[:1]
-    return {name: Timing(tuple(sorted(seconds)), None) for name, seconds in times.items()}
+    return {name: Timing(tuple(seconds), None) for name, seconds in times.items()}
 
 
 @lru_cache
