@@ -3,8 +3,8 @@
 Sources, the same number of tokens each: continuations that the target writes of the held-out prompts that are not
 decoded here, continuations that the draft writes of them, and Python source as it is (the standard library without the
 held-out modules); `bundled` is the family's own score file, of far more of the target's text, and `bundled + text` the
-same with more rows that follow the text. Beside them the untrimmed `draft` and `ar`, in turns at every prompt; what a way
-gains over `draft` is the median of the rounds' own ratios, with the number of rounds in which it is above one.
+same with more rows that follow the text. Beside them the untrimmed `draft` and `ar`, in turns at every prompt; what one
+of them gains over `draft` is the median of the rounds' own ratios, with the number of rounds in which it is above one.
 Rows go to bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
 """
 

@@ -155,10 +155,10 @@ def sibling_order_swapped(patch):
     original = AutoregressiveDrafter._tree
 
     def swapped(self, *args):
-        draft = original(self, *args)
+        draft, nodes = original(self, *args)
         tokens = draft.tokens.clone()
         tokens[0], tokens[1] = draft.tokens[1], draft.tokens[0]
-        return Draft(tokens, draft.parents)
+        return Draft(tokens, draft.parents), nodes
 
     patch.setattr(AutoregressiveDrafter, "_tree", swapped)
 
