@@ -12,6 +12,9 @@ from recorded import kernels, recording
 
 import specker
 from specker.config import Sampling
+from specker.runtime import loop
+from specker.runtime.cache import KVCache
+from specker.runtime.model import prefill
 from specker.runtime.policy import Budget
 from specker.runtime.rounds import KINDS
 from specker.runtime.strategies import met
@@ -178,6 +181,40 @@ def test_the_logits_are_those_of_plain_decoding(pairs, shape):
     for prompt, how in itertools.product((PROMPTS[2], list(range(40))), ({}, {"temperature": 0.7})):
         (a, text), (b, same) = (logits_of(fast, prompt, 60, drafting, **how) for drafting in (False, True))
         assert text == same and (a - b).abs().max() < 1e-12 and len(a) == 60
+
+
+@pytest.mark.parametrize("draft", ["another", "itself"])
+@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "easyspec", "easyspec-tree", "draft-and-verify"])
+def test_every_round_leaves_the_caches_sound(pairs, shape, draft):
+    """After a round the target's columns before the root, and the drafter's that it drafted from, hold what a pass over
+    the text writes; so do those that `unload` vouches for."""
+    fast = load(pairs if draft == "another" else (pairs[0], pairs[0]), graphs="on", **SHAPES[shape])
+    rounds, drafter, caches = fast._rounds_of, fast._drafter, (fast._cache, fast._drafter.cache)
+    ctx = fast._context(PROMPTS[2], 60, drafter, {})
+    loop._prefill(ctx)
+
+    def sound(model, cache, length):
+        fresh = KVCache(model.config, cache.capacity, dtype=model.dtype, device="cpu", page_size=16)
+        prefill(model, fresh, ctx.committed[:length])
+        for ours, theirs in ((cache.k, fresh.k), (cache.v, fresh.v)):
+            a, b = (c.flatten(1, 2)[:, :length] for c in (ours, theirs))
+            assert (a - b).abs().max() < 1e-12
+
+    longest = 0
+    while len(ctx.committed) + 6 < ctx.limit:
+        before = len(ctx.committed)
+        assert loop._launch(ctx, rounds)
+        report, _ = rounds.collect()
+        ctx.committed += report.tokens
+        longest = max(longest, len(report.tokens))
+        sound(fast._model, caches[0], len(ctx.committed) - 1)
+        sound(drafter.model, caches[1], before)
+        rounds.unload(len(ctx.committed))
+        for model, cache in zip((fast._model, drafter.model), caches, strict=True):
+            sound(model, cache, cache.exact_len)
+        assert caches[1].exact_len >= len(ctx.committed) - rounds.catch_up
+    if draft == "itself" and shape in ("chain-5", "tree-3x4"):
+        assert longest == rounds.catch_up, "no draft was accepted whole: this proves little"
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
