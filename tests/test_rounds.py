@@ -147,10 +147,12 @@ def test_after_static_rounds_others_see_the_whole_text(pairs, plain, tmp_path, m
     monkeypatch.setattr("specker.runtime.rounds.REACHES", (16, 32, 64, 128))
     fast = load(pairs, graphs="on", draft_tokens=4)
     fast.generate([5, 9, 40], 10)
+    assert fast._cache.table.shape[1] < 4  # pages of 16
     rows = []
     fast.trace = rows.append
     prompt = list(range(3, 90))
     assert fast.generate(prompt, 40).tokens == plain.generate(prompt, 40).tokens and rows
+    assert all(c.table.shape == c.block_table.shape for c in (fast._cache, fast._drafter.cache))
     fast.trace = None
     assert fast.generate(prompt, 60).tokens == plain.generate(prompt, 60).tokens  # through several reaches
 
