@@ -191,6 +191,15 @@ class Options:
     max_context: int | None = opt(
         None, "positions to allocate K/V for (default: what the checkpoint allows and the memory holds)"
     )
+    tp: int | None = opt(None, "ranks that share the target, of a job that torchrun started (default: all, over --dp)")
+    dp: int | None = opt(None, "replicas that share the prompts (default 1)")
+    draft_ranks: int | None = opt(
+        None, "ranks of --tp that draft: those that EasySpec's groups are shared over (default: all), else 1"
+    )
+    reduce: str | None = opt(
+        None,
+        "how ranks' sums are added: fast (default), or ordered, by rank: chains stay bit-equal to plain decoding",
+    )
     page_size: int = opt(256, "K/V cache positions per page")
 
     def __post_init__(self) -> None:
@@ -201,6 +210,7 @@ class Options:
         self._one_of("diffusion_prefix", PREFIX)
         self._one_of("shifted_logits", ("yes", "no"))
         self._one_of("graphs", ("on", "off"))
+        self._one_of("reduce", ("fast", "ordered"))
         self._one_of("load", LOADS)
         self._one_of("linear", LINEARS)
         for way, names in OPTIONS_OF.items():
@@ -219,6 +229,7 @@ class Options:
                 read(text)
         for name, least, most in (
             ("exit_layer", 1, None), ("vocab_text", 0, None), ("draft_tokens", 1, 255), ("max_context", 1, None),
+            ("tp", 1, None), ("dp", 1, None), ("draft_ranks", 1, None),
             ("page_size", 1, None), ("cps_paths", 1, 64), ("cps_candidates", 1, 64), ("cps_mass", 0, 1),
             ("cps_lambda", 0, 1),
         ):  # fmt: skip

@@ -17,6 +17,10 @@ def opt(default: Any, help: str, metavar: str | None = None) -> Any:
     return field(default=default, metadata={"help": help, "metavar": metavar})
 
 
+class JobError(RuntimeError):
+    """What neither specker nor the command is to blame for, one sentence; exit code 1."""
+
+
 class Parser(argparse.ArgumentParser):
     """One flag per dataclass field. transformers' HfArgumentParser does that too, but costs a second to import."""
 
@@ -47,9 +51,10 @@ def make(cls: type[T], values: dict[str, Any]) -> T:
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in taken.items()})
 
 
-def ended(command: Callable[[], int]) -> int:
+def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True) -> int:
     """Run a command; its errors become one line on stderr, SPECKER_DEBUG=1 shows where they came from. Returns the exit
-    code: 0; 1 where specker itself failed; 2 for what the user can put right; 130 after Ctrl-C."""
+    code: 0; 1 where specker itself or the job failed; 2 for what the user can put right; 130 after Ctrl-C. `speaks`:
+    whether this process is to say so, asked when there is something to say."""
     try:
         code = command()
         sys.stdout.flush()
@@ -63,10 +68,11 @@ def ended(command: Callable[[], int]) -> int:
     except Exception as error:
         if os.environ.get("SPECKER_DEBUG"):
             raise
-        mine = not isinstance(error, (ValueError, OSError))
+        mine = not isinstance(error, (ValueError, OSError, JobError))
         about = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         line = " ".join(about.split())
         if mine:
             line = f"{type(error).__name__}: {line} (internal; set SPECKER_DEBUG=1 for the traceback)"
-        print(f"specker: error: {line}", file=sys.stderr)
-        return 1 if mine else 2
+        if speaks():
+            print(f"specker: error: {line}", file=sys.stderr)
+        return 1 if mine or isinstance(error, JobError) else 2

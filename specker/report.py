@@ -106,14 +106,18 @@ def _total_ar(results: list[Result]) -> Stats:
 class Screen:
     """Where text and tables go, and how they look there."""
 
-    def __init__(self, json_to_stdout: bool) -> None:
+    def __init__(self, json_to_stdout: bool, quiet: bool = False) -> None:
+        """`quiet`: another process of the job speaks."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a model may well emit what an ASCII terminal cannot show
         self.out = sys.stderr if json_to_stdout else sys.stdout
+        if quiet:
+            self.out = open(os.devnull, "w")  # noqa: SIM115  as long as the process
         self.terminal = self.out.isatty()
         self.text = Console(file=self.out, highlight=False)
-        self.notes = self.text if self.terminal else Console(stderr=True, highlight=False)
+        silent = self.terminal or quiet
+        self.notes = self.text if silent else Console(stderr=True, highlight=False)
 
     def note(self, line: str, style: str = "dim") -> None:
         self.notes.print(Text(line, style), soft_wrap=True)

@@ -7,6 +7,7 @@ failed; 2 for what the user can put right; 130 after Ctrl-C, when the table and 
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -199,13 +200,20 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     talks = read_talks(job)
     if job.json is not None and job.json != "-":
         probe(job.json)
-    screen = Screen(job.json == "-")
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # processes, where torchrun started several
+    first = os.environ.get("RANK", "0") == "0" or world == 1
+    screen = Screen(job.json == "-", quiet=not first or (options.dp or 1) > 1)
     if job.trace is not None:
         probe(job.trace, "--trace")
 
     import specker
+    from specker.runtime.dist import collect
 
-    engine = specker.load(job.target, job.draft, device=job.device, dtype=job.dtype, **asdict(options))
+    device = job.device
+    if world > 1 and (device == "cuda" or (device is None and torch_sees_a_gpu())):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    engine = specker.load(job.target, job.draft, device=device, dtype=job.dtype, **asdict(options))
+    ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer
     if bare and job.prompt is None and job.prompts is None and not job.chat:
@@ -235,6 +243,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         with screen.progress("warming up") as tell:
             engine.warmup(tell)
     results: list[Result] = []
+    dealt: list[list[Result]] = []  # of each talk
+    mine = talks if ranks is None else talks[ranks.replica :: ranks.replicas]
     rounds: list[str] = []
     sizing = {name: said for name, said in engine.remarks.items() if name == "sizing"}
     if job.trace is not None:
@@ -243,16 +253,28 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if screen.terminal and engine.strategy != "ar" and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
     try:
-        for talk in talks:
+        for talk in mine:
             said: list[dict[str, str]] = []
+            before = len(results)
             for turn in talk.turns:
                 said.append({"role": "user", "content": turn})
                 ids = encode(said, talk.where)
                 screen.prompt(f"{turn}\n" if job.chat else turn)
                 decode(engine, ids, job, sampling, screen, results)
                 said.append({"role": "assistant", "content": results[-1].text})
+            dealt.append(results[before:])
     except KeyboardInterrupt:
         interrupted = True
+    if ranks is not None and ranks.replicas > 1 and not interrupted:
+        dealt = collect(ranks, dealt) or []
+        results = [result for each in dealt for result in each]
+        screen = Screen(job.json == "-", quiet=not first)
+        for talk, each in zip(talks, dealt, strict=first):
+            for turn, result in zip(talk.turns, each, strict=True):
+                screen.prompt(f"{turn}\n" if job.chat else turn)
+                screen.pieces([(result.text, False), ("\n", False)])
+    if not first:
+        return 130 if interrupted else int(any(r.check and not r.check.ok for r in results))
     screen.table(engine, results)
     if job.trace is not None:
         write_file(job.trace, "".join(f"{line}\n" for line in rounds))
@@ -268,8 +290,18 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     return int(any(r.check and not r.check.ok for r in results))
 
 
+def torch_sees_a_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    return ended(lambda: run(*parse(argv)))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ended(lambda: run(*parse(argv)))
+    from specker.runtime.dist import leave, speaks
+
+    return leave(ended(lambda: run(*parse(argv)), speaks))
 
 
 def cli() -> NoReturn:

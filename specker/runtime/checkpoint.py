@@ -25,7 +25,9 @@ from specker.runtime.model_config import (
     read_json,
     reason,
 )
+from specker.runtime.parts import Part
 
+WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CHUNK = 1 << 22  # elements cast at a time: a cast on the way to a GPU is staged on the host
 
@@ -63,9 +65,22 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    config: ModelConfig
-    weights: Weights
+    config: ModelConfig  # of the whole model
+    weights: Weights  # of the part; the head may be whole all the same
     folder: Path
+    part: Part = WHOLE
+
+    @property
+    def local(self) -> ModelConfig:
+        """The part as a model of its own."""
+        return self.part.config(self.config)
+
+    @property
+    def own_head(self) -> Tensor:
+        """The part's rows of the head."""
+        first, count = self.part.vocabulary(self.config)
+        head = self.weights.head
+        return head[first : first + count] if self.part.size > 1 and len(head) > count else head
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -81,12 +96,15 @@ def load(
     max_context: int | None = None,
     bidirectional: bool | None = None,
     random: int | None = None,
+    part: Part = WHOLE,
+    whole_head: bool = False,
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
 
     `max_context` lowers the number of positions (default: all the checkpoint was made for). `bidirectional=True` makes
     a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed: the weights are
-    made up, no file of theirs is opened or downloaded. Raises CheckpointError, and ValueError for want of memory.
+    made up, no file of theirs is opened or downloaded. `part`: of a tensor-parallel rank; with `whole_head` it has all
+    rows of the LM head (a tied one always has). Raises CheckpointError, and ValueError for want of memory.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -95,19 +113,20 @@ def load(
         raise CheckpointError(f"device {device} was asked for but torch sees no GPU; use cpu")
     folder = _folder(source, weights=False)  # what config.json refuses is not downloaded
     config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
-    elements = sum(math.prod(p.shape) for p in _pieces(config))
+    part.check(config)
+    elements = sum(math.prod(p.shape) for p in _pieces(config, part, whole_head))
     size = str(source), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.told(lambda: memory.too_heavy(*size)):
         if random is None:
             folder = _folder(source, weights=True)
-            buffers = _read_weights(folder, config, dtype, device)
+            buffers = _read_weights(folder, config, dtype, device, part, whole_head)
         else:
-            buffers = _random_weights(config, dtype, device, random)
+            buffers = _random_weights(config, dtype, device, part, whole_head, random)
     buffers.setdefault("head", buffers["embed"])
     absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
-    return Checkpoint(config, weights, folder)
+    return Checkpoint(config, weights, folder, part)
 
 
 def read_config(
@@ -148,44 +167,73 @@ def _folder(source: str | Path, weights: bool) -> Path:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of the checkpoint and its place: buffers[buffer][layer][row : row + shape[0]]."""
+    """A tensor of the checkpoint, or a part of it, and its place: buffers[buffer][layer][row : row + shape[0]]."""
 
     name: str  # without the "model." prefix
     buffer: str  # a field of Weights
     layer: int | None  # None: the buffer is not stacked
     row: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the part
+    stored: tuple[int, ...]  # of the tensor
+    first: tuple[int, ...]  # where the part begins in it
+
+    @property
+    def whole(self) -> bool:
+        return self.shape == self.stored
+
+    @property
+    def at(self) -> tuple[slice, ...]:
+        return tuple(slice(first, first + count) for first, count in zip(self.first, self.shape, strict=True))
 
 
-def _pieces(c: ModelConfig) -> Iterator[_Piece]:
-    q, kv, e, f = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
-    linear = [  # name, buffer, first row, rows, columns, has a bias
-        ("self_attn.q_proj", "qkv", 0, q, e, c.qkv_bias),
-        ("self_attn.k_proj", "qkv", q, kv, e, c.qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, kv, e, c.qkv_bias),
-        ("self_attn.o_proj", "o", 0, e, q, c.o_bias),
-        ("mlp.gate_proj", "gate_up", 0, f, e, c.mlp_bias),
-        ("mlp.up_proj", "gate_up", f, f, e, c.mlp_bias),
-        ("mlp.down_proj", "down", 0, e, f, c.mlp_bias),
+def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
+    """What `part` has of each tensor; the head whole if asked for."""
+    (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
+    D, e = c.head_dim, c.hidden_size
+    q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
+    Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
+    rows = [  # split by their outputs: name, buffer, first row, (first, count, of all), has a bias
+        ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.qkv_bias),
+        ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.qkv_bias),
+        ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.mlp_bias),
+        ("mlp.up_proj", "gate_up", f, (f0, f, F), c.mlp_bias),
     ]
+    columns = [  # by their inputs; the bias is added once, by rank 0
+        ("self_attn.o_proj", "o", (q0, q, Q), c.o_bias),
+        ("mlp.down_proj", "down", (f0, f, F), c.mlp_bias),
+    ]
+
+    def vector(name: str, buffer: str, layer: int | None, count: int) -> _Piece:
+        return _Piece(name, buffer, layer, 0, (count,), (count,), (0,))
+
     norms = [("input_layernorm", "norm_in", e), ("post_attention_layernorm", "norm_post", e)]
     if c.qk_norm:
         norms += [("self_attn.q_norm", "q_norm", c.head_dim), ("self_attn.k_norm", "k_norm", c.head_dim)]
-    yield _Piece("embed_tokens.weight", "embed", None, 0, (c.vocab_size, e))
+    V = c.vocab_size
+    yield _Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
     for i in range(c.num_layers):
-        for name, buffer, row, rows, columns, bias in linear:
-            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, row, (rows, columns))
+        for name, buffer, row, (first, count, of), bias in rows:
+            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0))
             if bias:
-                yield _Piece(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, row, (rows,))
-        for name, buffer, rows in norms:
-            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (rows,))
-    yield _Piece("norm.weight", "norm", None, 0, (e,))
+                yield _Piece(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,))
+        for name, buffer, (first, count, of), bias in columns:
+            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
+            if bias:
+                yield vector(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, e)
+        for name, buffer, count in norms:
+            yield vector(f"layers.{i}.{name}.weight", buffer, i, count)
+    yield vector("norm.weight", "norm", None, e)
     if not c.tied:
-        yield _Piece("lm_head.weight", "head", None, 0, (c.vocab_size, e))
+        first, count = (0, V) if whole_head else part.vocabulary(c)
+        yield _Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
 
 
-def _read_weights(folder: Path, c: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights)."""
+def _read_weights(
+    folder: Path, c: ModelConfig, dtype: torch.dtype, device: torch.device, part: Part, whole_head: bool
+) -> dict[str, Any]:
+    """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Of what
+    is split only the part is read."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
@@ -197,12 +245,17 @@ def _read_weights(folder: Path, c: ModelConfig, dtype: torch.dtype, device: torc
                 raise CheckpointError(f"{path} is corrupt or truncated ({reason(error)}); download it again") from error
             where.update(dict.fromkeys(file.keys(), file))
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
-        pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in _pieces(c)}
+        pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in _pieces(c, part, whole_head)}
         _check(where, pieces, c, prefix)
         buffers = _buffers(pieces.values(), c, dtype, device)
         for name, p in pieces.items():
             whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
-            _copy(whole[p.row : p.row + p.shape[0]], where[name].get_tensor(name))
+            source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
+            _copy(whole[p.row : p.row + p.shape[0]], source)
+        if part.rank:
+            for name in ("o_bias", "down_bias"):
+                for bias in buffers.get(name, ()):
+                    bias.zero_()
     return buffers
 
 
@@ -221,18 +274,21 @@ def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, devic
     return buffers
 
 
-def _random_weights(c: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
-    """The buffers of `_read_weights`, filled where they stand: norms 1, biases 0, all else normal with std 0.02."""
+def _random_weights(
+    c: ModelConfig, dtype: torch.dtype, device: torch.device, part: Part, whole_head: bool, seed: int
+) -> dict[str, Any]:
+    """The buffers of `_read_weights`, filled where they stand: norms 1, biases 0, all else normal with std 0.02. Ranks
+    hold parts of no one model; what is whole on each is the same."""
     generator = torch.Generator(device).manual_seed(seed)
-    buffers = _buffers(_pieces(c), c, dtype, device)
+    buffers = _buffers(_pieces(c, part, whole_head), c, dtype, device)
     for name, buffer in buffers.items():
-        for part in buffer if isinstance(buffer, list) else [buffer]:
+        for tensor in buffer if isinstance(buffer, list) else [buffer]:
             if "norm" in name:
-                part.fill_(1)
+                tensor.fill_(1)
             elif name.endswith("bias"):
-                part.zero_()
+                tensor.zero_()
             else:
-                part.normal_(std=0.02, generator=generator)
+                tensor.normal_(std=0.02, generator=generator)
     return buffers
 
 
@@ -269,10 +325,10 @@ def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, pre
     for name, p in pieces.items():
         header = where[name].get_slice(name)
         shape, stored = tuple(header.get_shape()), header.get_dtype()
-        if shape != p.shape:
-            vocab = f" (vocab_size {c.vocab_size})" if p.shape[0] == c.vocab_size and p.layer is None else ""
+        if shape != p.stored:
+            vocab = f" (vocab_size {c.vocab_size})" if p.stored[0] == c.vocab_size and p.layer is None else ""
             raise CheckpointError(
-                f"{name} has shape {shape}, but config.json makes it {p.shape}{vocab}; they must agree"
+                f"{name} has shape {shape}, but config.json makes it {p.stored}{vocab}; they must agree"
             )
         if stored not in ("F64", "F32", "F16", "BF16"):
             raise CheckpointError(

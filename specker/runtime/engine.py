@@ -12,11 +12,12 @@ import torch
 from specker import zoo
 from specker.config import DTYPES, Keep, Options, Sampling, Tree, from_kwargs, given
 from specker.kernels.noise import gumbel
-from specker.runtime import memory, vocab_scores
+from specker.runtime import dist, memory, vocab_scores
 from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import Checkpoint
+from specker.runtime.checkpoint import WHOLE, Checkpoint
 from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.detokenize import Detokenizer
+from specker.runtime.dist import Ranks, SharedDrafter, SharedPolicy
 from specker.runtime.draft import Draft
 from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.head import Kept
@@ -93,6 +94,7 @@ class Engine:
     draft_name: str | None
     kept: Kept | None = None  # the rows of the draft's head where it is trimmed (strategy vocabtrim)
     notes: dict[str, str] = field(default_factory=dict)  # what loading decided by itself, by its name in `remarks`
+    ranks: Ranks | None = None  # that share the target
     _model: Model = field(init=False, repr=False)
     _cache: KVCache = field(init=False, repr=False)
     _drafter: Drafter | None = field(init=False, repr=False)
@@ -104,24 +106,38 @@ class Engine:
 
     def __post_init__(self) -> None:
         strategy = STRATEGIES[self.options.way]
-        self._model = Model(self.target, linear=linear(self.options))
+        self._model = Model(self.target, linear=linear(self.options), ranks=self.ranks)
         self._cache = allocate(self._model, self.options)
         self._drafter = None
+        inner: Any = None
         if strategy.by_itself:
             head = None if self.draft is None else self.draft.weights.head
-            self._drafter = early_exit(self._model, self._cache, head, self.kept)
-            self._head_cost = self._priced(self._drafter)
-        elif strategy.drafter is not None and self.draft is not None:
-            tokenizer = self._tokenizer_or_none()
-            digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
-            pair = Pair(self.target, self.draft, self._bundled, digest)
-            self._drafter = strategy.drafter(pair, self.kept, self.options)
+            if self.ranks is not None and head is None:
+                head = self.target.weights.head  # all of it: a draft step does not wait for the others' candidates
+            self._drafter = inner = early_exit(self._model, self._cache, head, self.kept)
+            self._head_cost = self._agreed(self._priced(inner))
+        elif strategy.drafter is not None:
+            if self.draft is not None:
+                tokenizer = self._tokenizer_or_none()
+                digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
+                pair = Pair(self.target, self.draft, self._bundled, digest, self.ranks)
+                inner = strategy.drafter(pair, self.kept, self.options)
+            self._drafter = inner if self.ranks is None else SharedDrafter(inner, self.ranks)
+        apart = isinstance(self._drafter, SharedDrafter) and self._drafter.ranks.drafting < self._drafter.ranks.size
+        if self.options.graphs == "on" and apart:
+            raise ValueError("--graphs on over several ranks needs all of them to draft: --draft-ranks as many as --tp")
         if self.options.graphs == "on" and self.device.type == "cuda" and self.dtype == torch.float64:
             raise ValueError("--graphs on needs kernels, which float64 has not: use --graphs off or another --dtype")
         if (self.options.graphs or self._graphs_by_default()) == "on":
             most = longest(self.options, self._bundled)
             capture = self.device.type == "cuda"
-            self._rounds_of = StaticRounds(self._model, self._cache, self._drafter, most.nodes, most.depth, capture)
+            self._rounds_of = StaticRounds(self._model, self._cache, inner, most.nodes, most.depth, capture)
+
+    def _agreed(self, value: float) -> float:
+        """Rank 0's."""
+        if self.ranks is None:
+            return value
+        return float(self.ranks.first(torch.tensor([value], dtype=torch.float64, device=self.device)))
 
     @property
     def captures(self) -> bool:
@@ -129,8 +145,10 @@ class Engine:
         return self._rounds_of is not None and self._rounds_of.graphs.capture
 
     def _graphs_by_default(self) -> str:
-        """float64 has no kernels: its references read numbers on the host."""
-        return "on" if self.device.type == "cuda" and self.dtype != torch.float64 else "off"
+        """float64 has no kernels: its references read numbers on the host. Over several ranks graphs hold collectives,
+        which is to be asked for."""
+        fit = self.device.type == "cuda" and self.dtype != torch.float64 and self.ranks is None
+        return "on" if fit else "off"
 
     def _priced(self, drafter: EarlyExitDrafter) -> float:
         """The LM head of a draft step in layers of the target, as --exit-cost says."""
@@ -138,7 +156,7 @@ class Engine:
         if how == "layers":
             return 0.0
         if how == "bytes":
-            return drafter.head.weight.numel() * config.num_layers / layer_elements(config)
+            return drafter.head.weight.numel() * config.num_layers / layer_elements(self.target.local)
         rows, sampling = chain_rows(self._model, self._cache, 1), Sampling()
         hidden = self._model.embed_tokens(torch.tensor([0], device=self.device))
 
@@ -204,6 +222,7 @@ class Engine:
         """Whether tokens may not even differ within rounding: in float64, and of chains on a GPU."""
         o = self.options
         chain = o.tree is None and o.cps != "tree" and o.linear != "cublas"
+        chain = chain and (self.ranks is None or self.ranks.ordered)
         return self.dtype == torch.float64 or (self.device.type == "cuda" and chain)
 
     def validate(self, prompt: str | list[int]) -> list[int]:
@@ -325,6 +344,8 @@ class Engine:
         kept = None if drafter is None or self.kept is None else drafter.head.known
         trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
         rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
+        if self.ranks is not None and drafter is not None and rule.layers:
+            rule = SharedPolicy(rule, self.ranks)
         agrees = None if drafter is None else self._given(params.seed)
         if self._rounds_of is not None:
             self._rounds_of.reset()
@@ -395,6 +416,7 @@ class Engine:
         self._cache.truncate(0)
         prefill(self._model, self._cache, ids[:-1])
         logits, positions, _ = verify(self._model, self._cache, ids[-1], Draft.empty(self.device))
+        logits = self._model.whole_logits(logits)
         bound = _rounding_bound(self.dtype, logits[0], params.temperature)
         row = logits[0]
         if params.temperature > 0:
@@ -418,6 +440,7 @@ def load(
     """
     opts: Options = from_kwargs(Options, {"strategy": strategy, **options})
     where = _device(device)
+    ranks = dist.join(opts, where)
     kind = _dtype(dtype, where)
     parts = STRATEGIES[opts.way]
     if draft is not None and parts.bundled_draft is None:
@@ -433,11 +456,19 @@ def load(
         raise ValueError("--draft without --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
     main = load_checkpoint(
-        target_source, dtype=kind, device=where, max_context=opts.max_context, random=0 if dummy else None
+        target_source,
+        dtype=kind,
+        device=where,
+        max_context=opts.max_context,
+        random=0 if dummy else None,
+        part=WHOLE if ranks is None else ranks.part,
+        whole_head=parts.by_itself,
     )
+    if ranks is not None:
+        ranks.same("target", dist.fingerprint(main.folder))
     side = None
-    if parts.bundled_draft is not None:
-        draft_source = zoo.path(parts.bundled_draft) if draft is None else draft
+    draft_source = zoo.path(parts.bundled_draft) if draft is None and parts.bundled_draft is not None else draft
+    if draft_source is not None and (ranks is None or ranks.drafts):
         side = load_checkpoint(
             draft_source,
             dtype=kind,
@@ -462,19 +493,23 @@ def load(
         raise ValueError(f"--exit-layer must be below the target's {main.config.num_layers} layers")
     if parts.by_itself and main.config.num_layers < 2:
         raise ValueError(f"strategy {opts.strategy!r} needs a target of at least 2 layers")
-    if opts.trimmed:
+    if opts.trimmed and (ranks is None or ranks.drafts or parts.by_itself):
         if opts.vocab_scores is None and target is not None and not dummy:
             raise ValueError(
                 f"strategy {opts.strategy!r} needs --vocab-scores for {target}: python -m specker.calibrate makes them"
             )
         side, kept = _trimmed(main, side or main, opts, target is None)
-    names = [_name(target_source), None if parts.bundled_draft is None else _name(draft_source)]
+    names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = _room(main, side, opts).sized(opts.max_context)
+    if ranks is not None:
+        context = ranks.least(context)
+        if context < main.config.max_context:
+            lowered = lowered or f"the context is {context} positions: another rank's memory holds no more"
     if lowered is not None:
         notes["context"] = lowered
         main, side = _within(main, context), None if side is None else _within(side, context)
     with _room(main, side, opts).allocating():
-        return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes)
+        return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks)
 
 
 def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
@@ -487,7 +522,7 @@ def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
 def _room(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
     own = [target] if draft is None or STRATEGIES[options.way].by_itself else [target, draft]
     embed = target.weights.embed
-    return memory.Room(tuple(c.config for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)
+    return memory.Room(tuple(c.local for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)
 
 
 def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool) -> tuple[Checkpoint, Kept]:

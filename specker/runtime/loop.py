@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
-from specker.kernels.accept import accept_walk, sample_rows
+from specker.kernels.accept import accept_walk
 from specker.runtime.cache import KVCache
 from specker.runtime.draft import Draft
 from specker.runtime.early_exit import EarlyExitDrafter, shadows
@@ -81,8 +81,7 @@ def step(ctx: Context) -> Taken:
     with ctx.stats.stage("verify"):
         logits, positions, tapped = verify(ctx.target, ctx.cache, ctx.committed[-1], draft, budget.taps)
     with ctx.stats.stage("accept"):
-        s = ctx.sampling
-        target = sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
+        target = ctx.target.draw(ctx.sampling, logits, positions)
         if ctx.agrees is not None:
             target = synthetic(target, draft.tokens, draft.parents, positions, ctx.agrees)
         taken = _take(draft, target, ctx.kept)
@@ -179,9 +178,8 @@ def _prefill(ctx: Context) -> None:
         tapped = prefill(ctx.target, ctx.cache, prompt, (*layers, depth), PROMPT_ROWS)
         if tapped:
             last, end = tapped.pop(depth), ctx.cache.exact_len
-            positions, s = ctx.target.positions[end - len(last) : end], ctx.sampling
-            logits = ctx.target.logits(last)
-            target = sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
+            positions = ctx.target.positions[end - len(last) : end]
+            target = ctx.target.draw(ctx.sampling, ctx.target.logits(last), positions)
             _watch(ctx, tapped, target, positions, "prefill")
     if ctx.drafter is not None:
         ctx.drafter.prefill(ctx.committed)

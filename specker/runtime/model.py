@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.config import Sampling
 from specker.kernels.kv_calibrate import kv_calibrate, rope_table
 from specker.kernels.residual_merge import add_norm
 from specker.kernels.row_linear import pack, row_linear
 from specker.kernels.tree_attention import gather_pages, tree_attention
 from specker.runtime.cache import KVCache, Rows, Start
 from specker.runtime.checkpoint import Checkpoint, Layers, Weights
+from specker.runtime.dist import Ranks
+from specker.runtime.sampling import draw_rows
 
 PREFILL_CHUNK = 512
 _TIED_PACK_MAX = 1 << 24  # elements; a packed head is a second copy where the embedding is the same matrix
@@ -54,14 +57,16 @@ class Model:
         packed: bool = True,
         pack_head: bool = True,
         linear: Callable[..., Tensor] = row_linear,
+        ranks: Ranks | None = None,
     ):
         """Consumes the checkpoint's layer weights where they are repacked (see `_layers`), which `packed` allows.
-        `linear` multiplies by the weights of the layers and the head; it is called as `row_linear` is."""
-        config, weights = checkpoint.config, checkpoint.weights
-        self.config, self.linear = config, linear
+        `linear` multiplies by the weights of the layers and the head; it is called as `row_linear` is. `ranks` hold
+        the other parts of a model that is split."""
+        config, weights = checkpoint.local, checkpoint.weights
+        self.config, self.linear, self.ranks = config, linear, ranks
         self.embed, self.norm = weights.embed, weights.norm
         self.layers = _layers(weights, config.num_layers, packed)
-        head = weights.head
+        head = checkpoint.own_head
         tied = head is weights.embed and head.numel() > _TIED_PACK_MAX
         self.head = pack(head) if pack_head and not tied else head
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
@@ -75,12 +80,26 @@ class Model:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64), written to `out` if there is
-        one."""
+        one. Of a split model the part's columns alone."""
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         logits = self.linear(normed, self.head)
         if out is not None:
             return out.copy_(logits)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def draw(self, sampling: Sampling, logits: Tensor, positions: Tensor) -> Tensor:
+        """The token after each row of `logits`, [T]."""
+        if self.ranks is None:
+            return draw_rows(sampling, logits, positions)
+        return self.ranks.draw(logits, sampling, positions, self.config.vocab_size, draw_rows)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """[T, V], of all parts."""
+        return logits if self.ranks is None else self.ranks.whole(logits, self.config.vocab_size)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """What a linear split by its inputs gives: the sum over the parts."""
+        return x if self.ranks is None else self.ranks.sum(x)
 
 
 def forward(
@@ -109,10 +128,10 @@ def forward(
         mixed, _ = tree_attention(
             q, k, v, cache.table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale, with_lse=False
         )
-        delta = model.linear(mixed.reshape(T, -1), w.o, w.o_bias)
+        delta = model.summed(model.linear(mixed.reshape(T, -1), w.o, w.o_bias))
         hidden, normed = add_norm(hidden, delta, w.norm_post, eps)
         up = model.linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
-        delta = model.linear(up, w.down, w.down_bias)
+        delta = model.summed(model.linear(up, w.down, w.down_bias))
     if delta is not None:
         hidden = hidden + delta
     if span.stop in taps:
@@ -171,10 +190,10 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
             scale=model.scale,
             enable_gqa=True,
         )
-        h = h + model.linear(mixed[0].transpose(0, 1).reshape(T, -1), w.o, w.o_bias)
+        h = h + model.summed(model.linear(mixed[0].transpose(0, 1).reshape(T, -1), w.o, w.o_bias))
         normed = F.rms_norm(h, h.shape[-1:], w.norm_post, eps)
         up = model.linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
-        h = h + model.linear(up, w.down, w.down_bias)
+        h = h + model.summed(model.linear(up, w.down, w.down_bias))
         if n in taps:
             kept[n] = h[-last:]
     cache.exact_len = end

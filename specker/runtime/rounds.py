@@ -34,7 +34,7 @@ from specker.runtime.draft import Draft, Resume
 from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.model import Model
 from specker.runtime.policy import Budget
-from specker.runtime.sampling import Held, draw_rows, kind, pack
+from specker.runtime.sampling import Held, kind, pack
 from specker.runtime.stats import Found
 from specker.runtime.synthetic import synthetic
 from specker.runtime.verify import resume_static, verify_static
@@ -91,7 +91,7 @@ class State:
     @classmethod
     def empty(cls, model: Model, rows: int, wide: int) -> "State":
         """For drafts of up to rows - 1 tokens and hidden rows of `wide`."""
-        device, vocab = model.device, model.config.vocab_size
+        device, vocab = model.device, model.head.shape[0]  # of a split model the part's
         wide_type = torch.float64 if model.dtype == torch.float64 else torch.float32
 
         def ints(n: int) -> Tensor:
@@ -388,7 +388,7 @@ class StaticRounds:
         rows = N + 1
 
         def work() -> None:
-            target = draw_rows(self._sampling, s.logits[:rows], s.positions[:rows])
+            target = self.target.draw(self._sampling, s.logits[:rows], s.positions[:rows])
             tokens = s.window[1:rows]
             parents = s.parents[:N] if flight.tree else self._counting[:N]
             if self._agrees is not None:

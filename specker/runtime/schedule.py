@@ -22,6 +22,7 @@ from specker.kernels.kv_calibrate import kv_calibrate
 from specker.kernels.residual_merge import residual_merge
 from specker.kernels.tree_attention import tree_attention
 from specker.runtime.cache import KVCache, Rows
+from specker.runtime.dist import Ranks
 from specker.runtime.model import Model, forward
 
 
@@ -60,6 +61,7 @@ class _Group:
     """What a batch over a group's layers needs. The stacks own the layers' weights; the model's layers are views."""
 
     layers: tuple[int, ...]
+    own: tuple[int, ...]  # those of them that this rank attends for; the tensors below are theirs
     norm_in: Tensor  # [N, E]
     qkv: Tensor  # [N, E, O]
     qkv_bias: Tensor | None  # [N, 1, O]
@@ -72,13 +74,16 @@ class _Group:
 
 
 class LayerParallel:
-    """A model whose layers run by a schedule over one cache."""
+    """A model whose layers run by a schedule over one cache; where several ranks draft, each attends for its own layers
+    of a group, and their results are gathered. All else every rank does for itself, so that no hidden row need be sent.
+    Fuzzy K/V stands with the owner alone; the pass that makes it exact is whole on every rank."""
 
-    def __init__(self, model: Model, cache: KVCache, schedule: Schedule):
+    def __init__(self, model: Model, cache: KVCache, schedule: Schedule, ranks: Ranks | None = None):
         """Moves the weights of wide groups into stacks, a group at a time; `model` goes on with views of them."""
         self.model, self.cache, self.schedule = model, cache, schedule
+        self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.k, self.v = (x.flatten(0, 1) for x in (cache.k, cache.v))  # views: [L * pages, page, Hkv, D]
-        self.groups = [_Group(*self._stacked(layers)) if len(layers) > 1 else None for layers in schedule.groups]
+        self.groups = [self._group(layers) if len(layers) > 1 else None for layers in schedule.groups]
 
     def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
         """hidden [T, E], the embedding -> [T, E], the residual stream after all layers, by the schedule. Writes the
@@ -93,7 +98,9 @@ class LayerParallel:
                 hidden = forward(model, self.cache, rows, hidden, slice(layers[0], layers[0] + 1)).hidden
                 continue
             hidden, normed = residual_merge(hidden, pending, group.norm_in, eps)
-            attended = self._attend(group, rows, normed)
+            attended = self._attend(group, rows, normed) if group.own else normed
+            if self.ranks is not None:
+                attended = self._gathered(group, attended, self.ranks)
             for i, n in enumerate(layers):
                 w = model.layers[n]
                 deltas = torch.cat((pending, attended[i : i + 1])) if i else attended[:1]
@@ -103,6 +110,22 @@ class LayerParallel:
         if len(pending):
             hidden, _ = residual_merge(hidden, pending, None, eps)
         return hidden
+
+    def _gathered(self, group: _Group, attended: Tensor, ranks: Ranks) -> Tensor:
+        """attended [own, T, E] of every rank -> [N, T, E]."""
+        N, R = len(group.layers), ranks.drafting
+        most = -(-N // R)  # a rank with fewer sends padding
+        sent = attended.new_zeros(most, *attended.shape[1:])
+        sent[: len(group.own)] = attended
+        every = ranks.gather(sent)  # [R, most, T, E]
+        owners = [self.schedule.owner(layer, R) for layer in group.layers]
+        return torch.stack([every[r, owners[:i].count(r)] for i, r in enumerate(owners)])
+
+    def _group(self, layers: tuple[int, ...]) -> _Group:
+        own = layers
+        if self.ranks is not None:
+            own = tuple(n for n in layers if self.schedule.owner(n, self.ranks.drafting) == self.ranks.rank)
+        return _Group(layers, *self._stacked(own))
 
     def _attend(self, group: _Group, rows: Rows, normed: Tensor) -> Tensor:
         """normed [N, T, E], each layer's own -> [N, T, E], what each layer's attention adds. N layers are a batch of N
@@ -138,10 +161,14 @@ class LayerParallel:
 
     def _stacked(self, layers: tuple[int, ...]) -> Iterator:
         yield layers
-        for name in ("norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias"):
-            yield self._stack(layers, name)
+        if not layers:  # this rank waits for the others
+            yield self.model.layers[0].norm_in.new_empty(0, self.model.config.hidden_size)
+            yield from (None,) * 6
+        else:
+            for name in ("norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias"):
+                yield self._stack(layers, name)
         pages, page = self.cache.k.shape[1:3]
-        first = torch.tensor(layers, device=self.model.device)[:, None] * pages
+        first = torch.tensor(layers, dtype=torch.int64, device=self.model.device)[:, None] * pages
         yield (self.cache.block_table + first).int()
         yield first * page
 
@@ -162,6 +189,8 @@ class LayerParallel:
 
 def _in_one(each: list[Tensor]) -> Tensor:
     """Equal tensors as one, [N, ...]: a view where they stand evenly in one storage, as a stacked checkpoint's do."""
+    if len(each) == 1:
+        return each[0].unsqueeze(0)
     first, second = each[0], each[1]
     step = second.storage_offset() - first.storage_offset()
     places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in each]

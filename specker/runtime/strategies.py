@@ -14,6 +14,7 @@ from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.diffusion import DiffusionDrafter
+from specker.runtime.dist import Ranks
 from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.head import Head, Kept
 from specker.runtime.lattice import Search
@@ -56,6 +57,7 @@ class Pair:
     draft: Checkpoint
     bundled: bool  # the family's own target
     tokenizer: str | None  # the target's hash, if it has one
+    ranks: Ranks | None = None  # of which this one drafts
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
     # a group's weights are stacked instead of packed
     model = Model(pair.draft, packed=False, pack_head=_packable(kept), linear=linear(options))
     cache = allocate(model, options)
-    parallel = LayerParallel(model, cache, schedule)
+    parallel = LayerParallel(model, cache, schedule, pair.ranks)
     return AutoregressiveDrafter(
         model, cache, _head(model, kept), shape(options)[0], parallel, options.calibrate or "every"
     )

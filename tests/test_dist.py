@@ -1,0 +1,223 @@
+"""Several processes over gloo: the tokens of one process, ranks that agree, and jobs that end when one of them does."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from make_checkpoint import make
+from pairs import perturbed
+
+import specker
+from specker.runtime import checkpoint
+from specker.runtime.model_config import CheckpointError
+from specker.runtime.parts import Part
+
+PROMPT = [5, 9, 40, 77, 3, 8]
+SAMPLING = [{}, {"temperature": 0.7, "seed": 4}, {"temperature": 1.0, "top_p": 0.8, "top_k": 30}]
+ROOT = Path(__file__).parent.parent
+
+
+def torchrun(ranks, *args, timeout=240, env=None, check=True):
+    """A job of so many processes; its result, once it is over."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *args]
+    where = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+    done = subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout)
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target of 4 query and 2 KV heads with biases, drafts of its family, and a bidirectional one."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make(folder / "target", "qwen2", layers=4, max_context=192, heads=4, kv_heads=2)
+    draft = perturbed(target, folder / "draft")
+    dream = make(folder / "dream", "dream", layers=2, max_context=192)
+    return {"target": str(target), "draft": str(draft), "dream": str(dream)}
+
+
+def cases_of(models):
+    pair, alone = [models["target"], models["draft"]], [models["target"]]
+    shapes = {
+        "ar": (alone, {"strategy": "ar"}),
+        "chain": (pair, {"strategy": "draft", "draft_tokens": 4}),
+        "tree": (pair, {"strategy": "draft", "tree": "3x3"}),
+        "easyspec": (pair, {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3"}),
+        "easyspec-uneven": (pair, {"strategy": "easyspec", "layer_parallel": "[[0],[1,2,3]]"}),
+        "easyspec-one": (pair, {"strategy": "easyspec", "layer_parallel": "2", "draft_ranks": 1}),
+        "del": (alone, {"strategy": "del"}),
+        "del-fixed": (alone, {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
+        "diffuspec": ([models["target"], models["dream"]], {"strategy": "diffuspec", "cps": "off", "adl": "2-4"}),
+        "ordered": (pair, {"strategy": "draft", "draft_tokens": 4, "reduce": "ordered"}),
+        "static": (pair, {"strategy": "easyspec", "layer_parallel": "2", "draft_tokens": 4, "graphs": "on"}),
+        "vocabtrim": ([], {"strategy": "vocabtrim"}),
+        "del+vocabtrim": ([], {"strategy": "del+vocabtrim", "vocab_keep": "2048"}),
+    }
+    how = {"dtype": "float64", "device": "cpu"}
+    return {
+        name: {"models": m, "options": {**how, **o}, "prompt": PROMPT, "count": 40 if m else 24, "sampling": SAMPLING}
+        for name, (m, o) in shapes.items()
+    }
+
+
+@functools.cache
+def plain(models):
+    engine = specker.load(*models, strategy="ar", dtype="float64", device="cpu")
+    return [engine.generate(PROMPT, 40 if models else 24, **how).tokens for how in SAMPLING]
+
+
+def assert_same(models, tmp_path, ranks):
+    cases = cases_of(models)
+    (tmp_path / "cases").write_text(json.dumps(list(cases.values())))
+    torchrun(ranks, "tests/dist_worker.py", str(tmp_path / "cases"), str(tmp_path / "out"))
+    found = [json.loads((tmp_path / f"out.{rank}.json").read_text()) for rank in range(ranks)]
+    for i, (name, case) in enumerate(cases.items()):
+        want = plain(tuple(case["models"][:1]))
+        for rank in range(ranks):
+            got = found[rank][i]
+            assert [run["tokens"] for run in got["runs"]] == want, (name, rank)
+            assert [run["ar"] for run in got["runs"]] == want, (name, rank)
+            assert name == "ar" or sum(run["accepted"] for run in got["runs"]) > 0, name
+            assert got["rank"] == rank and got["head_rows"] < (128 if case["models"] else 8192)
+    return found
+
+
+def test_two_ranks_have_the_tokens_of_one(models, tmp_path):
+    found = assert_same(models, tmp_path, 2)
+    whole = checkpoint.load(models["target"], dtype=torch.float64, device="cpu").config
+    one = 4 * (2 * whole.hidden_size + 3 * whole.hidden_size * whole.intermediate_size // 2)  # norms, half of the rest
+    assert found[0][0]["layer_elements"] == found[1][0]["layer_elements"] > one
+    assert [each[1]["drafts"] for each in found] == [True, False]
+    assert [each[3]["drafts"] for each in found] == [True, True]
+
+
+@pytest.mark.slow
+def test_four_ranks_too(models, tmp_path):
+    """Two KV heads stand on two ranks each."""
+    assert_same(models, tmp_path, 4)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_are_the_whole(tmp_path, monkeypatch, arch, size):
+    """Each rank reads its slices alone, and together they are the model."""
+    from safetensors import safe_open
+
+    folder = make(tmp_path / "m", arch, layers=2, heads=4, kv_heads=2, tied=False)
+    whole = checkpoint.load(folder, dtype=torch.float64, device="cpu")
+    c = whole.config
+    read = []
+    monkeypatch.setattr(checkpoint, "_copy", lambda to, source: read.append(source.numel()) or to.copy_(source))
+    parts, counts = [], []
+    for rank in range(size):
+        read.clear()
+        parts.append(checkpoint.load(folder, dtype=torch.float64, device="cpu", part=Part(rank, size)))
+        counts.append(sum(read))
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        elements = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
+    split = {n: e for n, e in elements.items() if "_proj" in n or "lm_head" in n}
+    kv = sum(e for n, e in split.items() if "k_proj" in n or "v_proj" in n)
+    biases = sum(e for n, e in split.items() if n.endswith("bias") and ("o_proj" in n or "down_proj" in n))
+    rest = sum(elements.values()) - sum(split.values()) + biases
+    # with 4 ranks a KV head stands on two
+    mine = (sum(split.values()) - kv - biases) / size + kv / min(size, 2)
+    assert all(count == rest + mine for count in counts), (counts, rest + mine)
+    D = c.head_dim
+    for layer in range(2):
+        o = torch.cat([p.weights.o[layer] for p in parts], 1)
+        down = torch.cat([p.weights.down[layer] for p in parts], 1)
+        assert torch.equal(o, whole.weights.o[layer]) and torch.equal(down, whole.weights.down[layer])
+        q = torch.cat([p.weights.qkv[layer][: c.num_heads // size * D] for p in parts])
+        assert torch.equal(q, whole.weights.qkv[layer][: c.num_heads * D])
+    assert torch.equal(torch.cat([p.own_head for p in parts]), whole.weights.head)
+
+
+def test_what_cannot_be_split_is_refused(tmp_path):
+    folder = make(tmp_path / "m", heads=4, kv_heads=2)
+    for size, message in ((3, "num_attention_heads, 4"), (8, "num_attention_heads, 4")):
+        with pytest.raises(CheckpointError, match=f"--tp {size} does not divide the target's {message}"):
+            checkpoint.load(folder, dtype=torch.float32, device="cpu", part=Part(0, size))
+    six = make(tmp_path / "six", heads=6, kv_heads=2, head_dim=16)
+    with pytest.raises(CheckpointError, match="neither divides the target's num_key_value_heads, 2"):
+        checkpoint.load(six, dtype=torch.float32, device="cpu", part=Part(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2}, "--tp 2 times --dp 1 is 2, but this job has 1 process: start it with torchrun"),
+        ({"dp": 3}, "--tp 1 times --dp 3 is 3"),
+        ({"draft_ranks": 2}, "--draft-ranks 2 is more than the 1 ranks"),
+    ],
+)
+def test_a_wrong_world_in_one_process(pair, options, message):
+    with pytest.raises(ValueError, match=message):
+        specker.load(*pair, **options)
+
+
+def test_a_wrong_world_of_two():
+    done = torchrun(2, "-m", "specker.run", "--tp", "4", "--prompt", "x", check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("specker: error: --tp 4 times --dp 1 is 4, but this job has 2 processes") == 1
+
+
+def test_replicas_share_the_prompts_and_keep_their_order(tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    texts = ["def f(x):", "class A:", "import os", "for i in", "return"]
+    prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    args = ["--prompts", str(prompts), "--max-new-tokens", "8", "--dtype", "float64", "--temperature", "0.7"]
+    out = tmp_path / "out.json"
+    done = torchrun(2, "-m", "specker.run", "--dp", "2", *args, "--json", str(out))
+    got = json.loads(out.read_text())
+    engine = specker.load(dtype="float64", device="cpu")
+    assert [row["tokens"] for row in got["prompts"]] == [engine.generate(t, 8, temperature=0.7).tokens for t in texts]
+    assert got["total"]["rounds"] == sum(row["rounds"] for row in got["prompts"])
+    assert done.stdout.count("\n") >= len(texts)
+
+
+def test_other_weights_on_a_rank(models, tmp_path):
+    """One message, and not by a hang."""
+    script = tmp_path / "other.py"
+    script.write_text(f"""
+import os, sys
+from specker import run
+from specker.runtime import dist
+if os.environ["RANK"] == "1":
+    dist.fingerprint = lambda folder: b"something else"
+sys.exit(run.main(["--target", {models["target"]!r}, "--strategy", "ar", "--prompt", "x"]))
+""")
+    done = torchrun(2, str(script), check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("specker: error: rank 1 of the job has another target than rank 0") == 1
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+def test_a_lost_rank_ends_the_job(models, tmp_path, how):
+    """A rank that dies, or answers no more, ends the job within the timeout with one message of the others'."""
+    script = tmp_path / "lost.py"
+    script.write_text(f"""
+import os, signal, sys, time
+from specker import run
+from specker.runtime import dist, loop
+dist.TIMEOUT = 8.0
+join = dist.join
+dist.join = lambda options, device: join(options, device, 8.0)
+step, count = loop.step, [0]
+def lost(ctx):
+    count[0] += 1
+    if os.environ["RANK"] == "1" and count[0] == 3:
+        {"os.kill(os.getpid(), signal.SIGKILL)" if how == "killed" else "time.sleep(1000)"}
+    return step(ctx)
+loop.step = lost
+sys.exit(run.main(["--strategy", "draft", "--prompt", "def f(x):", "--max-new-tokens", "200"]))
+""")
+    done = torchrun(2, str(script), check=False, timeout=60)
+    assert done.returncode != 0
+    said = done.stderr.count("specker: error: another process of this job ended, or did not answer within 8 s")
+    assert said == 1 if how == "hung" else said <= 1, done.stderr  # torchrun may end the other at once, and says so
+    assert "Traceback (most recent call last)" not in done.stderr
