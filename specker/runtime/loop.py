@@ -107,6 +107,11 @@ def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], 
     of them (the first ones) were draft tokens. A stop id ends the text and is its last token."""
     with ctx.stats.stage("prefill"):
         _prefill(ctx)
+    yield from proceed(ctx, stop_ids)
+
+
+def proceed(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], int]]:
+    """`decode` of a text whose K/V is in place."""
     while len(ctx.committed) < ctx.limit:
         taken = _static(ctx) or step(ctx)
         tokens = taken.tokens

@@ -258,6 +258,12 @@ class StaticRounds:
         self.launched += 1
         self.host_seconds += time.perf_counter() - start
 
+    @torch.inference_mode()
+    def judge(self, size: int, tree: bool = False) -> None:
+        """Verify and accept what stands in the window as if it were a draft of `size`, and tell nobody."""
+        self._verify(flight := Flight.of(size, tree, self.state.report))
+        self._accept(flight)
+
     def collect(self) -> tuple[Report, dict[str, float]]:
         """The oldest round on its way, once it is over, and the seconds of its stages."""
         flight = self._flying.popleft()
@@ -473,8 +479,7 @@ class StaticRounds:
             for size in sizes:
                 for tree in {False, self.trees and size > 0}:
                     for _ in range(2):
-                        self._verify(flight := Flight.of(size, tree, self.state.report))
-                        self._accept(flight)
+                        self.judge(size, tree)
             if tell is not None:
                 tell(done, len(todo))
         self.reset()
