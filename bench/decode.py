@@ -1,0 +1,514 @@
+"""How close decoding comes to what the memory allows: batch 1, shapes of real models, random weights.
+
+Time follows shapes and not what weights or K/V hold, so both are made up (`--load dummy`), and a context is put in
+place, not run: the caches are filled with noise (zeros might flatter a GPU's clock), the text is id 0 n times, and
+rounds go on from there. What is decoded means nothing and is compared with nothing; where tokens are accepted,
+acceptance is given (`--acceptance`). Every row says so.
+
+* `ar`: a token of plain decoding, from one round's report to the next one's as `generate` takes them, one round always
+  on its way. Limit: bytes of weights (linears, head, norms, biases) and of K/V over the read bandwidth measured in the
+  same process. `host`: the time that it takes to launch a round.
+* `verify`: 8 and 64 rows beside one row, verified and accepted at one place (CUDA events, cold L2, in turn).
+* `round`: a target with a draft's chain of 5, acceptance 0.8. *outside*: the share of a round that is neither of the
+  two models' forwards, 1 - (V + D) / R. R: from report to report, as in `ar`. V: embedding, layers, norm and head of
+  the target over 6 rows. D: the same of the draft over the 6 rows that it forwards again and 4 times over one, its head
+  with the argmax. V and D are captured and timed by themselves. So outside are: placing rows, drawing tokens, the given
+  acceptance, the walk, moving the state on, the report's copy, and all gaps. *over ar*: tokens a second over those of
+  `ar`, beside what acceptance and bytes allow, tau / (1 + 5 d / t): tau tokens a round (those that came; expected are
+  (1 - p^6) / (1 - p)), d and t bytes of a draft and of a target step.
+* `first`: from a prompt (a real prefill) to its first token, the first request after `warmup` over later ones.
+* `beside`: `ar` beside transformers' generate of the same shape with a static cache, its decoding compiled or not; from
+  token to token as its streamer hears of them, after a real prefill and a whole run to warm up.
+* `launches`: kernels and copies of a round, as torch.profiler counts them. Last of all: a profiler that has run may
+  slow down what is launched after it.
+
+A case that cannot be run is a row with the reason. After --seconds no further case begins (330: the bench is meant to
+be over within six minutes on an H200; it has not been timed there). On a CPU times are the host clock's, nothing is
+compiled and there is no limit to compare with: that it runs is what there is to see.
+"""
+
+import gc
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import HfArgumentParser
+
+import specker
+from bench import harness, shapes
+from bench.harness import Timing
+from bench.kernels import common
+from bench.shapes import step_bytes
+from specker.config import Options, Sampling
+from specker.runtime.cache import Start
+from specker.runtime.engine import Engine
+from specker.runtime.loop import Context, proceed
+from specker.runtime.model import chain_rows, forward
+from specker.runtime.policy import Budget
+from specker.runtime.rounds import Graphs, StaticRounds
+
+DRAFTED, ACCEPTANCE = 5, 0.8
+ROWS = (1, 8, 64)  # of `verify`
+WARM = 8  # rounds before the timed ones: compiled, captured, one on its way
+LATER = 8  # requests after the first
+CONTEXTS = (512, 8192, 32768)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a value is meant to reach."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def told(self, unit: str) -> str:
+        bounds = ((">=", self.least), ("<=", self.most))
+        return ", ".join(f"{sign} {number(x, unit)}" for sign, x in bounds if x is not None)
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str  # a key of KINDS
+    shape: str  # a key of shapes.SHAPES
+    context: int
+    draft: str | None = None  # likewise
+    goals: dict[str, Goal] = field(default_factory=dict)  # by way
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.shape}{f'+{self.draft}' if self.draft else ''} {self.context}"
+
+
+VERIFY = {"8 rows": Goal(most=1.05), "64 rows": Goal(most=1.20)}  # of the 8B shape at 8,192
+ROUND = {"outside": Goal(most=0.03), "over ar": Goal(least=0.90)}
+FIRST = {"first request": Goal(most=1.2)}
+
+
+# Those that share an engine stand together, those with goals first.
+CASES = [
+    *(Case("ar", "8b", n) for n in CONTEXTS),
+    *(Case("verify", "8b", n, goals=VERIFY if n == 8192 else {}) for n in CONTEXTS),
+    Case("first", "8b", 512, "1b", FIRST),
+    Case("round", "8b", 8192, "1b", ROUND),
+    *(Case(kind, shape, n) for shape in ("1b", "32b") for kind in ("ar", "verify") for n in CONTEXTS),
+    Case("beside", "1b", 512),
+    Case("beside", "8b", 512),
+    Case("launches", "8b", 8192),
+    Case("launches", "8b", 8192, "1b"),
+    *(Case("launches", shape, 8192) for shape in ("1b", "32b")),
+    *(Case(kind, "tiny", n) for kind in ("ar", "verify") for n in (64, 160)),
+    *(Case(kind, "tiny", 64, "tiny") for kind in ("first", "round")),
+    *(Case(kind, "tiny", 64) for kind in ("beside", "launches")),
+]
+
+
+@dataclass(frozen=True)
+class Args:
+    cases: str = field(
+        default="",
+        metadata={"help": "parts of names, comma separated, such as 'ar 8b,round' (default: all; on a CPU the tiny)"},
+    )
+    rounds: int = field(default=40, metadata={"help": "timed rounds of each way"})
+    seconds: float = field(default=330, metadata={"help": "after which no case begins"})
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+
+
+def chosen(args: Args) -> list[Case]:
+    """The cases that `args` ask for; ValueError where there is none."""
+    parts = [part.strip() for part in args.cases.split(",") if part.strip()]
+    tiny = torch.device(args.device).type == "cpu"
+    found = [c for c in CASES if any(p in c.name for p in parts) or (not parts and (c.shape == "tiny") == tiny)]
+    if not found:
+        raise ValueError(f"no case is called {args.cases!r}; there are {', '.join(c.name for c in CASES)}")
+    return found
+
+
+class Bench:
+    """The engines, one at a time."""
+
+    def __init__(self, args: Args, folder: Path):
+        """Writes each shape's config.json into `folder`."""
+        self.args, self.folder = args, folder
+        self.cuda = torch.device(args.device).type == "cuda"
+        shapes.write(folder)
+        self._held: tuple[tuple[str, str | None], Engine] | None = None
+
+    def options(self, case: Case) -> dict[str, Any]:
+        # Every context of the shape, and what the rounds add.
+        most = max(c.context for c in CASES if c.shape == case.shape) + (self.args.rounds + WARM) * (DRAFTED + 1) + 128
+        how: dict[str, Any] = {"load": "dummy", "graphs": "on", "max_context": most, "strategy": "ar"}
+        if case.draft is not None:
+            how |= {"strategy": "draft", "draft_tokens": DRAFTED, "acceptance": f"synthetic:{ACCEPTANCE}"}
+        return how
+
+    def engine(self, case: Case, fresh: bool = False) -> Engine:
+        """The last one if it is of the same shapes, unless a `fresh` one is asked for."""
+        key = case.shape, case.draft
+        if self._held is None or self._held[0] != key or fresh:
+            self.drop()
+            draft = None if case.draft is None else self.folder / case.draft
+            where = {"device": self.args.device, "dtype": self.args.dtype}
+            self._held = key, specker.load(self.folder / case.shape, draft, **where, **self.options(case))
+        return self._held[1]
+
+    def drop(self) -> None:
+        self._held = None
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def in_turn(self, ways: dict[str, Callable[[], Any]]) -> dict[str, Timing]:
+        """Timings of `ways`, which compile at their first call and are captured at their second."""
+        if not self.cuda:
+            return harness.measure(ways, self.args.rounds)
+        for call in 3 * list(ways.values()):
+            call()
+        return common.in_turn(ways, self.args.rounds)
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Rounds, after those that warm up."""
+
+    timing: Timing  # of a round, from report to report
+    tokens: int
+    host: float  # seconds to launch one
+    stages: dict[str, float]  # seconds of a round's draft, verify and accept
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / sum(self.timing.seconds)
+
+
+def static_rounds(engine: Engine) -> StaticRounds:
+    assert engine._rounds_of is not None, "the bench is of rounds of static shape"
+    return engine._rounds_of
+
+
+def in_place(engine: Engine, context: int, tokens: int, drafter: Any) -> Context:
+    """A request for `tokens` tokens whose prompt of `context` stands in the caches already: as noise."""
+    ctx = engine._context([0] * context, tokens, drafter, {})
+    for cache in [engine._cache, *([] if drafter is None else [drafter.cache])]:
+        cache.k.normal_(), cache.v.normal_()
+        cache.exact_len = context - 1
+    return ctx
+
+
+def decode(bench: Bench, engine: Engine, context: int, drafter: Any) -> Decoded:
+    """As `generate` decodes behind a text of `context` tokens."""
+    static, rounds = static_rounds(engine), bench.args.rounds
+    ctx = in_place(engine, context, (WARM + rounds + 4) * (DRAFTED + 1), drafter)
+    stamps: list[float] = []
+    tokens, host, launched = 0, 0.0, 0
+    stages: dict[str, float] = {}
+    for new, _ in proceed(ctx, frozenset()):
+        stamps.append(time.perf_counter())
+        if len(stamps) == WARM:
+            host, launched, stages = static.host_seconds, static.launched, dict(ctx.stats.seconds)
+        elif len(stamps) > WARM:
+            tokens += len(new)
+        if len(stamps) == WARM + rounds:
+            break
+    host = (static.host_seconds - host) / (static.launched - launched)
+    stages = {n: (ctx.stats.seconds[n] - stages[n]) / rounds for n in ("draft", "verify", "accept")}
+    static.reset()
+    bench.wait()
+    seconds = [b - a for a, b in itertools.pairwise(stamps[WARM - 1 :])]
+    return Decoded(Timing(tuple(sorted(seconds)), None), tokens, host, stages)
+
+
+# --- what is measured: a case -> its ways, each as fields of a row
+
+
+Found = dict[str, dict[str, Any]]
+
+
+def ar(bench: Bench, case: Case) -> Found:
+    engine = bench.engine(case)
+    done = decode(bench, engine, case.context, None)
+    in_the_middle = case.context + WARM + bench.args.rounds // 2
+    read = step_bytes(engine.target.config, in_the_middle, engine.dtype.itemsize)
+    row = {**done.timing.row(), "bytes": read, "host": done.host, "unit": "%", "of": "the bandwidth"}
+    if bench.cuda:
+        bandwidth = common.this_machine().bandwidth
+        limit = read / bandwidth
+        row |= {"bandwidth": bandwidth, "limit": limit, "value": limit / done.timing.median}
+    return {"ar": row}
+
+
+def verify(bench: Bench, case: Case) -> Found:
+    engine, most = bench.engine(case), ROWS[-1] - 1
+    ctx = in_place(engine, case.context, 1, None)
+    static = StaticRounds(engine._model, engine._cache, None, most, most, capture=bench.cuda)
+    static.load(ctx.committed, case.context, Sampling())  # the limit is reached: the text stays as long as it is
+    static.reach(case.context + most)
+    timings = bench.in_turn({f"{n} rows": lambda n=n: static.judge(n - 1) for n in ROWS})
+    static.reset()
+    one = timings.pop("1 rows").median
+    more = {"one": one, "unit": "x", "of": "one row"}
+    return {way: {**timing.row(), "value": timing.median / one, **more} for way, timing in timings.items()}
+
+
+@torch.inference_mode()
+def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
+    """The two models' forwards of a round and nothing else, each as one graph: `target` and `draft`."""
+    drafter: Any = engine._drafter
+    target, draft = engine._model, drafter.model
+    static_rounds(engine).reach(context + 2 * (DRAFTED + 1) + DRAFTED)
+    graphs, rows, greedy = Graphs(bench.cuda), DRAFTED + 1, Sampling()
+    length = torch.tensor([context], device=target.device)
+    tokens = torch.zeros(rows, dtype=torch.int64, device=target.device)
+    verified = chain_rows(target, engine._cache, rows, start=Start(length, 1))
+    again = chain_rows(draft, drafter.cache, rows, start=Start(length, rows))
+    steps = [chain_rows(draft, drafter.cache, 1, n, Start(length, 0)) for n in range(DRAFTED - 1)]
+
+    def verifying() -> None:
+        target.logits(forward(target, engine._cache, verified, target.embed_tokens(tokens)).hidden)
+
+    def drafting() -> None:
+        fed = tokens
+        for at in (again, *steps):
+            hidden = forward(draft, drafter.cache, at, draft.embed_tokens(fed)).hidden[-1:]
+            fed = drafter.head.best(hidden, greedy, at.positions[-1:])
+
+    ways = {"target": lambda: graphs.run("target", verifying), "draft": lambda: graphs.run("draft", drafting)}
+    timings = bench.in_turn(ways)
+    static_rounds(engine).reset()
+    return timings
+
+
+def rounds(bench: Bench, case: Case) -> Found:
+    engine = bench.engine(case)
+    whole = decode(bench, engine, case.context, engine._drafter)
+    plain = decode(bench, engine, case.context, None)
+    parts = {name: timing.median for name, timing in forwards(bench, engine, case.context).items()}
+    assert engine.draft is not None
+    configs = {"target": engine.target.config, "draft": engine.draft.config}
+    read = {name: step_bytes(c, case.context, engine.dtype.itemsize) for name, c in configs.items()}
+    tau = whole.tokens / bench.args.rounds
+    allowed = tau / (1 + DRAFTED * read["draft"] / read["target"])
+    over = whole.tokens_per_second / plain.tokens_per_second
+    row = {**whole.timing.row(), "host": whole.host, "stages": whole.stages}
+    outside = {
+        **row,
+        "forwards": parts,
+        "value": 1 - sum(parts.values()) / whole.timing.median,
+        "unit": "%",
+        "of": "a round",
+    }
+    speed = {
+        **row,
+        "tokens_per_second": whole.tokens_per_second,
+        "ar_tokens_per_second": plain.tokens_per_second,
+        "acceptance_length": tau,
+        "acceptance_length_expected": (1 - ACCEPTANCE ** (DRAFTED + 1)) / (1 - ACCEPTANCE),
+        "bytes": DRAFTED * read["draft"] + read["target"],
+        "over_ar": over,
+        "limit": allowed,
+        "value": over / allowed,
+        "unit": "%",
+        "of": f"the {allowed:.2f}x that bytes allow",
+    }
+    return {"outside": outside, "over ar": speed}
+
+
+def first(bench: Bench, case: Case) -> Found:
+    engine = bench.engine(case, fresh=True)
+    engine.warmup()
+    vocab = engine.target.config.vocab_size
+    prompt = torch.randint(vocab, (case.context,), generator=torch.Generator().manual_seed(0)).tolist()
+    seconds = []
+    for _ in range(1 + LATER):
+        bench.wait()
+        start = time.perf_counter()
+        stream = engine.stream(prompt, 16)
+        next(stream)
+        seconds.append(time.perf_counter() - start)
+        stream.close()
+    later = Timing(tuple(sorted(seconds[1:])), None).median
+    row = {"median": seconds[0], "later": later, "value": seconds[0] / later, "unit": "x", "of": "later ones"}
+    return {"first request": row}
+
+
+class Stamps:
+    """A streamer that notes when it is told of a token."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.seconds.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+
+def theirs(bench: Bench, case: Case, compiled: bool, model: Any) -> Timing:
+    """Of a token of transformers' generate."""
+    ids = torch.zeros(1, case.context, dtype=torch.int64, device=bench.args.device)
+    how = {"cache_implementation": "static", "disable_compile": not compiled, "do_sample": False}
+    count = WARM + bench.args.rounds
+    for _ in range(2):
+        stamps = Stamps()
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, streamer=stamps, **how)
+    if compiled and not hasattr(model, "_compiled_call"):
+        raise RuntimeError("generate did not compile")
+    told = stamps.seconds[WARM:]  # the first is the prompt's
+    return Timing(tuple(sorted(b - a for a, b in itertools.pairwise(told))), None)
+
+
+def beside(bench: Bench, case: Case) -> Found:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    ours = decode(bench, bench.engine(case), case.context, None).timing
+    config = AutoConfig.from_pretrained(bench.folder / case.shape)
+    with torch.device(bench.args.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.args.dtype)).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    found: Found = {"specker ar": ours.row()}
+    for way, compiled in (("transformers", False), ("transformers, compiled", True)):
+        try:
+            if compiled and not bench.cuda:
+                raise RuntimeError("generate does not compile on a CPU")
+            timing = theirs(bench, case, compiled, model)
+        except Exception as error:  # a compiler's are of many kinds
+            found[way] = {"reason": reason(error)}
+        else:
+            value = timing.median / ours.median
+            found[way] = {**timing.row(), "value": value, "unit": "x", "of": "specker's time"}
+    return found
+
+
+def launches(bench: Bench, case: Case) -> Found:
+    engine = bench.engine(case)
+    static, drafter = static_rounds(engine), engine._drafter
+    ctx = in_place(engine, case.context, 1, drafter)
+    static.load(ctx.committed, case.context, ctx.sampling, ctx.agrees)  # the limit is reached
+
+    def once() -> None:
+        budget = Budget(0, 0) if drafter is None else ctx.policy.budget()
+        static.launch(ctx.committed, budget, ctx.sampling, None, drafter is not None)
+        static.collect()
+        bench.wait()
+
+    for _ in range(3):
+        once()
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        once()
+    static.reset()
+    events = profile.events() or []
+    count = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
+    if not count:
+        raise ValueError("the profiler saw no work on a GPU")
+    return {"a round": {"launches": count}}
+
+
+KINDS: dict[str, Callable[[Bench, Case], Found]] = {
+    "ar": ar,
+    "verify": verify,
+    "round": rounds,
+    "first": first,
+    "beside": beside,
+    "launches": launches,
+}
+
+
+# --- rows
+
+
+def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
+    """The rows of a case: one a way, or a single one with the reason why it was not measured."""
+    remarks = {"sizing": "; ".join(Options(**bench.options(case)).stand_ins)}
+    try:
+        if late:
+            raise ValueError(f"not begun: {bench.args.seconds:g} s were over")
+        found = KINDS[case.kind](bench, case)
+        remarks = bench.engine(case).remarks
+    except (ValueError, torch.OutOfMemoryError) as error:  # what the engine refuses, and memory elsewhere
+        found = {"": {"reason": reason(error)}}
+    if any("reason" in values for values in found.values()):
+        bench.drop()  # what is left of it may be what the next lacks
+    about = {"bench": "decode", "case": case.name, "kind": case.kind, "shape": case.shape, "draft": case.draft}
+    about |= {"context": case.context, "dtype": bench.args.dtype, "device": bench.args.device, "remarks": remarks}
+    rows = []
+    for way, values in found.items():
+        row, goal = {**about, "way": way, **values}, case.goals.get(way)
+        if goal is not None and "value" in row:
+            row |= {"goal": goal.told(row["unit"]), "met": goal.met(row["value"])}
+        rows.append(row)
+    return rows
+
+
+def number(value: float, unit: str) -> str:
+    return f"{value:.1%}" if unit == "%" else f"{value:.2f}x"
+
+
+def reason(error: Exception) -> str:
+    """The error's first line; the type where the message alone says too little."""
+    text = str(error).strip().split("\n")[0]
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def show(rows: list[dict[str, Any]], device: str) -> None:
+    table = Table(title=f"decoding, batch 1, on {harness.machine(device)}")
+    left = ("case", "way", "found", "goal")
+    for column in ("case", "way", "ms", "p20", "p80", "GB", "found", "goal", "met", "launches", "host, us"):
+        table.add_column(column, justify="left" if column in left else "right")
+    for row in rows:
+        found = row.get("reason", "")
+        if "value" in row:
+            found = f"{number(row['value'], row['unit'])} of {row['of']}"
+        table.add_row(
+            row["case"],
+            row["way"],
+            *(f"{row[key] * 1e3:.3f}" if key in row else "" for key in ("median", "p20", "p80")),
+            f"{row['bytes'] / 1e9:.2f}" if "bytes" in row else "",
+            found,
+            row.get("goal", ""),
+            {True: "yes", False: "no", None: ""}[row.get("met")],
+            str(row.get("launches") or ""),
+            f"{row['host'] * 1e6:.0f}" if "host" in row else "",
+        )
+    table.caption = "\n".join(dict.fromkeys(f"{key}: {text}" for row in rows for key, text in row["remarks"].items()))
+    Console(width=170).print(table)
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    try:
+        cases = chosen(args)
+    except ValueError as error:
+        sys.exit(f"bench: {error}")
+    start = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(args, Path(folder))
+            for case in cases:
+                rows += run(bench, case, late=time.perf_counter() - start > args.seconds)
+    finally:  # a case that fails for want of anything but memory ends the bench, but not the rows before it
+        show(rows, args.device)
+        print(f"{time.perf_counter() - start:.0f} s in all")
+        if args.save and rows:
+            print(harness.save("decode", rows, args.device))
+
+
+if __name__ == "__main__":
+    main()

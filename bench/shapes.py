@@ -1,0 +1,53 @@
+"""Shapes of real models, and what a decoding step of one has to read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specker.runtime.model_config import ModelConfig, layer_elements
+
+
+def _config(
+    arch: str, vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv: int, dim: int, tied: bool
+) -> Any:
+    return {
+        "architectures": [f"{arch}ForCausalLM"],
+        "model_type": arch.lower(),
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": dim,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1 << 17,  # room for every context, and RoPE that costs the same as any
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": _config("Llama", 128256, 2048, 8192, 16, 32, 8, 64, True),  # Llama-3.2-1B
+    "8b": _config("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False),  # Llama-3-8B
+    "32b": _config("Qwen2", 152064, 5120, 27648, 64, 40, 8, 128, False),  # Qwen2.5-32B
+    "tiny": _config("Llama", 512, 64, 96, 2, 4, 2, 16, True),
+}
+
+
+def write(folder: Path) -> None:
+    """A folder of each shape, with a config.json and nothing else: for `--load dummy`."""
+    for name, config in SHAPES.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def step_bytes(c: ModelConfig, context: int, itemsize: int) -> int:
+    """What a step of one row has to read: the layers' linears, norms and biases, the head, and the K/V of `context`
+    columns. A single row of the embedding is not counted."""
+    qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    small = 2 * c.hidden_size + 2 * c.head_dim * c.qk_norm + qkv * c.qkv_bias + c.hidden_size * c.o_bias
+    small += (2 * c.intermediate_size + c.hidden_size) * c.mlp_bias
+    weights = layer_elements(c) + c.num_layers * small + c.hidden_size + c.vocab_size * c.hidden_size
+    return (weights + 2 * c.num_layers * c.num_kv_heads * c.head_dim * context) * itemsize

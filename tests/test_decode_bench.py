@@ -1,0 +1,277 @@
+"""bench/decode.py: what a step reads, by hand; goals; every case on a tiny shape; what cannot be run."""
+
+import json
+
+import pytest
+import torch
+
+from bench import decode, harness
+from bench.decode import ACCEPTANCE, Args, Bench, Case, Decoded, Goal
+from bench.harness import Timing
+from bench.shapes import step_bytes
+from specker.runtime.checkpoint import read_config
+from specker.runtime.rounds import StaticRounds
+
+RANDOM = "random weights: no statement about text, acceptance or losslessness"
+GIVEN = "random weights; acceptance 0.8 is given, not earned: no statement about text or losslessness"
+
+
+@pytest.fixture
+def bench(tmp_path):
+    (tmp_path / "shapes").mkdir()
+    return Bench(Args(device="cpu", dtype="float32", rounds=4), tmp_path / "shapes")
+
+
+@pytest.fixture
+def rows_of(tmp_path, monkeypatch):
+    """The bench's command line -> the rows that it saves."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+    def run(*flags):
+        how = ["--device", "cpu", "--dtype", "float32", "--rounds", "3"]
+        monkeypatch.setattr("sys.argv", ["bench/decode.py", *how, *flags])
+        decode.main()
+        [path] = tmp_path.glob("*/decode.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return run
+
+
+def timing(*seconds):
+    return Timing(tuple(sorted(seconds)), None)
+
+
+# --- arithmetic
+
+
+def test_bytes_of_a_step_by_hand(bench):
+    def config(shape):
+        return read_config(bench.folder / shape)
+
+    # qkv 64 x 128 (4 + 2 x 2 heads of 16), o 64 x 64, gate, up and down 3 x 64 x 96, two norms of 64; two layers, the
+    # last norm, a head of 512 x 64; in float32, and 10 columns of K and V of 2 layers and 2 heads of 16
+    weights = 2 * (8192 + 4096 + 18432 + 128) + 64 + 32768
+    assert step_bytes(config("tiny"), 0, 4) == 4 * weights
+    assert step_bytes(config("tiny"), 10, 4) == 4 * (weights + 10 * 128)
+    # layers 32 x (41,943,040 + 176,160,768), norms 65 x 4,096, head 128,256 x 4,096
+    assert step_bytes(config("8b"), 0, 2) == 2 * (6_979_321_856 + 266_240 + 525_336_576)
+    assert step_bytes(config("8b"), 0, 2) == 2 * (8_030_261_248 - 525_336_576)  # all but the embedding
+    assert step_bytes(config("8b"), 8192, 2) - step_bytes(config("8b"), 0, 2) == 1 << 30
+    assert step_bytes(config("1b"), 0, 2) == 2 * 1_235_814_400  # all of it: the head is the embedding
+    # Qwen2.5-32B's 32,763,876,352, with biases of q, k and v, without the embedding
+    assert step_bytes(config("32b"), 0, 2) == 2 * (32_763_876_352 - 152_064 * 5120)
+
+
+def test_bytes_are_those_of_the_weights(bench):
+    """As they stand in memory, but for the embedding."""
+    for shape, draft in (("tiny", None), ("tiny", "tiny")):
+        engine = bench.engine(Case("ar", shape, 64, draft))
+        w = engine._model.layers
+        numbers = sum(x.numel() for layer in w for x in layer if x is not None)
+        numbers += engine._model.head.numel() + engine._model.norm.numel()
+        assert step_bytes(engine.target.config, 0, 4) == 4 * numbers
+
+
+def test_goals():
+    assert [Goal(most=1.05).met(x) for x in (1.0, 1.05, 1.06)] == [True, True, False]
+    assert [Goal(least=0.9).met(x) for x in (0.89, 0.9, 1.2)] == [False, True, True]
+    assert not Goal(0.5, 0.6).met(0.7) and not Goal(0.5, 0.6).met(0.4) and Goal(0.5, 0.6).met(0.55)
+    assert Goal(most=1.05).told("x") == "<= 1.05x" and Goal(least=0.9).told("%") == ">= 90.0%"
+    assert Goal(0.5, 0.6).told("x") == ">= 0.50x, <= 0.60x"
+    told = {(c.name, way): goal for c in decode.CASES for way, goal in c.goals.items()}
+    assert told == {
+        ("verify 8b 8192", "8 rows"): Goal(most=1.05),
+        ("verify 8b 8192", "64 rows"): Goal(most=1.2),
+        ("round 8b+1b 8192", "outside"): Goal(most=0.03),
+        ("round 8b+1b 8192", "over ar"): Goal(least=0.9),
+        ("first 8b+1b 512", "first request"): Goal(most=1.2),
+    }
+
+
+def test_outside_and_over_ar_by_hand(bench, monkeypatch):
+    """Rounds of 10 ms (one late), forwards of 6 and 3.5; 15 tokens in 4 rounds against 4 in 4 of 5 ms."""
+    whole = Decoded(timing(0.01, 0.01, 0.01, 0.03), 15, 1e-4, {})
+    plain = Decoded(timing(*[0.005] * 4), 4, 1e-4, {})
+    monkeypatch.setattr(decode, "decode", lambda bench, engine, context, drafter: whole if drafter else plain)
+    monkeypatch.setattr(decode, "forwards", lambda *_: {"target": timing(0.006), "draft": timing(0.0035)})
+    goals = {"outside": Goal(most=0.04), "over ar": Goal(least=0.6)}
+    outside, over = decode.run(bench, Case("round", "tiny", 64, "tiny", goals))
+    assert outside["value"] == pytest.approx(0.05) and outside["goal"] == "<= 4.0%" and outside["met"] is False
+    assert over["over_ar"] == pytest.approx((15 / 0.06) / (4 / 0.02))
+    assert over["limit"] == pytest.approx((15 / 4) / 6)  # target and draft read the same: 5 steps and 1
+    assert over["value"] == pytest.approx(1.25 / 0.625) and over["met"] is True
+    assert over["acceptance_length_expected"] == pytest.approx(sum(ACCEPTANCE**n for n in range(6)))
+    assert over["bytes"] == 6 * step_bytes(bench.engine(Case("", "tiny", 64, "tiny")).target.config, 64, 4)
+
+
+def test_the_share_of_the_bandwidth(bench, monkeypatch):
+    done = Decoded(timing(0.002, 0.002, 0.002, 0.002), 4, 1e-4, {})
+    monkeypatch.setattr(decode, "decode", lambda *_: done)
+    monkeypatch.setattr(decode.common, "this_machine", lambda: decode.common.Machine(1e8, 1, 1))
+    case = Case("ar", "tiny", 64)
+    read = step_bytes(bench.engine(case).target.config, 64 + decode.WARM + 2, 4)
+    bench.cuda = True
+    monkeypatch.setattr(Bench, "wait", lambda self: None)
+    [row] = decode.ar(bench, case).values()
+    assert row["bytes"] == read and row["limit"] == read / 1e8 and row["value"] == pytest.approx(read / 1e8 / 0.002)
+
+
+# --- what is run
+
+
+def test_every_case_on_a_tiny_shape(rows_of, capsys):
+    rows = rows_of()
+    ways = {(row["case"], row["way"]): row for row in rows}
+    assert list(ways) == [
+        ("ar tiny 64", "ar"),
+        ("ar tiny 160", "ar"),
+        *((f"verify tiny {n}", way) for n in (64, 160) for way in ("8 rows", "64 rows")),
+        ("first tiny+tiny 64", "first request"),
+        ("round tiny+tiny 64", "outside"),
+        ("round tiny+tiny 64", "over ar"),
+        *(("beside tiny 64", way) for way in ("specker ar", "transformers", "transformers, compiled")),
+        ("launches tiny 64", ""),
+    ]
+    for (case, _), row in ways.items():
+        assert row["bench"] == "decode" and row["machine"] and row["commit"] and row["dtype"] == "float32"
+        assert row["remarks"]["sizing"].startswith("random weights")
+        if row["way"]:
+            assert row["remarks"] == {"sizing": GIVEN if "+" in case else RANDOM}
+        assert ("reason" in row) == (row["way"] in ("transformers, compiled", ""))
+        assert "met" not in row and ("reason" in row or row["median"] > 0)
+    plain, verify = ways["ar tiny 64", "ar"], ways["verify tiny 64", "64 rows"]
+    assert plain["rounds"] == 3 and plain["host"] > 0 and "value" not in plain
+    assert plain["bytes"] == 4 * (2 * (8192 + 4096 + 18432 + 128) + 64 + 32768 + (64 + 8 + 1) * 128)
+    assert verify["value"] == verify["median"] / verify["one"]
+    first = ways["first tiny+tiny 64", "first request"]
+    assert first["value"] == first["median"] / first["later"]
+    outside, over = ways["round tiny+tiny 64", "outside"], ways["round tiny+tiny 64", "over ar"]
+    assert outside["value"] == 1 - sum(outside["forwards"].values()) / outside["median"]
+    assert all(outside["stages"][name] > 0 for name in ("draft", "verify", "accept"))
+    assert 1 <= over["acceptance_length"] <= 6 and over["value"] == over["over_ar"] / over["limit"]
+    assert "does not compile on a CPU" in ways["beside tiny 64", "transformers, compiled"]["reason"]
+    assert ways["launches tiny 64", ""]["reason"] == "the profiler saw no work on a GPU"
+    shown = capsys.readouterr().out
+    assert RANDOM in shown and GIVEN in shown and "of one row" in shown
+
+
+def test_a_context_in_place_is_not_run(bench, monkeypatch):
+    """No prefill; rounds of static shape that go on behind the text, and the caches hold numbers."""
+    engine = bench.engine(Case("round", "tiny", 64, "tiny"))
+    ran = []
+    monkeypatch.setattr("specker.runtime.loop.prefill", lambda *_: ran.append(1))
+    monkeypatch.setattr(type(engine._drafter), "prefill", lambda *_: ran.append(1))
+    for cache in (engine._cache, engine._drafter.cache):
+        cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
+    seen = []
+    launch = StaticRounds.launch
+    monkeypatch.setattr(
+        StaticRounds, "launch", lambda self, text, *rest: seen.append(len(text)) or launch(self, text, *rest)
+    )
+    done = decode.decode(bench, engine, 100, engine._drafter)
+    assert not ran and seen[0] == 100 and seen == sorted(seen)
+    assert len(done.timing.seconds) == 4 and 4 <= done.tokens <= 24
+    assert len(seen) == decode.WARM + 4 + 1  # one is on its way when the last is timed
+    for cache in (engine._cache, engine._drafter.cache):
+        assert not cache.k.isnan().any() and cache.k.std() > 0.5 and cache.v.std() > 0.5
+
+
+def test_a_round_is_judged_in_place(bench):
+    """Rows of the size asked for get logits and are accepted; the text stays as long as it is."""
+    engine = bench.engine(Case("verify", "tiny", 64))
+    ctx = decode.in_place(engine, 64, 1, None)
+    static = StaticRounds(engine._model, engine._cache, None, 7, 7, capture=False)
+    static.load(ctx.committed, 64, ctx.sampling)
+    static.reach(71)
+    static.judge(3)
+    state = static.state
+    assert state.logits[:4].abs().amin(1).shape == (4,) and bool((state.logits[:4] != 0).any(1).all())
+    assert not state.logits[4:].any() and state.positions.tolist() == [63, 64, 65, 66, 0, 0, 0, 0]
+    assert int(state.length) == 64 and int(state.report[0]) >= 1
+
+
+def test_the_forwards_are_a_rounds_own(bench, monkeypatch):
+    """The target's over 6 rows; the draft's over 6, then 4 times over one."""
+    engine = bench.engine(Case("round", "tiny", 64, "tiny"))
+    seen = []
+    forward = decode.forward
+    monkeypatch.setattr(
+        decode,
+        "forward",
+        lambda model, cache, rows, hidden: (
+            seen.append((model is engine._model, len(hidden), rows.positions.tolist()))
+            or forward(model, cache, rows, hidden)
+        ),
+    )
+    monkeypatch.setattr(
+        Bench, "in_turn", lambda self, ways: {name: timing(1.0) for name, way in ways.items() if not way()}
+    )
+    assert list(decode.forwards(bench, engine, 64)) == ["target", "draft"]
+    assert seen == [
+        (True, 6, [63, 64, 65, 66, 67, 68]),
+        (False, 6, [58, 59, 60, 61, 62, 63]),
+        *((False, 1, [n]) for n in (64, 65, 66, 67)),
+    ]
+
+
+# --- what is not
+
+
+def test_what_does_not_fit_is_a_row_and_the_others_go_on(rows_of, monkeypatch):
+    monkeypatch.setattr("specker.runtime.memory.free", lambda device: 1 << 30)
+    refused, done = rows_of("--cases", "ar 32b 512, ar tiny 64")
+    assert refused["case"] == "ar 32b 512" and done["case"] == "ar tiny 64"
+    assert "needs 122.05 GiB for its weights in float32, and 1.00 GiB are free on the cpu" in refused["reason"]
+    assert refused["remarks"] == {"sizing": "random weights"} and "median" not in refused
+    assert done["median"] > 0 and "reason" not in done
+
+
+def test_memory_that_runs_out_and_time_that_is_over(bench, monkeypatch):
+    def out(bench, case):
+        bench.engine(case)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
+
+    case = Case("verify", "tiny", 64, goals=decode.VERIFY)
+    monkeypatch.setitem(decode.KINDS, "verify", out)
+    [row] = decode.run(bench, case)
+    assert row["reason"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB." and "met" not in row
+    assert bench._held is None, "what ran out of memory is kept"
+    [row] = decode.run(bench, case, late=True)
+    assert row["reason"] == "not begun: 330 s were over" and row["case"] == case.name
+
+    def wrong(bench, case):
+        raise AssertionError("a mistake of ours")
+
+    monkeypatch.setitem(decode.KINDS, "verify", wrong)
+    with pytest.raises(AssertionError):
+        decode.run(bench, case)
+
+
+def test_a_case_that_fails_ends_the_bench_and_not_its_rows(rows_of, tmp_path, monkeypatch):
+    def wrong(bench, case):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(decode.KINDS, "verify", wrong)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        rows_of("--cases", "ar tiny 64,verify tiny 64")
+    [path] = tmp_path.glob("*/decode.jsonl")
+    assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["ar tiny 64"]
+
+
+def test_which_cases(monkeypatch):
+    assert {c.shape for c in decode.chosen(Args(device="cpu"))} == {"tiny"}
+    assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "32b"}
+    names = [c.name for c in decode.chosen(Args(device="cuda", cases="ar 8b, round"))]
+    assert names == ["ar 8b 512", "ar 8b 8192", "ar 8b 32768", "round 8b+1b 8192", "round tiny+tiny 64"]
+    monkeypatch.setattr("sys.argv", ["bench/decode.py", "--cases", "nonsense", "--save", "false"])
+    with pytest.raises(SystemExit, match="no case is called 'nonsense'; there are ar 8b 512, "):
+        decode.main()
+
+
+def test_an_engine_is_kept_while_the_shapes_are_the_same(bench):
+    first = bench.engine(Case("ar", "tiny", 64))
+    assert bench.engine(Case("verify", "tiny", 160)) is first
+    assert first.max_context >= 160 + 4 + decode.WARM
+    pair = bench.engine(Case("first", "tiny", 64, "tiny"))
+    assert pair is not first and bench.engine(Case("round", "tiny", 64, "tiny")) is pair
+    assert bench.engine(Case("first", "tiny", 64, "tiny"), fresh=True) is not pair
