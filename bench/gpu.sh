@@ -32,6 +32,7 @@ if [ $code -eq 5 ]; then echo "no test carries the gpu marker yet"; elif [ $code
 for bench in bench/kernels/bench_*.py; do
   if [ -e "$bench" ]; then "$python" "$bench" || failed=1; fi
 done
+"$python" bench/decode.py || failed=1
 "$python" bench/e2e.py --device cuda --dtype bfloat16 "$@" || failed=1
 "$python" bench/plot.py "$("$python" -c 'from bench import harness; print(harness.folder("cuda"))')" || failed=1
 [ $failed -eq 0 ] || echo "make gpu: something above failed" >&2

@@ -142,7 +142,7 @@ def test_what_cannot_be_split_is_refused(tmp_path):
     for size, message in ((3, "num_attention_heads, 4"), (8, "num_attention_heads, 4")):
         with pytest.raises(CheckpointError, match=f"--tp {size} does not divide the target's {message}"):
             checkpoint.load(folder, dtype=torch.float32, device="cpu", part=Part(0, size))
-    six = make(tmp_path / "six", heads=6, kv_heads=2, head_dim=16)
+    six = make(tmp_path / "six", heads=6, kv_heads=2, hidden=96)
     with pytest.raises(CheckpointError, match="neither divides the target's num_key_value_heads, 2"):
         checkpoint.load(six, dtype=torch.float32, device="cpu", part=Part(0, 3))
 
@@ -220,4 +220,4 @@ sys.exit(run.main(["--strategy", "draft", "--prompt", "def f(x):", "--max-new-to
     assert done.returncode != 0
     said = done.stderr.count("specker: error: another process of this job ended, or did not answer within 8 s")
     assert said == 1 if how == "hung" else said <= 1, done.stderr  # torchrun may end the other at once, and says so
-    assert "Traceback (most recent call last)" not in done.stderr
+    assert "[rank0]" not in done.stderr  # a traceback of ours
