@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
+from specker.runtime import diffusion, draft, model
 
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
 
@@ -54,8 +56,12 @@ def recording() -> Iterator[list[Any]]:
     def launched(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
         log.append((f"{variant.kernel.fn.__name__}: {variant.name}", tuple(grid), described(arguments)))
 
-    with patch.object(Variant, "__call__", launched), FakeTensorMode(allow_non_fake_inputs=True), Ops(log), Cuda():
-        yield log
+    try:
+        with patch.object(Variant, "__call__", launched), FakeTensorMode(allow_non_fake_inputs=True), Ops(log), Cuda():
+            yield log
+    finally:
+        for made in (model._cu_rows, diffusion._full_words, draft._arange, chain_words):
+            made.cache_clear()  # what was made meanwhile has no numbers
 
 
 def kernels(log: list[Any]) -> list[str]:

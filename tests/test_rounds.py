@@ -54,7 +54,7 @@ PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 def test_the_bundled_family(bundled, strategy, options, temperature):
     fast = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on", **options)
     plain = specker.load(strategy="ar", device="cpu", dtype="float64")
-    for prompt in specker.zoo.PROMPTS[:2]:
+    for prompt in specker.zoo.PROMPTS[:1]:
         got = fast.generate(prompt, 48, temperature=temperature)
         assert got.tokens == plain.generate(prompt, 48, temperature=temperature).tokens
         assert got.stats.acceptance_length > 1.4
@@ -296,7 +296,6 @@ def test_what_is_launched_does_not_depend_on_the_text(recorded, name, sampling):
     for budget in world.budgets or [Budget(0, 0)]:
         if budget.exit:
             budget = Budget(3, 3, budget.exit)
-        world.round(50, sampling, budget)  # constants are made once
         world.reads = 0
         first = world.round(50, sampling, budget)
         assert world.reads == (budget.depth if world.asking else 0)
@@ -338,13 +337,13 @@ def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape):
         times[key] += 1
         work()
 
-    fast._rounds_of.graphs.run = run
+    fast._rounds_of.graphs.run, fast._rounds_of.graphs.passes = run, 2
     told = []
     fast.warmup(lambda done, of: told.append((done, of)))
     assert told and told[-1][0] == told[-1][1]
     warm = {key for key, n in times.items() if n > 1}
     times.clear()
-    for prompt, how in itertools.product(PROMPTS, SAMPLING.values()):
-        assert fast.generate(prompt, 100, **how).tokens == plain.generate(prompt, 100, **how).tokens
-        fast.generate_ar(prompt, 20, **how)
+    for prompt, how in itertools.product(PROMPTS[:2], SAMPLING.values()):
+        assert fast.generate(prompt, 50, **how).tokens == plain.generate(prompt, 50, **how).tokens
+        fast.generate_ar(prompt, 10, **how)
     assert set(times) <= warm and len(times) > 4

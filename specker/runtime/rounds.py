@@ -49,7 +49,7 @@ class Graphs:
     captures it, and from then on it is replayed; elsewhere it just runs."""
 
     def __init__(self, capture: bool):
-        self.capture = capture
+        self.capture, self.passes = capture, 2 if capture else 1  # `passes` until nothing is left to do once
         self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
         self._pool: Any = None
@@ -460,7 +460,7 @@ class StaticRounds:
         agrees: Tensor | None = None,
         tell: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Run all that a request may meet, twice: compiled, and on a GPU captured. `budgets` that the policy may ask
+        """Run all that a request may meet: it is compiled, and on a GPU captured. `budgets` that the policy may ask
         for (none: nothing is drafted), `sizes` that drafts may turn out to have, `asking`: by confidence. `tell` hears
         (done, of) now and then.
 
@@ -473,12 +473,12 @@ class StaticRounds:
             self.reset()
             self.load(text, length, sampling, agrees)  # the limit is reached: the text stays as long as it is
             if self.fits(length, budget, bool(budgets)):
-                for _ in range(2):
+                for _ in range(self.graphs.passes):
                     self.launch(text, budget, sampling, (lambda _: True) if asking else None, bool(budgets))
                     self._flying.clear()
             for size in sizes:
                 for tree in {False, self.trees and size > 0}:
-                    for _ in range(2):
+                    for _ in range(self.graphs.passes):
                         self.judge(size, tree)
             if tell is not None:
                 tell(done, len(todo))
