@@ -1,8 +1,10 @@
 """What tests/test_dist.py runs on every rank of a job: `torchrun ... dist_worker.py CASES.json OUT`. A case is what to
 load and what to decode; every rank writes the tokens of all cases to OUT.<rank>.json."""
 
+import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +29,19 @@ def main(cases: Path, out: Path) -> None:
         here = {"rank": ranks.rank, "drafts": ranks.drafts, "layer_elements": weights} if ranks else {}
         found.append({"runs": each, "head_rows": engine._model.head.shape[0], **here})
     rank = here.get("rank", 0)
+    found.append(rows_apart(engine.ranks))
     out.with_suffix(f".{rank}.json").write_text(json.dumps(found))
+
+
+def rows_apart(ranks: dist.Ranks) -> dict[str, bool]:
+    """Whether a row's sum has the same bits alone and among 64, and whether rank order is what orders it."""
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float32)
+    every = torch.stack([torch.randn(64, 96, generator=torch.Generator().manual_seed(r)) for r in range(ranks.size)])
+    ordered = replace(ranks, ordered=True)
+    alone, among = ordered.sum(x[5:6].clone()), ordered.sum(x.clone())
+    by_rank = functools.reduce(torch.add, every)
+    close = bool(torch.allclose(ranks.sum(x.clone()), by_rank, rtol=1e-5, atol=1e-5))
+    return {"alike": torch.equal(alone, among[5:6]), "by_rank": torch.equal(among, by_rank), "close": close}
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def assert_same(models, tmp_path, ranks):
             assert [run["tokens"] for run in got["runs"]] == want, (name, rank)
             assert [run["ar"] for run in got["runs"]] == want, (name, rank)
             assert name == "ar" or sum(run["accepted"] for run in got["runs"]) > 0, name
+            assert found[rank][-1] == {"alike": True, "by_rank": True, "close": True}
             assert got["rank"] == rank and got["head_rows"] < (128 if case["models"] else 8192)
     return found
 

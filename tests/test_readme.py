@@ -42,6 +42,9 @@ def test_command(line: str) -> None:
             assert all(word.startswith("ARGS=") for word in more)
         case ["python", "-m", "specker.run", *flags]:
             run.parse(flags)
+        case ["torchrun", "--nproc-per-node", ranks, "-m", "specker.run", *flags]:
+            assert int(ranks) > 1
+            run.parse(flags)
         case ["python", "-m", "specker.calibrate", *flags]:
             calibrate.parse(flags)
         case ["pip", "install", "."] | ["source", ".venv/bin/activate"]:

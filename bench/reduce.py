@@ -1,0 +1,67 @@
+"""What `--reduce ordered` costs: the ranks' sums by all-reduce, and gathered and added in the order of ranks.
+
+    torchrun --nproc-per-node 2 bench/reduce.py [--device cuda] [--rounds 50]
+
+A target's layer has two such sums over [T, E]. Ordered sends (R - 1) T E elements to each rank where a ring of
+all-reduce sends 2 (R - 1) / R T E, so it is a question of latency for few rows and of bandwidth for many. Times are
+rank 0's, from call to result; rows go to bench/results/<machine>/reduce.jsonl.
+"""
+
+import json
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import HfArgumentParser
+
+from bench import harness
+from specker.config import Options
+from specker.runtime import dist
+
+SHAPES = ((1, 4096), (8, 4096), (64, 4096), (8, 8192), (64, 8192))
+
+
+@dataclass
+class Args:
+    device: str = "cpu"
+    dtype: str = "float32"
+    rounds: int = 50
+    save: bool = True
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    torch.set_num_threads(1)
+    local = os.environ.get("LOCAL_RANK", "0")
+    device = torch.device(f"cuda:{local}" if args.device == "cuda" else args.device)
+    fast = dist.join(Options(), device)
+    if fast is None:
+        raise SystemExit("reduce: there is one process; start it with torchrun --nproc-per-node 2 bench/reduce.py")
+    ordered = replace(fast, ordered=True)
+    rows = []
+    for T, E in SHAPES:
+        x = torch.randn(T, E, device=device, dtype=getattr(torch, args.dtype))
+        ways = {"fast": lambda x=x: fast.sum(x.clone()), "ordered": lambda x=x: ordered.sum(x.clone())}
+        timings = harness.measure(ways, args.rounds, warmup=5)
+        a, b = (timings[name].last for name in ways)
+        assert (a - b).abs().max() <= 8 * torch.finfo(x.dtype).eps * a.abs().max(), "the sums differ"
+        cost = timings["fast"].times_as_fast(timings["ordered"])
+        for name, timing in timings.items():
+            row = {"bench": "reduce", "way": name, "rows": T, "width": E, "ranks": fast.size, "dtype": args.dtype}
+            rows.append(row | timing.row() | {"ordered_over_fast": cost["median"]})
+    if fast.rank == 0:
+        table = Table(title=f"sums over {fast.size} ranks, {harness.machine(args.device)}, {args.dtype}")
+        for column in ("rows x width", "fast, us", "ordered, us", "ordered over fast"):
+            table.add_column(column, justify="right")
+        for a, b in zip(rows[::2], rows[1::2], strict=True):
+            times = (f"{row['median'] * 1e6:.0f}" for row in (a, b))
+            table.add_row(f"{a['rows']} x {a['width']}", *times, f"{a['ordered_over_fast']:.2f}")
+        Console(width=100).print(table)
+        print(harness.save("reduce", rows, args.device) if args.save else json.dumps(rows[-1]))
+    dist.leave(0)
+
+
+if __name__ == "__main__":
+    main()
