@@ -72,7 +72,7 @@ def checked(rows: Iterable[Row]) -> list[Row]:
     do not. Bandwidth is what the same machine's rows say, else the data sheet's."""
     rows, out = list(rows), []
     for row in rows:
-        machine, way, speed = str(row.get("machine", "")), str(row.get("way", "")), row.get("tokens_per_second")
+        machine, (way, speed) = str(row.get("machine", "")), _measured(row)
         gpu = next((name for name in GPUS if name in machine.lower()), None)
         shapes, chain = _shapes(row), re.search(r"\bchain[ -](\d+)", way)
         on_gpu = gpu and row.get("device") == "cuda" and row.get("dtype") in ("bfloat16", "float16")
@@ -89,16 +89,23 @@ def checked(rows: Iterable[Row]) -> list[Row]:
     return out
 
 
+def _measured(row: Row) -> tuple[str, float | None]:
+    """What was decoded, and its tokens a second; bench/decode.py has a step's seconds, and a round's speed beside
+    other things."""
+    way, speed = str(row.get("way", "")), row.get("tokens_per_second")
+    if row.get("bench") != "decode":
+        return way, speed
+    if row.get("kind") == "ar" and row.get("median"):
+        return way, 1 / row["median"]
+    return ("chain 5", speed) if way == "over ar" else ("", None)
+
+
 def _shapes(row: Row) -> tuple[Shape, Shape] | None:
-    """Target's and draft's: the bundled pair's of e2e rows, else by the sizes in Llamas' names."""
-    if row.get("bench") not in ("e2e", "decode"):
-        return None
-    if row["bench"] == "e2e" and "target" not in row:
+    """Target's and draft's: the bundled pair's of bench/e2e.py, else those that bench/decode.py names."""
+    if row.get("bench") == "e2e":
         return bundled("code-target"), bundled("code-draft")
-    sizes = [re.findall(r"\b(70b|8b|1b)\b", str(row.get(name, "")).lower()) for name in ("target", "draft")]
-    if not sizes[0] or "llama" not in str(row["target"]).lower():
-        return None
-    return SHAPES[sizes[0][0]], SHAPES[(sizes[1] or sizes[0])[0]]
+    target = SHAPES.get(str(row.get("shape"))) if row.get("bench") == "decode" else None
+    return None if target is None else (target, SHAPES.get(str(row.get("draft")), target))
 
 
 def bundled(name: str) -> Shape:

@@ -247,21 +247,20 @@ def test_inputs_come_from_rows_then_from_the_data_sheet():
 
 def test_predicted_over_measured():
     card = {"machine": "NVIDIA H200", "device": "cuda", "dtype": "bfloat16", "temperature": 0.0}
-    llama = {"bench": "decode", "target": "meta-llama/Llama-3.1-8B", "draft": "meta-llama/Llama-3.2-1B"}
-    plain = {**card, **llama, "way": "ar", "tokens_per_second": 200.0}
-    chain = {**plain, "way": "draft chain 4", "acceptance_length": 3.0}
+    step = {**card, "bench": "decode", "kind": "ar", "shape": "8b", "draft": None, "way": "ar", "median": 0.005}
+    chain = {**step, "kind": "round", "draft": "1b", "way": "over ar", "tokens_per_second": 300.0}
+    chain |= {"acceptance_length": 3.0}
+    e2e = {**card, "bench": "e2e", "way": "ar", "tokens_per_second": 200.0}
     kernel = {**card, "bench": "kernels", "way": "specker", "bandwidth": 4.3e12}
-    passed = [{**plain, "device": "cpu"}, {**plain, "target": "Qwen/Qwen3-8B"}, {**plain, "way": "draft tree 2x4"}]
-    passed += [{"bench": "decode"}, {**plain, "dtype": "float32"}, {**chain, "acceptance_length": None}]
-    one, two, three = project.checked([kernel, plain, chain, {**plain, "bench": "e2e"}, *passed])
+    passed = [{**step, "device": "cpu"}, {**step, "shape": "32b"}, {**step, "dtype": "float32"}, {"bench": "decode"}]
+    passed += [{**e2e, "way": "draft tree 2x4"}, {**chain, "acceptance_length": None}, {**chain, "way": "outside"}]
+    one, two, three = project.checked([kernel, step, chain, e2e, *passed])
     us = SHAPES["8b"].elements * 2 / 4.3e6 + 32 * 10 + 8 + 6
     assert one["predicted"] == pytest.approx(1e6 / us) and one["ratio"] == pytest.approx(1e6 / us / 200)
     draft = SHAPES["1b"].elements * 2 / 4.3e6 + 16 * 11 + 7
-    assert two["predicted"] == pytest.approx(3e6 / (us + 4 * draft)) and two["model"] is True
-    assert three["bench"] == "e2e"
-    assert project.checked([{**plain, "target": ""}, {**card, "bench": "e2e"}]) == []
-    own = {name: value for name, value in plain.items() if name not in llama} | {"bench": "e2e"}
-    assert project.checked([own])[0]["predicted"] > one["predicted"]
+    assert two["predicted"] == pytest.approx(3e6 / (us + 5 * draft)) and two["model"] is True
+    assert two["ratio"] == pytest.approx(two["predicted"] / 300)
+    assert three["bench"] == "e2e" and three["predicted"] > one["predicted"]
     assert project.checked([]) == []
 
 
