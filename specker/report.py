@@ -76,6 +76,9 @@ def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, A
         "total": _row(total, checked),
     }
     trim = engine.trim_report(total.stats)
+    if (ranks := engine.ranks) is not None:
+        names = {"tp": ranks.size, "dp": ranks.replicas, "draft": ranks.drafting}
+        out["ranks"] = names | {"reduce": "ordered" if ranks.ordered else "fast"}
     out |= engine.remarks
     return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})
 

@@ -197,11 +197,15 @@ def decode(engine: Any, ids: list[int], job: Job, sampling: Sampling, screen: Sc
 
 def run(job: Job, options: Options, sampling: Sampling) -> int:
     """Decode every prompt; returns the exit code. Everything that can be refused is refused before decoding starts."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # processes, where torchrun started several
+    first = os.environ.get("RANK", "0") == "0" or world == 1
+    if world > 1 and "-" in (job.prompt, job.prompts):
+        raise ValueError("several processes cannot share stdin: give the prompts in a file")
+    if (options.dp or 1) > 1 and job.trace is not None:
+        raise ValueError("--trace tells of one replica: leave out --dp")
     talks = read_talks(job)
     if job.json is not None and job.json != "-":
         probe(job.json)
-    world = int(os.environ.get("WORLD_SIZE", "1"))  # processes, where torchrun started several
-    first = os.environ.get("RANK", "0") == "0" or world == 1
     screen = Screen(job.json == "-", quiet=not first or (options.dp or 1) > 1)
     if job.trace is not None:
         probe(job.trace, "--trace")

@@ -56,12 +56,18 @@ def recording() -> Iterator[list[Any]]:
     def launched(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
         log.append((f"{variant.kernel.fn.__name__}: {variant.name}", tuple(grid), described(arguments)))
 
+    _forget()
     try:
         with patch.object(Variant, "__call__", launched), FakeTensorMode(allow_non_fake_inputs=True), Ops(log), Cuda():
             yield log
     finally:
-        for made in (model._cu_rows, diffusion._full_words, draft._arange, chain_words):
-            made.cache_clear()  # what was made meanwhile has no numbers
+        _forget()
+
+
+def _forget() -> None:
+    """Constants that are made once: those made meanwhile have no numbers, and all recordings make them."""
+    for made in (model._cu_rows, diffusion._full_words, draft._arange, chain_words):
+        made.cache_clear()
 
 
 def kernels(log: list[Any]) -> list[str]:

@@ -14,7 +14,7 @@ from pairs import perturbed
 import specker
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
-from specker.runtime import autoregressive, head, loop, verify
+from specker.runtime import autoregressive, head, loop, sampling, verify
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.draft import Draft
@@ -126,8 +126,8 @@ def commit_of_the_wrong_branch(patch):
 
 
 def noise_keyed_by_row(patch):
-    original = loop.sample_rows
-    patch.setattr(loop, "sample_rows", lambda z, *rest: original(z, *rest[:-1], torch.arange(len(z))))
+    original = sampling.sample_rows
+    patch.setattr(sampling, "sample_rows", lambda z, *rest: original(z, *rest[:-1], torch.arange(len(z))))
 
 
 def id_map_applied_twice(patch):
@@ -168,14 +168,14 @@ def stop_ignored_inside_a_path(patch):
 
 
 def top_p_before_temperature(patch):
-    original = loop.sample_rows
+    original = sampling.sample_rows
 
     def sample(logits, temperature, top_k, top_p, seed, positions):
         p, order = logits.softmax(-1).sort(descending=True)
         outside = torch.zeros_like(p, dtype=torch.bool).scatter(1, order, p.cumsum(-1) - p >= top_p)
         return original(logits.masked_fill(outside, -1e30), temperature, top_k, 1.0, seed, positions)
 
-    patch.setattr(loop, "sample_rows", sample)
+    patch.setattr(sampling, "sample_rows", sample)
 
 
 def exact_len_not_reset(patch):

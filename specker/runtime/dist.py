@@ -117,11 +117,12 @@ class Ranks:
             td.all_reduce(x, td.ReduceOp.MIN, group=self.group)
         return int(x)
 
-    def same(self, what: str, digest: bytes) -> None:
-        """Raise ValueError unless all ranks have the same; `what` it is a digest of."""
+    def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
+        """Raise ValueError unless all ranks, or all that draft, have the same; `what` it is a digest of."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
         with answered(self.timeout):
-            each = self._gathered(own, self.group, self.size).flatten().tolist()
+            which = (self.drafters, self.drafting) if drafters else (self.group, self.size)
+            each = self._gathered(own, *which).flatten().tolist()
         if len(set(each)) > 1:
             other = next(r for r, value in enumerate(each) if value != each[0])
             raise ValueError(f"rank {other} of the job has another {what} than rank 0: all must load the same files")

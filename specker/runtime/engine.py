@@ -476,6 +476,8 @@ def load(
             bidirectional=None if parts.causal else True,
             random=1 if dummy else None,
         )
+        if ranks is not None:
+            ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
         side = _within(side, main.config.max_context)
         if parts.causal and not side.config.causal:
             raise ValueError(
