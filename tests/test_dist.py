@@ -78,6 +78,10 @@ def assert_same(models, tmp_path, ranks):
     found = [json.loads((tmp_path / f"out.{rank}.json").read_text()) for rank in range(ranks)]
     for i, (name, case) in enumerate(cases.items()):
         want = plain(tuple(case["models"][:1]))
+        if name.startswith("easyspec"):  # shared out, a group drafts what it drafts in one process
+            alone = specker.load(*case["models"], **{k: v for k, v in case["options"].items() if k != "draft_ranks"})
+            accepted = [alone.generate(PROMPT, case["count"], **how).stats.accepted for how in SAMPLING]
+            assert [run["accepted"] for run in found[0][i]["runs"]] == accepted, name
         for rank in range(ranks):
             got = found[rank][i]
             assert [run["tokens"] for run in got["runs"]] == want, (name, rank)
@@ -109,7 +113,8 @@ def test_the_parts_are_the_whole(tmp_path, monkeypatch, arch, size):
     """Each rank reads its slices alone, and together they are the model."""
     from safetensors import safe_open
 
-    folder = make(tmp_path / "m", arch, layers=2, heads=4, kv_heads=2, tied=False)
+    biased = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {}
+    folder = make(tmp_path / "m", arch, layers=2, heads=4, kv_heads=2, tied=False, **biased)
     whole = checkpoint.load(folder, dtype=torch.float64, device="cpu")
     c = whole.config
     read = []
@@ -135,6 +140,15 @@ def test_the_parts_are_the_whole(tmp_path, monkeypatch, arch, size):
         assert torch.equal(o, whole.weights.o[layer]) and torch.equal(down, whole.weights.down[layer])
         q = torch.cat([p.weights.qkv[layer][: c.num_heads // size * D] for p in parts])
         assert torch.equal(q, whole.weights.qkv[layer][: c.num_heads * D])
+        for rank, part in enumerate(parts):  # the KV head of a rank's query heads
+            k = part.weights.qkv[layer][c.num_heads // size * D :][: max(c.num_kv_heads // size, 1) * D]
+            first = (c.num_heads + rank * c.num_kv_heads // size) * D
+            assert torch.equal(k, whole.weights.qkv[layer][first : first + len(k)])
+        for name in ("o_bias", "down_bias"):
+            if biased:
+                assert torch.equal(
+                    sum(getattr(p.weights, name)[layer] for p in parts), getattr(whole.weights, name)[layer]
+                )
     assert torch.equal(torch.cat([p.own_head for p in parts]), whole.weights.head)
 
 
