@@ -23,7 +23,7 @@ import specker
 from bench import harness, plot
 from bench.e2e import Decoded, differing, ours, row_of, share_target
 from specker.config import Sampling
-from specker.kernels.accept import sample_rows
+from specker.kernels.sample_rows import sample_rows
 from specker.runtime.engine import Engine
 from specker.runtime.model import chain_rows, forward
 

@@ -309,7 +309,7 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's token is drawn from its logits, the same for every strategy (see kernels/accept.py)."""
+    """How the target's token is drawn from its logits, the same for every strategy (see kernels/sample_rows.py)."""
 
     temperature: float = opt(0.0, "0 decodes greedily")
     top_p: float = opt(1.0, "keep the smallest set of tokens with this much probability")

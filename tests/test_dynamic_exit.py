@@ -291,7 +291,7 @@ def test_watching_is_kept_below_its_share(monkeypatch):
 
 def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkeypatch):
     """Shadow tokens against layers run afresh over the committed text; rows past the first mismatch are not heard."""
-    from specker.kernels.accept import sample_rows
+    from specker.kernels.sample_rows import sample_rows
     from specker.runtime.cache import KVCache
     from specker.runtime.model import chain_rows, forward
 

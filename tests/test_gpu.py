@@ -133,3 +133,29 @@ def test_the_first_request_is_as_quick_as_later_ones():
         next(engine.stream(prompt, 32))
         seconds.append(time.perf_counter() - start)
     assert seconds[0] <= 1.2 * statistics.median(seconds[1:]), seconds
+
+
+@pytest.mark.parametrize("reduce", ["fast", "ordered"])
+def test_nccl_collectives_within_graphs(reduce, monkeypatch):
+    """A job of one rank: every sum and gather goes through NCCL, captured with the rest, and changes nothing."""
+    import torch.distributed as td
+
+    from specker.runtime.dist import Ranks
+    from specker.runtime.parts import Part
+
+    plain = specker.load(device="cuda", dtype="bfloat16")
+    ours = specker.load(device="cuda", dtype="bfloat16")
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    store = td.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    td.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        group = td.group.WORLD
+        ours._model.ranks = Ranks(Part(), group, 1, group, reduce == "ordered", 0, 1, torch.device("cuda"), 60.0)
+        ours.warmup()
+        for prompt in prompts_of(ours, 3):
+            for sampling in ({}, {"temperature": 0.7}):
+                want = plain.generate(prompt, 60, **sampling).tokens
+                assert ours.generate(prompt, 60, **sampling).tokens == want
+    finally:
+        td.destroy_process_group()

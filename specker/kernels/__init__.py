@@ -9,11 +9,12 @@ shared memory, a dot without matrix instructions and narrow reads. See variant.p
 or three with `smoke=True` for `make test`.
 """
 
-from specker.kernels.accept import accept_walk, sample_rows
+from specker.kernels.accept import accept_walk
 from specker.kernels.advance import advance, place_rows
 from specker.kernels.kv_calibrate import kv_calibrate, kv_commit, rope_table
 from specker.kernels.residual_merge import residual_merge
 from specker.kernels.row_linear import row_linear
+from specker.kernels.sample_rows import sample_rows
 from specker.kernels.tree_attention import ancestor_words, tree_attention
 from specker.kernels.vocab_topk import vocab_topk
 

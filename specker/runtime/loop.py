@@ -3,7 +3,7 @@
 Words: the *root* is the last committed token, its K/V not yet in the target's cache. *accepted*: draft tokens kept.
 *recovered*: the target's own token where a draft was refused; *bonus*: its token after a wholly accepted path; both
 are `next` here, the new root. The target's token after each row is a function of the seed, the position and the
-logits alone (kernels/accept.py), so a round commits exactly what plain decoding would, whatever was drafted.
+logits alone (kernels/sample_rows.py), so a round commits exactly what plain decoding would, whatever was drafted.
 """
 
 import time

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from specker.config import Sampling
-from specker.kernels.accept import sample_rows
 from specker.kernels.noise import pack_draw
+from specker.kernels.sample_rows import sample_rows
 from specker.kernels.vocab_topk import Noise
 
 ALL = 2**31 - 1  # top_k of a draw that keeps all, where both filters run

@@ -1,4 +1,4 @@
-"""accept: sample_rows draws from the stated law (chi-square against float64), accept_walk against plain recursion."""
+"""sample_rows draws from the stated law (chi-square against float64), accept_walk against plain recursion."""
 
 import math
 import random
@@ -6,15 +6,9 @@ import random
 import pytest
 import torch
 
-from specker.kernels.accept import (
-    accept_walk,
-    accept_walk_cost,
-    first_argmax,
-    sample_rows,
-    sample_rows_cost,
-    sample_rows_ref,
-)
+from specker.kernels.accept import accept_walk, accept_walk_cost
 from specker.kernels.noise import gumbel
+from specker.kernels.sample_rows import first_argmax, sample_rows, sample_rows_cost, sample_rows_ref
 
 I64 = torch.int64
 

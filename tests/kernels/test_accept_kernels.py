@@ -9,18 +9,13 @@ import torch
 from compile_only import compilations
 
 from specker.kernels import noise
-from specker.kernels.accept import (
-    _launch_sample,
-    _launch_walk,
-    accept_walk,
-    accept_walk_ref,
-    sample_rows,
-    sample_rows_ref,
-)
+from specker.kernels.accept import _launch_walk, accept_walk, accept_walk_ref
 from specker.kernels.noise import gumbel_of, gumbel_ref, gumbel_run
+from specker.kernels.sample_rows import _launch_sample, sample_rows, sample_rows_ref
 from specker.kernels.variant import tl, triton
 
-module = importlib.import_module("specker.kernels.accept")
+module = importlib.import_module("specker.kernels.sample_rows")
+walking = importlib.import_module("specker.kernels.accept")
 I64 = torch.int64
 SEEDS = [0, 1, (1 << 32) + 7, (1 << 63) + 5, (1 << 64) - 1]
 POSITIONS = [0, 5, (1 << 32) - 1, 1 << 32, (7 << 40) + 3, -1]
@@ -190,13 +185,13 @@ def tiles(monkeypatch):
 
     def shrink(tile=128, finish=128, walk=8):
         for name, size in (("TILE", tile), ("FINISH", finish), ("WALK", walk)):
-            monkeypatch.setattr(module, name, size)
+            monkeypatch.setattr(walking if name == "WALK" else module, name, size)
         module._sample_variants.cache_clear()
-        module._walk_variant.cache_clear()
+        walking._walk_variant.cache_clear()
 
     yield shrink
     module._sample_variants.cache_clear()
-    module._walk_variant.cache_clear()
+    walking._walk_variant.cache_clear()
 
 
 def rows(T, V, dtype=torch.float32, scale=2.0, seed=0):
@@ -441,7 +436,7 @@ def test_accept_walk(tiles, shape, n):
     for seed in range(3):
         accepted += int(walks(*forest([n], seed, shape)[:3], None)[1])
     assert n < 7 or accepted > 3
-    tiles(walk=module.WALK * 32)
+    tiles(walk=walking.WALK * 32)
     walks(*forest([n], 5, shape)[:3], None)
 
 
@@ -458,7 +453,7 @@ def test_ragged_trees(tiles, sizes, kind):
 
 
 def test_a_chain_longer_than_a_tile_is_wholly_accepted():
-    N = 2 * module.WALK + 5
+    N = 2 * walking.WALK + 5
     tokens = torch.arange(N) % 7
     path, count, following = walks(tokens, torch.arange(N), torch.cat([tokens, torch.tensor([99])]), None)
     assert path.tolist() == [list(range(N + 1))] and (count.item(), following.item()) == (N + 1, 99)

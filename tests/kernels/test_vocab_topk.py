@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from specker.kernels.accept import sample_rows
 from specker.kernels.noise import gumbel
 from specker.kernels.row_linear import pack
+from specker.kernels.sample_rows import sample_rows
 from specker.kernels.vocab_topk import MAX_K, _largest, _select, vocab_topk, vocab_topk_cost
 
 I64 = torch.int64

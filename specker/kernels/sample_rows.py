@@ -1,0 +1,725 @@
+"""sample_rows: the target's own token after each verify row.
+
+Sampling is greedy decoding of perturbed logits. Row t stands at absolute position positions[t]:
+
+    z      = logits / temperature                                                          temperature > 0
+    top_k  > 0 keeps the ids with z >= the k-th largest z
+    top_p  < 1 keeps, of p = softmax over what top_k left, the ids with z >= that of the token at which the
+           descending cumulative mass first reaches top_p
+    token  = argmax over the kept ids of z + g(seed, positions[t], id)                     g: noise.py
+
+Ties at a boundary are kept, so the support does not depend on an order; the argmax gives a tie to the lower id. This is
+an exact draw from p (the Gumbel-max trick), whatever was drafted. temperature 0 is the argmax of the logits. fp32 from
+fp16 and bf16 logits, float64 stays float64. A row depends on nothing but itself. Traffic: the logits, once.
+
+The kernels find the k-th largest exactly. They sum masses as integers, in units of 2^-40 of the largest, so that a sum
+has no order; an id's own mass is an fp32 exponential. Where the cumulative mass is within 2^-20 of top_p, the edge may
+be the neighbour of the float64 reference's. z is bit for bit the CPU reference's, g up to its last bits. Without a
+filter the logits are read once, else three times, twice of them from the cache where they fit.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specker.kernels.noise import (
+    add_gumbel_,
+    check_draw,
+    check_seed,
+    drawn,
+    gumbel,
+    gumbel_of,
+    gumbel_run,
+    unpack_draw,
+)
+from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
+
+NUCLEUS = 128  # top-p on a CPU: so many candidates mostly hold the mass; sorting all costs ten times more
+MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow, and is greedy in effect
+
+
+def sample_rows(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
+    """logits [T, V], positions [T] int64 -> the token after each row, [T] int64.
+
+    temperature 0 or >= 1e-6, top_k >= 0 (0 keeps all), 0 < top_p <= 1, seed in [0, 2^64). ValueError otherwise.
+    With `draw` [4] (noise.pack_draw, on the logits' device) the four numbers are read there, and those given only say
+    which of noise and filters there are.
+    """
+    if torch.compiler.is_compiling():
+        seed = _signed(check_seed(seed))
+        return torch.ops.specker.sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
+    return _sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
+
+
+def _sample_rows(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
+    _check_sample(logits, temperature, top_k, top_p, seed, positions)
+    check_draw(draw)
+    if logits.is_cuda and logits.dtype != torch.float64:
+        return _launch_sample(logits, temperature, top_k, top_p, seed, positions, draw)
+    if draw is not None and temperature > 0:
+        seed, temperature, k, p = unpack_draw(draw)
+        top_k, top_p = k if top_k else 0, p if top_p < 1 else 1.0
+    if logits.is_cuda:
+        return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
+    if temperature == 0 or (top_k == 0 and top_p == 1):
+        return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
+    return _sample_few(logits, temperature, top_k, top_p, seed, positions)
+
+
+def sample_rows_ref(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor
+) -> Tensor:
+    if temperature == 0:
+        return first_argmax(logits)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    dropped = None
+    if 0 < top_k < z.shape[1]:
+        dropped = z < z.topk(top_k).values[:, -1:]
+    if top_p < 1:
+        top = (z if dropped is None else z.masked_fill(dropped, -math.inf)).sort(-1, descending=True).values
+        mass = (top - top[:, :1]).exp_().cumsum(-1, dtype=torch.float64)
+        reached = (mass < top_p * mass[:, -1:]).sum(-1, keepdim=True)
+        dropped = z < top.gather(1, reached)
+    add_gumbel_(z, seed, positions)
+    return first_argmax(z if dropped is None else z.masked_fill_(dropped, -math.inf))
+
+
+def sample_rows_cost(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor
+) -> tuple[int, int]:
+    """(bytes, operations) of one call: logits and positions in, ids out; one value of noise takes 32 operations."""
+    each = 1 if temperature == 0 else 35
+    return logits.numel() * logits.element_size() + 16 * logits.shape[0], logits.numel() * each
+
+
+def first_argmax(z: Tensor) -> Tensor:
+    """z [T, V] -> the column of each row's largest value, the lowest of equals. [T] int64."""
+    if z.is_cuda:
+        return z.max(-1).indices
+    if z.dtype in (torch.float16, torch.bfloat16):
+        z = z.float()
+    return torch.from_numpy(z.detach().numpy().argmax(-1))  # 0.5 us for a row of 8192, where torch.max takes 4
+
+
+def _sample_few(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
+    """`sample_rows_ref` on a CPU, several times faster: selects instead of sorting, adds noise to the kept ids only."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z = (logits.detach().to(wide) / temperature).numpy()
+    noise = gumbel(seed, positions, z.shape[1]).numpy()
+    tokens = []
+    for row, g in zip(z, noise, strict=True):
+        kept = np.flatnonzero(~(row < _least_kept(row, top_k, top_p)))
+        tokens.append(kept[(row[kept] + g[kept]).argmax()])
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def _least_kept(z: Any, top_k: int, top_p: float) -> float:
+    """The smallest value of z [V] (numpy) that top_k, then top_p leave."""
+    V = m = len(z)
+    if 0 < top_k < V:
+        edge = np.partition(z, V - top_k)[V - top_k]
+        if top_p == 1:
+            return edge
+        z = z[z >= edge]
+        V = m = len(z)
+    elif top_p < 1:
+        m = min(NUCLEUS, V)
+    whole = np.exp(z - z.max()).sum(dtype=np.float64)
+    while True:
+        top = np.sort(np.partition(z, V - m)[V - m :])[::-1]
+        mass = np.exp(top - top[0]).cumsum(dtype=np.float64)
+        if m == V or mass[-1] >= top_p * whole:
+            return top[min(int(mass.searchsorted(top_p * whole)), m - 1)]
+        m = min(8 * m, V)
+
+
+TILE = 4096  # logits a program
+FINISH = 2048  # listed ids at a time
+BINS = 2048
+_BINS = tl.constexpr(BINS)
+_LINEAR = tl.constexpr(1024)  # bins of 1/64 nat below the row's largest z: 16 nats; then 64 bins to an octave
+_LINEAR_BITS = tl.constexpr(0x44800000)  # of 1024.0
+_UNIT = tl.constexpr(2.0**40)  # of mass; 2^22 ids of mass 1 fit into an int64
+_NONE = tl.constexpr(2**31 - 1)  # no id
+_LEAST = tl.constexpr(-(2**31))  # the least key
+
+
+@triton.jit
+def _scaled(
+    logits_ptr,  # [T, V]
+    temperature,
+    i_t,
+    i_s,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """z of a tile; -inf after the row's end."""
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(logits_ptr + i_t * V + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(b_x, temperature) + 0.0  # +0.0 makes zeros equal, keys too
+
+
+@triton.jit
+def _key(z):
+    """An int32 in the order of z."""
+    i = z.to(tl.int32, bitcast=True)
+    return i ^ ((i >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _z(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _below(z, peak):
+    """How far z lies below the row's largest; 0 where both are infinite, since the maximum drops a NaN."""
+    return tl.maximum(peak - z, 0.0)
+
+
+@triton.jit
+def _bin(below):
+    """A bin that does not fall as z falls: every step rounds monotonously."""
+    x = below * 64.0
+    octaves = (x.to(tl.int32, bitcast=True) - _LINEAR_BITS) >> 17
+    return tl.where(x < _LINEAR, tl.minimum(x, _LINEAR).to(tl.int32), tl.minimum(_LINEAR + octaves, _BINS - 1))
+
+
+@triton.jit
+def _mass(below):
+    return (tl.exp(-below) * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def _share(mass, top_p):
+    """The least integer of at least top_p * mass."""
+    x = mass.to(tl.float64) * top_p
+    down = x.to(tl.int64)
+    return down + (down.to(tl.float64) < x).to(tl.int64)
+
+
+@triton.jit
+def _best(b_v, o_id, m):
+    """The largest value where m, and the lowest id that has it."""
+    b_v = tl.where(m, b_v, float("-inf"))
+    best = tl.max(b_v, axis=0)
+    return best, tl.min(tl.where(m & (b_v == best), o_id, _NONE), axis=0)
+
+
+@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
+def _sample_argmax_kernel(
+    logits_ptr,  # [T, V]
+    positions_ptr,  # [T]
+    draw_ptr,  # [4]
+    value_ptr,  # [T, S] fp32: each split's largest
+    id_ptr,  # [T, S] int32: where it stands
+    out_ptr,  # [T] int64, written where S is 1
+    temperature,
+    seed: tl.int64,
+    V: tl.constexpr,
+    S: tl.constexpr,  # splits of a row
+    BLOCK: tl.constexpr,
+    NOISE: tl.constexpr,
+    DRAWN: tl.constexpr,  # the draw's numbers are in memory
+):
+    i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seed, temperature, _ = drawn(draw_ptr, seed, temperature, 1.0, DRAWN)
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
+    if NOISE:
+        b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
+    best, i_best = _best(b_z, o_v, o_v < V)
+    if S == 1:
+        tl.store(out_ptr + i_t, i_best.to(tl.int64))
+    else:
+        tl.store(value_ptr + i_t * S + i_s, best)
+        tl.store(id_ptr + i_t * S + i_s, i_best)
+
+
+@triton.jit
+def _sample_merge_kernel(
+    value_ptr,  # [T, S] fp32
+    id_ptr,  # [T, S] int32
+    out_ptr,  # [T] int64
+    S: tl.constexpr,
+    S_PAD: tl.constexpr,  # a power of two
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    o_s = tl.arange(0, S_PAD)
+    b_v = tl.load(value_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf"))
+    b_id = tl.load(id_ptr + i_t * S + o_s, mask=o_s < S, other=_NONE)
+    tl.store(out_ptr + i_t, _best(b_v, b_id, o_s < S)[1].to(tl.int64))
+
+
+@triton.jit(do_not_specialize_on_alignment=["draw_ptr"])
+def _sample_peak_kernel(
+    logits_ptr,  # [T, V]
+    draw_ptr,  # [4]
+    peak_ptr,  # [T, S] fp32
+    hist_ptr,  # [T, 2, 2048] int64: count and mass; zeroed here
+    listed_ptr,  # [T] int32: length of the row's list; zeroed here
+    temperature,
+    V: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO: tl.constexpr,  # numbers of the histogram that a split zeroes
+    DRAWN: tl.constexpr,
+):
+    i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, temperature, _ = drawn(draw_ptr, 0, temperature, 1.0, DRAWN)
+    tl.store(peak_ptr + i_t * S + i_s, tl.max(_scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK), axis=0))
+    o = i_s * ZERO + tl.arange(0, ZERO)
+    tl.store(hist_ptr + i_t * (2 * _BINS) + o, tl.zeros([ZERO], tl.int64), mask=o < 2 * _BINS)
+    if i_s == 0:
+        tl.store(listed_ptr + i_t, 0)
+
+
+@triton.jit
+def _peak(peak_ptr, i_t, S: tl.constexpr, S_PAD: tl.constexpr):
+    o_s = tl.arange(0, S_PAD)
+    return tl.max(tl.load(peak_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf")), axis=0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["draw_ptr"])
+def _sample_histogram_kernel(
+    logits_ptr,  # [T, V]
+    draw_ptr,  # [4]
+    peak_ptr,  # [T, S] fp32
+    hist_ptr,  # [T, 2, 2048] int64
+    temperature,
+    V: tl.constexpr,
+    S: tl.constexpr,
+    S_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    DRAWN: tl.constexpr,
+):
+    i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, temperature, _ = drawn(draw_ptr, 0, temperature, 1.0, DRAWN)
+    m_v = i_s * BLOCK + tl.arange(0, BLOCK) < V
+    b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
+    b_below = _below(b_z, _peak(peak_ptr, i_t, S, S_PAD))
+    p_bin = hist_ptr + i_t * (2 * _BINS) + _bin(b_below)
+    # What is masked out with -inf would all queue for one address. It is never an edge: with fewer than k others bin_k
+    # is after the last bin.
+    if TOP_K:
+        tl.atomic_add(p_bin, tl.full([BLOCK], 1, tl.int64), mask=m_v & (b_below < float("inf")), sem="relaxed")
+    if TOP_P:
+        b_mass = _mass(b_below)
+        tl.atomic_add(p_bin + _BINS, b_mass, mask=m_v & (b_mass > 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["seed", "top_k"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
+def _sample_select_kernel(
+    logits_ptr,  # [T, V]
+    positions_ptr,  # [T]
+    draw_ptr,  # [4]
+    peak_ptr,  # [T, S] fp32
+    hist_ptr,  # [T, 2, 2048] int64
+    value_ptr,  # [T, S] fp32
+    id_ptr,  # [T, S] int32
+    list_ptr,  # [T, V] int64: key << 32 | id of what may be at an edge, in any order
+    listed_ptr,  # [T] int32
+    edge_ptr,  # [T, 6] int64
+    temperature,
+    top_k,
+    top_p,
+    seed: tl.int64,
+    V: tl.constexpr,
+    S: tl.constexpr,
+    S_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    DRAWN: tl.constexpr,
+):
+    i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, temperature, top_p = drawn(draw_ptr, seed, temperature, top_p, DRAWN)
+    if DRAWN and TOP_K:
+        top_k = tl.load(draw_ptr + 1).to(tl.int32)
+    # bin_k holds the k-th largest. What is kept of it decides the mass that top_p is a share of, and so where in
+    # first..last the other edge lies.
+    o_bin = tl.arange(0, _BINS)
+    bin_k = tl.full([], _BINS, tl.int32)
+    want_k = tl.full([], 0, tl.int64)
+    if TOP_K:
+        b_count = tl.load(hist_ptr + i_t * (2 * _BINS) + o_bin)
+        bin_k = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)
+        want_k = top_k - tl.sum(tl.where(o_bin < bin_k, b_count, 0), axis=0)
+    first, last = bin_k, bin_k
+    surely = tl.full([], 0, tl.int64)
+    before = tl.full([], 0, tl.int64)
+    if TOP_P:
+        b_mass = tl.load(hist_ptr + i_t * (2 * _BINS) + _BINS + o_bin)
+        b_reached = tl.cumsum(b_mass, axis=0)
+        surely = tl.sum(tl.where(o_bin < bin_k, b_mass, 0), axis=0)
+        most = tl.sum(tl.where(o_bin <= bin_k, b_mass, 0), axis=0)
+        first = tl.sum((b_reached < _share(surely, top_p)).to(tl.int32), axis=0)
+        last = tl.sum((b_reached < _share(most, top_p)).to(tl.int32), axis=0)
+        before = tl.sum(tl.where(o_bin < first, b_mass, 0), axis=0)
+    if i_s == 0:
+        p_edge = edge_ptr + i_t * 6
+        tl.store(p_edge, bin_k.to(tl.int64))
+        tl.store(p_edge + 1, first.to(tl.int64))
+        tl.store(p_edge + 2, last.to(tl.int64))
+        tl.store(p_edge + 3, want_k)
+        tl.store(p_edge + 4, surely)
+        tl.store(p_edge + 5, before)
+
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
+    b_bin = _bin(_below(b_z, _peak(peak_ptr, i_t, S, S_PAD)))
+    m_listed = (o_v < V) & (((b_bin >= first) & (b_bin <= last)) | (b_bin == bin_k))
+    listed = tl.sum(m_listed.to(tl.int32), axis=0)
+    if listed > 0:
+        place = tl.atomic_add(listed_ptr + i_t, listed, sem="relaxed")
+        o_list = i_t * V + place + tl.cumsum(m_listed.to(tl.int32), axis=0) - 1
+        tl.store(list_ptr + o_list, (_key(b_z).to(tl.int64) << 32) | o_v.to(tl.int64), mask=m_listed)
+    m_kept = (o_v < V) & (b_bin < first)
+    best, i_best = float("-inf"), tl.full([], _NONE, tl.int32)
+    if tl.sum(m_kept.to(tl.int32), axis=0) > 0:
+        if DRAWN:
+            seed = tl.load(draw_ptr)  # not before: registers
+        b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
+        best, i_best = _best(b_z, o_v, m_kept)
+    tl.store(value_ptr + i_t * S + i_s, best)
+    tl.store(id_ptr + i_t * S + i_s, i_best)
+
+
+@triton.jit
+def _listed(p_list, i, n, FINISH: tl.constexpr):
+    """Entries i..i + FINISH - 1 of a row's list: key, id, whether it is there."""
+    o_list = i + tl.arange(0, FINISH)
+    b_entry = tl.load(p_list + o_list, mask=o_list < n, other=0)
+    return (b_entry >> 32).to(tl.int32), b_entry.to(tl.int32), o_list < n
+
+
+@triton.jit
+def _weight(p_list, n, peak, low, high, MASS: tl.constexpr, FINISH: tl.constexpr):
+    """The mass or the number of the listed ids whose key is in low..high."""
+    total = tl.full([], 0, tl.int64)
+    for i in tl.range(0, n, FINISH):
+        b_key, _, m = _listed(p_list, i, n, FINISH)
+        m = m & (b_key >= low) & (b_key <= high)
+        if MASS:
+            b_mass = _mass(_below(_z(b_key), peak))
+            total += tl.sum(tl.where(m, b_mass, 0), axis=0)
+        else:
+            total += tl.sum(m.to(tl.int32), axis=0)
+    return total
+
+
+@triton.jit
+def _edge(p_list, n, peak, first, last, least, want, MASS: tl.constexpr, FINISH: tl.constexpr):
+    """Of the listed ids in bins first..last, none below the key `least`: the largest key from which on they weigh
+    `want`, and the largest of all."""
+    low, high = tl.full([], 2**31 - 1, tl.int32), tl.full([], _LEAST, tl.int32)
+    for i in tl.range(0, n, FINISH):
+        b_key, _, m = _listed(p_list, i, n, FINISH)
+        b_bin = _bin(_below(_z(b_key), peak))
+        m = m & (b_bin >= first) & (b_bin <= last) & (b_key >= least)
+        low = tl.minimum(low, tl.min(tl.where(m, b_key, 2**31 - 1), axis=0))
+        high = tl.maximum(high, tl.max(tl.where(m, b_key, _LEAST), axis=0))
+    # No other key lies between: bins and keys have one order. 64 bits, for the sum of two.
+    least_kept, most_kept = low.to(tl.int64), high.to(tl.int64)
+    while least_kept < most_kept:
+        middle = (least_kept + most_kept + 1) >> 1
+        if _weight(p_list, n, peak, middle, high, MASS, FINISH) >= want:
+            least_kept = middle
+        else:
+            most_kept = middle - 1
+    return least_kept.to(tl.int32), high
+
+
+@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
+def _sample_finish_kernel(
+    positions_ptr,  # [T]
+    draw_ptr,  # [4]
+    peak_ptr,  # [T, S] fp32
+    value_ptr,  # [T, S] fp32
+    id_ptr,  # [T, S] int32
+    list_ptr,  # [T, V] int64
+    listed_ptr,  # [T] int32
+    edge_ptr,  # [T, 6] int64
+    out_ptr,  # [T] int64
+    top_p,
+    seed: tl.int64,
+    V: tl.constexpr,
+    S: tl.constexpr,
+    S_PAD: tl.constexpr,
+    FINISH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    DRAWN: tl.constexpr,
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    seed, _, top_p = drawn(draw_ptr, seed, 1.0, top_p, DRAWN)
+    p_list = list_ptr + i_t * V
+    n = tl.load(listed_ptr + i_t)
+    peak = _peak(peak_ptr, i_t, S, S_PAD)
+    p_edge = edge_ptr + i_t * 6
+    least = tl.full([], _LEAST, tl.int32)
+    mass = tl.load(p_edge + 4)
+    if TOP_K:
+        bin_k = tl.load(p_edge).to(tl.int32)
+        edge, most = _edge(p_list, n, peak, bin_k, bin_k, least, tl.load(p_edge + 3), False, FINISH)
+        least = tl.where(bin_k < _BINS, edge, least)
+        if TOP_P:
+            mass += _weight(p_list, n, peak, least, most, True, FINISH)
+    if TOP_P:
+        first, last = tl.load(p_edge + 1).to(tl.int32), tl.load(p_edge + 2).to(tl.int32)
+        want = _share(mass, top_p) - tl.load(p_edge + 5)
+        least, _ = _edge(p_list, n, peak, first, last, least, want, True, FINISH)
+
+    o_s = tl.arange(0, S_PAD)
+    b_v = tl.load(value_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf"))
+    b_id = tl.load(id_ptr + i_t * S + o_s, mask=o_s < S, other=_NONE)
+    best, i_best = _best(b_v, b_id, o_s < S)
+    position = tl.load(positions_ptr + i_t)
+    for i in tl.range(0, n, FINISH):
+        b_key, o_id, m = _listed(p_list, i, n, FINISH)
+        b_z = _z(b_key)
+        value, i_value = _best(b_z + gumbel_of(o_id, position, seed), o_id, m & (b_key >= least))
+        better = (value > best) | ((value == best) & (i_value < i_best))
+        best, i_best = tl.where(better, value, best), tl.where(better, i_value, i_best)
+    tl.store(out_ptr + i_t, i_best.to(tl.int64))
+
+
+@lru_cache
+def _sample_variants(
+    dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p: bool, drawn: bool = False
+) -> tuple[Variant, ...]:
+    """The launches of a call: argmax and, of several splits, merge; with a filter peak, histogram, select, finish.
+
+    A program holds one tile, whatever T is: 16 logits a thread, two 16-byte loads of 2-byte ones. V 128,256 is 32
+    splits, so 8 rows are 256 programs, two an SM; Philox, 40 us of work on one SM a row, is shared out too. Alike on
+    every architecture.
+    """
+    block = min(TILE, max(128, triton.next_power_of_2(V)))
+    S = -(-V // block)
+    t, warps, filters = TYPES[dtype], max(block // 512, 1), top_k or top_p
+    row, pad = {"V": V, "S": S}, {"S_PAD": triton.next_power_of_2(S)}
+    held = {"DRAWN": drawn}
+    flags = {"TOP_K": top_k, "TOP_P": top_p, **held}
+    # Beside 16-byte loads of logits there are two or three single numbers; those of a small or an odd row are narrow.
+    fixed = {"wide": block >= 1024 and V * dtype.itemsize % 16 == 0, "num_warps": warps}
+    smoke = dtype == torch.bfloat16 and V == 128256
+    name = f"{t} V{V}" + (" noise" if noise else "") + (" top-k" if top_k else "") + (" top-p" if top_p else "")
+    name += " drawn" if drawn else ""
+    if not filters:
+        argmax = Variant(
+            name,
+            _sample_argmax_kernel,
+            (f"*{t}", "*i64", "*i64", "*fp32", "*i32", "*i64", "fp32", "i64"),
+            {**row, "BLOCK": block, "NOISE": noise, **held},
+            smoke=smoke and noise,
+            **fixed,
+        )
+        merge = Variant(
+            name + " merge",
+            _sample_merge_kernel,
+            ("*fp32", "*i32", "*i64"),
+            {"S": S, **pad},
+            num_warps=1,
+            wide=False,
+        )
+        return (argmax, merge) if S > 1 else (argmax,)
+    peak = Variant(
+        name + " peak",
+        _sample_peak_kernel,
+        (f"*{t}", "*i64", "*fp32", "*i64", "*i32", "fp32"),
+        {**row, "BLOCK": block, "ZERO": triton.next_power_of_2(-(-2 * BINS // S)), **held},
+        **fixed,
+    )
+    histogram = Variant(
+        name + " histogram",
+        _sample_histogram_kernel,
+        (f"*{t}", "*i64", "*fp32", "*i64", "fp32"),
+        {**row, **pad, "BLOCK": block, **flags},
+        smoke=smoke and top_p and not top_k,
+        **fixed,
+    )
+    select = Variant(
+        name + " select",
+        _sample_select_kernel,
+        (
+            f"*{t}",
+            "*i64",
+            "*i64",
+            "*fp32",
+            "*i64",
+            "*fp32",
+            "*i32",
+            "*i64",
+            "*i32",
+            "*i64",
+            "fp32",
+            "i32",
+            "fp32",
+            "i64",
+        ),
+        {**row, **pad, "BLOCK": block, **flags},
+        smoke=smoke and top_p and not top_k,
+        **fixed,
+    )
+    finish = Variant(
+        name + " finish",
+        _sample_finish_kernel,
+        ("*i64", "*i64", "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i64", "*i64", "fp32", "i64"),
+        {**row, **pad, "FINISH": FINISH, **flags},
+        num_warps=8,
+        wide=False,
+        smoke=smoke and top_p and top_k,
+    )
+    return peak, histogram, select, finish
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """What the compile-only checks compile for sm_`arch`; the launcher takes any V and T."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for V in (128256, 32000, 8192, 151936):
+        yield from _sample_variants(bf16, V, True, False, True)
+    for dtype in (bf16, fp32):
+        yield from _sample_variants(dtype, 128256, False, False, False)
+        yield from _sample_variants(dtype, 128256, True, False, False)
+        yield from _sample_variants(dtype, 128256, True, True, False)
+        yield from _sample_variants(dtype, 128256, True, True, True)
+    yield from _sample_variants(fp32, 128256, True, False, True)
+    yield from _sample_variants(bf16, 50257, True, True, True)
+    yield from _sample_variants(fp32, 128256, True, False, False, drawn=True)
+    yield from _sample_variants(fp32, 128256, True, True, True, drawn=True)
+
+
+def _launch_sample(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
+    same_device(logits, positions=positions, draw=draw)
+    logits, positions = logits.contiguous(), positions.contiguous()
+    T, V = logits.shape
+    out = positions.new_empty(T)
+    if T == 0:
+        return out
+    noise = temperature != 0
+    held = noise and draw is not None
+    filters = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # in memory it may be any top_k
+    launches = _sample_variants(logits.dtype, V, noise, *filters, drawn=held)
+    numbers = draw if held else positions  # not read there
+    S = launches[0].constexprs["S"]
+    scale, key = float(temperature) if noise else 1.0, _signed(seed)
+    value = logits.new_empty((T, S), dtype=torch.float32)
+    ids = logits.new_empty((T, S), dtype=torch.int32)
+    if not any(filters):
+        launches[0]((T, S), logits, positions, numbers, value, ids, out, scale, key)
+        if S > 1:
+            launches[1]((T,), value, ids, out)
+        return out
+    peak, histogram, select, finish = launches
+    peaks = torch.empty_like(value)
+    hist, edge = positions.new_empty(T, 2, BINS), positions.new_empty(T, 6)
+    entries, listed = positions.new_empty(T, V), ids.new_empty(T)
+    share = float(top_p)
+    peak((T, S), logits, numbers, peaks, hist, listed, scale)
+    histogram((T, S), logits, numbers, peaks, hist, scale)
+    select(
+        (T, S),
+        logits,
+        positions,
+        numbers,
+        peaks,
+        hist,
+        value,
+        ids,
+        entries,
+        listed,
+        edge,
+        scale,
+        top_k if filters[0] else 0,
+        share,
+        key,
+    )
+    finish((T,), positions, numbers, peaks, value, ids, entries, listed, edge, out, share, key)
+    return out
+
+
+def _signed(seed: int) -> int:
+    """The int64 that has the bits of a seed in [0, 2^64)."""
+    return seed - (seed >> 63 << 64)
+
+
+def _check_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+        raise ValueError(f"logits must be [T, V >= 1] floating point, got {tuple(logits.shape)} {logits.dtype}")
+    if positions.shape != logits.shape[:1] or positions.dtype != torch.int64:
+        raise ValueError(f"positions must be [{logits.shape[0]}] int64, got {tuple(positions.shape)} {positions.dtype}")
+    if positions.device != logits.device:
+        raise ValueError(f"positions must be on {logits.device}, got {positions.device}")
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+        raise ValueError(f"temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
+    if not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"top_k must be an integer >= 0 (0 keeps every token), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    check_seed(seed)
+
+
+def _fake_sample(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
+    check_draw(draw)
+    _check_sample(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions)
+    return positions.new_empty(positions.shape)
+
+
+def _sample_op(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor:
+    return _sample_rows(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions, draw)
+
+
+_lib = torch.library.Library("specker", "FRAGMENT")
+_lib.define(
+    "sample_rows(Tensor logits, float temperature, int top_k, float top_p, int seed, Tensor positions, "
+    "Tensor? draw=None) -> Tensor"
+)
+_lib.impl("sample_rows", _sample_op, "CompositeExplicitAutograd")
+torch.library.register_fake("specker::sample_rows", _fake_sample, lib=_lib)
