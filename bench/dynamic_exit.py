@@ -6,7 +6,7 @@ best of the sweep is decoded in earnest, and must be accepted as the sweep says.
 
     tokens / (L + g E) summed over rounds, with the LM head of a draft step counted too in tokens/layer+head.
 
-All ways are interleaved; rows go to bench/results/<machine>/dynamic_exit.jsonl, pictures beside them.
+The ways take turns at every prompt; rows go to bench/results/<machine>/dynamic_exit.jsonl, pictures beside them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import Decoded, differing, ours, row_of, share_target
+from bench.e2e import Decoded, differing, joined, ours, row_of, share_target
 from specker.config import Sampling
 from specker.kernels.sample_rows import sample_rows
 from specker.runtime.engine import Engine
@@ -135,19 +135,22 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
     engines["del+vocabtrim 2048"] = load(args, strategy="del+vocabtrim", **scores)
     share_target(list(engines.values()))
     ways: dict[str, Any] = {
-        name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
+        name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)
+        for name, engine in engines.items()
     }
     if args.transformers and temperature == 0:
         hf = EarlyExit(args, int(best_head["exit"]), plain.target.config.eos_ids)
-        ways[f"transformers early exit {best_head['exit']}"] = lambda: hf.decode(prompts)
+        ways[f"transformers early exit {best_head['exit']}"] = lambda prompt: hf.decode([prompt])
         hf.decode(prompts[:1])
     # What is traced is not timed: it warms up what will be, and a round's record costs some microseconds.
     traces = {name: trace(engine, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()}
-    timings = harness.measure(ways, args.rounds, warmup=0)
+    timings = harness.measure_each(ways, prompts, args.rounds, warmup=0)
+    timings = {name: dataclasses.replace(t, last=joined(t.last)) for name, t in timings.items()}
     rows = []
     for name, timing in timings.items():
         done: Decoded = timing.last
         row = row_of("dynamic_exit", name, temperature, args, timings)
+        row |= {"over_ar_rounds": timing.times_as_fast(timings["ar"])}
         if done.stats is not None:
             s, engine = done.stats, engines[name]
             seconds = sum(s.seconds.values()) - s.seconds["prefill"]

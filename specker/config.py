@@ -125,7 +125,9 @@ class Options:
     )
     exit_layer: int | None = opt(None, "del: layers that draft, for the policies that do not choose (default: half)")
     exit_cost: str | None = opt(
-        None, "del: what a draft step costs: layers (the paper's), bytes (default: the LM head counts too) or measured"
+        None,
+        "del: what a draft token costs: layers (the paper's), bytes (default: the LM head too) or measured (and the "
+        "verify pass's row)",
     )
     layer_parallel: str | None = opt(
         None, "easyspec: layers side by side in a group (default 4), or all groups, such as [[0],[1,2,3],[4]]"

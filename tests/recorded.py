@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
 from specker.runtime import diffusion, draft, model
+from specker.runtime.rounds import Graphs
 
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
 
@@ -26,14 +27,24 @@ def described(x: Any) -> Any:
     return x
 
 
+FROM_HOST = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.Tensor.cpu, torch.Tensor.cuda)
+
+
 class Cuda(TorchFunctionMode):
-    """Tensors are on a GPU as far as the ops can tell."""
+    """Tensors are on a GPU as far as the ops can tell. While a graph would be captured nothing may come from the host
+    or go to it: such a copy would end the capture."""
+
+    capturing = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
             return True
         if func == torch.Tensor.is_cpu.__get__:
             return False
+        if self.capturing:
+            devices = [x for x in (*args[1:], *(kwargs or {}).values()) if isinstance(x, (torch.device, str))]
+            moved = func is torch.Tensor.to and devices
+            assert func not in FROM_HOST and not moved, f"{func} within a graph"
         return func(*args, **(kwargs or {}))
 
 
@@ -52,13 +63,21 @@ class Ops(TorchDispatchMode):
 def recording() -> Iterator[list[Any]]:
     """The list of what is launched, in order. Tensors made meanwhile are fake; others are let in."""
     log: list[Any] = []
+    cuda, seen, run = Cuda(), set(), Graphs.run
+
+    def stretch(graphs: Graphs, key: Any, work: Any) -> None:
+        cuda.capturing = key in seen  # the second time, as `Graphs` does
+        seen.add(key)
+        run(graphs, key, work)
+        cuda.capturing = False
 
     def launched(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
         log.append((f"{variant.kernel.fn.__name__}: {variant.name}", tuple(grid), described(arguments)))
 
     _forget()
     try:
-        with patch.object(Variant, "__call__", launched), FakeTensorMode(allow_non_fake_inputs=True), Ops(log), Cuda():
+        calls = patch.object(Variant, "__call__", launched), patch.object(Graphs, "run", stretch)
+        with calls[0], calls[1], FakeTensorMode(allow_non_fake_inputs=True), Ops(log), cuda:
             yield log
     finally:
         _forget()

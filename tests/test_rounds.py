@@ -307,6 +307,19 @@ def test_what_is_launched_does_not_depend_on_the_text(recorded, name, sampling):
             assert len(kernels(first)) > 3 * 6
 
 
+@pytest.mark.parametrize("name", RECORDED)
+def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name):
+    """What is captured is the second run of a stretch: constants were made in the first."""
+    world = recorded(name)
+    with recording():
+        for sampling, budget in itertools.product(KINDS, world.budgets or [Budget(0, 0)]):
+            world.rounds.reset()
+            world.rounds.load([5] * 60, 10_000, sampling, world.engine._given(0))
+            for _ in range(2):
+                keep = (lambda _: True) if world.asking else None
+                world.rounds.launch([5] * 60, budget, sampling, keep, bool(world.budgets))
+
+
 def test_a_longer_reach_changes_attention_alone(recorded):
     world = recorded("chain-4")
     budget, greedy = world.budgets[0], KINDS[0]

@@ -115,7 +115,9 @@ class AutoregressiveDrafter:
             self.prefill(committed)
         tokens = self._known(committed[self.cache.exact_len :])
         rows = chain_rows(self.model, self.cache, len(tokens))
-        hidden = forward(self.model, self.cache, rows, self._embed(torch.tensor(tokens))).hidden[-1:]
+        hidden = forward(
+            self.model, self.cache, rows, self._embed(torch.tensor(tokens, device=self.model.device))
+        ).hidden[-1:]
         if self.cache.exact_len == self._calibrated:
             self._calibrated = len(committed)
         self.cache.exact_len = len(committed)
@@ -203,7 +205,7 @@ class AutoregressiveDrafter:
         return forward(self.model, self.cache, rows, self._embed(tokens)).hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self.model.embed_tokens(tokens.to(self.model.device))
+        return self.model.embed_tokens(tokens)
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Ids the draft's (unpadded) vocabulary lacks become its last one: a draft may be anything."""

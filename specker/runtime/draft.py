@@ -34,7 +34,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Tensor, resume: Resume | None = None, confidence: tuple[float, ...] = ()) -> "Draft":
-        return cls(tokens, _arange(len(tokens)).to(tokens.device), True, resume, confidence)
+        return cls(tokens, _arange(len(tokens), tokens.device), True, resume, confidence)
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> "Draft":
@@ -68,5 +68,5 @@ def top_nodes(draft: Draft, scores: Tensor, count: int) -> tuple[Draft, Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _arange(length: int) -> Tensor:
-    return torch.arange(length)
+def _arange(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)

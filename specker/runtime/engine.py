@@ -151,14 +151,20 @@ class Engine:
         return "on" if fit else "off"
 
     def _priced(self, drafter: EarlyExitDrafter) -> float:
-        """The LM head of a draft step in layers of the target, as --exit-cost says."""
+        """What a draft token costs beside the layers that draft it, in layers of the target, as --exit-cost says: the
+        LM head, and where it is measured also what one more row costs the verify pass (on a GPU next to nothing)."""
         how, config = self.options.exit_cost or "bytes", self.target.config
         if how == "layers":
             return 0.0
         if how == "bytes":
             return drafter.head.weight.numel() * config.num_layers / layer_elements(self.target.local)
-        rows, sampling = chain_rows(self._model, self._cache, 1), Sampling()
-        hidden = self._model.embed_tokens(torch.tensor([0], device=self.device))
+        model, sampling, more = self._model, Sampling(), 4
+        hidden = model.embed_tokens(torch.tensor([0], device=self.device))
+        position = model.positions[:1]
+
+        def passed(count: int) -> None:
+            rows = chain_rows(model, self._cache, count)
+            model.logits(forward(model, self._cache, rows, hidden.expand(count, -1).contiguous()).hidden)
 
         def seconds(call: Callable[[], Any]) -> float:
             times = []
@@ -171,8 +177,11 @@ class Engine:
             return sorted(times)[3]
 
         with torch.inference_mode():
-            layers = seconds(lambda: forward(self._model, self._cache, rows, hidden))
-            return seconds(lambda: drafter.head.best(hidden, sampling, rows.positions)) * config.num_layers / layers
+            rows = chain_rows(model, self._cache, 1)
+            layers = seconds(lambda: forward(model, self._cache, rows, hidden))
+            head = seconds(lambda: drafter.head.best(hidden, sampling, position))
+            row = max(0.0, (seconds(lambda: passed(1 + more)) - seconds(lambda: passed(1))) / more)
+            return (head + row) * config.num_layers / layers
 
     @property
     def strategy(self) -> str:

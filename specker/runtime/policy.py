@@ -7,6 +7,7 @@ on average and loads g * l + L layers:
     TPL(l, g) = ((1 - a_l^(g+1)) / (1 - a_l)) / (L + g * (l + c_head))       g in 0..17
 
 c_head, the LM head in layers, is 0 in the paper; a draft step reads it as well, so it counts here unless asked not to.
+Where it is measured, it also holds what one more row costs the verify pass.
 """
 
 import math
