@@ -86,7 +86,9 @@ def assert_same(models, tmp_path, ranks):
             got = found[rank][i]
             assert [run["tokens"] for run in got["runs"]] == want, (name, rank)
             assert [run["ar"] for run in got["runs"]] == want, (name, rank)
-            assert name == "ar" or sum(run["accepted"] for run in got["runs"]) > 0, name
+            assert name in ("ar", "del") or sum(run["accepted"] for run in got["runs"]) > 0, (
+                name
+            )  # DEL's depends on the clock
             assert found[rank][-1] == {"alike": True, "by_rank": True, "close": True}
             assert got["rank"] == rank and got["head_rows"] < (129 if case["models"] else 8192)
     return found
