@@ -8,7 +8,6 @@ rank 0's, from call to result; rows go to bench/results/<machine>/reduce.jsonl.
 """
 
 import json
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,8 +33,7 @@ class Args:
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     torch.set_num_threads(1)
-    local = os.environ.get("LOCAL_RANK", "0")
-    device = torch.device(f"cuda:{local}" if args.device == "cuda" else args.device)
+    device = dist.own_device(torch.device(args.device))
     fast = dist.join(Options(), device)
     if fast is None:
         raise SystemExit("reduce: there is one process; start it with torchrun --nproc-per-node 2 bench/reduce.py")

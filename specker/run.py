@@ -213,10 +213,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     import specker
     from specker.runtime.dist import collect
 
-    device = job.device
-    if world > 1 and (device == "cuda" or (device is None and torch_sees_a_gpu())):
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    engine = specker.load(job.target, job.draft, device=device, dtype=job.dtype, **asdict(options))
+    engine = specker.load(job.target, job.draft, device=job.device, dtype=job.dtype, **asdict(options))
     ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer
@@ -292,12 +289,6 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         screen.note("interrupted", "yellow")
         return 130
     return int(any(r.check and not r.check.ok for r in results))
-
-
-def torch_sees_a_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker.runtime import checkpoint
+from specker.runtime import checkpoint, dist
 from specker.runtime.model_config import CheckpointError
 from specker.runtime.parts import Part
 
@@ -162,6 +162,15 @@ def test_what_cannot_be_split_is_refused(tmp_path):
     six = make(tmp_path / "six", heads=6, kv_heads=2, hidden=96)
     with pytest.raises(CheckpointError, match="neither divides the target's num_key_value_heads, 2"):
         checkpoint.load(six, dtype=torch.float32, device="cpu", part=Part(0, 3))
+
+
+def test_a_process_takes_its_own_gpu(monkeypatch):
+    """Unless another is named, or it is the only process."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert dist.own_device(torch.device("cuda")) == torch.device("cuda")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    own = [str(dist.own_device(torch.device(name))) for name in ("cuda", "cuda:1", "cpu")]
+    assert own == ["cuda:3", "cuda:1", "cpu"]
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,19 @@ def place_rows(
     return _place_rows(length, back, first, count, parents, block_table, page_size, last_position)
 
 
-def _place_rows(length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *rest) -> tuple:  # type: ignore[no-untyped-def]
-    _check_place(length, back, first, count, parents, *rest)
+def _place_rows(
+    length: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    parents: Tensor | None,
+    block_table: Tensor,
+    page_size: int,
+    last_position: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_place(length, back, first, count, parents, block_table, page_size, last_position)
     place = _launch_place if length.is_cuda else place_rows_ref
-    return place(length, back, first, count, parents, *rest)
+    return place(length, back, first, count, parents, block_table, page_size, last_position)
 
 
 def place_rows_ref(

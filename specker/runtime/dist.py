@@ -4,7 +4,8 @@ Every rank of a replica runs the same loop on the same text. The target's linear
 layer, and the LM head's results are gathered: (logit, id) pairs when greedy, logits when drawing. All ranks decide upon
 the same gathered numbers, so they decide alike. Rank 0 drafts for all, or with others (EasySpec's groups are shared out
 over the first `--draft-ranks`), and says the draft in one small broadcast a round, with the text's length and its last
-token, so that ranks that have come apart end with a message.
+token, so that ranks that have come apart end with a message. (Rounds of static shape, `--graphs on`, have every rank
+draft the same, and no such word.)
 
 NCCL on GPUs, gloo on CPUs. NCCL adds in an order that depends on the size, so a row's bits depend on its neighbours;
 `--reduce ordered` gathers and adds in the order of ranks instead, and chains are bit-equal to plain decoding again.
@@ -244,6 +245,13 @@ class SharedPolicy:
         self.inner.learn(layers, match, confidence, seconds)
 
 
+def own_device(device: torch.device) -> torch.device:
+    """A process's own GPU, where the job has several and none is named."""
+    if str(device) == "cuda" and world_size() > 1:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
 def world_size() -> int:
     """Processes of this job, as torchrun says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -263,6 +271,8 @@ def join(options: Options, device: torch.device, timeout: float = TIMEOUT) -> Ra
         raise ValueError(f"--draft-ranks {options.draft_ranks} is more than the {tp} ranks of --tp")
     if world == 1:
         return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where kernels are launched and NCCL looks
     if not td.is_initialized():
         with answered(timeout):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

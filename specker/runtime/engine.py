@@ -448,7 +448,7 @@ def load(
     (CheckpointError) for a checkpoint or a combination that cannot be run, saying why.
     """
     opts: Options = from_kwargs(Options, {"strategy": strategy, **options})
-    where = _device(device)
+    where = dist.own_device(_device(device))
     ranks = dist.join(opts, where)
     kind = _dtype(dtype, where)
     parts = STRATEGIES[opts.way]

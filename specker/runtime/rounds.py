@@ -238,8 +238,7 @@ class StaticRounds:
         self.reach(len(committed) + ahead + 2 * self.catch_up + min(budget.nodes, self.most))
         flight = Flight.of(0, False, self.state.report, budget.exit, self._now())
         if drafting and min(budget.nodes, budget.depth):
-            if hasattr(self.drafter, "head"):
-                self.drafter.head.follow(committed)
+            self.drafter.head.follow(committed)
             if isinstance(self.drafter, EarlyExitDrafter):
                 self._draft_exit(flight, budget, keep_drafting)
             elif isinstance(self.drafter, DiffusionDrafter):
@@ -271,7 +270,7 @@ class StaticRounds:
             flight.done.synchronize()
         count, *rest = flight.report.tolist()
         rows = len(rest) // 2
-        if flight.tokens is not None and isinstance(self.drafter, DiffusionDrafter) and flight.found is None:
+        if flight.tokens is not None:
             flight.found = Found(self.drafter.stopped(flight.tokens.tolist()))
         between = zip(flight.marks, flight.marks[1:], strict=False)
         seconds = {stage: self._seconds(a, b) for stage, (a, b) in zip(STAGES, between, strict=True)}
