@@ -33,7 +33,7 @@ format: $(STAMP)  ## let ruff fix what it can
 	$(BIN)/ruff format .
 
 test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); writes bench/results/static.md
 	PYTHONPATH=. $(BIN)/python bench/static.py $(ARGS)

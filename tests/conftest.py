@@ -11,11 +11,22 @@ from make_checkpoint import make
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="0/1", help="I/N: every N-th test from the I-th on, for N processes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels run in Triton's interpreter, on CPU tensors, but where the GPU's tests were asked for (`-m gpu`). Before
     any test module is imported, since a kernel is one or the other from its definition on."""
-    if config.getoption("markexpr") != "gpu":
+    if config.getoption("markexpr").split()[0:1] != ["gpu"]:
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """After the marks have been looked at."""
+    part, of = map(int, config.getoption("part").split("/"))
+    items[:] = items[part::of]
 
 
 @pytest.fixture(scope="session")

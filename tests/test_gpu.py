@@ -123,6 +123,7 @@ def test_after_a_warm_up_nothing_is_compiled_or_captured(options, monkeypatch):
         assert engine._rounds_of.graphs.captured == graphs
 
 
+@pytest.mark.alone
 def test_the_first_request_is_as_quick_as_later_ones():
     engine = specker.load(device="cuda", dtype="bfloat16")
     engine.warmup()
