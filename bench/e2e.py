@@ -1,7 +1,8 @@
 """End to end on the bundled family: what speculation gains, and whether the runtime costs anything.
 
-One process, all ways interleaved, held-out prompts, medians. Ways: `ar`, chains and trees of `draft`, transformers'
-`generate` and its assisted generation with the same two checkpoints in the same dtype. Speedup over `ar` should be
+One process, held-out prompts, the ways in turn at every one of them, medians of rounds over all. Ways: `ar`, chains and
+trees of `draft`, every other strategy as it comes, transformers' `generate` and its assisted generation with the target
+and the draft of `draft` in the same dtype. Speedup over `ar` should be
 
     tau / (k * c + v)      tau: acceptance length, k: draft tokens, c: a draft step over a target step,
                            v: a verify pass (with accept and commit) over a target step
@@ -36,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "draft chain 4": {"draft_tokens": 4},
     "draft tree 2x4": {"tree": "2x4"},
     "draft tree 4x4": {"tree": "4x4"},
+    **{name: {"strategy": name} for name in ("vocabtrim", "easyspec", "diffuspec", "del", "del+vocabtrim")},
 }
 
 
@@ -156,12 +158,14 @@ def row_of(bench: str, way: str, temperature: float, args: Any, timings: dict[st
 def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: list[list[int]], hf: Any) -> list[dict]:
     how = {"temperature": temperature}
     ways: dict[str, Any] = {
-        name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
+        name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)
+        for name, engine in engines.items()
     }
     if hf is not None:
-        ways["transformers generate"] = lambda: hf.decode(prompts, temperature, assisted=False)
-        ways["transformers assisted"] = lambda: hf.decode(prompts, temperature, assisted=True)
-    timings = harness.measure(ways, args.rounds)
+        ways["transformers generate"] = lambda prompt: hf.decode([prompt], temperature, assisted=False)
+        ways["transformers assisted"] = lambda prompt: hf.decode([prompt], temperature, assisted=True)
+    timings = harness.measure_each(ways, prompts, args.rounds)
+    timings = {name: dataclasses.replace(timing, last=joined(timing.last)) for name, timing in timings.items()}
     plain: Decoded = timings["ar"].last
     assert plain.stats is not None
     step = _step(plain.stats)
@@ -169,6 +173,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     for name, timing in timings.items():
         done: Decoded = timing.last
         row = row_of("e2e", name, temperature, args, timings) | {"distinct_4grams": distinct4(done.tokens)}
+        row["over_ar_rounds"] = timing.times_as_fast(timings["ar"])
         if (s := done.stats) is not None:
             row |= {"acceptance_length": s.acceptance_length, "accepted_per_position": s.accepted_per_position}
             if s.drafted:
