@@ -22,9 +22,9 @@ acceptance is given (`--acceptance`). Every row says so.
 * `launches`: kernels and copies of a round, as torch.profiler counts them. Last of all: a profiler that has run may
   slow down what is launched after it.
 
-A case that cannot be run is a row with the reason. After --seconds no further case begins (330: the bench is meant to
-be over within six minutes on an H200; it has not been timed there). On a CPU times are the host clock's, nothing is
-compiled and there is no limit to compare with: that it runs is what there is to see.
+A case that cannot be run is a row with the reason, and the others go on. After --seconds no further case begins (330:
+the bench is meant to be over within six minutes on an H200; it has not been timed there). On a CPU times are the host
+clock's, nothing is compiled and there is no limit to compare with: that it runs is what there is to see.
 """
 
 import gc
@@ -32,6 +32,7 @@ import itertools
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -436,20 +437,24 @@ KINDS: dict[str, Callable[[Bench, Case], Found]] = {
 def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
     """The rows of a case: one a way, or a single one with the reason why it was not measured."""
     remarks = {"sizing": "; ".join(Options(**bench.options(case)).stand_ins)}
+    failed = {}
     try:
         if late:
             raise ValueError(f"not begun: {bench.args.seconds:g} s were over")
         found = KINDS[case.kind](bench, case)
         remarks = bench.engine(case).remarks
-    except (ValueError, torch.OutOfMemoryError) as error:  # what the engine refuses, and memory elsewhere
+    except Exception as error:
         found = {"": {"reason": reason(error)}}
+        if not isinstance(error, (ValueError, torch.OutOfMemoryError)):  # what the engine refuses, and memory elsewhere
+            traceback.print_exc()
+            failed = {"failed": True}
     if any("reason" in values for values in found.values()):
         bench.drop()  # what is left of it may be what the next lacks
     about = {"bench": "decode", "case": case.name, "kind": case.kind, "shape": case.shape, "draft": case.draft}
     about |= {"context": case.context, "dtype": bench.args.dtype, "device": bench.args.device, "remarks": remarks}
     rows = []
     for way, values in found.items():
-        row, goal = {**about, "way": way, **values}, case.goals.get(way)
+        row, goal = {**about, "way": way, **values, **failed}, case.goals.get(way)
         if goal is not None and "value" in row:
             row |= {"goal": goal.told(row["unit"]), "met": goal.met(row["value"])}
         rows.append(row)
@@ -503,11 +508,14 @@ def main() -> None:
             bench = Bench(args, Path(folder))
             for case in cases:
                 rows += run(bench, case, late=time.perf_counter() - start > args.seconds)
-    finally:  # a case that fails for want of anything but memory ends the bench, but not the rows before it
+    finally:  # who is interrupted keeps the rows before
         show(rows, args.device)
         print(f"{time.perf_counter() - start:.0f} s in all")
         if args.save and rows:
             print(harness.save("decode", rows, args.device))
+    failed = [row["case"] for row in rows if "failed" in row]
+    if failed:
+        sys.exit(f"bench: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ and the draft of `draft` in the same dtype. Speedup over `ar` should be
                            v: a verify pass (with accept and commit) over a target step
 
 so c and v are printed, with the speedup they predict beside the one measured. Tokens must equal those of `ar` (in
-float32, up to a tie within rounding, which is counted) or nothing is written. Distinct 4-grams stand beside
-acceptance because text that loops flatters it.
+float32, up to a tie within rounding, which is counted) or the way's row has no times but the reason; so has that of a
+way which this machine cannot run. Distinct 4-grams stand beside acceptance because text that loops flatters it.
 """
 
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,15 +124,19 @@ class Transformers:
         return Decoded(tokens, None)
 
 
+class WrongTokens(SystemExit):
+    """Other tokens than plain decoding's: ends a bench that does not catch it."""
+
+
 def differing(engine: Engine, prompts: list[list[int]], got: Decoded, want: Decoded, args: Args, how: dict) -> int:
-    """How many texts differ from `ar` within rounding; exits where rounding does not explain one."""
+    """How many texts differ from `ar` within rounding; WrongTokens where rounding does not explain one."""
     count = 0
     for prompt, ours_, theirs in zip(prompts, got.tokens, want.tokens, strict=True):
         if ours_ != theirs:
             generation = Generation(ours_, "", Stats(), "length")
             result = engine.check(prompt, generation, args.max_new_tokens, **how)
             if not result.ok:
-                sys.exit(f"bench: {result.message}; no timing of a wrong answer is worth keeping")
+                raise WrongTokens(f"bench: {result.message}; no timing of a wrong answer is worth keeping")
             count += 1
     return count
 
@@ -164,6 +169,9 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     if hf is not None:
         ways["transformers generate"] = lambda prompt: hf.decode([prompt], temperature, assisted=False)
         ways["transformers assisted"] = lambda prompt: hf.decode([prompt], temperature, assisted=True)
+    about = {"bench": "e2e", "temperature": temperature, "dtype": args.dtype, "device": args.device}
+    reasons = {name: reason for name, way in ways.items() if (reason := reason_not(lambda w=way: w(prompts[0])))}
+    ways = {name: way for name, way in ways.items() if name not in reasons}
     timings = harness.measure_each(ways, prompts, args.rounds)
     timings = {name: dataclasses.replace(timing, last=joined(timing.last)) for name, timing in timings.items()}
     plain: Decoded = timings["ar"].last
@@ -177,12 +185,26 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
         if (s := done.stats) is not None:
             row |= {"acceptance_length": s.acceptance_length, "accepted_per_position": s.accepted_per_position}
             if s.drafted:
-                row["differing_within_rounding"] = differing(engines[name], prompts, done, plain, args, how)
+                try:
+                    row["differing_within_rounding"] = differing(engines[name], prompts, done, plain, args, how)
+                except WrongTokens as error:
+                    reasons[name] = str(error)
+                    continue
                 k = s.drafted / s.rounds
                 c, v = s.seconds["draft"] / s.drafted / step, _step(s) / step
                 row |= {"k": k, "c": c, "v": v, "predicted": s.acceptance_length / (k * c + v)}
         rows.append(row)
-    return rows
+    return rows + [{**about, "way": name, "reason": reason} for name, reason in reasons.items()]
+
+
+def reason_not(call: Callable[[], Any]) -> str:
+    """Why `call` fails on this machine, told on stderr too; "" where it does not."""
+    try:
+        call()
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    return ""
 
 
 def _step(stats: Stats) -> float:
@@ -199,6 +221,9 @@ def show(rows: list[dict], temperature: float) -> None:
         return f"{row[key]:.{digits}f}" if key in row else ""
 
     for row in rows:
+        if "reason" in row:
+            table.add_row(row["way"], *[""] * 8, row["reason"])
+            continue
         table.add_row(
             row["way"],
             f"{row['tokens_per_second']:.0f}",
@@ -217,14 +242,17 @@ def main() -> None:
     }
     plain = engines["ar"]
     share_target(list(engines.values()))
-    for engine in engines.values():
-        if engine.captures:
-            engine.warmup()
+    rows = []
+    for name, engine in list(engines.items()):
+        if engine.captures and (reason := reason_not(engine.warmup)):
+            rows.append({"bench": "e2e", "way": name, "dtype": args.dtype, "device": args.device, "reason": reason})
+            del engines[name]
     prompts = [plain.encode(p["prompt"]) for p in specker.zoo.heldout()[: args.prompts]]
     prompts = [p[: plain.max_context - args.max_new_tokens] for p in prompts]
     hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None
-    rows = []
     for temperature in map(float, args.temperatures.split(",")):
+        if "ar" not in engines:  # nothing to compare with
+            break
         new = bench(args, temperature, engines, prompts, hf)
         show(new, temperature)
         rows += new
@@ -232,6 +260,9 @@ def main() -> None:
         print(harness.save("e2e", rows, args.device))
     else:
         print(json.dumps(dataclasses.asdict(args)))
+    failed = dict.fromkeys(row["way"] for row in rows if "reason" in row)
+    if failed:
+        sys.exit(f"bench: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

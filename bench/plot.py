@@ -39,7 +39,8 @@ def newest(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
 
 def kernels(rows: Iterable[Row]) -> list[list[Row]]:
     """Each case's rows of one run, ours first, by op and case."""
-    rows = newest((r for r in rows if r.get("bench") == "kernels"), lambda row: (row["op"], row["case"], row["way"]))
+    timed = (r for r in rows if r.get("bench") == "kernels" and "reason" not in r)
+    rows = newest(timed, lambda row: (row["op"], row["case"], row["way"]))
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         cases.setdefault((row["op"], row["case"]), []).append(row)
@@ -47,7 +48,8 @@ def kernels(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def end_to_end(rows: Iterable[Row]) -> list[Row]:
-    return newest((r for r in rows if r.get("bench") == "e2e"), lambda row: (row["temperature"], row["way"]))
+    timed = (r for r in rows if r.get("bench") == "e2e" and "reason" not in r)
+    return newest(timed, lambda row: (row["temperature"], row["way"]))
 
 
 def goal_share(row: Row) -> float | None:

@@ -7,8 +7,8 @@ __all__ = ["load", "zoo"]
 
 
 def load(target: Any = None, draft: Any = None, strategy: str = "draft", **options: Any) -> Any:
-    """Load an engine; see `specker.runtime.engine.load`, which this calls (imported on use: it needs torch)."""
-    from specker.runtime.engine import load
+    """Load an engine; see `specker.runtime.load.load`, which this calls (imported on use: it needs torch)."""
+    from specker.runtime.load import load
 
     return load(target, draft, strategy, **options)
 

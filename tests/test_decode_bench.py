@@ -239,20 +239,28 @@ def test_memory_that_runs_out_and_time_that_is_over(bench, monkeypatch):
     [row] = decode.run(bench, case, late=True)
     assert row["reason"] == "not begun: 330 s were over" and row["case"] == case.name
 
-    def wrong(bench, case):
-        raise AssertionError("a mistake of ours")
 
-    monkeypatch.setitem(decode.KINDS, "verify", wrong)
-    with pytest.raises(AssertionError):
-        decode.run(bench, case)
-
-
-def test_a_case_that_fails_ends_the_bench_and_not_its_rows(rows_of, tmp_path, monkeypatch):
+def test_a_case_that_fails_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, monkeypatch, capsys):
     def wrong(bench, case):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setitem(decode.KINDS, "verify", wrong)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(SystemExit, match="bench: failed: verify tiny 64"):
+        rows_of("--cases", "ar tiny 64,verify tiny 64,launches tiny")
+    assert "Traceback" in capsys.readouterr().err
+    [path] = tmp_path.glob("*/decode.jsonl")
+    done, failed, refused = map(json.loads, path.read_text().splitlines())
+    assert done["median"] > 0 and failed["failed"] and "failed" not in refused
+    assert failed["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert refused["case"] == "launches tiny 64" and "no work on a GPU" in refused["reason"]
+
+
+def test_who_is_interrupted_keeps_the_rows(rows_of, tmp_path, monkeypatch):
+    def stopped(bench, case):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(decode.KINDS, "verify", stopped)
+    with pytest.raises(KeyboardInterrupt):
         rows_of("--cases", "ar tiny 64,verify tiny 64")
     [path] = tmp_path.glob("*/decode.jsonl")
     assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["ar tiny 64"]

@@ -29,6 +29,8 @@ def test_every_part_of_a_goal_counts():
         (Goal(over=(("torch", 1.5),)), True),
         (Goal(over=(("torch", 1.6),)), False),
         (Goal(share=0.8, over=(("torch", 1.6),)), False),
+        (Goal(over=(("flex", 1.0),)), None),
+        (Goal(over=(("torch", 1.6), ("flex", 1.0))), False),
     ]:
         assert common._met(goal, times, limit=8.5e-6, empty=2e-6) is met, goal
     assert str(Goal(0.85, 3e-6, (("torch", 1.15),))) == ">= 85%, <= empty + 3 us, >= 1.15x torch"
@@ -48,7 +50,41 @@ def test_rows_and_a_wrong_result(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench"])
     with pytest.raises(SystemExit, match="op, wrong: wrong, so not timed: off by one"):
         common.main("op", [Case("wrong", lambda: Built({"a": x.clone}, wrong, (1, 1)))])
+    assert "wrong, so not timed: off by one" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["bench", "-k", "right"])
     common.main("op", [right, Case("other", right.build)])
     shown = capsys.readouterr().out
     assert "right" in shown and "other" not in shown and "/results/" not in shown
+
+
+def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch, capsys):
+    """A baseline that is not installed, a case that does not compile: what was measured before and after stands."""
+    x, saved = torch.ones(4), []
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+
+    def absent() -> None:
+        raise ImportError("no such engine\nand a long story")
+
+    def broken() -> Built:
+        raise RuntimeError("out of registers")
+
+    def fine() -> Built:
+        return Built({"a": x.clone, "b": absent, "c": x.exp}, lambda: None, (32, 4))
+
+    rows = common.rows_of("op", Case("fine", fine))
+    assert [(r["way"], r.get("reason")) for r in rows] == [
+        ("a", None),
+        ("c", None),
+        ("b", "ImportError: no such engine"),
+    ]
+    cases = [Case("fine", fine), Case("broken", broken), Case("also fine", fine)]
+    monkeypatch.setattr("sys.argv", ["bench"])
+    monkeypatch.setattr(common, "show", lambda op, rows: saved.extend(rows))
+    with pytest.raises(SystemExit, match=r"^op, broken: RuntimeError: out of registers$"):
+        common.main("op", cases)
+    assert [r["case"] for r in saved] == ["fine"] * 3 + ["broken"] + ["also fine"] * 3
+    monkeypatch.undo()
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+    common.show("op", saved)
+    shown = capsys.readouterr().out
+    assert "no such engine" in shown and "out of registers" in shown and "long story" not in shown

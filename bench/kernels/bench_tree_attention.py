@@ -9,6 +9,7 @@ nothing; "sdpa" has the query heads of a KV head packed as rows, which reads K a
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,34 +83,35 @@ def build(rows: int, lengths: tuple[int, ...], page: int = PAGE) -> Built:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> dict[str, Callable[[], Any]]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     rows, columns = q.shape[2], k.shape[2]
     prefix = columns - rows
 
     def visible(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (column < prefix) | seen[row, (column - prefix).clamp(min=0)]
 
-    mask = create_block_mask(visible, None, None, rows, columns, device=q.device)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return {"flex_attention": lambda: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)}
+    @cache
+    def built() -> Callable[[], Any]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        mask = create_block_mask(visible, None, None, rows, columns, device=q.device)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return lambda: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+
+    return {"flex_attention": lambda: built()()}
 
 
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> dict[str, Callable[[], Any]]:
-    """Its custom mask, where it is installed and builds."""
+    """Its custom mask, where it is installed."""
     k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
-    try:
+
+    @cache
+    def built() -> Callable[[], Any]:
         from flashinfer import packbits, single_prefill_with_kv_cache
 
         bits = packbits(mask.flatten(), bitorder="little")
+        return lambda: single_prefill_with_kv_cache(q, k, v, packed_custom_mask=bits, sm_scale=scale)
 
-        def call() -> Tensor:
-            return single_prefill_with_kv_cache(q, k, v, packed_custom_mask=bits, sm_scale=scale)
-
-        call()
-    except (ImportError, RuntimeError):
-        return {}
-    return {"flashinfer": call}
+    return {"flashinfer": lambda: built()()}
 
 
 def cases() -> Iterator[Case]:

@@ -7,7 +7,8 @@ CUDA events time them, medians with p20 and p80 are reported. The limit of a cal
     max(bytes / bandwidth, flops / matmul rate)
 
 with bytes and flops from the op's `_cost` and both rates measured in the same process. What a replay of an empty kernel
-takes is measured the same way; it is part of every time. A result is checked before anything is timed. Rows go to
+takes is measured the same way; it is part of every time. A result is checked before anything is timed. What a machine
+cannot run, or gets wrong, is a row with the reason, and the other ways and cases go on. Rows go to
 bench/results/<gpu>/<op>.jsonl.
 
 On a CPU the same benches run the references on small shapes: that they run is what there is to see.
@@ -173,11 +174,13 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
     built = case.build()
     built.check()
     on_gpu = DEVICE == "cuda"
-    timings = measure_cuda(built.ways) if on_gpu else harness.measure(built.ways, rounds=3)
+    about: dict[str, Any] = {"bench": "kernels", "op": op, "case": case.name, "device": DEVICE}
+    ways, missing = _that_run(built.ways)
+    timings = in_turn(ways, ROUNDS) if on_gpu else harness.measure(ways, rounds=3)
     ours = next(iter(timings.values())).median
     rows = []
     for i, (name, timing) in enumerate(timings.items()):
-        row: dict[str, Any] = {"bench": "kernels", "op": op, "case": case.name, "way": name, "device": DEVICE}
+        row = {**about, "way": name}
         row |= {**timing.row(), "bytes": built.cost[0], "flops": built.cost[1], "ours_over_this": timing.median / ours}
         if on_gpu:
             machine = this_machine()
@@ -187,16 +190,37 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
             if i == 0 and str(case.goal):
                 row |= {"goal": str(case.goal), "met": _met(case.goal, timings, limit, machine.empty)}
         rows.append(row)
-    return rows
+    return rows + [{**about, "way": name, "reason": reason} for name, reason in missing.items()]
 
 
-def _met(goal: Goal, timings: dict[str, Timing], limit: float, empty: float) -> bool:
+def _that_run(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The ways, on a GPU as graphs, and why others are none: a baseline may not be installed, not compile, or not be
+    captured. Ours has to run."""
+    found, missing = {}, {}
+    for n, (name, call) in enumerate(ways.items()):
+        try:
+            call()
+            found[name] = graph(call) if DEVICE == "cuda" else call
+        except Exception as error:  # a compiler's are of many kinds
+            if n == 0:
+                raise
+            missing[name] = _first_line(error)
+    return found, missing
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+
+
+def _met(goal: Goal, timings: dict[str, Timing], limit: float, empty: float) -> bool | None:
+    """None where all that can be compared is as it should be, but another way did not run."""
     ours = next(iter(timings.values())).median
-    return (
+    met = (
         (goal.share is None or limit / ours >= goal.share)
         and (goal.over_empty is None or ours - empty <= goal.over_empty)
-        and all(timings[way].median / ours >= times for way, times in goal.over)
+        and all(timings[way].median / ours >= times for way, times in goal.over if way in timings)
     )
+    return None if met and any(way not in timings for way, _ in goal.over) else met
 
 
 def show(op: str, rows: list[dict[str, Any]]) -> None:
@@ -204,6 +228,9 @@ def show(op: str, rows: list[dict[str, Any]]) -> None:
     for column in ("case", "way", "us", "p20", "p80", "of the limit", "over empty, us", "ours is", "goal", "met"):
         table.add_column(column, justify="left" if column in ("case", "way", "goal") else "right", no_wrap=True)
     for row in rows:
+        if "reason" in row:
+            table.add_row(row["case"], row["way"], *[""] * 6, row["reason"], "")
+            continue
         table.add_row(
             row["case"],
             row["way"],
@@ -223,22 +250,32 @@ def main(op: str, cases: Iterable[Case]) -> None:
     parser.add_argument("-k", default="", help="only cases whose name contains this")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    failed = []
     for case in cases:
-        if args.k in case.name:
-            try:
-                rows += rows_of(op, case)
-            except AssertionError as error:
-                sys.exit(f"{op}, {case.name}: wrong, so not timed: {error}")
+        if args.k not in case.name:
+            continue
+        try:
+            rows += rows_of(op, case)
+        except Exception as error:  # ours may be wrong, or fail to compile on this machine; the rows before it stand
+            wrong = isinstance(error, AssertionError)
+            reason = f"wrong, so not timed: {error}" if wrong else _first_line(error)
+            rows.append(
+                {"bench": "kernels", "op": op, "case": case.name, "way": "", "device": DEVICE, "reason": reason}
+            )
+            failed.append(f"{op}, {case.name}: {reason}")
     show(op, rows)
     if DEVICE == "cuda":
-        machine = this_machine()
-        print(
-            f"read {machine.bandwidth / 1e12:.2f} TB/s, matmul {machine.matmul / 1e12:.0f} Tflop/s, "
-            f"empty {machine.empty * 1e6:.1f} us"
-        )
-        if not args.no_save:
+        if any("share" in row for row in rows):
+            machine = this_machine()
+            print(
+                f"read {machine.bandwidth / 1e12:.2f} TB/s, matmul {machine.matmul / 1e12:.0f} Tflop/s, "
+                f"empty {machine.empty * 1e6:.1f} us"
+            )
+        if rows and not args.no_save:
             print(harness.save(op, rows, DEVICE))
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def benchmarks(cases: Iterable[Case]) -> Any:

@@ -1,0 +1,74 @@
+"""bench/e2e.py: its rows, and what becomes of a way that fails or decodes something else."""
+
+import json
+
+import pytest
+
+from bench import e2e, harness
+from specker.runtime.engine import Engine
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The bench of a few ways on two short texts -> its rows."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(e2e, "SHAPES", {name: e2e.SHAPES[name] for name in ("ar", "draft chain 2", "del")})
+    args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 12 --temperatures 0,0.7 --transformers false"
+    monkeypatch.setattr("sys.argv", args.split())
+
+    def rows(failed=None):
+        if failed is None:
+            e2e.main()
+        else:
+            with pytest.raises(SystemExit, match=f"^bench: failed: {failed}$"):
+                e2e.main()
+        [path] = tmp_path.glob("*/e2e.jsonl")
+        return list(map(json.loads, path.read_text().splitlines()))
+
+    return rows
+
+
+def test_a_row_for_each_way_and_temperature(run, capsys):
+    rows = run()
+    assert [(r["way"], r["temperature"]) for r in rows] == [
+        (way, t) for t in (0.0, 0.7) for way in ("ar", "draft chain 2", "del")
+    ]
+    assert all(r["tokens"] == 24 and r["rounds"] == 2 and r["tokens_per_second"] > 0 for r in rows)
+    assert [r["over_ar"] for r in rows if r["way"] == "ar"] == [1, 1]
+    assert all(r["acceptance_length"] > 1 and r["differing_within_rounding"] == 0 for r in rows if r["way"] != "ar")
+    assert "draft chain 2" in capsys.readouterr().out
+
+
+def test_a_way_that_fails_or_is_wrong_has_no_times(run, monkeypatch, capsys):
+    generate = Engine.generate
+
+    def other(self, prompt, count, **how):
+        if self.strategy == "del":
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        out = generate(self, prompt, count, **how)
+        if self.options.draft_tokens == 2 and how["temperature"] == 0:
+            out.tokens[5] ^= 1
+        return out
+
+    monkeypatch.setattr(Engine, "generate", other)
+    rows = {(r["way"], r["temperature"]): r for r in run(failed="del, draft chain 2")}
+    assert rows["ar", 0.0]["over_ar"] == 1 and rows["draft chain 2", 0.7]["over_ar"] > 0
+    assert "no timing of a wrong answer" in rows["draft chain 2", 0.0]["reason"]
+    for t in (0.0, 0.7):
+        assert rows["del", t]["reason"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert all(("reason" in row) != ("median" in row) for row in rows.values())
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err and "operation not permitted" in captured.out
+
+
+def test_a_failed_warm_up_leaves_the_other_ways(run, monkeypatch):
+    def warmup(self):
+        if self.strategy == "del":
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(Engine, "captures", property(lambda self: True))
+    monkeypatch.setattr(Engine, "warmup", warmup)
+    assert [(r["way"], "reason" in r) for r in run(failed="del")] == [
+        ("del", True),
+        *2 * [("ar", False), ("draft chain 2", False)],
+    ]
