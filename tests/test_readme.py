@@ -39,7 +39,7 @@ def test_command(line: str) -> None:
     match words:
         case ["make", target, *more]:
             assert target in targets()
-            assert all(word.startswith("ARGS=") for word in more)
+            assert all(word.startswith("PARTS=" if target == "gpu" else "ARGS=") for word in more)
         case ["python", "-m", "specker.run", *flags]:
             run.parse(flags)
         case ["torchrun", "--nproc-per-node", ranks, "-m", "specker.run", *flags]:
