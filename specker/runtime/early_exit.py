@@ -5,8 +5,10 @@ wants it; the rows that left layer E - 1 travel with the draft (`Draft.resume`),
 last row alone and [E, L) on all.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from specker.runtime.cache import KVCache, Start
 from specker.runtime.draft import Draft, Resume
 from specker.runtime.head import Head
 from specker.runtime.model import Model, chain_rows, forward
+from specker.runtime.model_config import layer_elements
 from specker.runtime.policy import Budget
 
 
@@ -77,6 +80,41 @@ class EarlyExitDrafter:
         hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(token), slice(exit)).hidden
         ids, scores = self.head.candidates(hidden, 1, sampling, rows.positions)
         return ids[:, 0], scores[:, 0], hidden
+
+    @torch.inference_mode()
+    def price(self, how: str) -> float:
+        """What a draft token costs beside the layers that draft it, in layers of the target: nothing (`how` = layers,
+        the paper's count), the LM head's bytes (bytes), or the seconds of the head and of what one more row costs the
+        verify pass (measured; on a GPU that row costs next to nothing)."""
+        model, cache, layers = self.model, self.cache, self.model.config.num_layers
+        if how == "layers":
+            return 0.0
+        if how == "bytes":
+            return self.head.weight.numel() * layers / layer_elements(model.config)
+        sampling, more = Sampling(), 4
+        hidden = model.embed_tokens(torch.tensor([0], device=model.device))
+        position, rows = model.positions[:1], chain_rows(model, cache, 1)
+
+        def passed(count: int) -> None:
+            several = chain_rows(model, cache, count)
+            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).hidden)
+
+        one_pass = _seconds(lambda: forward(model, cache, rows, hidden), model.device)
+        head = _seconds(lambda: self.head.best(hidden, sampling, position), model.device)
+        longer, shorter = (_seconds(lambda n=n: passed(n), model.device) for n in (1 + more, 1))  # type: ignore[misc]
+        return (head + max(0.0, (longer - shorter) / more)) * layers / one_pass
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median of seven."""
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[3]
 
 
 def shadows(

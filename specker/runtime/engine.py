@@ -17,10 +17,9 @@ from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.dist import Ranks, SharedDrafter, SharedPolicy
 from specker.runtime.draft import Draft
-from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.head import Kept
 from specker.runtime.loop import Context, Drafter, decode
-from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.model import Model, prefill
 from specker.runtime.model_config import CheckpointError, layer_elements
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
@@ -110,7 +109,7 @@ class Engine:
             if self.ranks is not None and head is None:
                 head = self.target.weights.head  # all of it: a draft step does not wait for the others' candidates
             self._drafter = inner = early_exit(self._model, self._cache, head, self.kept)
-            self._head_cost = self._agreed(self._priced(inner))
+            self._head_cost = self._agreed(inner.price(self.options.exit_cost or "bytes"))
         elif strategy.drafter is not None:
             if self.draft is not None:
                 tokenizer = self._tokenizer_or_none()
@@ -144,39 +143,6 @@ class Engine:
         which is to be asked for."""
         fit = self.device.type == "cuda" and self.dtype != torch.float64 and self.ranks is None
         return "on" if fit else "off"
-
-    def _priced(self, drafter: EarlyExitDrafter) -> float:
-        """What a draft token costs beside the layers that draft it, in layers of the target, as --exit-cost says: the
-        LM head, and where it is measured also what one more row costs the verify pass (on a GPU next to nothing)."""
-        how, config = self.options.exit_cost or "bytes", self.target.config
-        if how == "layers":
-            return 0.0
-        if how == "bytes":
-            return drafter.head.weight.numel() * config.num_layers / layer_elements(self.target.local)
-        model, sampling, more = self._model, Sampling(), 4
-        hidden = model.embed_tokens(torch.tensor([0], device=self.device))
-        position = model.positions[:1]
-
-        def passed(count: int) -> None:
-            rows = chain_rows(model, self._cache, count)
-            model.logits(forward(model, self._cache, rows, hidden.expand(count, -1).contiguous()).hidden)
-
-        def seconds(call: Callable[[], Any]) -> float:
-            times = []
-            for _ in range(7):
-                start = time.perf_counter()
-                call()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - start)
-            return sorted(times)[3]
-
-        with torch.inference_mode():
-            rows = chain_rows(model, self._cache, 1)
-            layers = seconds(lambda: forward(model, self._cache, rows, hidden))
-            head = seconds(lambda: drafter.head.best(hidden, sampling, position))
-            row = max(0.0, (seconds(lambda: passed(1 + more)) - seconds(lambda: passed(1))) / more)
-            return (head + row) * config.num_layers / layers
 
     @property
     def strategy(self) -> str:
