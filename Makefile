@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+TRITON ?=
+OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint format static bench plot gpu clean
@@ -35,8 +37,14 @@ format: $(STAMP)  ## let ruff fix what it can
 test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); writes bench/results/static.md
+static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); TRITON=3.6.0 with another version
+ifeq ($(TRITON),)
 	PYTHONPATH=. $(BIN)/python bench/static.py $(ARGS)
+else
+	@test -d $(OTHER) || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(OTHER).part triton==$(TRITON) && mv $(OTHER).part $(OTHER); }
+	PYTHONPATH=$(OTHER):. $(BIN)/python bench/static.py --no-save $(ARGS)
+endif
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)

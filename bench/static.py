@@ -13,7 +13,7 @@ launcher launches. Each is compiled to a cubin. Registers, stack and shared memo
 Occupancy is an estimate: blocks an SM by registers (allocated to a warp in units of 256), by shared memory (1 KiB of
 each block is the system's) and by warps. The resource table of everything goes to bench/results/static.md.
 
-    python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json]
+    python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save]
 """
 
 import argparse
@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--arch", default=",".join(map(str, ARCHES)))
     parser.add_argument("--smoke", action="store_true", help="only the variants that `make test` compiles")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--no-save", action="store_true", help="leave bench/results/static.md as it is")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("static: TRITON_INTERPRET=1 turns the compiler off; unset it")
@@ -240,7 +241,7 @@ def main() -> None:
     bad = sum(bool(row.problems) for row in rows)
     if not args.json:
         print(f"{len(rows)} compiled in {time.perf_counter() - start:.0f} s, {bad} with problems")
-        if not (args.ops or args.smoke) and args.arch == "80,90,100":
+        if not (args.ops or args.smoke or args.no_save) and args.arch == "80,90,100":
             RESULT.parent.mkdir(parents=True, exist_ok=True)
             RESULT.write_text(markdown(rows, f"triton {triton.__version__}"), encoding="utf-8")
             print(RESULT)

@@ -39,7 +39,8 @@ def test_command(line: str) -> None:
     match words:
         case ["make", target, *more]:
             assert target in targets()
-            assert all(word.startswith("PARTS=" if target == "gpu" else "ARGS=") for word in more)
+            own = {"gpu": "PARTS=", "static": "TRITON="}
+            assert all(word.startswith(own.get(target, "ARGS=")) for word in more)
         case ["python", "-m", "specker.run", *flags]:
             run.parse(flags)
         case ["torchrun", "--nproc-per-node", ranks, "-m", "specker.run", *flags]:

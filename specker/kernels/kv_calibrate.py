@@ -197,31 +197,32 @@ def _kv_calibrate_kernel(
     BH: tl.constexpr,  # heads a program, all of them q, all k or all v
     NORM: tl.constexpr,
 ):
-    o_r = tl.arange(0, BT * BH)[:, None]
-    i_t = tl.program_id(0) * BT + o_r // BH
+    o_r = tl.arange(0, BT * BH)
+    i_t1 = tl.program_id(0) * BT + o_r // BH
+    m_t1 = i_t1 < T
+    o_r, i_t, m_t = o_r[:, None], i_t1[:, None], m_t1[:, None]
     i_block = tl.program_id(1)
     q_blocks: tl.constexpr = (Hq + BH - 1) // BH
     kv_blocks: tl.constexpr = (Hkv + BH - 1) // BH
-    m_t = i_t < T
     row = i_t.to(tl.int64)
     i_group = i_t // group
     if i_block < q_blocks:
         i_h = i_block * BH + o_r % BH
         p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + i_h) * D
-        i_position = tl.load(positions_ptr + i_t, mask=m_t, other=0)
+        i_position = tl.load(positions_ptr + i_t1, mask=m_t1, other=0)[:, None]
         p_out, p_norm = q_ptr + (row * Hq + i_h) * D, q_norm_ptr + i_group * D
         _calibrate_heads(p_in, p_out, m_t & (i_h < Hq), i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
     elif i_block < q_blocks + kv_blocks:
         i_h = (i_block - q_blocks) * BH + o_r % BH
         p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + Hq + i_h) * D
-        i_position = tl.load(positions_ptr + i_t, mask=m_t, other=0)
-        i_slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)
+        i_position = tl.load(positions_ptr + i_t1, mask=m_t1, other=0)[:, None]
+        i_slot = tl.load(slots_ptr + i_t1, mask=m_t1, other=0).to(tl.int64)[:, None]
         p_out, p_norm = k_cache_ptr + (i_slot * Hkv + i_h) * D, k_norm_ptr + i_group * D
         _calibrate_heads(p_in, p_out, m_t & (i_h < Hkv), i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
     else:
         i_h = (i_block - q_blocks - kv_blocks) * BH + o_r % BH
         p_in = qkv_ptr + (row * (Hq + 2 * Hkv) + Hq + Hkv + i_h) * D
-        i_slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)
+        i_slot = tl.load(slots_ptr + i_t1, mask=m_t1, other=0).to(tl.int64)[:, None]
         p_out = v_cache_ptr + (i_slot * Hkv + i_h) * D
         o_d = tl.arange(0, HALF)[None, :]
         m = m_t & (i_h < Hkv) & (o_d < D // 2)
@@ -270,12 +271,12 @@ def _kv_commit_kernel(
     BC: tl.constexpr,  # columns of a row
 ):
     i_layer = tl.program_id(1).to(tl.int64)
-    o_m, o_c = tl.arange(0, BM)[:, None], tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+    o_m, o_c = tl.arange(0, BM), tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
     m_m = o_m < M
-    m = m_m & (o_c < ROW)
+    m = m_m[:, None] & (o_c < ROW)
     first = i_layer * slots.to(tl.int64)
-    o_src = (first + tl.load(src_ptr + o_m, mask=m_m, other=0).to(tl.int64)) * ROW + o_c
-    o_dst = (first + tl.load(dst_ptr + o_m, mask=m_m, other=0).to(tl.int64)) * ROW + o_c
+    o_src = (first + tl.load(src_ptr + o_m, mask=m_m, other=0).to(tl.int64))[:, None] * ROW + o_c
+    o_dst = (first + tl.load(dst_ptr + o_m, mask=m_m, other=0).to(tl.int64))[:, None] * ROW + o_c
     b_k = tl.load(k_cache_ptr + o_src, mask=m)
     b_v = tl.load(v_cache_ptr + o_src, mask=m)
     tl.debug_barrier()  # a row may be another's destination: all are read before any is written
@@ -295,7 +296,7 @@ def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
         kernel=_kv_commit_kernel,
         arguments=(f"*{t}", f"*{t}", "*i64", "*i64", "i32", "i32"),
         constexprs={"ROW": ROW, "BM": BM, "BC": BC},
-        num_warps=4 if BM < MAX_COMMIT else 8,
+        num_warps=4 if BM < MAX_COMMIT else 16,
         wide=ROW * dtype.itemsize % 16 == 0,
         smoke=dtype == torch.bfloat16 and ROW == 1024 and BM == 16,
     )
