@@ -261,7 +261,8 @@ class Recorded:
         self.engine = specker.load(*models, strategy=strategy, **how, **options)
         self.rounds, self.reads = self.engine._rounds_of, 0
         layers = self.engine.target.config.num_layers
-        self.budgets, self.sizes = met(self.engine.options, layers, self.engine._head_cost, not models)
+        self.met = met(self.engine.options, layers, self.engine._head_cost, not models)
+        self.budgets = self.met.budgets
         self.rounds._read_confidence = self.read
         policy = self.engine.options.policy
         self.asking = policy == "draft-and-verify" or (self.engine.strategy == "del" and policy is None)
@@ -333,7 +334,7 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name):
     """Every kernel that a round launches, at any length and with any filter, was launched in the warm-up."""
     world = recorded(name)
     with recording() as log:
-        world.rounds.warmup(world.budgets, world.sizes, world.asking, world.engine._given(0))
+        world.rounds.warmup(*world.met, world.asking, world.engine._given(0))
     warm = set(kernels(log))
     for budget in world.budgets or [Budget(0, 0)]:
         for length, sampling in itertools.product((50, 800 if name == "vocabtrim" else 5000), KINDS):

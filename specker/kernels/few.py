@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.kernels.ancestors import ancestor_mask, unpack_words
+from specker.kernels.ancestors import MAX_WORDS, ancestor_mask, unpack_words
 
 FEW_ROWS = 64
 NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product; from here OpenBLAS wakes threads of its own, which
@@ -40,7 +40,7 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     """RMSNorm of x [T, E]."""
-    if not _few(x) or weight.dtype != x.dtype:
+    if not _few(x) or weight.dtype != x.dtype or weight.requires_grad:
         return None
     return torch.from_numpy(rms_norm(x.numpy(), weight.numpy(), eps))
 
@@ -60,7 +60,7 @@ def count_equal(z: Tensor, values: Tensor) -> int:
 
 
 def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
-    if not _few(x):
+    if not _few(x) or deltas.requires_grad or (norm_weight is not None and norm_weight.requires_grad):
         return None
     y, d = x.numpy(), deltas.numpy()
     if y.ndim != 2 or d.shape[1:] != y.shape or d.dtype != y.dtype:
@@ -76,7 +76,7 @@ def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: f
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-    if not _few(x):
+    if not _few(x) or weight.requires_grad or (delta is not None and delta.requires_grad):
         return None
     y, w = x.numpy(), weight.numpy()
     if y.ndim != 2 or w.shape != y.shape[1:] or w.dtype != y.dtype:
@@ -105,12 +105,16 @@ def kv_calibrate(
         return None
     x, k, v, table = qkv.numpy(), k_cache.numpy(), v_cache.numpy(), rope.numpy()
     T, at, place = len(x), slots.numpy(), positions.numpy()
-    if k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype or not at.shape == place.shape == (T,):
+    if k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype == table.dtype:
+        return None
+    if not at.shape == place.shape == (T,) or not at.dtype == place.dtype == np.int64:
         return None
     if not (k.flags.c_contiguous and v.flags.c_contiguous):  # a reshape would copy, and the rows be lost
         return None
     Hkv, D = k.shape[2:]
     if x.ndim != 2 or x.shape[1] % D or x.shape[1] <= 2 * Hkv * D or table.ndim != 3 or table.shape[1:] != (2, D):
+        return None
+    if D % 2:
         return None
     heads = x.reshape(T, x.shape[1] // D, D)
     Hq = heads.shape[1] - 2 * Hkv
@@ -118,7 +122,9 @@ def kv_calibrate(
     if q_norm is not None or k_norm is not None:
         if q_norm is None or k_norm is None or q_norm.shape != k_norm.shape or q_norm.shape[1:] != (D,):
             return None
-        if T % q_norm.shape[0]:
+        if not len(q_norm) or T % len(q_norm) or not q_norm.dtype == k_norm.dtype == qkv.dtype:
+            return None
+        if q_norm.requires_grad or k_norm.requires_grad:
             return None
         norms = (w.numpy().repeat(T // len(w), axis=0)[:, None] for w in (q_norm, k_norm))
         qk = np.concatenate([rms_norm(h, w, eps) for h, w in zip((qk[:, :Hq], qk[:, Hq:]), norms, strict=True)], 1)
@@ -154,9 +160,13 @@ def tree_attention(
     (T, Hq, D), (_, page, Hkv, _) = x.shape, k.shape
     if k.shape[3] != D or Hq % Hkv or not (k.flags.c_contiguous and v.flags.c_contiguous):
         return None
-    if not lengths.shape == windows.shape == table.shape[:1] == (1,) or table.ndim != 2:
+    if not lengths.shape == windows.shape == table.shape[:1] == (1,) or table.ndim != 2 or not scale > 0:
+        return None
+    if not lengths.dtype == windows.dtype == table.dtype == np.int32 or cu_rows.dtype != torch.int32:
         return None
     if words.ndim != 2 or words.dtype != np.int64 or len(words) != T or cu_rows.shape[0] != 2 or not T:
+        return None
+    if not 1 <= words.shape[1] <= MAX_WORDS:
         return None
     S, w = int(lengths[0]), int(windows[0])
     pages = table[0, : -(-S // page)]

@@ -378,16 +378,26 @@ def _check(
     Hkv, D = k_cache.shape[2:]
     if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] <= 2 * Hkv * D:
         raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
-    if positions.shape != (T,) or slots.shape != (T,):
-        raise ValueError(f"positions and slots must be [{T}], got {tuple(positions.shape)}, {tuple(slots.shape)}")
+    if D % 2:
+        raise ValueError(f"D must be even, since halves of a head are rotated together; got {D}")
+    for name, index in (("positions", positions), ("slots", slots)):
+        if index.shape != (T,) or index.dtype != torch.int64:
+            raise ValueError(f"{name} must be [{T}] int64, got {tuple(index.shape)} {index.dtype}")
     if rope.dim() != 3 or rope.shape[1:] != (2, D):
         raise ValueError(f"rope must be [C, 2, {D}], got {tuple(rope.shape)}")
     if k_cache.dtype != qkv.dtype:
         raise ValueError(f"the caches must have qkv's dtype: {k_cache.dtype}, {qkv.dtype}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together or not at all")
-    if q_norm is not None and (q_norm.dim() != 2 or q_norm.shape[1] != D or T % q_norm.shape[0]):
+    if q_norm is None or k_norm is None:
+        return
+    if q_norm.dim() != 2 or q_norm.shape[1] != D or not len(q_norm) or T % len(q_norm):
         raise ValueError(f"q_norm must be [G, {D}] with G dividing {T} rows, got {tuple(q_norm.shape)}")
+    if k_norm.shape != q_norm.shape or not q_norm.dtype == k_norm.dtype == qkv.dtype:
+        raise ValueError(
+            f"q_norm and k_norm must have one shape and qkv's dtype: {tuple(q_norm.shape)} {q_norm.dtype}, "
+            f"{tuple(k_norm.shape)} {k_norm.dtype}"
+        )
 
 
 def _check_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -251,7 +251,7 @@ def _sample_argmax_kernel(
         b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
     best, i_best = _best(b_z, o_v, o_v < V)
     if S == 1:
-        tl.store(out_ptr + i_t, i_best.to(tl.int64))
+        tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # no number: id 0
     else:
         tl.store(value_ptr + i_t * S + i_s, best)
         tl.store(id_ptr + i_t * S + i_s, i_best)
@@ -269,7 +269,8 @@ def _sample_merge_kernel(
     o_s = tl.arange(0, S_PAD)
     b_v = tl.load(value_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf"))
     b_id = tl.load(id_ptr + i_t * S + o_s, mask=o_s < S, other=_NONE)
-    tl.store(out_ptr + i_t, _best(b_v, b_id, o_s < S)[1].to(tl.int64))
+    i_best = _best(b_v, b_id, o_s < S)[1]
+    tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=["draw_ptr"])
@@ -358,7 +359,8 @@ def _sample_select_kernel(
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, temperature, top_p = drawn(draw_ptr, seed, temperature, top_p, DRAWN)
     if DRAWN and TOP_K:
-        top_k = tl.load(draw_ptr + 1).to(tl.int32)
+        top_k = tl.load(draw_ptr + 1)
+        top_k = tl.where((top_k <= 0) | (top_k > V), V, top_k).to(tl.int32)  # as the host does
     # bin_k holds the k-th largest. What is kept of it decides the mass that top_p is a share of, and so where in
     # first..last the other edge lies.
     o_bin = tl.arange(0, _BINS)
@@ -504,7 +506,7 @@ def _sample_finish_kernel(
         value, i_value = _best(b_z + gumbel_of(o_id, position, seed), o_id, m & (b_key >= least))
         better = (value > best) | ((value == best) & (i_value < i_best))
         best, i_best = tl.where(better, value, best), tl.where(better, i_value, i_best)
-    tl.store(out_ptr + i_t, i_best.to(tl.int64))
+    tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # no number: id 0
 
 
 @lru_cache
@@ -599,7 +601,7 @@ def _sample_variants(
 def variants(arch: int) -> Iterator[Variant]:
     """What the compile-only checks compile for sm_`arch`; the launcher takes any V and T."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    for V in (128256, 32000, 8192, 151936):
+    for V in (128256, 32000, 8192, 151936, 262144):
         yield from _sample_variants(bf16, V, True, False, True)
     for dtype in (bf16, fp32):
         yield from _sample_variants(dtype, 128256, False, False, False)

@@ -7,7 +7,8 @@ cu_rows[b]..cu_rows[b+1]; ancestors [T, W] int64, W <= 4 -> out [T, Hq, D], lse 
 Columns before kv_len - window are seen by all rows of the sequence; column kv_len - window + j by the rows whose bit j
 (bit j % 64 of word j // 64) is set: the row itself and its ancestors. The rows need not be the window's last columns,
 nor as many. Query heads g*Hq/Hkv.. share KV head g (GQA). Several layers are a batch of sequences: page ids of layer l
-are l * num_pages + page on the flattened cache. Every row sees at least one column.
+are l * num_pages + page on the flattened cache. Every row sees at least one column. K and V before kv_len are
+finite: a column that a row does not see counts 0 times its V. Memory outside them may hold anything.
 Traffic: K and V of each sequence read once per KV head, from memory; rows beyond 64 of a KV head's (row, query head)
 pairs read them again, from the cache. q and out once; of a sequence of more than one split, a float32 partial a split,
 written and read. Softmax in float32 (float64 for float64).

@@ -82,7 +82,13 @@ class Variant:
         }
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        self.kernel[grid](*arguments, **self.constexprs, **self.compile_options())
+        """Launch on the device of the first argument, a tensor: Triton would take the current one."""
+        device = arguments[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.kernel[grid](*arguments, **self.constexprs, **self.compile_options())
+        else:
+            self.kernel[grid](*arguments, **self.constexprs, **self.compile_options())
 
 
 @lru_cache

@@ -70,6 +70,7 @@ def vocab_topk(
     if torch.compiler.is_compiling():
         norm_weight, eps = (None, 0.0) if norm is None else norm
         seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
+        check_seed(seed)
         seed = seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed  # a schema's integers are signed
         return torch.ops.specker.vocab_topk(
             hidden, weight, token_ids, k, norm_weight, eps, seed, positions, temperature, draw, with_lse
@@ -435,6 +436,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 32768, 4096, 64, i64, False, False, True),
         (bf16, 128256, 4096, 10, None, False, False, True),
         (bf16, 128256, 4096, 64, None, True, False, True),
+        (bf16, 262144, 4096, 10, None, True, False, True),
         (bf16, 8192, 896, 10, i64, True, False, True),
         (bf16, 1000, 1023, 10, i64, True, False, True),
         (torch.float16, 32768, 4096, 10, i64, False, False, True),
@@ -507,6 +509,7 @@ def _check(
         raise ValueError(f"k must be in 1..min({MAX_K}, K = {K}), got {k}")
     if token_ids is not None and (token_ids.shape != (K,) or token_ids.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"token_ids must be [{K}] int32 or int64, got {tuple(token_ids.shape)} {token_ids.dtype}")
+    same_device(hidden, token_ids=token_ids)
     if norm is not None and norm[0].shape != hidden.shape[1:]:
         raise ValueError(f"norm weight must be [{hidden.shape[1]}], got {tuple(norm[0].shape)}")
     if noise is not None:

@@ -19,7 +19,7 @@ from specker.runtime.dist import Ranks, SharedDrafter, SharedPolicy
 from specker.runtime.draft import Draft
 from specker.runtime.head import Kept
 from specker.runtime.loop import Context, Drafter, decode
-from specker.runtime.model import Model, prefill
+from specker.runtime.model import PREFILL_CHUNK, Model, prefill
 from specker.runtime.model_config import CheckpointError, layer_elements
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
@@ -247,12 +247,19 @@ class Engine:
         `tell` hears (done, of) now and then."""
         rounds = self._rounds_of
         if rounds is not None:
-            asked, sizes = met(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
+            what = met(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
             rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
-            rounds.warmup(asked, sizes, rule.confident, self._given(0), tell)
-        for how in ({}, {"temperature": 1.0}):
+            with self._in_memory():
+                rounds.warmup(what.budgets, what.verified, what.accepted, rule.confident, self._given(0), tell)
+        filters = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
+        for how in ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters)):
             self.generate([0, 0], 8, **how)
             self.generate_ar([0, 0], 2, **how)
+        if (
+            self.captures
+        ):  # a prompt's linears are torch's own: their first call, for a first chunk and a second, is slow
+            for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
+                self.generate([0] * min(length, self.max_context - 2), 2)
 
     def stream(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Iterator[Chunk]:
         """Decode, yielding a Chunk a round. `sampling`: the fields of `specker.config.Sampling`.

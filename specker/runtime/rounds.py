@@ -13,11 +13,13 @@ end of its context, rounds in which DEL watches other layers, `--calibrate` othe
 and the chunks of a diffusion drafter.
 """
 
+import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor
 from specker.config import Sampling
 from specker.kernels.accept import accept_walk
 from specker.kernels.advance import advance
+from specker.kernels.ancestors import MAX_WORDS
 from specker.kernels.kv_calibrate import kv_commit
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache, Start
@@ -159,6 +162,9 @@ class StaticRounds:
         wide = target.config.hidden_size if drafter is None else drafter.model.config.hidden_size
         self.state = State.empty(target, nodes + 1, wide)
         self.launched, self.host_seconds = 0, 0.0  # rounds, and what it took to launch them
+        # What a round looks at and writes beyond the text; a reach that has no room for it within the context is none.
+        self._beyond = 2 * self.catch_up + nodes
+        self._reaches = (*(r for r in REACHES if r + self._beyond < target.config.max_context), cache.capacity)
         self._counting = torch.arange(max(nodes, depth) + 1, device=target.device)
         self._flying: deque[Flight] = deque()
         self._sampling = Held()  # of the request that is loaded
@@ -191,8 +197,10 @@ class StaticRounds:
         forwarded again, behind it in the drafter's context; and whether the budget asks for no more."""
         if not drafting or isinstance(self.drafter, EarlyExitDrafter):
             return not budget.taps
-        if isinstance(self.drafter, DiffusionDrafter) and (self.drafter.exact or budget.block):
-            return False
+        if isinstance(self.drafter, DiffusionDrafter):
+            again = self.catch_up + min(budget.depth, budget.nodes)  # rows, in one window
+            if self.drafter.exact or budget.block or again > 64 * MAX_WORDS:
+                return False
         if isinstance(self.drafter, AutoregressiveDrafter) and self.drafter.calibrate != "every":
             return False
         context = self.drafter.model.config.max_context
@@ -278,7 +286,7 @@ class StaticRounds:
 
     def reach(self, columns: int) -> None:
         """Let attention look at `columns` at least, of both caches."""
-        reach = next((r for r in REACHES if r >= columns), self.cache.capacity)
+        reach = next((r for r in self._reaches if r >= columns), self.cache.capacity)
         if reach != self._reach:
             self._reach = reach
             self.cache.reach(reach)
@@ -454,40 +462,62 @@ class StaticRounds:
     def warmup(
         self,
         budgets: list[Budget],
-        sizes: list[int],
+        verified: list[int],
+        accepted: list[int],
         asking: bool = False,
         agrees: Tensor | None = None,
         tell: Callable[[int, int], None] | None = None,
     ) -> None:
         """Run all that a request may meet: it is compiled, and on a GPU captured. `budgets` that the policy may ask
-        for (none: nothing is drafted), `sizes` that drafts may turn out to have, `asking`: by confidence. `tell` hears
-        (done, of) now and then.
+        for (none: nothing is drafted), sizes of drafts that are `verified` and `accepted` beside those of the budgets,
+        `asking`: by confidence. `tell` hears (done, of) now and then.
 
-        What DEL verifies is left out, exits times lengths: it is captured when it is met a second time."""
+        What DEL verifies is left out, exits times lengths, where a draft may have any: it is captured when it is met a
+        second time."""
         for cache in {id(c): c for c in (self.cache, *([self.drafter.cache] if self.drafter else []))}.values():
             cache.k.zero_(), cache.v.zero_()  # numbers, that is, so that tokens are tokens
-        todo = [(n, s, b) for n in self._lengths() for s in KINDS for b in budgets or [Budget(0, 0)]]
-        for done, (length, sampling, budget) in enumerate(todo, 1):
-            text = [0] * length
-            self.reset()
-            self.load(text, length, sampling, agrees)  # the limit is reached: the text stays as long as it is
-            if self.fits(length, budget, bool(budgets)):
-                for _ in range(self.graphs.passes):
-                    self.launch(text, budget, sampling, (lambda _: True) if asking else None, bool(budgets))
-                    self._flying.clear()
-            for size in sizes:
-                for tree in {False, self.trees and size > 0}:
-                    for _ in range(self.graphs.passes):
-                        self.judge(size, tree)
+        shapes = [(size, tree) for size in verified for tree in sorted({False, self.trees and size > 0})]
+        ends = [(size, tree) for size in accepted for tree in sorted({False, self.trees and size > 0})]
+        todo: list[Callable[[], None]] = []
+        for length in self._lengths():
+            for sampling, budget in itertools.product(KINDS, budgets):
+                todo.append(partial(self._meet_budget, length, sampling, agrees, budget, asking))
+            todo.append(partial(self._meet, length, KINDS[0], agrees, shapes, self._verify))
+        for sampling in KINDS:
+            todo.append(partial(self._meet, self._lengths()[0], sampling, agrees, ends, self._accept))
+        for done, work in enumerate(todo, 1):
+            work()
             if tell is not None:
                 tell(done, len(todo))
         self.reset()
 
+    def _meet_budget(
+        self, length: int, sampling: Sampling, agrees: Tensor | None, budget: Budget, asking: bool
+    ) -> None:
+        text = [0] * length
+        self.reset()
+        if self.fits(length, budget, True):
+            self.load(text, length, sampling, agrees)  # the limit is reached: the text stays as long as it is
+            for _ in range(self.graphs.passes):
+                self.launch(text, budget, sampling, (lambda _: True) if asking else None)
+                self._flying.clear()
+
+    def _meet(
+        self,
+        length: int,
+        sampling: Sampling,
+        agrees: Tensor | None,
+        shapes: list[tuple[int, bool]],
+        work: Callable[[Flight], None],
+    ) -> None:
+        self.reset()
+        self.load([0] * length, length, sampling, agrees)
+        self.reach(length + self._beyond)
+        for size, tree in shapes:
+            for _ in range(self.graphs.passes):
+                work(Flight.of(size, tree, self.state.report))
+
     def _lengths(self) -> list[int]:
         """A text for each reach."""
-        found: dict[int, int] = {}
-        room = 2 * self.catch_up + self.most
-        for reach in (*(r for r in REACHES if r < self.cache.capacity), self.cache.capacity):
-            length = max(min(reach, self.target.config.max_context) - room, self.catch_up)
-            found.setdefault(next((r for r in REACHES if r >= length + room), self.cache.capacity), length)
-        return list(found.values())
+        context = self.target.config.max_context
+        return [max(min(reach, context) - self._beyond, self.catch_up) for reach in self._reaches]

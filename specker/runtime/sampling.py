@@ -32,7 +32,7 @@ def kind(s: Sampling) -> str:
 
 def pack(s: Sampling) -> Tensor:
     """The numbers for a `Held`, [4] int64 on the CPU."""
-    return pack_draw(s.seed, s.temperature, s.top_k or ALL, s.top_p)
+    return pack_draw(s.seed, s.temperature, min(s.top_k or ALL, ALL), s.top_p)
 
 
 def draw_rows(s: Sampling, logits: Tensor, positions: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,11 +100,17 @@ def _diffusion(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
     return DiffusionDrafter(model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact)
 
 
-def _search(pair: Pair, options: Options) -> Search | None:
-    """The path search, or None for the argmax, which is faster on the bundled pair."""
+def searched(options: Options) -> str | None:
+    """Whether paths through a block are searched: for the best "chain" or several as a "tree"."""
     asked = any(getattr(options, name) is not None for name in SEARCH_OPTIONS)
     how = options.cps or ("chain" if asked else "off")
-    if how == "off":
+    return None if how == "off" else how
+
+
+def _search(pair: Pair, options: Options) -> Search | None:
+    """The path search, or None for the argmax, which is faster on the bundled pair."""
+    how = searched(options)
+    if how is None:
         return None
     path = options.ngram or (zoo.ngram() if pair.bundled else None)
     weight = CPS_LAMBDA if options.cps_lambda is None else options.cps_lambda
@@ -204,26 +211,36 @@ def longest(options: Options, bundled: bool) -> Budget:
     return Budget(width * depth if options.draft_tokens is None else options.draft_tokens, depth)
 
 
-def met(options: Options, layers: int, head_cost: float, bundled: bool) -> tuple[list[Budget], list[int]]:
-    """The budgets that `policy` may ask for, and the sizes that drafts may then have: what a warm-up goes through. Of a
-    policy that ends a draft by confidence the longest stands for all: it is drafted token by token."""
+class Met(NamedTuple):
+    """What a request may meet, and a warm-up goes through."""
+
+    budgets: list[Budget]  # that `policy` may ask for; none: nothing is drafted
+    verified: list[int]  # sizes of drafts that whole verify passes may have, beside those of the budgets
+    accepted: list[int]  # sizes of drafts at all, likewise
+
+
+def met(options: Options, layers: int, head_cost: float, bundled: bool) -> Met:
+    """Of a policy that ends a draft by confidence the longest draft stands for all: it is drafted token by token."""
     most = longest(options, bundled)
     rule = options.policy or {"del": "del", "diffuspec": "adl" if options.draft_tokens is None else "fixed"}.get(
         options.way, "fixed"
     )
     sizes = list(range(most.nodes + 1))
     if options.way == "ar":
-        return [], [0]
+        return Met([], [0], [0])
     if options.way == "del":
         exits = eligible_layers(layers, head_cost) if rule.startswith("del") else (options.exit_layer or layers // 2,)
-        return [Budget(1, 1, exit) for exit in exits], [0]
+        length = most.depth if rule == "fixed" else 1
+        return Met([Budget(length, length, exit) for exit in exits], [0], [0] if rule == "fixed" else sizes)
     if rule == "fixed" and options.way != "diffuspec":
-        return [most], [0]
+        return Met([most], [0], [0])
     if rule == "draft-and-verify":
-        return [most], sizes
+        return Met([most], sizes, sizes)
     first = span(options.adl or (ADL_BUNDLED if bundled else ADL))[0] if rule == "adl" else 1
     lengths = [most.depth] if rule == "fixed" else range(first, most.depth + 1)
-    return [Budget(most.nodes, n) for n in lengths], sizes
+    if options.way != "diffuspec" or not searched(options):  # a draft is as long as it was asked for
+        sizes = [0]
+    return Met([Budget(most.nodes, n) for n in lengths], sizes, sizes)
 
 
 def _block_policy(options: Options, bundled: bool) -> Policy:

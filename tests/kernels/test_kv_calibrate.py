@@ -270,13 +270,24 @@ def test_refuses():
     for qkv, positions, table, norm, message in [
         (torch.zeros(3, 40 + 1), at, rope, None, "qkv must be"),
         (torch.zeros(3, 32), at, rope, None, "qkv must be"),
-        (ok, at[:2], rope, None, "positions and slots"),
+        (ok, at[:2], rope, None, "positions must be"),
+        (ok, at.int(), rope, None, "positions must be"),
         (ok, at, torch.zeros(9, 8), None, "rope must be"),
         (ok.half(), at, rope, None, "caches must have"),
         (ok, at, rope, torch.zeros(2, 8), "G dividing"),
+        (ok, at, rope, torch.zeros(0, 8), "G dividing"),
+        (ok, at, rope, torch.zeros(1, 8).double(), "one shape and qkv's dtype"),
     ]:
         with pytest.raises(ValueError, match=message):
             kv_calibrate(qkv, positions, at, table, k, k.clone(), norm, norm)
+    for q_norm, k_norm in ((3, 1), (1, 3)):
+        with pytest.raises(ValueError, match="one shape and qkv's dtype"):
+            kv_calibrate(ok, at, at, rope, k, k.clone(), torch.ones(q_norm, 8), torch.ones(k_norm, 8))
+    with pytest.raises(ValueError, match="slots must be"):
+        kv_calibrate(ok, at, at.int(), rope, k, k.clone())
+    odd = torch.zeros(2, 4, 2, 7)
+    with pytest.raises(ValueError, match="D must be even"):
+        kv_calibrate(torch.zeros(3, 42), at, at, torch.zeros(9, 2, 7), odd, odd.clone())
     with pytest.raises(ValueError, match="come together"):
         kv_calibrate(ok, at, at, rope, k, k.clone(), torch.zeros(1, 8), None)
     with pytest.raises(ValueError, match="caches must be"):
