@@ -503,16 +503,18 @@ def main() -> None:
         sys.exit(f"bench: {error}")
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
+    saved: Path | None = None
     try:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(args, Path(folder))
             for case in cases:
-                rows += run(bench, case, late=time.perf_counter() - start > args.seconds)
-    finally:  # who is interrupted keeps the rows before
+                new = run(bench, case, late=time.perf_counter() - start > args.seconds)
+                rows += new
+                if args.save:  # now: who is cut off keeps the rows before
+                    saved = harness.save("decode", new, args.device)
+    finally:
         show(rows, args.device)
-        print(f"{time.perf_counter() - start:.0f} s in all")
-        if args.save and rows:
-            print(harness.save("decode", rows, args.device))
+        print(f"{time.perf_counter() - start:.0f} s in all", *([saved] if saved else []))
     failed = [row["case"] for row in rows if "failed" in row]
     if failed:
         sys.exit(f"bench: failed: {', '.join(failed)}")

@@ -247,6 +247,8 @@ def main() -> None:
         if engine.captures and (reason := reason_not(engine.warmup)):
             rows.append({"bench": "e2e", "way": name, "dtype": args.dtype, "device": args.device, "reason": reason})
             del engines[name]
+    if args.save and rows:
+        harness.save("e2e", rows, args.device)
     prompts = [plain.encode(p["prompt"]) for p in specker.zoo.heldout()[: args.prompts]]
     prompts = [p[: plain.max_context - args.max_new_tokens] for p in prompts]
     hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None
@@ -256,9 +258,9 @@ def main() -> None:
         new = bench(args, temperature, engines, prompts, hf)
         show(new, temperature)
         rows += new
-    if args.save:
-        print(harness.save("e2e", rows, args.device))
-    else:
+        if args.save:  # now: who is cut off keeps them
+            print(harness.save("e2e", new, args.device))
+    if not args.save:
         print(json.dumps(dataclasses.asdict(args)))
     failed = dict.fromkeys(row["way"] for row in rows if "reason" in row)
     if failed:

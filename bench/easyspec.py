@@ -48,8 +48,10 @@ def shape(width: int, depth: int) -> dict[str, Any]:
 
 
 def load(args: Args, **options: Any) -> Engine:
+    """Rounds are launched one by one on a GPU too, so that forwards can be timed; kernels/bench_layer_group.py says
+    what graphs make of a group."""
     pair = specker.zoo.path("code-target"), specker.zoo.path("code-draft-deep")
-    return specker.load(*pair, device=args.device, dtype=args.dtype, **options)
+    return specker.load(*pair, device=args.device, dtype=args.dtype, graphs="off", **options)
 
 
 def timed_forward(engine: Engine, times: list[float]) -> None:
@@ -58,8 +60,10 @@ def timed_forward(engine: Engine, times: list[float]) -> None:
     inner = parallel.forward
 
     def outer(*args: Any) -> torch.Tensor:
+        harness._wait()
         start = time.perf_counter()
         hidden = inner(*args)
+        harness._wait()
         times.append(time.perf_counter() - start)
         return hidden
 

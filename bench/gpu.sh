@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # `make gpu`: every gpu-marked test, then every bench, on this machine's own python3. Installs nothing. Results go to
-# bench/results/<gpu>/. To be given: PYTHON, arguments for the end-to-end bench, PARTS (some of the list below) and
-# WITHIN, the seconds that it may take: bench/decode.py, whose cases with goals come first, gets what the rest left.
+# bench/results/<gpu>/. To be given: PYTHON, arguments for the end-to-end bench, PARTS (some of the list below, or
+# "ablations", each strategy's own bench, which takes longer) and WITHIN, the seconds that it may take: bench/decode.py,
+# whose cases with goals come first, gets what the rest left.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -11,8 +12,8 @@ export PYTHONPATH=.
 
 for part in $parts; do
   case $part in
-    tests | kernels | e2e | decode | plot) ;;
-    *) echo "make gpu: PARTS are tests, kernels, e2e, decode and plot, not $part" >&2; exit 2 ;;
+    tests | kernels | e2e | decode | plot | ablations) ;;
+    *) echo "make gpu: PARTS are tests, kernels, e2e, decode, plot and ablations, not $part" >&2; exit 2 ;;
   esac
 done
 
@@ -67,6 +68,14 @@ e2e() { "$python" bench/e2e.py --device cuda --dtype bfloat16 "$@"; }
 decode() {
   local left=$((within - SECONDS - 45))  # a case that has begun ends, and then there are pictures
   "$python" bench/decode.py --seconds $((left > 30 ? left : 30))
+}
+
+ablations() {
+  local name failed=0
+  for name in easyspec vocabtrim diffuspec dynamic_exit; do
+    "$python" "bench/$name.py" --device cuda --dtype bfloat16 || failed=1
+  done
+  return $failed
 }
 
 plot() { "$python" bench/plot.py "$("$python" -c 'from bench import harness; print(harness.folder("cuda"))')"; }

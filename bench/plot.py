@@ -154,11 +154,11 @@ def main() -> None:
             parser.error(f"{folder}: there are no rows to draw")
         machine = rows[-1]["machine"]
         timed = [ways for ways in cases if "share" in ways[0]]  # a CPU has no limit to compare with
+        show(machine, cases, runs)
         for name, data, draw in (("kernels", timed, draw_kernels), ("e2e", runs, draw_end_to_end)):
             if data:
                 save(draw(data, machine), folder / name)
                 print(folder / f"{name}.png", folder / f"{name}.svg", file=sys.stderr)
-        show(machine, cases, runs)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,25 @@ def test_the_stacks_own_the_weights(checkpoints):
             assert torch.equal(layer.norm_in, group.norm_in[i])
 
 
+def test_the_checkpoint_lets_go_of_what_is_stacked(pair):
+    """No second copy: what the engine holds of the draft's grouped layers stands in the stacks alone."""
+    engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
+    parallel, weights = engine._drafter.parallel, engine.draft.weights
+    stacks = {g.qkv.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
+    stacks |= {g.o.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
+    grouped = [n for g in parallel.groups if g is not None for n in g.layers]
+    assert len(grouped) == 5 and len(stacks) == 4
+    for held in (weights.qkv, weights.o):
+        assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
+    assert torch.equal(weights.qkv[2], engine._drafter.model.layers[2].qkv)
+
+
+@pytest.mark.parametrize("groups", [(), ((0,), ()), ((1,), (0,)), ((0,), (2,)), ((0, 0),)])
+def test_a_schedule_holds_every_layer_once(groups):
+    with pytest.raises(ValueError, match="hold every layer from 0 on once and in order"):
+        Schedule(groups)
+
+
 def test_neighbours_in_one_storage_are_not_copied():
     from specker.runtime.schedule import _in_one
 

@@ -26,6 +26,8 @@ def test_every_part_of_a_goal_counts():
         (Goal(share=0.9), False),
         (Goal(over_empty=8.1e-6), True),
         (Goal(over_empty=7.9e-6), False),
+        (Goal(seconds=10e-6), True),
+        (Goal(seconds=9e-6), False),
         (Goal(over=(("torch", 1.5),)), True),
         (Goal(over=(("torch", 1.6),)), False),
         (Goal(share=0.8, over=(("torch", 1.6),)), False),
@@ -33,7 +35,8 @@ def test_every_part_of_a_goal_counts():
         (Goal(over=(("torch", 1.6), ("flex", 1.0))), False),
     ]:
         assert common._met(goal, times, limit=8.5e-6, empty=2e-6) is met, goal
-    assert str(Goal(0.85, 3e-6, (("torch", 1.15),))) == ">= 85%, <= empty + 3 us, >= 1.15x torch"
+    assert str(Goal(0.85, 3e-6, over=(("torch", 1.15),))) == ">= 85%, <= empty + 3 us, >= 1.15x torch"
+    assert str(Goal(seconds=6e-5)) == "<= 60 us"
 
 
 def test_rows_and_a_wrong_result(monkeypatch, capsys):

@@ -361,3 +361,80 @@ def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape):
         assert fast.generate(prompt, 50, **how).tokens == plain.generate(prompt, 50, **how).tokens
         fast.generate_ar(prompt, 10, **how)
     assert set(times) <= warm and len(times) > 4
+
+
+@pytest.mark.parametrize("context", [192, 160])
+def test_every_reach_is_met_in_a_warm_up(pairs, plain, tmp_path, monkeypatch, context):
+    """To the context's last token, where a reach ends with it and where it does not; with a draft of a shorter one."""
+    monkeypatch.setattr("specker.runtime.rounds.REACHES", (48, 96, 192))
+    short = make(tmp_path, "llama", layers=1, max_context=64)
+    for draft in (pairs[1], short):
+        fast = load((pairs[0], draft), graphs="on", draft_tokens=4, max_context=context)
+        times = collections.Counter()
+
+        def run(key, work, times=times):
+            times[key] += 1
+            work()
+
+        fast._rounds_of.graphs.run, fast._rounds_of.graphs.passes = run, 2
+        fast.warmup()
+        warm = {key for key, n in times.items() if n > 1}
+        times.clear()
+        for length in (3, 40, 90, context - 50):
+            fast.generate(list(range(3, 3 + length % 100)) + [7] * (length - length % 100), 50)
+            fast.generate_ar([9] * length, 50)
+        assert set(times) <= warm and {key[1] for key in times if key[0] != "accept"} >= {48, 96}
+
+
+@pytest.mark.parametrize("strategy", ["draft", "del"])
+def test_a_warm_up_draws_in_every_way(strategy, monkeypatch):
+    """What is launched one by one, a first round or a prompt's rows, has kernels of its own for each filter."""
+    from specker.runtime import sampling
+
+    seen = set()
+
+    def spy(logits, temperature, top_k, top_p, seed, positions, draw=None):
+        seen.add((temperature > 0, top_k > 0, top_p < 1, draw is None))
+        return sample(logits, temperature, top_k, top_p, seed, positions, draw)
+
+    sample = sampling.sample_rows
+    monkeypatch.setattr(sampling, "sample_rows", spy)
+    engine = specker.load(strategy=strategy, device="cpu", graphs="on")
+    engine.warmup()
+    warm = set(seen)
+    for how in ({}, {"temperature": 0.7}, {"top_k": 9}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.8}):
+        how = {"temperature": 0.5, **how} if how else how
+        engine.generate([5, 9], 8, **how)
+        engine.generate(list(range(60)), 8, **how)
+    assert seen == warm and len([kind for kind in warm if kind[-1]]) == 5
+
+
+def test_long_blocks_are_not_static():
+    """The rows that a diffusion drafter forwards again and its masks stand in one window of 256."""
+    plain = specker.load(strategy="ar", device="cpu", dtype="float64")
+    engine = specker.load(strategy="diffuspec", draft_tokens=130, device="cpu", dtype="float64", graphs="on")
+    prompt = [n % 500 for n in range(200)]
+    assert engine.generate(prompt, 12).tokens == plain.generate(prompt, 12).tokens
+    assert engine._rounds_of.launched == 0
+
+
+def test_watching_costs_what_its_round_takes_longer(monkeypatch):
+    """A round in which DEL watches is launched one by one; where others are static, that is part of the price."""
+    from specker.runtime.policy import DynamicExit
+    from specker.runtime.rounds import StaticRounds
+
+    found = {}
+    learn = DynamicExit.learn
+    for usual in (0.0, 1e9):
+        told = found[usual] = []
+
+        def spy(self, layers, match, confidence, seconds=0.0, told=told):
+            told.append(seconds)
+            learn(self, layers, match, confidence, seconds)
+
+        monkeypatch.setattr(DynamicExit, "learn", spy)
+        monkeypatch.setattr(DynamicExit, "_affordable", lambda self: True)
+        monkeypatch.setattr(StaticRounds, "usual", property(lambda self, usual=usual: usual))
+        specker.load(strategy="del", device="cpu", graphs="on").generate(list(range(60)), 30)
+    whole, own = (sorted(s for s in found[usual] if s)[2] for usual in (0.0, 1e9))
+    assert whole > 2 * own > 0

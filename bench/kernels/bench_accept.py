@@ -67,7 +67,7 @@ def cases() -> Iterator[Case]:
     T, V = (8, 128256) if DEVICE == "cuda" else (8, 512)
     for dtype in (torch.bfloat16, torch.float32) if DEVICE == "cuda" else (torch.float32,):
         for setting, goal in (
-            ((0.7, 0, 0.9), Goal(over_empty=60e-6)),
+            ((0.7, 0, 0.9), Goal(seconds=60e-6)),
             ((0.7, 50, 0.9), Goal()),
             ((0.7, 50, 1.0), Goal()),
             ((0.7, 0, 1.0), Goal()),
@@ -78,7 +78,7 @@ def cases() -> Iterator[Case]:
             name = f"sample {str(dtype)[6:]}{kind}, T {T}"
             yield Case(name, lambda dtype=dtype, setting=setting: sample(T, V, dtype, *setting), goal)
     for chain in (False, True):
-        yield Case(f"walk {'chain' if chain else 'tree'} of 64", lambda c=chain: walk(64, c), Goal(over_empty=10e-6))
+        yield Case(f"walk {'chain' if chain else 'tree'} of 64", lambda c=chain: walk(64, c), Goal(seconds=10e-6))
 
 
 test_accept = common.benchmarks(cases())

@@ -93,6 +93,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> dict[st
     def built() -> Callable[[], Any]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        torch._dynamo.reset()  # after eight shapes of one function it would no longer compile
         mask = create_block_mask(visible, None, None, rows, columns, device=q.device)
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)

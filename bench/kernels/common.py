@@ -40,11 +40,13 @@ class Goal:
 
     share: float | None = None  # of the limit
     over_empty: float | None = None  # seconds above the replay of an empty kernel
+    seconds: float | None = None  # in all
     over: tuple[tuple[str, float], ...] = ()  # (another way, how many times as fast as it)
 
     def __str__(self) -> str:
         parts = [f">= {self.share:.0%}"] if self.share else []
         parts += [f"<= empty + {self.over_empty * 1e6:g} us"] if self.over_empty else []
+        parts += [f"<= {self.seconds * 1e6:g} us"] if self.seconds else []
         return ", ".join(parts + [f">= {times:g}x {way}" for way, times in self.over])
 
 
@@ -218,6 +220,7 @@ def _met(goal: Goal, timings: dict[str, Timing], limit: float, empty: float) -> 
     met = (
         (goal.share is None or limit / ours >= goal.share)
         and (goal.over_empty is None or ours - empty <= goal.over_empty)
+        and (goal.seconds is None or ours <= goal.seconds)
         and all(timings[way].median / ours >= times for way, times in goal.over if way in timings)
     )
     return None if met and any(way not in timings for way, _ in goal.over) else met

@@ -10,7 +10,8 @@ Sampling is greedy decoding of perturbed logits. Row t stands at absolute positi
 
 Ties at a boundary are kept, so the support does not depend on an order; the argmax gives a tie to the lower id. This is
 an exact draw from p (the Gumbel-max trick), whatever was drafted. temperature 0 is the argmax of the logits. fp32 from
-fp16 and bf16 logits, float64 stays float64. A row depends on nothing but itself. Traffic: the logits, once.
+fp16 and bf16 logits, float64 stays float64. A row depends on nothing but itself. Logits may be -inf, but not NaN: of a
+row that has no number a kernel gives id 0, the reference may raise. Traffic: the logits, once.
 
 The kernels find the k-th largest exactly. They sum masses as integers, in units of 2^-40 of the largest, so that a sum
 has no order; an id's own mass is an fp32 exponential. Where the cumulative mass is within 2^-20 of top_p, the edge may

@@ -79,7 +79,10 @@ class Head:
         rows = list(rows)
         self._slots.update(zip(ids, rows, strict=True))
         self.known.update(ids)
-        at, tokens = (torch.tensor(x, device=self.weight.device) for x in (rows, ids))
+        both = torch.tensor([rows, ids])
+        if self.weight.is_cuda:  # a pinned copy is not waited for
+            both = both.pin_memory().to(self.weight.device, non_blocking=True)
+        at, tokens = both
         self.weight[at] = self.kept.whole[tokens]
         self.token_ids[at] = tokens
 

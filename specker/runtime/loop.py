@@ -76,6 +76,7 @@ class Taken:
 @torch.inference_mode()
 def step(ctx: Context) -> Taken:
     """One round."""
+    began = time.perf_counter()
     with ctx.stats.stage("draft"):
         draft, budget = _propose(ctx)
     with ctx.stats.stage("verify"):
@@ -87,7 +88,7 @@ def step(ctx: Context) -> Taken:
         taken = _take(draft, target, ctx.kept)
     if tapped:  # rows past the accepted ones follow tokens that are not in the text
         kept = len(taken.path)
-        _watch(ctx, {n: rows[:kept] for n, rows in tapped.items()}, target[:kept], positions[:kept], "watch")
+        _watch(ctx, {n: rows[:kept] for n, rows in tapped.items()}, target[:kept], positions[:kept], "watch", began)
     with ctx.stats.stage("commit"):
         ctx.cache.commit(taken.path)
         ctx.committed += taken.tokens
@@ -190,8 +191,11 @@ def _prefill(ctx: Context) -> None:
         ctx.drafter.prefill(ctx.committed)
 
 
-def _watch(ctx: Context, tapped: dict[int, Tensor], target: Tensor, positions: Tensor, stage: str) -> None:
-    """Tell the policy what the tapped layers would have said after rows whose target tokens are known."""
+def _watch(
+    ctx: Context, tapped: dict[int, Tensor], target: Tensor, positions: Tensor, stage: str, began: float = 0.0
+) -> None:
+    """Tell the policy what the tapped layers would have said after rows whose target tokens are known, and what it took
+    to find out. Where other rounds are of static shape, that is also what this one, which `began` then, took longer."""
     assert isinstance(ctx.drafter, EarlyExitDrafter)
     start = time.perf_counter()
     found = shadows(ctx.drafter.head, tapped, target, positions, ctx.sampling)
@@ -200,6 +204,8 @@ def _watch(ctx: Context, tapped: dict[int, Tensor], target: Tensor, positions: T
     if stage == "watch":  # the prompt's are part of its prefill
         seconds = time.perf_counter() - start
         ctx.stats.seconds[stage] += seconds
+        if ctx.rounds is not None:
+            seconds = max(seconds, time.perf_counter() - began - ctx.rounds.usual)
     ctx.policy.learn(tuple(tapped), match, confidence, seconds)
 
 

@@ -162,6 +162,7 @@ class StaticRounds:
         wide = target.config.hidden_size if drafter is None else drafter.model.config.hidden_size
         self.state = State.empty(target, nodes + 1, wide)
         self.launched, self.host_seconds = 0, 0.0  # rounds, and what it took to launch them
+        self._collected, self._seconds_of = 0, 0.0  # rounds, and what their stages took
         # What a round looks at and writes beyond the text; a reach that has no room for it within the context is none.
         self._beyond = 2 * self.catch_up + nodes
         self._reaches = (*(r for r in REACHES if r + self._beyond < target.config.max_context), cache.capacity)
@@ -282,7 +283,13 @@ class StaticRounds:
             flight.found = Found(self.drafter.stopped(flight.tokens.tolist()))
         between = zip(flight.marks, flight.marks[1:], strict=False)
         seconds = {stage: self._seconds(a, b) for stage, (a, b) in zip(STAGES, between, strict=True)}
+        self._collected, self._seconds_of = self._collected + 1, self._seconds_of + sum(seconds.values())
         return Report(rest[:count], rest[rows : rows + count], flight), seconds
+
+    @property
+    def usual(self) -> float:
+        """Mean seconds of a round; 0 before the first."""
+        return self._seconds_of / max(1, self._collected)
 
     def reach(self, columns: int) -> None:
         """Let attention look at `columns` at least, of both caches."""
@@ -479,8 +486,8 @@ class StaticRounds:
         shapes = [(size, tree) for size in verified for tree in sorted({False, self.trees and size > 0})]
         ends = [(size, tree) for size in accepted for tree in sorted({False, self.trees and size > 0})]
         todo: list[Callable[[], None]] = []
-        for length in self._lengths():
-            for sampling, budget in itertools.product(KINDS, budgets):
+        for before, length in itertools.pairwise((0, *self._lengths())):
+            for sampling, budget in itertools.product(KINDS, budgets if self._drafts_beyond(before) else ()):
                 todo.append(partial(self._meet_budget, length, sampling, agrees, budget, asking))
             todo.append(partial(self._meet, length, KINDS[0], agrees, shapes, self._verify))
         for sampling in KINDS:
@@ -494,12 +501,12 @@ class StaticRounds:
     def _meet_budget(
         self, length: int, sampling: Sampling, agrees: Tensor | None, budget: Budget, asking: bool
     ) -> None:
-        text = [0] * length
         self.reset()
-        if self.fits(length, budget, True):
-            self.load(text, length, sampling, agrees)  # the limit is reached: the text stays as long as it is
+        there = min(length, self._drafted_to)  # launched as if it were `length`, for attention's reach
+        if self.fits(there, budget, True):
+            self.load([0] * there, there, sampling, agrees)  # the limit is reached: the text stays as long as it is
             for _ in range(self.graphs.passes):
-                self.launch(text, budget, sampling, (lambda _: True) if asking else None)
+                self.launch([0] * length, budget, sampling, (lambda _: True) if asking else None)
                 self._flying.clear()
 
     def _meet(
@@ -516,6 +523,16 @@ class StaticRounds:
         for size, tree in shapes:
             for _ in range(self.graphs.passes):
                 work(Flight.of(size, tree, self.state.report))
+
+    @property
+    def _drafted_to(self) -> int:
+        """The longest text that a static draft may have before it."""
+        context = self.target.config.max_context
+        return context if self.drafter is None else self.drafter.model.config.max_context - 2 * self.catch_up
+
+    def _drafts_beyond(self, length: int) -> bool:
+        """Whether a draft may stand behind so long a text, as the host knows it with a round on its way."""
+        return length == 0 or self._drafted_to + self.most + 1 > length
 
     def _lengths(self) -> list[int]:
         """A text for each reach."""

@@ -22,6 +22,7 @@ from specker.kernels.kv_calibrate import kv_calibrate
 from specker.kernels.residual_merge import residual_merge
 from specker.kernels.tree_attention import tree_attention
 from specker.runtime.cache import KVCache, Rows
+from specker.runtime.checkpoint import Weights
 from specker.runtime.dist import Ranks
 from specker.runtime.model import Model, forward
 
@@ -29,6 +30,11 @@ from specker.runtime.model import Model, forward
 @dataclass(frozen=True)
 class Schedule:
     groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        order = [layer for group in self.groups for layer in group]
+        if not order or order != list(range(len(order))) or not all(self.groups):
+            raise ValueError(f"a schedule's groups hold every layer from 0 on once and in order, got {self}")
 
     @classmethod
     def parallel(cls, layers: int, width: int) -> "Schedule":
@@ -78,9 +84,17 @@ class LayerParallel:
     of a group, and their results are gathered. All else every rank does for itself, so that no hidden row need be sent.
     Fuzzy K/V stands with the owner alone; the pass that makes it exact is whole on every rank."""
 
-    def __init__(self, model: Model, cache: KVCache, schedule: Schedule, ranks: Ranks | None = None):
-        """Moves the weights of wide groups into stacks, a group at a time; `model` goes on with views of them."""
-        self.model, self.cache, self.schedule = model, cache, schedule
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        schedule: Schedule,
+        ranks: Ranks | None = None,
+        weights: Weights | None = None,
+    ):
+        """Moves the weights of wide groups into stacks, a group at a time; `model`, and the checkpoint's `weights` that
+        it was made of, go on with views of them."""
+        self.model, self.cache, self.schedule, self._weights = model, cache, schedule, weights
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.k, self.v = (x.flatten(0, 1) for x in (cache.k, cache.v))  # views: [L * pages, page, Hkv, D]
         self.groups = [self._group(layers) if len(layers) > 1 else None for layers in schedule.groups]
@@ -180,6 +194,9 @@ class LayerParallel:
         stack = _in_one(each)
         for i, n in enumerate(layers):
             self.model.layers[n] = self.model.layers[n]._replace(**{name: stack[i]})
+            held = getattr(self._weights, name, None)
+            if isinstance(held, list):  # one tensor a layer: the last that holds the old one
+                held[n] = stack[i].view_as(held[n])
         if name in ("q_norm", "k_norm"):  # [1, D] each
             return stack.squeeze(1)
         if name == "norm_in":

@@ -80,7 +80,7 @@ def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
     # a group's weights are stacked instead of packed
     model = Model(pair.draft, packed=False, pack_head=_packable(kept), linear=linear(options))
     cache = allocate(model, options)
-    parallel = LayerParallel(model, cache, schedule, pair.ranks)
+    parallel = LayerParallel(model, cache, schedule, pair.ranks, pair.draft.weights)
     return AutoregressiveDrafter(
         model, cache, _head(model, kept), shape(options)[0], parallel, options.calibrate or "every"
     )

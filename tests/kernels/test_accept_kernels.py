@@ -111,6 +111,10 @@ def test_a_draw_in_memory(setting, V):
         held = noise.pack_draw(seed, temperature, min(top_k or 1 << 30, 1 << 30), top_p)
         assert torch.equal(sample_rows(logits, *kind, 1, positions, held), want), kind
         assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), kind
+        if not top_k:  # as many ways to say that all are kept
+            for all_of_them in (0, V, 1 << 31, (1 << 32) + 1, 1 << 40):
+                held = noise.pack_draw(seed, temperature, all_of_them, top_p)
+                assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), all_of_them
     torch.library.opcheck(torch.ops.specker.sample_rows, (logits, *setting, 1, positions, draw))
     with pytest.raises(ValueError, match="draw must be"):
         sample_rows(logits, *setting, seed, positions, draw[:3])
@@ -587,3 +591,10 @@ def test_gpu_walks(sizes):
         tensors = forest(sizes, 1, shape)
         got = accept_walk(*(x.cuda() for x in tensors))
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, accept_walk_ref(*tensors), strict=True))
+
+
+@pytest.mark.parametrize("setting", [(0.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 6, 0.9)])
+def test_a_row_without_a_number_gives_an_id_all_the_same(setting):
+    """It will index an embedding."""
+    logits = torch.full((2, 9000), math.nan)
+    assert _launch_sample(logits, *setting, 5, torch.arange(2)).tolist() == [0, 0]

@@ -53,6 +53,9 @@ def test_row_linear_refuses():
         row_linear(x, w, torch.zeros(5))
     with pytest.raises(ValueError, match="epilogue must be"):
         row_linear(x, w, epilogue="gelu")
-    with pytest.raises(ValueError, match="even number"):
-        row_linear(x, torch.zeros(5, 8), epilogue="silu_mul")
+    for odd in (1, 3, 5):
+        with pytest.raises(ValueError, match="even number"):
+            row_linear(x, torch.zeros(odd, 8), epilogue="silu_mul")
+    with pytest.raises(ValueError, match="expected x"):
+        row_linear(x, w[0])
     assert row_linear_cost(x, w) == ((2 * 8 + 6 * 8 + 2 * 6) * 4, 2 * 2 * 6 * 8)

@@ -170,6 +170,20 @@ def test_bad_arguments_are_refused(change, message):
         tree_attention(**{**args, **change})
 
 
+@pytest.mark.parametrize("name", ["kv_len", "window", "block_table", "cu_rows"])
+def test_one_sequence_is_checked_as_several_are(name):
+    """A CPU's quick form for it steps aside."""
+    args, *_ = ragged(0, lengths=((3, 6),))
+    with pytest.raises(ValueError, match="must be int32"):
+        tree_attention(**{**args, name: args[name].long()})
+    for scale in (0.0, -1.0):
+        with pytest.raises(ValueError, match="scale must be positive"):
+            tree_attention(**{**args, "scale": scale})
+    for words in (0, 5):
+        with pytest.raises(ValueError, match="ancestors must be"):
+            tree_attention(**{**args, "ancestors": args["ancestors"].repeat(1, 5)[:, :words]})
+
+
 def test_bad_trees_are_refused():
     with pytest.raises(ValueError, match=r"parents\[1\] must be a row in 0..1, got 2"):
         ancestor_words(torch.tensor([0, 2]))

@@ -266,6 +266,17 @@ def test_arguments_are_checked():
     ]:
         with pytest.raises(ValueError, match=message):
             vocab_topk(*arguments)
+    with pytest.raises(ValueError, match="token_ids must be on cpu, got meta"):
+        vocab_topk(hidden, weight, torch.arange(20, device="meta"), 1)
+    with pytest.raises(ValueError, match="seed must be in"):
+        torch.compile(vocab_topk, backend="eager")(hidden, weight, None, 1, None, (-5, positions, 1.0))
+
+
+def test_a_parameter_may_be_the_norm():
+    """A module's own weights ask for gradients, and numpy takes none of those."""
+    hidden, weight, norm = torch.randn(2, 8), torch.randn(20, 8), torch.nn.Parameter(torch.rand(8))
+    want = vocab_topk(hidden, weight, None, 3, (norm.detach(), 1e-5))
+    assert all(map(torch.equal, vocab_topk(hidden, weight, None, 3, (norm, 1e-5))[:1], want[:1]))
 
 
 @pytest.mark.parametrize("k", [1, 3])

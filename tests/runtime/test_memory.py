@@ -184,6 +184,25 @@ def test_while_allocating(pair, monkeypatch):
         specker.load(*pair, device="cpu")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_while_warming_up(pair, monkeypatch, error):
+    engine = specker.load(*pair, device="cpu", graphs="on")
+
+    def out(*_):
+        raise error
+
+    monkeypatch.setattr(engine._rounds_of, "launch", out)
+    with pytest.raises(ValueError, match="out of memory with a context of 512 positions: --max-context 384 would fit"):
+        engine.warmup()
+
+
 def test_while_decoding(pair, monkeypatch, capsys):
     engine = specker.load(*pair, device="cpu")
     sentence = "out of memory with a context of 512 positions: --max-context 384 would fit"
