@@ -2,6 +2,7 @@
 reference in float64, the kernel in Triton's interpreter (`gpu`: on a device, in bfloat16)."""
 
 import importlib
+import itertools
 import math
 
 import pytest
@@ -22,13 +23,23 @@ from specker.kernels.variant import Variant, tl, triton
 op = importlib.import_module("specker.kernels.tree_attention")  # the package's attribute of this name is the function
 
 
-def forest(generator, nodes):
-    """Random parents: stars, chains and everything between."""
+SHAPES = ("chain", "star", "hub", "mixed")
+
+
+def forest(generator, nodes, shape=None):
+    """Random parents, of a random shape where none is asked for: a chain, a star (the root's children), a hub (a chain,
+    then children of its last row), or mixed: each row under the one before it, as often as a bias has it, or any."""
+
+    def below(n):
+        return int(torch.randint(0, n, (), generator=generator))
+
+    shape = shape or SHAPES[below(len(SHAPES))]
     bias = torch.rand((), generator=generator)
-    parents = []
-    for n in range(nodes):
-        deepest = torch.rand((), generator=generator) < bias
-        parents.append(n if deepest else int(torch.randint(0, n + 1, (), generator=generator)))
+    if shape == "mixed":
+        parents = [n if torch.rand((), generator=generator) < bias else below(n + 1) for n in range(nodes)]
+    else:
+        hub = {"chain": nodes, "star": 0, "hub": below(nodes + 1)}[shape]
+        parents = [min(n, hub) for n in range(nodes)]
     return torch.tensor(parents, dtype=torch.int64)
 
 
@@ -47,10 +58,10 @@ def ancestors_of(parents):
 def related(relation, parents, generator):
     """(sets of window columns that each row sees, words): a forest, a directed acyclic graph, or all ones."""
     rows = len(parents) + 1
-    if relation == "forest":
+    if relation in ("forest", *SHAPES):
         return ancestors_of(parents), ancestor_words(parents)
     if relation == "dag":
-        draws = torch.rand(rows, rows, generator=generator) < 0.5
+        draws = torch.rand(rows, rows, generator=generator) < torch.rand(rows, 1, generator=generator)
         seen = [{r, *(c for c in range(r) if draws[r, c])} for r in range(rows)]
         return seen, pack_bits([sum(1 << c for c in mine) for mine in seen], rows)
     ones = torch.full((rows, -(-rows // 64)), -1)  # bits beyond the window stand for nothing
@@ -68,7 +79,7 @@ def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1)
     q, words, cu, want, lse = [], [], [0], [], []
     W = max(-(-(n + 1) // 64) for _, n in lengths)
     for b, (prefix, n) in enumerate(lengths):
-        seen, own = related(relation, forest(g, n), g)
+        seen, own = related(relation, forest(g, n, relation if relation in SHAPES else None), g)
         S = prefix + n + 1
         keys, values = (torch.randn(S, Hkv, D, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
         slots = pages[b].long().repeat_interleave(page)[:S], torch.arange(S) % page
@@ -108,6 +119,32 @@ def test_equals_the_formula(seed, relation, heads):
     assert (got - out).abs().max() < 1e-12 and (got_lse - lse).abs().max() < 1e-12
 
 
+def random_windows(seed, relation, dtype=torch.float64):
+    """Two sequences with 1 to 64 nodes each."""
+    g = torch.Generator().manual_seed(100 * seed + len(relation))
+    lengths = [(int(torch.randint(0, 40, (), generator=g)), int(torch.randint(1, 65, (), generator=g))) for _ in "ab"]
+    return ragged(seed, dtype, Hq=2, Hkv=1, lengths=lengths, relation=relation)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("relation", [*SHAPES, "dag"])
+def test_random_windows_equal_the_formula(relation, seed):
+    args, out, lse = random_windows(seed, relation)
+    got, got_lse = tree_attention(**args)
+    assert (got - out).abs().max() < 1e-12 and (got_lse - lse).abs().max() < 1e-12
+
+
+def test_random_forests_are_stars_chains_and_between():
+    g = torch.Generator().manual_seed(0)
+    chain, star = list(range(20)), [0] * 20
+    hubs = [[min(n, hub) for n in range(20)] for hub in range(1, 19)]
+    drawn = [forest(g, 20).tolist() for _ in range(60)]
+    kinds = {"chain" if p == chain else "star" if p == star else "hub" if p in hubs else "mixed" for p in drawn}
+    assert kinds == set(SHAPES) and all(0 <= up <= n for p in drawn for n, up in enumerate(p))
+    for shape, known in (("chain", [chain]), ("star", [star]), ("hub", [chain, star, *hubs])):
+        assert all(forest(g, 20, shape).tolist() in known for _ in range(20))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_error_is_that_of_the_dtype(dtype):
     args, out, lse = ragged(9, dtype=dtype)
@@ -133,11 +170,11 @@ def test_rows_need_not_be_the_whole_window():
 
 def test_ancestor_words_are_the_definition():
     g = torch.Generator().manual_seed(0)
-    for nodes in (0, 1, 5, 63, 64, 130, 255):
-        parents = forest(g, nodes)
-        words = ancestor_words(parents)
+    for nodes, shape in itertools.product((0, 1, 5, 63, 64, 130, 255), SHAPES):
+        parents = forest(g, nodes, shape)
+        words = ancestor_words(parents).tolist()
         for row, mine in enumerate(ancestors_of(parents)):
-            assert {j for j in range(nodes + 1) if words[row, j // 64] >> (j % 64) & 1} == mine
+            assert {j for j in range(nodes + 1) if words[row][j // 64] >> (j % 64) & 1} == mine
     chain = torch.arange(70)
     assert torch.equal(ancestor_words(chain), chain_words(71))
     assert torch.equal(chain_words(3, first=2), chain_words(5)[2:])
@@ -222,6 +259,20 @@ def test_kernel_equals_the_formula(poisoned, case, dtype):
     assert got.dtype == dtype and got_lse.dtype == torch.float32
     assert (got.double() - out).abs().max() < 8 * torch.finfo(dtype).eps * out.abs().max()
     assert (got_lse - lse).abs().max() < 16 * torch.finfo(torch.float32).eps * lse.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("relation", [*SHAPES, "dag"])
+def test_kernel_equals_the_reference_over_random_windows(poisoned, relation, dtype):
+    """The reference in float64, of the kernel's inputs."""
+    for seed in range(2):
+        args, *_ = random_windows(seed, relation, dtype)
+        got, got_lse = op._launch(**args)
+        want, want_lse = tree_attention(**args | {n: args[n].double() for n in ("q", "k_cache", "v_cache")})
+        assert (got - want).abs().max() < 8 * torch.finfo(dtype).eps * want.abs().max()
+        assert (got_lse - want_lse).abs().max() < 16 * torch.finfo(torch.float32).eps * want_lse.abs().max().clamp(
+            min=1
+        )
 
 
 def test_kernel_takes_a_window_of_256_columns():
