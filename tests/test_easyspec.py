@@ -1,6 +1,7 @@
 """Layers side by side: the fuzzy pass is what the paper says, the draft cache is exact after calibration, and the
 tokens are plain decoding's whatever is fuzzy."""
 
+import importlib
 import math
 
 import pytest
@@ -9,11 +10,13 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker.config import Options
+from specker.config import Options, Sampling
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import load as load_checkpoint
+from specker.runtime.head import Head
 from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.policy import Budget
 from specker.runtime.schedule import LayerParallel, Schedule
 
 F64 = torch.float64
@@ -164,43 +167,108 @@ def test_neighbours_in_one_storage_are_not_copied():
         assert torch.equal(_in_one(apart), torch.stack(apart))
 
 
-def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernels(tmp_path, monkeypatch):
-    """The kernels' rows do not depend on their neighbours, so tokens that are calibrated together get the very K/V that
-    one row at a time gets: in the interpreter, in float32."""
-    import importlib
-
-    launches = {
-        name: importlib.import_module(f"specker.kernels.{module}")
-        for name, module in (("row_linear", "row_linear"), ("tree_attention", "tree_attention"))
-    }
-    merge, calibrate = (importlib.import_module(f"specker.kernels.{n}") for n in ("residual_merge", "kv_calibrate"))
+@pytest.fixture
+def kernels(monkeypatch):
+    """Everything a drafter runs goes to the ops' kernels, in the interpreter. Yields the linear for its model."""
+    ops = ("residual_merge", "kv_calibrate", "tree_attention", "vocab_topk", "row_linear")
+    module = {name: importlib.import_module(f"specker.kernels.{name}") for name in ops}
 
     def add_norm(x, delta, weight, eps):
         deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-        y, normed = merge._launch(x, deltas, weight.unsqueeze(0), eps)
+        y, normed = module["residual_merge"]._launch(x, deltas, weight.unsqueeze(0), eps)
         return y, normed[0]
 
-    def linear(x, weight, bias=None, epilogue="none"):
-        return launches["row_linear"]._launch(x, weight, bias, epilogue)
+    def attention(*args, with_lse):
+        return module["tree_attention"]._launch(*args)
 
-    kernels = {
-        "add_norm": add_norm,
-        "kv_calibrate": calibrate._launch,
-        "tree_attention": lambda *args, with_lse: launches["tree_attention"]._launch(*args),
-    }
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(f"specker.runtime.model.{name}", kernel)
-    checkpoint = load_checkpoint(make(tmp_path, layers=3, max_context=64), dtype=torch.float32, device="cpu")
-    model = Model(checkpoint, packed=False, linear=linear)
-    caches = [KVCache(model.config, 32, dtype=torch.float32, device="cpu", page_size=16) for _ in range(2)]
-    for token in PROMPT:  # one after the other
-        forward(model, caches[0], chain_rows(model, caches[0], 1), model.embed_tokens(torch.tensor([token])))
-        caches[0].exact_len += 1
-    for part in (PROMPT[:2], PROMPT[2:]):  # as two catch-ups write them
-        forward(model, caches[1], chain_rows(model, caches[1], len(part)), model.embed_tokens(torch.tensor(part)))
-        caches[1].exact_len += len(part)
-    for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
-        assert torch.equal(a[:, :1, : len(PROMPT)], b[:, :1, : len(PROMPT)])
+    def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True):
+        return module["vocab_topk"]._launch(hidden, weight, token_ids, k, norm, noise, with_lse)
+
+    for name, kernel in {
+        "model.add_norm": add_norm,
+        "model.kv_calibrate": module["kv_calibrate"]._launch,
+        "model.tree_attention": attention,
+        "schedule.residual_merge": module["residual_merge"]._launch,
+        "schedule.kv_calibrate": module["kv_calibrate"]._launch,
+        "schedule.tree_attention": attention,
+        "head.vocab_topk": topk,
+        "cache.kv_commit": module["kv_calibrate"]._launch_commit,
+    }.items():
+        monkeypatch.setattr(f"specker.runtime.{name}", kernel)
+
+    def linear(x, weight, bias=None, epilogue="none"):
+        return module["row_linear"]._launch(x, weight, bias, epilogue)
+
+    return linear
+
+
+def tiny_model(folder, linear):
+    checkpoint = load_checkpoint(folder, dtype=torch.float32, device="cpu")
+    return Model(checkpoint, packed=False, pack_head=False, linear=linear)
+
+
+def tiny_cache(model):
+    return KVCache(model.config, 48, dtype=torch.float32, device="cpu", page_size=16)
+
+
+def catch_up(model, cache, tokens):
+    """The layers in sequence over `tokens` after the cache's columns."""
+    forward(model, cache, chain_rows(model, cache, len(tokens)), model.embed_tokens(torch.tensor(tokens)))
+    cache.exact_len += len(tokens)
+
+
+def columns(cache, first, end):
+    """K and V of columns first..end - 1, [2, L, end - first, Hkv, D]."""
+    return torch.stack((cache.k, cache.v)).flatten(2, 3)[:, :, cache.slot_of[first:end]]
+
+
+def deepest(draft):
+    """The rows of a longest path of the draft, row 0 first."""
+    paths = [[0]]
+    for row, parent in enumerate(draft.parents.tolist(), 1):
+        paths.append([*paths[parent], row])
+    return max(paths, key=len)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernels(tmp_path, kernels, width):
+    """Drafts by two groups of two layers, of which three tokens are accepted, then one; after each catch-up the draft
+    cache is that of the layers in sequence over the same tokens in the same chunks, though the fuzzy columns, which
+    stand until then, are not."""
+    folder = make(tmp_path, layers=4, max_context=64, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=64)
+    model, plain = (tiny_model(folder, kernels) for _ in range(2))
+    cache, sequential = tiny_cache(model), tiny_cache(plain)
+    head = Head(model.head, model.norm, model.config.rms_norm_eps)
+    parallel = LayerParallel(model, cache, Schedule(((0, 1), (2, 3))))
+    drafter = AutoregressiveDrafter(model, cache, head, width, parallel)
+    committed, fuzzy = PROMPT[:3], None
+    for accepted in (3, 1, 0):
+        draft = drafter.propose(committed, Budget(3 * width, 3), Sampling(temperature=0.7))
+        before, n = sequential.exact_len, len(committed)
+        catch_up(plain, sequential, committed[before:])
+        assert torch.equal(columns(cache, 0, n), columns(sequential, 0, n))
+        if fuzzy is not None:
+            error = (fuzzy - columns(sequential, before, before + 1)).abs().amax((0, 2, 3, 4))
+            assert error[0] < 1e-5 and (error[1:] > 1e-3).all(), "only the first layer's input is the exact one"
+        path = deepest(draft)[: accepted + 1]
+        if accepted:
+            node = drafter._nodes[path[1] - 1]
+            fuzzy = columns(cache, n + node, n + node + 1)
+        drafter.observe(path)
+        assert cache.exact_len == n, "no fuzzy column is kept"
+        committed = committed + [int(draft.tokens[row - 1]) for row in path[1:]] + [7]
+
+
+def test_calibrated_together_or_one_by_one_under_the_kernels(tmp_path, kernels):
+    """The kernels' rows do not depend on their neighbours, so tokens that are calibrated together get the very K/V that
+    one row at a time gets: in the interpreter, in float32."""
+    model = tiny_model(make(tmp_path, layers=3, max_context=64), kernels)
+    single, pairs = tiny_cache(model), tiny_cache(model)
+    for token in PROMPT:
+        catch_up(model, single, [token])
+    for part in (PROMPT[:2], PROMPT[2:]):
+        catch_up(model, pairs, part)
+    assert torch.equal(columns(single, 0, len(PROMPT)), columns(pairs, 0, len(PROMPT)))
 
 
 # --- the strategy
