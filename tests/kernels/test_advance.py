@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from compile_only import compilations
 
 from specker.kernels.advance import _launch_advance, _launch_place, advance, advance_ref, place_rows, place_rows_ref
 
@@ -117,6 +118,32 @@ def test_registration():
     table_ = table(4)
     placed, (report, _, _) = both(torch.tensor([9]), torch.zeros(30, dtype=I64))
     assert placed[0].tolist() == [8, 9, 10, 10] and report.tolist() == [2, 0, 1, -1, 5, 6, -1]
+
+
+def launches():
+    """Run in a process that compiles: windows of one word and of two, chains and trees, texts and tables of many
+    lengths, each a view at any offset."""
+    ids, numbers = torch.arange(400), torch.arange(40, dtype=torch.int32)
+    for n, (first, count) in enumerate([(0, 1), (0, 2), (3, 1), (0, 16), (16, 16), (0, 33), (1, 63)]):
+        for more in (0, 64 - first):
+            blocks, page, last = numbers[None, n : 16 * n + 1 + n], (16, 5, 1, 256)[n % 4], (31, 1, 16)[n % 3]
+            for parents in (None, ids[n : n + 130]):
+                _launch_place(
+                    ids[n : n + 1], (1, 3, 16)[n % 3], first + more, count, parents, blocks[:, :40], page, last
+                )
+    for n, rows in enumerate((1, 1, 1, 9, 12, 15, 16, 16, 17, 32)):
+        blocks, page = numbers[None, n : 3 * n + 1 + n], (1, 16, 7, 256)[n % 4]
+        path, target = ids[n : n + rows][None], ids[n + 1 : n + 1 + rows]
+        state = (
+            torch.zeros(300, dtype=I64)[n : n + (1, 16, 48, 149)[n % 4]],
+            *(ids[n + i : n + i + 1] for i in (1, 2, 5)),
+        )
+        _launch_advance(path, ids[n + 3 : n + 4], target, *state, blocks, page)
+
+
+def test_no_length_recompiles():
+    """A form for each number of words, of chains and of trees; and for each power of two of advance's rows."""
+    assert compilations(__file__, "launches") == {"_place_rows_kernel": 4, "_advance_kernel": 3}
 
 
 def test_refusals():

@@ -1,15 +1,20 @@
-"""vocab_topk against a float64 formula that ranks by (-value, id) in Python; ties, trimming, noise, norm."""
+"""vocab_topk against a float64 formula that ranks by (-value, id) in Python; ties, trimming, noise, norm. The kernel,
+in the interpreter, for many rows; what else it promises is in tests/kernels/test_vocab_topk_kernel.py."""
 
+import importlib
+import itertools
 import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specker.kernels.noise import gumbel
 from specker.kernels.row_linear import pack
 from specker.kernels.sample_rows import sample_rows
-from specker.kernels.vocab_topk import MAX_K, _largest, _select, vocab_topk, vocab_topk_cost
+from specker.kernels.vocab_topk import MAX_K, _largest, _launch, _select, vocab_topk, vocab_topk_cost
 
+module = importlib.import_module("specker.kernels.vocab_topk")  # the package's attribute of this name is the function
 I64 = torch.int64
 
 
@@ -74,6 +79,40 @@ def test_float64_against_the_formula(T, E, K, ids):
                 assert all(x.dtype == torch.float64 for x in out[1:])
                 assert out[0].shape == out[1].shape == (T, k) and out[2].shape == (T,)
                 assert_matches(out, formula(hidden, weight, token_ids, k, n, noise), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("call", "T", "dtype", "noisy"),
+    [
+        *itertools.product((vocab_topk,), (130, 256, 257, 300), (torch.float64, torch.float32), (False, True)),
+        (_launch, 130, torch.float32, True),
+        (_launch, 256, torch.float16, False),
+    ],
+)
+def test_many_rows_against_the_formula(call, T, dtype, noisy):
+    """Integers, so that both rank the same sums; with noise, which differs in its last bits, ids may swap places only
+    where their logits are equal up to rounding."""
+    hidden, weight = integers(T, 9, 70)
+    token_ids = trimmed(70, 300)
+    noise = (7, torch.arange(T) + 13, 0.6) if noisy else None
+    ids, logits, lse = call(hidden.to(dtype), weight.to(dtype), token_ids, 5, None, noise, True)
+    want, values, total = formula(hidden, weight, token_ids, 5, None, noise)
+    bound = 1e-10 if dtype == torch.float64 and not noisy else 2e-5
+    torch.testing.assert_close(logits.double(), values, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse.double(), total, rtol=bound, atol=bound)
+    assert ((ids == want) | (noisy & ((logits - values).abs() < 2e-5))).all() and (ids == want).float().mean() > 0.99
+    assert (ids.sort().values.diff() > 0).all(), "five different ids"
+
+
+def test_the_kernel_takes_256_rows_and_the_reference_more(monkeypatch):
+    """And float64, of any number. A fake tensor may say that it is on a GPU where there is none."""
+    went = []
+    for name in ("_launch", "vocab_topk_ref"):
+        monkeypatch.setattr(module, name, lambda *args, name=name: went.append((name, len(args[0]))))
+    with FakeTensorMode():
+        for T, dtype in ((1, torch.float32), (256, torch.bfloat16), (257, torch.bfloat16), (2, torch.float64)):
+            vocab_topk(*(torch.empty(n, 8, dtype=dtype, device="cuda") for n in (T, 20)), None, 3)
+    assert went == [("_launch", 1), ("_launch", 256), ("vocab_topk_ref", 257), ("vocab_topk_ref", 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
