@@ -1,11 +1,20 @@
 """bench/kernels/common.py: what a goal asks for, and a bench from end to end on this machine."""
 
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from bench.harness import Timing
 from bench.kernels import common
 from bench.kernels.common import Built, Case, Goal, Machine
+
+ROOT = Path(__file__).parents[1]
 
 
 def timing(seconds: float) -> Timing:
@@ -58,6 +67,24 @@ def test_rows_and_a_wrong_result(monkeypatch, capsys):
     common.main("op", [right, Case("other", right.build)])
     shown = capsys.readouterr().out
     assert "right" in shown and "other" not in shown and "/results/" not in shown
+
+
+def test_pytest_runs_the_benches(tmp_path):
+    """`pytest bench --benchmark-only`, of two modules on a CPU: every case that was asked for is timed."""
+    out = tmp_path / "benchmarks.json"
+    only = ["-k", "residual_merge or (accept and walk)", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    quick = ["--benchmark-only", "--benchmark-min-rounds=1", "--benchmark-max-time=0.01", f"--benchmark-json={out}"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # it is no worker of this run's
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "bench", "-q", *only, *quick]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    timed = json.loads(out.read_text())["benchmarks"]
+    assert collections.Counter(row["name"].split("[")[0] for row in timed) == {
+        "test_residual_merge": 6,
+        "test_accept": 2,
+    }
+    assert all(row["stats"]["rounds"] > 0 and row["stats"]["min"] > 0 for row in timed)
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch, capsys):

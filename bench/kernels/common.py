@@ -282,7 +282,8 @@ def main(op: str, cases: Iterable[Case]) -> None:
 
 
 def benchmarks(cases: Iterable[Case]) -> Any:
-    """A pytest-benchmark entry point over `cases`: every way of each, checked first."""
+    """A pytest-benchmark entry point over `cases`: our way of each, checked first. The other ways need the case's
+    tensors to be named at all; `main` times them."""
 
     @pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
     def test(benchmark: Any, case: Case) -> None:
