@@ -217,3 +217,23 @@ def test_bfloat16_rows_are_invariant(O, E):
 def test_more_rows_than_the_kernel_takes():
     x, weight, _ = inputs(300, 64, 128, torch.bfloat16, "cuda")
     assert torch.equal(row_linear(x, weight), row_linear_ref(x, weight))
+
+
+@pytest.mark.gpu
+def test_a_weight_of_more_than_2_31_elements():
+    """Its last rows, which no 32-bit number reaches, give what they give as the last rows of a small weight."""
+    E, last = 8192, 2048
+    O = 2**31 // E + last
+    try:
+        weight = torch.zeros(O, E, dtype=torch.bfloat16, device="cuda")
+    except torch.OutOfMemoryError:
+        pytest.skip("needs 5 GB")
+    assert weight[-last:].storage_offset() >= 2**31
+    x, rows = (randn(n, E, dtype=torch.bfloat16, seed=n, device="cuda") for n in (7, last))
+    weight[-last:] = rows
+    got = row_linear(x, weight)
+    assert got.shape == (7, O) and not got[:, :-last].any()
+    exact = x.double() @ rows.double().T
+    assert (got[:, -last:] - exact).abs().max() <= 2 * (row_linear_ref(x, rows) - exact).abs().max()
+    del weight, got
+    torch.cuda.empty_cache()

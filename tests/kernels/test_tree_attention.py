@@ -10,6 +10,7 @@ import torch
 from compile_only import compilations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from specker.kernels.kv_calibrate import kv_calibrate, rope_table
 from specker.kernels.tree_attention import (
     ancestor_words,
     chain_words,
@@ -605,3 +606,37 @@ def test_gpu_a_graph_follows_the_lengths_without_a_host_read():
         args[name].copy_(x)
     captured.replay()
     assert same(got, want_shorter)
+
+
+@pytest.mark.gpu
+def test_gpu_pages_beyond_2_31_elements():
+    """The cache's last pages, whose elements no 32-bit number reaches, hold what its first ones do: kv_calibrate writes
+    both, and attention reads the same bits from either."""
+    Hq, Hkv, D, page, T, prefix = 8, 2, 128, 256, 9, 600
+    pages = 2**31 // (page * Hkv * D) + 8
+    try:
+        k, v = (torch.zeros(pages, page, Hkv, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    except torch.OutOfMemoryError:
+        pytest.skip("needs 9 GB")
+    assert k[-4].storage_offset() > 2**31
+    g = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(prefix + T, (Hq + 2 * Hkv) * D, generator=g, device="cuda").bfloat16()
+    positions = torch.arange(prefix + T, device="cuda")
+    rope = rope_table(torch.tensor([0.9**i for i in range(D // 2)]), 1.0, prefix + T, torch.bfloat16).cuda()
+    rest = {
+        "kv_len": torch.tensor([prefix + T], dtype=torch.int32, device="cuda"),
+        "window": torch.tensor([T], dtype=torch.int32, device="cuda"),
+        "cu_rows": torch.tensor([0, T], dtype=torch.int32, device="cuda"),
+        "ancestors": chain_words(T).cuda(),
+        "scale": D**-0.5,
+    }
+    results = []
+    for first in (0, pages - 4):
+        table = torch.arange(first, first + 4, dtype=torch.int32, device="cuda")
+        slots = first * page + positions
+        q = kv_calibrate(qkv, positions, slots, rope, k, v, None, None, 1e-5)
+        results.append((q, *tree_attention(q[prefix:], k, v, table[None], **rest)))
+    assert all(map(torch.equal, *results)) and results[0][1].abs().max() > 0
+    assert torch.equal(k[:4], k[-4:]) and torch.equal(v[:4], v[-4:]) and not k[4:-4].any() and not v[4:-4].any()
+    del k, v, results
+    torch.cuda.empty_cache()
