@@ -348,14 +348,14 @@ def test_a_row_is_the_same_alone_and_among_others(tiles, setting):
         assert torch.equal(_launch_sample(logits[t : t + 1], *setting, 9, at(7)[t : t + 1]), tokens[t : t + 1])
 
 
-@pytest.mark.parametrize("setting", [SETTINGS[1], SETTINGS[4]], ids=["plain", "filtered"])
-def test_rows_are_invariant(tiles, setting):
-    """1, 2, 7, 64 or 65 rows in a launch: the draws are the same."""
+@pytest.mark.parametrize(("setting", "counts"), [(SETTINGS[1], (1, 2, 7, 64)), (SETTINGS[4], (1, 2, 7))])
+def test_rows_are_invariant(tiles, setting, counts):
+    """1, 2, 7, 64 or 65 rows in a launch: the draws are the same. (A filtered row takes the interpreter 80 ms.)"""
     tiles()
     logits, positions = torch.cat([rows(60, 70), rows(5, 70, scale=40.0)]), at(65)
     whole = _launch_sample(logits, *setting, 9, positions)
     assert len(whole.unique()) > 20 and torch.equal(whole, sample_rows_ref(logits, *setting, 9, positions))
-    for T in (1, 2, 7, 64):
+    for T in counts:
         part = slice(65 - T, 65)
         assert torch.equal(_launch_sample(logits[part], *setting, 9, positions[part]), whole[part]), T
 
