@@ -64,12 +64,14 @@ def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilog
 
 
 def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
-    """(bytes, flops) of one call."""
+    """(bytes, flops) of one call; where the kernel splits K, with its float32 partials, written and read."""
     T, E = x.shape
     O = weight.shape[0]
     out = O // 2 if epilogue == "silu_mul" else O
     elements = T * E + O * E + T * out + (O if bias is not None else 0)
-    return elements * x.element_size(), 2 * T * O * E
+    splits = 1 if x.dtype == torch.float64 or T > MAX_ROWS else tiles(x.dtype, O, E, arch(x.device))[-1]
+    partials = 2 * 4 * splits * T * O if splits > 1 else 0
+    return elements * x.element_size() + partials, 2 * T * O * E
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from specker.config import Sampling
 from specker.kernels.kv_calibrate import kv_calibrate, rope_table
@@ -174,7 +175,7 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
     slots, positions = cache.slot_of[start:end], model.positions[start:end]
     mask = None
     if model.config.causal and start > 0:
-        mask = torch.ones(T, end, dtype=torch.bool, device=model.device).tril(start)
+        mask = after(T, end, model.device)
     h = model.embed_tokens(tokens)
     for n, (w, (k, v)) in enumerate(zip(model.layers, cache.layers, strict=True), 1):
         normed = F.rms_norm(h, h.shape[-1:], w.norm_in, eps)
@@ -198,6 +199,14 @@ def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int
             kept[n] = h[-last:]
     cache.exact_len = end
     return kept
+
+
+def after(rows: int, end: int, device: torch.device) -> Tensor:
+    """Which of `end` columns each of the last `rows` sees: itself and all before it. On a GPU it is torch's own bias,
+    which its flash attention knows; it takes no mask of numbers, and what does holds all scores in float32."""
+    if device.type == "cuda":
+        return causal_lower_right(rows, end)
+    return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
 
 
 @lru_cache(maxsize=512)

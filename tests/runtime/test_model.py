@@ -7,7 +7,7 @@ from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import load
 from specker.runtime.draft import Draft
-from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.model import Model, after, chain_rows, forward, prefill
 from specker.runtime.verify import verify
 
 F64 = torch.float64
@@ -131,3 +131,24 @@ def test_greedy_equals_transformers_generate(tmp_path, arch):
     )
     assert out.tokens == reference[0, 8:].tolist()
     assert len(set(out.tokens)) > 10
+
+
+def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
+    """What stands for its mask there, taken by torch's attention here."""
+    model, cache = build(tmp_path, arch="llama", layers=2, max_context=128)
+    tokens = tokens_of(model, 70)
+    prefill(model, cache, tokens, chunk=32)
+    want = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70].clone() for c in (cache.k, cache.v)]
+    biases = []
+
+    def on_a_gpu(rows, end, device):
+        biases.append(after(rows, end, torch.device("cuda")))
+        return biases[-1]
+
+    monkeypatch.setattr("specker.runtime.model.after", on_a_gpu)
+    cache.truncate(0)
+    cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
+    prefill(model, cache, tokens, chunk=32)
+    assert len(biases) == 2 and not any(type(bias) is torch.Tensor for bias in biases)
+    got = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70] for c in (cache.k, cache.v)]
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
