@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness, plot
-from bench.e2e import differing, ours, row_of, share_target
+from bench.e2e import differing, joined, ours, row_of, share_target
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.engine import Engine
 from specker.runtime.model import chain_rows, forward, prefill
@@ -102,9 +102,11 @@ def bench(
         if getattr(engine._drafter, "parallel", None) is not None:
             timed_forward(engine, times[name])
     ways: dict[str, Any] = {
-        name: lambda e=engine: ours(e, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()
+        name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)
+        for name, engine in engines.items()
     }
-    timings = harness.measure(ways, args.rounds)
+    timings = harness.measure_each(ways, prompts, args.rounds)
+    timings = {name: dataclasses.replace(timing, last=joined(timing.last)) for name, timing in timings.items()}
     plain = timings["ar"].last
     rows = []
     for name, timing in timings.items():
