@@ -179,10 +179,6 @@ class Bench:
             call()
         return common.in_turn(ways, self.args.rounds)
 
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
 
 @dataclass(frozen=True)
 class Decoded:
@@ -230,7 +226,7 @@ def decode(bench: Bench, engine: Engine, context: int, drafter: Any) -> Decoded:
     host = (static.host_seconds - host) / (static.launched - launched)
     stages = {n: (ctx.stats.seconds[n] - stages[n]) / rounds for n in ("draft", "verify", "accept")}
     static.reset()
-    bench.wait()
+    harness.wait()
     seconds = [b - a for a, b in itertools.pairwise(stamps[WARM - 1 :])]
     return Decoded(Timing(tuple(sorted(seconds)), None), tokens, host, stages)
 
@@ -337,7 +333,7 @@ def first(bench: Bench, case: Case) -> Found:
     prompt = torch.randint(vocab, (case.context,), generator=torch.Generator().manual_seed(0)).tolist()
     seconds = []
     for _ in range(1 + LATER):
-        bench.wait()
+        harness.wait()
         start = time.perf_counter()
         stream = engine.stream(prompt, 16)
         next(stream)
@@ -407,7 +403,7 @@ def launches(bench: Bench, case: Case) -> Found:
         budget = Budget(0, 0) if drafter is None else ctx.policy.budget()
         static.launch(ctx.committed, budget, ctx.sampling, None, drafter is not None)
         static.collect()
-        bench.wait()
+        harness.wait()
 
     for _ in range(3):
         once()

@@ -68,10 +68,10 @@ def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
     order = list(ways)
     for _ in range(rounds):
         for name in order:
-            _wait()
+            wait()
             start = time.perf_counter()
             last[name] = ways[name]()
-            _wait()
+            wait()
             seconds[name].append(time.perf_counter() - start)
         order = order[1:] + order[:1]
     return {name: Timing(tuple(seconds[name]), last[name]) for name in ways}
@@ -91,10 +91,10 @@ def measure_each(
         last = {name: [] for name in ways}
         for item in items:
             for name in order:
-                _wait()
+                wait()
                 start = time.perf_counter()
                 last[name].append(ways[name](item))
-                _wait()
+                wait()
                 if n >= 0:
                     seconds[name][n] += time.perf_counter() - start
             order = order[1:] + order[:1]
@@ -115,7 +115,7 @@ def _quantile(values: Iterable[float], q: float) -> float:
     return values[low] + (place - low) * (values[high] - values[low])
 
 
-def _wait() -> None:
+def wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

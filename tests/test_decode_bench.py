@@ -111,7 +111,6 @@ def test_the_share_of_the_bandwidth(bench, monkeypatch):
     case = Case("ar", "tiny", 64)
     read = step_bytes(bench.engine(case).target.config, 64 + decode.WARM + 2, 4)
     bench.cuda = True
-    monkeypatch.setattr(Bench, "wait", lambda self: None)
     [row] = decode.ar(bench, case).values()
     assert row["bytes"] == read and row["limit"] == read / 1e8 and row["value"] == pytest.approx(read / 1e8 / 0.002)
 

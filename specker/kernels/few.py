@@ -112,9 +112,9 @@ def kv_calibrate(
     if not (k.flags.c_contiguous and v.flags.c_contiguous):  # a reshape would copy, and the rows be lost
         return None
     Hkv, D = k.shape[2:]
-    if x.ndim != 2 or x.shape[1] % D or x.shape[1] <= 2 * Hkv * D or table.ndim != 3 or table.shape[1:] != (2, D):
+    if x.ndim != 2 or x.shape[1] % D or x.shape[1] <= 2 * Hkv * D:
         return None
-    if D % 2:
+    if table.ndim != 3 or table.shape[1:] != (2, D) or D % 2:
         return None
     heads = x.reshape(T, x.shape[1] // D, D)
     Hq = heads.shape[1] - 2 * Hkv

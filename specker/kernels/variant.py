@@ -22,6 +22,7 @@ libraries' too; the launch option does not.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -84,10 +85,8 @@ class Variant:
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch on the device of the first argument, a tensor: Triton would take the current one."""
         device = arguments[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self.kernel[grid](*arguments, **self.constexprs, **self.compile_options())
-        else:
+        other = device.type == "cuda" and device.index != torch.cuda.current_device()
+        with torch.cuda.device(device) if other else nullcontext():
             self.kernel[grid](*arguments, **self.constexprs, **self.compile_options())
 
 

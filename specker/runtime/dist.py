@@ -269,10 +269,10 @@ def join(options: Options, device: torch.device, timeout: float = TIMEOUT) -> Ra
         )
     if options.draft_ranks is not None and options.draft_ranks > tp:
         raise ValueError(f"--draft-ranks {options.draft_ranks} is more than the {tp} ranks of --tp")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # where NCCL looks; events, streams and graphs are the current device's too
     if world == 1:
         return None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # where kernels are launched and NCCL looks
     if not td.is_initialized():
         with answered(timeout):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -33,8 +33,6 @@ def load(
     """
     opts: Options = from_kwargs(Options, {"strategy": strategy, **options})
     where = dist.own_device(_device(device))
-    if where.type == "cuda" and where.index is not None:
-        torch.cuda.set_device(where)  # events, streams and graphs are the current device's
     ranks = dist.join(opts, where)
     kind = _dtype(dtype, where)
     parts = STRATEGIES[opts.way]

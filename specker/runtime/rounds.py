@@ -483,15 +483,14 @@ class StaticRounds:
         second time."""
         for cache in {id(c): c for c in (self.cache, *([self.drafter.cache] if self.drafter else []))}.values():
             cache.k.zero_(), cache.v.zero_()  # numbers, that is, so that tokens are tokens
-        shapes = [(size, tree) for size in verified for tree in sorted({False, self.trees and size > 0})]
-        ends = [(size, tree) for size in accepted for tree in sorted({False, self.trees and size > 0})]
         todo: list[Callable[[], None]] = []
-        for before, length in itertools.pairwise((0, *self._lengths())):
+        lengths = self._lengths()
+        for before, length in itertools.pairwise((0, *lengths)):
             for sampling, budget in itertools.product(KINDS, budgets if self._drafts_beyond(before) else ()):
                 todo.append(partial(self._meet_budget, length, sampling, agrees, budget, asking))
-            todo.append(partial(self._meet, length, KINDS[0], agrees, shapes, self._verify))
+            todo.append(partial(self._meet, length, KINDS[0], agrees, verified, self._verify))
         for sampling in KINDS:
-            todo.append(partial(self._meet, self._lengths()[0], sampling, agrees, ends, self._accept))
+            todo.append(partial(self._meet, lengths[0], sampling, agrees, accepted, self._accept))
         for done, work in enumerate(todo, 1):
             work()
             if tell is not None:
@@ -514,15 +513,17 @@ class StaticRounds:
         length: int,
         sampling: Sampling,
         agrees: Tensor | None,
-        shapes: list[tuple[int, bool]],
+        sizes: list[int],
         work: Callable[[Flight], None],
     ) -> None:
+        """`work` on drafts of the given sizes, as chains and, where there are any, as trees."""
         self.reset()
         self.load([0] * length, length, sampling, agrees)
         self.reach(length + self._beyond)
-        for size, tree in shapes:
-            for _ in range(self.graphs.passes):
-                work(Flight.of(size, tree, self.state.report))
+        for size in sizes:
+            for tree in {False, self.trees and size > 0}:
+                for _ in range(self.graphs.passes):
+                    work(Flight.of(size, tree, self.state.report))
 
     @property
     def _drafted_to(self) -> int:
