@@ -63,8 +63,8 @@ class Inputs:
     logits: bool = arg(False, "verification gathers logits (sampling), not (id, logit) pairs")
     # As recorded without a GPU (bench/LOG.md, tests/test_project.py); shards are assumed to launch what the whole does.
     mlp_launches: float = arg(4, "of a layer's feed-forward, its norm included")
-    group_launches: float = arg(11, "of a group's attention and last sum, whatever its width")
-    group_layer_launches: float = arg(5, "of each layer's feed-forward in a group")
+    group_launches: float = arg(6, "of a group's attention, whatever its width")
+    group_layer_launches: float = arg(4, "of each layer's feed-forward in a group")
     draft_launches: float = arg(7, "of a draft forward beyond its layers")
     verify_launches: float = arg(8, "of a verify pass beyond its layers")
     round_launches: float = arg(6, "of a round beyond its forwards")
@@ -181,9 +181,10 @@ def layer_parallel(i: Inputs, m: Shape, rows: int, ranks: int) -> Cost:
         total += Cost(2 * (share * m.attention + n * m.mlp), launches)
         if n > 1:
             total += all_gather(i, ranks, n * rows * m.hidden * 2)
-    # A layer by itself and the last group end with a sum of their own; one such stands in `draft_launches`.
+    # A layer by itself and the last group end with a sum of their own, one of which stands in `draft_launches`; and the
+    # groups' rows are one launch for all.
     alone = sum(len(group) == 1 for group in schedule.groups)
-    return total + Cost(launches=float(alone) if alone < len(schedule.groups) else 0.0)
+    return total + Cost(launches=alone + 1.0 if alone < len(schedule.groups) else 0.0)
 
 
 def _shares(schedule: Schedule, ranks: int) -> list[tuple[int, int]]:

@@ -85,7 +85,7 @@ def recording() -> Iterator[list[Any]]:
 
 def _forget() -> None:
     """Constants that are made once: those made meanwhile have no numbers, and all recordings make them."""
-    for made in (model._cu_rows, diffusion._full_words, draft._arange, chain_words):
+    for made in (model.sequence_bounds, diffusion._full_words, draft._arange, chain_words):
         made.cache_clear()
 
 

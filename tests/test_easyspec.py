@@ -11,6 +11,7 @@ from pairs import perturbed
 
 import specker
 from specker.config import Options, Sampling
+from specker.kernels.repeat_rows import Repeated
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import load as load_checkpoint
@@ -134,7 +135,7 @@ def test_the_stacks_own_the_weights(checkpoints):
         for i, n in enumerate(group.layers):
             layer = model.layers[n]
             assert layer.qkv.untyped_storage().data_ptr() == group.qkv.untyped_storage().data_ptr()
-            assert torch.equal(layer.qkv, group.qkv[i].T) and torch.equal(layer.o, group.o[i].T)
+            assert torch.equal(layer.qkv, group.qkv[i]) and torch.equal(layer.o, group.o[i])
             assert torch.equal(layer.norm_in, group.norm_in[i])
 
 
@@ -163,14 +164,21 @@ def test_neighbours_in_one_storage_are_not_copied():
     stacked = torch.arange(24.0).view(4, 3, 2)
     view = _in_one([stacked[1], stacked[2], stacked[3]])
     assert torch.equal(view, stacked[1:]) and view.data_ptr() == stacked[1].data_ptr()
-    for apart in ([stacked[0], stacked[2], stacked[3]], [stacked[1], stacked[0]], [stacked[0].clone(), stacked[1]]):
-        assert torch.equal(_in_one(apart), torch.stack(apart))
+    padded = torch.arange(32.0).view(4, 4, 2)[:, :3]
+    for apart in (
+        [stacked[0], stacked[2], stacked[3]],
+        [stacked[1], stacked[0]],
+        [stacked[0].clone(), stacked[1]],
+        list(padded),  # evenly, but not one behind another
+        list(torch.arange(24.0).view(2, 4, 3).mT),
+    ):
+        assert torch.equal(_in_one(apart), torch.stack(apart)) and _in_one(apart).is_contiguous()
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Everything a drafter runs goes to the ops' kernels, in the interpreter. Yields the linear for its model."""
-    ops = ("residual_merge", "kv_calibrate", "tree_attention", "vocab_topk", "row_linear")
+    ops = ("residual_merge", "kv_calibrate", "tree_attention", "vocab_topk", "row_linear", "repeat_rows")
     module = {name: importlib.import_module(f"specker.kernels.{name}") for name in ops}
 
     def add_norm(x, delta, weight, eps):
@@ -191,6 +199,7 @@ def kernels(monkeypatch):
         "schedule.residual_merge": module["residual_merge"]._launch,
         "schedule.kv_calibrate": module["kv_calibrate"]._launch,
         "schedule.tree_attention": attention,
+        "schedule.repeat_rows": lambda *args: Repeated(*module["repeat_rows"]._launch(*args)),
         "head.vocab_topk": topk,
         "cache.kv_commit": module["kv_calibrate"]._launch_commit,
     }.items():

@@ -81,7 +81,7 @@ def test_pytest_runs_the_benches(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     timed = json.loads(out.read_text())["benchmarks"]
     assert collections.Counter(row["name"].split("[")[0] for row in timed) == {
-        "test_residual_merge": 6,
+        "test_residual_merge": 8,
         "test_accept": 2,
     }
     assert all(row["stats"]["rounds"] > 0 and row["stats"]["min"] > 0 for row in timed)

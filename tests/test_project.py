@@ -55,7 +55,7 @@ def test_forwards_by_hand():
 
     def side(ranks, share, wire, calls):
         layers = 2 * 2 * 144 + 2 * (share * 48 + 4 * 96)
-        assert latency.layer_parallel(SLOW, SMALL, 3, ranks) == Cost(80 + layers, 7 + 20 + 11 + 20 + 2, wire, calls)
+        assert latency.layer_parallel(SLOW, SMALL, 3, ranks) == Cost(80 + layers, 7 + 20 + 6 + 16 + 3, wire, calls)
 
     side(1, 4, 0, 0)
     side(2, 2, 11 + 48, 1)
@@ -70,9 +70,9 @@ def test_a_round_by_hand():
     row = latency.project(SLOW, SMALL, SMALL, 2, "layer-parallel", "graphs")
     assert row["model"] is True
     assert (row["verify_us"], row["plain_us"], row["tau"]) == (check, plain, 1)
-    assert row["draft_forward_us"] == 1616 + 120 + 59 and row["draft_us"] == exact + 1795
-    assert row["speedup"] == plain / (exact + 1795 + check)
-    assert row["draft_speedup"] == 2 * exact / (exact + 1795)
+    assert row["draft_forward_us"] == 1616 + 104 + 59 and row["draft_us"] == exact + 1779
+    assert row["speedup"] == plain / (exact + 1779 + check)
+    assert row["draft_speedup"] == 2 * exact / (exact + 1779)
     same = latency.project(SLOW, SMALL, SMALL, 2, "replicated", "graphs")
     assert same["draft_us"] == 2 * exact and same["draft_speedup"] == 1 and same["tau"] == 2
     tensor = latency.project(SLOW, SMALL, SMALL, 2, "tensor", "graphs")
@@ -199,18 +199,17 @@ def test_launches_are_those_recorded(tmp_path, name, attention):
 
         def launches(schedule):
             parallel = LayerParallel(model, cache, schedule)
+            parallel.forward(rows, x)  # makes its constants
             log.clear()
             parallel.forward(rows, x)
             return len(log)
 
         i, m = Inputs(), replace(SHAPES[name.lower()], layers=6)
+        forward(model, cache, rows, x)
         log.clear()
         forward(model, cache, rows, x)
         last_sum = 1  # one of those that stand beyond the layers
-        assert (
-            len([entry for entry in log if "detach" not in entry[0]])
-            == m.layers * (attention + i.mlp_launches) + last_sum
-        )
+        assert len(log) == m.layers * (attention + i.mlp_launches) + last_sum
         for width in (2, 3, 4):
             found = launches(Schedule.parallel(6, width))
             cost = latency.layer_parallel(replace(i, parallel=width, bus=1.0), m, 12, 1)

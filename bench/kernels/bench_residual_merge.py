@@ -18,9 +18,11 @@ EPS = 1e-5
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def build(P: int, Q: int, T: int, E: int) -> Built:
+def build(P: int, Q: int, T: int, E: int, apart: bool) -> Built:
     x, deltas = torch.randn(T, E, dtype=DTYPE, device=DEVICE), torch.randn(P, T, E, dtype=DTYPE, device=DEVICE)
     weight = torch.randn(Q, E, dtype=DTYPE, device=DEVICE)
+
+    given = (x, deltas[:-1], weight, EPS, deltas[-1].clone()) if apart else (x, deltas, weight, EPS)
 
     def eager() -> tuple:
         y = x
@@ -29,24 +31,25 @@ def build(P: int, Q: int, T: int, E: int) -> Built:
         return y, [F.rms_norm(y, (E,), w, EPS) for w in weight]
 
     def check() -> None:
-        y, normed = residual_merge(x, deltas, weight, EPS)
+        y, normed = residual_merge(*given)
         eps = torch.finfo(DTYPE).eps
         exact = x.double() + deltas.double().sum(0)
         assert (y - exact).abs().max() <= eps * exact.abs().max(), "the sum"
         norm = F.rms_norm(y.double(), (E,), None, EPS) * weight.double()[:, None]
         assert (normed - norm).abs().max() <= 2 * eps * norm.abs().max(), "the norms"
 
-    ways = {"specker": lambda: residual_merge(x, deltas, weight, EPS), "torch": eager}
+    ways = {"specker": lambda: residual_merge(*given), "torch": eager}
     if DEVICE == "cuda":
         ways["torch.compile"] = torch.compile(eager, dynamic=False)
-    return Built(ways, check, residual_merge_cost(x, deltas, weight, EPS))
+    return Built(ways, check, residual_merge_cost(*given))
 
 
 def cases() -> Iterator[Case]:
     E, few, many = (4096, 8, 8192) if DEVICE == "cuda" else (256, 8, 128)
-    for P, Q in ((2, 1), (1, 4), (1, 1)):
+    for P, Q, apart in ((2, 1, False), (2, 1, True), (1, 4, False), (1, 1, False)):
         for T, goal in ((few, Goal(over_empty=3e-6)), (many, Goal(share=0.85))):
-            yield Case(f"P{P} Q{Q}, T {T}", lambda P=P, Q=Q, T=T: build(P, Q, T, E), goal)
+            name = f"P{P}{' apart' if apart else ''} Q{Q}, T {T}"
+            yield Case(name, lambda P=P, Q=Q, T=T, apart=apart: build(P, Q, T, E, apart), goal)
 
 
 test_residual_merge = common.benchmarks(cases())

@@ -4,7 +4,8 @@ One read of the weight: 7.8 us of an H200's 4.3 TB/s for 4096 -> 4096, 55 for 40
 until 64 rows the matrix units have nothing to say. What stands against it is the start of the stream, as a share of a
 short call; the merge's launch where K is split (14336 -> 4096); and x, which every program reads from L2 anew: at 64
 rows twice the weight's bytes for tiles of 32 outputs, half of them for tiles of 128. With silu_mul the other way is the
-linear and two pointwise kernels; "torch.compile" makes one of these.
+linear and two pointwise kernels; "torch.compile" makes one of these. "4 x" is a group of four layers side by side, a
+1B and an 8B draft's, against torch.bmm.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,23 +22,24 @@ from specker.kernels.row_linear import row_linear, row_linear_cost, row_linear_r
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def build(T: int, E: int, O: int, epilogue: str) -> Built:
-    x = torch.randn(T, E, dtype=DTYPE, device=DEVICE)
-    weight = torch.randn(O, E, dtype=DTYPE, device=DEVICE) / E**0.5
+def build(T: int, E: int, O: int, epilogue: str, G: int) -> Built:
+    layers = (G,) if G > 1 else ()
+    x = torch.randn(*layers, T, E, dtype=DTYPE, device=DEVICE)
+    weight = torch.randn(*layers, O, E, dtype=DTYPE, device=DEVICE) / E**0.5
 
     def theirs() -> Tensor:
         return row_linear_ref(x, weight, None, epilogue)
 
     def check() -> None:
-        exact = x.double() @ weight.double().T
+        exact = x.double() @ weight.double().mT
         if epilogue == "silu_mul":
             exact = F.silu(exact[:, : O // 2]) * exact[:, O // 2 :]
         ours = row_linear(x, weight, None, epilogue)
         error, bound = (ours - exact).abs().max(), 2 * (theirs() - exact).abs().max()
         assert error <= bound, f"error {error:.2e}, twice torch's is {bound:.2e}"
         for rows in (slice(0, 1), slice(T // 2, T)):
-            alone = row_linear(x[rows], weight, None, epilogue)
-            assert DEVICE == "cpu" or torch.equal(alone, ours[rows]), "a row's bits depend on the others"
+            alone = row_linear(x[..., rows, :], weight, None, epilogue)
+            assert DEVICE == "cpu" or torch.equal(alone, ours[..., rows, :]), "a row's bits depend on the others"
 
     ways: dict[str, Callable[[], Any]] = {"specker": lambda: row_linear(x, weight, None, epilogue), "torch": theirs}
     if DEVICE == "cuda" and epilogue != "none":
@@ -47,19 +49,28 @@ def build(T: int, E: int, O: int, epilogue: str) -> Built:
 
 def cases() -> Iterator[Case]:
     if DEVICE == "cpu":
-        shapes = ((256, 256, "none", None), (256, 512, "silu_mul", None), (1024, 256, "none", None))
+        shapes = (
+            (256, 256, "none", 1, None),
+            (256, 512, "silu_mul", 1, None),
+            (1024, 256, "none", 1, None),
+            (256, 384, "none", 4, None),
+        )
     else:
         shapes = (
-            (4096, 4096, "none", 0.75),
-            (4096, 28672, "none", 0.90),
-            (4096, 28672, "silu_mul", 0.90),
-            (14336, 4096, "none", 0.85),
+            (4096, 4096, "none", 1, 0.75),
+            (4096, 28672, "none", 1, 0.90),
+            (4096, 28672, "silu_mul", 1, 0.90),
+            (14336, 4096, "none", 1, 0.85),
+            (2048, 3072, "none", 4, 0.75),
+            (2048, 2048, "none", 4, 0.75),
+            (4096, 6144, "none", 4, 0.85),
+            (4096, 4096, "none", 4, 0.85),
         )
-    for E, O, epilogue, share in shapes:
-        for T in (1, 8, 64):
+    for E, O, epilogue, G, share in shapes:
+        for T in (1, 12) if G > 1 else (1, 8, 64):
             goal = Goal(share=share, over=(("torch", 1.0),)) if share else Goal()
-            name = f"{E} -> {O}" + (" silu_mul" if epilogue != "none" else "") + f", T {T}"
-            yield Case(name, lambda T=T, E=E, O=O, e=epilogue: build(T, E, O, e), goal)
+            name = (f"{G} x " if G > 1 else "") + f"{E} -> {O}" + (" silu_mul" if epilogue != "none" else "")
+            yield Case(f"{name}, T {T}", lambda T=T, E=E, O=O, e=epilogue, G=G: build(T, E, O, e, G), goal)
 
 
 test_row_linear = common.benchmarks(cases())

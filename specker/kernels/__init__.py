@@ -12,6 +12,7 @@ or three with `smoke=True` for `make test`.
 from specker.kernels.accept import accept_walk
 from specker.kernels.advance import advance, place_rows
 from specker.kernels.kv_calibrate import kv_calibrate, kv_commit, rope_table
+from specker.kernels.repeat_rows import repeat_rows
 from specker.kernels.residual_merge import residual_merge
 from specker.kernels.row_linear import row_linear
 from specker.kernels.sample_rows import sample_rows
@@ -25,6 +26,7 @@ __all__ = [
     "kv_calibrate",
     "kv_commit",
     "place_rows",
+    "repeat_rows",
     "residual_merge",
     "rope_table",
     "row_linear",

@@ -59,11 +59,15 @@ def count_equal(z: Tensor, values: Tensor) -> int:
     return int(np.count_nonzero(z.detach().numpy() == values.detach().numpy()))
 
 
-def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
-    if not _few(x) or deltas.requires_grad or (norm_weight is not None and norm_weight.requires_grad):
+def residual_merge(
+    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    if not _few(x) or any(w is not None and w.requires_grad for w in (deltas, norm_weight, last)):
         return None
     y, d = x.numpy(), deltas.numpy()
     if y.ndim != 2 or d.shape[1:] != y.shape or d.dtype != y.dtype:
+        return None
+    if last is not None and (last.shape != x.shape or last.dtype != x.dtype):
         return None
     w = np.empty((0, y.shape[1]), y.dtype) if norm_weight is None else norm_weight.numpy()
     if w.shape[1:] != y.shape[1:] or w.dtype != y.dtype:
@@ -71,6 +75,8 @@ def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: f
     y = y + d[0] if len(d) else y.copy()
     for p in range(1, len(d)):
         y += d[p]
+    if last is not None:
+        y += last.numpy()
     normed = rms_norm(y, w, eps)[None] if len(w) == 1 else rms_norm(y[None], w[:, None], eps)
     return torch.from_numpy(y), torch.from_numpy(normed)
 

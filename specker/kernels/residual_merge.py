@@ -1,11 +1,12 @@
 """residual_merge: y = x + deltas[0] + ... + deltas[P-1]; normed[q] = RMSNorm(y; norm_weight[q]), in one pass.
 
 Contract: x [T, E], deltas [P, T, E], norm_weight [Q, E] or None, one dtype -> y [T, E], normed [Q, T, E] (Q = 0
-without weights). Sums run in float32 (float64 for float64) in the order p = 0..P-1 and are rounded once, to y; the
-norm is taken of the rounded y, so a row's bits depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w.
-P = 1, Q = 1 is a decoder layer's residual add + norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a
-group of N layers that run side by side. Traffic: (1 + P + 1 + Q) * T * E elements, each moved once for E up to 16,384
-(the row stays in registers); a longer row is read back once from the cache, T * E elements more.
+without weights). The last delta may stand elsewhere: deltas [P-1, T, E] and `last` [T, E]. Sums run in float32 (float64
+for float64) in the order p = 0..P-1 and are rounded once, to y; the norm is taken of the rounded y, so a row's bits
+depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w. P = 1, Q = 1 is a decoder layer's residual
+add + norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a group of N layers that run side by side.
+Traffic: (1 + P + 1 + Q) * T * E elements, each moved once for E up to 16,384 (the row stays in registers); a longer row
+is read back once from the cache, T * E elements more.
 """
 
 from collections.abc import Iterator
@@ -19,11 +20,14 @@ from specker.kernels import few
 from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 
-def residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """x [T, E], deltas [P, T, E], norm_weight [Q, E] or None -> y [T, E], normed [Q, T, E]. Neither aliases x."""
+def residual_merge(
+    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, E], deltas [P, T, E], norm_weight [Q, E] or None -> y [T, E], normed [Q, T, E]. Neither aliases x. `last`
+    [T, E]: one more delta, which need not stand beside the others and is added after them."""
     if torch.compiler.is_compiling():
-        return torch.ops.specker.residual_merge(x, deltas, norm_weight, eps)
-    return few.residual_merge(x, deltas, norm_weight, eps) or _residual_merge(x, deltas, norm_weight, eps)
+        return torch.ops.specker.residual_merge(x, deltas, norm_weight, eps, last)
+    return few.residual_merge(x, deltas, norm_weight, eps, last) or _residual_merge(x, deltas, norm_weight, eps, last)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -36,14 +40,20 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return y, normed[0]
 
 
-def _residual_merge(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    _check(x, deltas, norm_weight)
+def _residual_merge(
+    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _check(x, deltas, norm_weight, last)
     if x.is_cuda and x.dtype != torch.float64:
-        return _launch(x, deltas, norm_weight, eps)
-    return residual_merge_ref(x, deltas, norm_weight, eps)
+        return _launch(x, deltas, norm_weight, eps, last)
+    return residual_merge_ref(x, deltas, norm_weight, eps, last)
 
 
-def residual_merge_ref(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def residual_merge_ref(
+    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if last is not None:
+        deltas = torch.cat((deltas, last.unsqueeze(0)))
     P = deltas.shape[0]
     if x.dtype in (torch.float16, torch.bfloat16) and P > 1:
         acc = x.float()
@@ -63,9 +73,11 @@ def residual_merge_ref(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, ep
     return y, torch.stack([F.rms_norm(y, y.shape[-1:], weight, eps) for weight in norm_weight])
 
 
-def residual_merge_cost(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[int, int]:
+def residual_merge_cost(
+    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+) -> tuple[int, int]:
     """(bytes, flops) of one call."""
-    P, Q = deltas.shape[0], 0 if norm_weight is None else norm_weight.shape[0]
+    P, Q = deltas.shape[0] + (last is not None), 0 if norm_weight is None else norm_weight.shape[0]
     weights = 0 if norm_weight is None else norm_weight.numel()
     return ((2 + P + Q) * x.numel() + weights) * x.element_size(), (P + 3 * (Q > 0) + Q) * x.numel()
 
@@ -76,7 +88,8 @@ MAX_BLOCK = 16384
 @triton.jit(do_not_specialize=["T"])
 def _residual_merge_kernel(
     x_ptr,  # [T, E]
-    deltas_ptr,  # [P, T, E]
+    deltas_ptr,  # [P, T, E], without the last if LAST
+    last_ptr,  # [T, E]; not read unless LAST
     weight_ptr,  # [Q, E]
     y_ptr,  # [T, E]
     normed_ptr,  # [Q, T, E]
@@ -84,6 +97,7 @@ def _residual_merge_kernel(
     eps,
     P: tl.constexpr,
     Q: tl.constexpr,
+    LAST: tl.constexpr,  # the last delta stands elsewhere
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
 ):
@@ -95,8 +109,10 @@ def _residual_merge_kernel(
         o_e = i_e + tl.arange(0, BLOCK)
         m_e = o_e < E
         b_y = tl.load(x_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
-        for p in tl.static_range(P):
+        for p in tl.static_range(P - 1 if LAST else P):
             b_y += tl.load(deltas_ptr + p * plane + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
+        if LAST:
+            b_y += tl.load(last_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
         if Q > 0 and E <= BLOCK:  # asked for before the reduction, whose barrier nothing crosses
             b_first = tl.load(weight_ptr + o_e, mask=m_e, other=0.0, eviction_policy="evict_last")
         b_kept = b_y.to(y_ptr.dtype.element_ty)
@@ -123,7 +139,7 @@ def _residual_merge_kernel(
 
 
 @lru_cache
-def _variant(dtype: torch.dtype, P: int, Q: int, E: int) -> Variant:
+def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False) -> Variant:
     """One program a row, so that rows cannot meet; the tile and the warps follow E alone, and so does the order of the
     sum. 16 elements a thread: two 16-byte loads of each operand in flight (four in float32). At E 4096 the compiler's
     48 registers leave five programs an SM, 40 KiB of each operand in flight. The same on every architecture: nothing
@@ -131,10 +147,10 @@ def _variant(dtype: torch.dtype, P: int, Q: int, E: int) -> Variant:
     block = min(triton.next_power_of_2(E), MAX_BLOCK)
     t = TYPES[dtype]
     return Variant(
-        name=f"{t} P{P} Q{Q} E{E}",
+        name=f"{t} P{P}{' apart' if last else ''} Q{Q} E{E}",
         kernel=_residual_merge_kernel,
-        arguments=(f"*{t}", f"*{t}", f"*{t}", f"*{t}", f"*{t}", "i32", "fp32"),
-        constexprs={"P": P, "Q": Q, "E": E, "BLOCK": block},
+        arguments=(*(f"*{t}",) * 6, "i32", "fp32"),
+        constexprs={"P": P, "Q": Q, "LAST": last, "E": E, "BLOCK": block},
         num_warps=min(max(block // 512, 1), 16),
         wide=E * dtype.itemsize % 16 == 0,
         smoke=dtype == torch.bfloat16 and E == 4096 and (P, Q) in ((2, 1), (1, 4)),
@@ -145,38 +161,50 @@ def variants(arch: int) -> Iterator[Variant]:
     """What the compile-only checks compile for sm_`arch`; the launcher takes any P, Q and E."""
     for P, Q in ((0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (4, 1)):
         yield _variant(torch.bfloat16, P, Q, 4096)
+    for P, Q, E in ((2, 1, 4096), (2, 1, 2048), (1, 4, 18432)):
+        yield _variant(torch.bfloat16, P, Q, E, True)
     for E in (896, 1023, 5120, 8192, 16384, 18432):
         yield _variant(torch.bfloat16, 1, 1, E)
     yield _variant(torch.float16, 1, 1, 4096)
     yield _variant(torch.float32, 1, 1, 4096)
 
 
-def _launch(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    same_device(x, deltas=deltas, norm_weight=norm_weight)
+def _launch(
+    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    same_device(x, deltas=deltas, norm_weight=norm_weight, last=last)
     x, deltas = x.contiguous(), deltas.contiguous()
-    weight = x if norm_weight is None else norm_weight.contiguous()  # x is not read where there is no weight
-    (T, E), P, Q = x.shape, deltas.shape[0], 0 if norm_weight is None else norm_weight.shape[0]
+    weight, apart = (x if y is None else y.contiguous() for y in (norm_weight, last))  # x is not read for them
+    (T, E), Q = x.shape, 0 if norm_weight is None else norm_weight.shape[0]
+    P = deltas.shape[0] + (last is not None)
     y, normed = torch.empty_like(x), x.new_empty(Q, T, E)
     if x.numel():
-        _variant(x.dtype, P, Q, E)((T,), x, deltas, weight, y, normed, T, eps)
+        _variant(x.dtype, P, Q, E, last is not None)((T,), x, deltas, apart, weight, y, normed, T, eps)
     return y, normed
 
 
-def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None) -> None:
-    if x.dim() != 2 or deltas.dim() != 3 or deltas.shape[1:] != x.shape:
-        raise ValueError(f"expected x [T, E], deltas [P, T, E]: x {tuple(x.shape)}, deltas {tuple(deltas.shape)}")
-    if deltas.dtype != x.dtype or (norm_weight is not None and norm_weight.dtype != x.dtype):
-        raise ValueError(f"deltas and norm_weight must have x's dtype, {x.dtype}")
+def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, last: Tensor | None) -> None:
+    if x.dim() != 2 or deltas.dim() != 3 or deltas.shape[1:] != x.shape or (last is not None and last.shape != x.shape):
+        raise ValueError(
+            f"expected x [T, E], deltas [P, T, E], last [T, E]: x {tuple(x.shape)}, deltas {tuple(deltas.shape)}"
+            + ("" if last is None else f", last {tuple(last.shape)}")
+        )
+    if any(y is not None and y.dtype != x.dtype for y in (deltas, norm_weight, last)):
+        raise ValueError(f"deltas, last and norm_weight must have x's dtype, {x.dtype}")
     if norm_weight is not None and (norm_weight.dim() != 2 or norm_weight.shape[1] != x.shape[1]):
         raise ValueError(f"norm_weight must be [Q, {x.shape[1]}], got {tuple(norm_weight.shape)}")
 
 
-def _fake(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    _check(x, deltas, norm_weight)
+def _fake(
+    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _check(x, deltas, norm_weight, last)
     return x.new_empty(x.shape), x.new_empty(0 if norm_weight is None else norm_weight.shape[0], *x.shape)
 
 
 _lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define("residual_merge(Tensor x, Tensor deltas, Tensor? norm_weight, float eps) -> (Tensor, Tensor)")
+_lib.define(
+    "residual_merge(Tensor x, Tensor deltas, Tensor? norm_weight, float eps, Tensor? last=None) -> (Tensor, Tensor)"
+)
 _lib.impl("residual_merge", _residual_merge, "CompositeExplicitAutograd")
 torch.library.register_fake("specker::residual_merge", _fake, lib=_lib)

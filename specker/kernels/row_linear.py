@@ -1,14 +1,15 @@
 """row_linear: y = x W^T (+ bias), for few rows (a decoding step, a verify pass), with an optional SiLU(gate) * up.
 
 Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]; with epilogue "silu_mul" the weight's first
-O/2 rows are the gate and the rest the up projection, and the result is silu(x Wg^T) * (x Wu^T), [T, O/2].
-Accumulation is in float32 (float64 for float64). Traffic: the weight is read once, O * E elements; T * (E + O) beside
-it. On a CPU a row may differ in the last bits from the same row among others: equal to 1e-12 in float64.
+O/2 rows are the gate and the rest the up projection, and the result is silu(x Wg^T) * (x Wu^T), [T, O/2]. G layers side
+by side are one call: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. Accumulation is in float32 (float64 for
+float64). Traffic: the weight is read once, G * O * E elements; G * T * (E + O) beside it. On a CPU a row may differ in
+the last bits from the same row among others: equal to 1e-12 in float64.
 
 The kernel serves up to 256 rows, in tiles of 64; more (a prefill) are `torch.nn.functional.linear`'s, and float64 stays
 with the reference. Bias and SiLU(gate) * up are applied in float32, before the only rounding (the reference rounds the
 linear first). Determinism: a row's bits are a function of that row, the weight and the architecture. The matrix tile
-has 64 rows whether T is 1 or 256, absent ones are zero; K runs in order; the number of splits of K follows (O, E,
+has 64 rows whether T is 1 or 256, absent ones are zero; K runs in order; the number of splits of K follows (G, O, E,
 architecture) alone, and a second kernel adds their float32 partials in order. No atomics.
 
 `pack` puts a large float32 CPU weight in oneDNN's blocked layout: a plain float32 linear re-reads the weight as the
@@ -16,6 +17,7 @@ rows grow (8 rows cost 2.5x one row), the packed one does not. Below `PACK_MIN` 
 packed call's fixed cost (10 to 40 us) is.
 """
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -32,11 +34,13 @@ _PACK_ROWS = 16  # the row count the layout is chosen for; measured good from 1 
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-    """x [T, E], weight [O, E] (plain or from `pack`), bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul"."""
+    """x [T, E], weight [O, E] (plain or from `pack`), bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul"; or all
+    of them, plain, with a dimension G in front."""
     if torch.compiler.is_compiling():
         return torch.ops.specker.row_linear(x, weight, bias, epilogue)
-    plain = epilogue == "none" or (epilogue == "silu_mul" and weight.shape[0] % 2 == 0)
-    if x.is_cpu and bias is None and x.dim() == weight.dim() == 2 and plain:
+    matrices = x.dim() == weight.dim() > 1
+    plain = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
+    if x.is_cpu and bias is None and matrices and plain:
         try:
             return row_linear_ref(x, weight, bias, epilogue)
         except RuntimeError:  # what the check would have said costs a decoding step more than saying it afterwards
@@ -47,7 +51,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: 
 
 def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
     _check(x, weight, bias, epilogue)
-    if x.is_cuda and x.dtype != torch.float64 and x.shape[0] <= MAX_ROWS:
+    if x.is_cuda and x.dtype != torch.float64 and x.shape[-2] <= MAX_ROWS:
         return _launch(x, weight, bias, epilogue)
     return row_linear_ref(x, weight, bias, epilogue)
 
@@ -55,23 +59,26 @@ def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -
 def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
     if weight.layout is torch._mkldnn:  # type: ignore[attr-defined]
         y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
-    else:
+    elif x.dim() == 2:
         y = F.linear(x, weight, bias)
+    else:
+        by = weight.transpose(1, 2)
+        y = torch.bmm(x, by) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, by)
     if epilogue == "silu_mul":
-        gate, up = y.chunk(2, dim=1)
+        gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate).mul_(up)
     return y
 
 
 def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
     """(bytes, flops) of one call; where the kernel splits K, with its float32 partials, written and read."""
-    T, E = x.shape
-    O = weight.shape[0]
+    T, E = x.shape[-2:]
+    G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
     out = O // 2 if epilogue == "silu_mul" else O
     elements = T * E + O * E + T * out + (O if bias is not None else 0)
-    splits = 1 if x.dtype == torch.float64 or T > MAX_ROWS else tiles(x.dtype, O, E, arch(x.device))[-1]
+    splits = 1 if x.dtype == torch.float64 or T > MAX_ROWS else tiles(x.dtype, O, E, arch(x.device), G)[-1]
     partials = 2 * 4 * splits * T * O if splits > 1 else 0
-    return elements * x.element_size() + partials, 2 * T * O * E
+    return G * (elements * x.element_size() + partials), 2 * G * T * O * E
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -139,11 +146,12 @@ def _silu_mul(gate, up):
 
 @triton.jit(do_not_specialize=["T"])
 def _row_linear_kernel(
-    x_ptr,  # [T, E]
-    w_ptr,  # [O, E]
-    bias_ptr,  # [O]
-    y_ptr,  # [T, O], or [T, O / 2] with SILU; with SPLITS > 1 the partials [SPLITS, T, O] float32
+    x_ptr,  # [G, T, E]
+    w_ptr,  # [G, O, E]
+    bias_ptr,  # [G, O]
+    y_ptr,  # [G, T, O], or [G, T, O / 2] with SILU; with SPLITS > 1 the partials [SPLITS, G, T, O] float32
     T,
+    G: tl.constexpr,
     O: tl.constexpr,
     E: tl.constexpr,
     M: tl.constexpr,  # rows of x of a program
@@ -160,6 +168,14 @@ def _row_linear_kernel(
     m_m = o_m < T
     i_n = tl.program_id(1) * N
     i_s = tl.program_id(2)
+    if G > 1:
+        TILES: tl.constexpr = (COLUMNS + N - 1) // N
+        i_g = tl.program_id(1) // TILES
+        i_n = (tl.program_id(1) % TILES) * N
+        x_ptr += i_g.to(tl.int64) * T * E
+        w_ptr += i_g.to(tl.int64) * (O * E)
+        bias_ptr += i_g * O
+        y_ptr += i_g.to(tl.int64) * T * (O if SPLITS > 1 else COLUMNS)
     o_n = i_n + tl.arange(0, N)
     m_n = o_n < COLUMNS
     b_y, b_up = stream_rows(
@@ -181,7 +197,7 @@ def _row_linear_kernel(
     )
     m_mn = m_m[:, None] & m_n[None, :]
     if SPLITS > 1:
-        p_y = y_ptr + (i_s.to(tl.int64) * T + o_m)[:, None] * O + o_n[None, :]
+        p_y = y_ptr + (i_s.to(tl.int64) * G * T + o_m)[:, None] * O + o_n[None, :]
         tl.store(p_y, b_y, mask=m_mn)
         if SILU:
             tl.store(p_y + COLUMNS, b_up, mask=m_mn)
@@ -198,10 +214,11 @@ def _row_linear_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _row_linear_merge_kernel(
-    partial_ptr,  # [SPLITS, T, O] float32
-    bias_ptr,  # [O]
-    y_ptr,  # [T, O], or [T, O / 2] with SILU
+    partial_ptr,  # [SPLITS, G, T, O] float32
+    bias_ptr,  # [G, O]
+    y_ptr,  # [G, T, O], or [G, T, O / 2] with SILU
     T,
+    G: tl.constexpr,
     O: tl.constexpr,
     SPLITS: tl.constexpr,
     SILU: tl.constexpr,
@@ -209,13 +226,15 @@ def _row_linear_merge_kernel(
     BLOCK: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = O // 2 if SILU else O
-    i_t = tl.program_id(0).to(tl.int64)
+    i_t = tl.program_id(0).to(tl.int64)  # of all G * T rows
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < COLUMNS
+    if G > 1:
+        bias_ptr += tl.program_id(0) // T * O
     b_y = tl.zeros([BLOCK], tl.float32)
     b_up = tl.zeros([BLOCK], tl.float32)
     for i_s in tl.static_range(SPLITS):
-        p_partial = partial_ptr + (i_s * T.to(tl.int64) + i_t) * O
+        p_partial = partial_ptr + (i_s * G * T.to(tl.int64) + i_t) * O
         b_y += tl.load(p_partial + o_n, mask=m_n, other=0.0)
         if SILU:
             b_up += tl.load(p_partial + COLUMNS + o_n, mask=m_n, other=0.0)
@@ -233,19 +252,19 @@ LONG = 8192  # columns from which a merge's launch is small beside the stream
 MIN_SPLIT = 512  # columns of a split, at least
 
 
-def tiles(dtype: torch.dtype, O: int, E: int, arch: int) -> tuple[int, int, int, int, int]:
+def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1) -> tuple[int, int, int, int, int]:
     """Rows of x, rows of the weight, columns, stages, splits: the tile table, whose reasons are in `_variants`."""
     sms = SMS[arch]
     aligned = E * dtype.itemsize % 16 == 0
     if E >= LONG and aligned:
         n = 128
     else:
-        n = next((n for n in (128, 64) if 10 * -(-O // n) >= 7 * sms and aligned), 32)
+        n = next((n for n in (128, 64) if 10 * G * -(-O // n) >= 7 * sms and aligned), 32)
     if dtype == torch.float32:
         m, n, block, stages = 16, 32, 32, 2
     else:
         m, block = 64, 64 if n == 128 or not aligned else 128
-    count = -(-O // n)
+    count = G * -(-O // n)
     splits = max(1, min(sms // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # whole tiles of columns may need fewer
     if dtype != torch.float32:
@@ -256,7 +275,9 @@ def tiles(dtype: torch.dtype, O: int, E: int, arch: int) -> tuple[int, int, int,
 
 
 @lru_cache(maxsize=256)
-def _variants(dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: int) -> tuple[Variant, Variant | None]:
+def _variants(
+    dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: int, G: int = 1
+) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge where K is split.
 
     64 rows of x for any T: wgmma's M, and on sm_80 the same order of sums. What is to be tuned is how many bytes of the
@@ -269,15 +290,16 @@ def _variants(dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: 
       row nothing). Where E is long, a merge is cheap beside the stream, and tiles of 128 with K split share x better:
       14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight an SM. Few outputs split K too: 4096 -> 1024 is 32
       tiles of 32 times 4.
+    * G layers have G times the programs, so larger tiles and fewer splits: all follows from their number.
     sm_80 has 164 KiB an SM: 72 KiB, so that two blocks fit. float32 goes through FMA: small tiles, for correctness, as
     are those of an E that is no multiple of 16 bytes, whose odd half is read 2 bytes at a time through registers.
     """
-    m, n, block, stages, splits = tiles(dtype, O, E, arch)
+    m, n, block, stages, splits = tiles(dtype, O, E, arch, G)
     t = TYPES[dtype]
     half = dtype != torch.float32
-    name = f"{t} {E}->{O}" + (" silu_mul" if silu else "") + (" bias" if bias else "")
+    name = f"{t} {E}->{O}" + (f" x{G}" if G > 1 else "") + (" silu_mul" if silu else "") + (" bias" if bias else "")
     smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
-    common = {"O": O, "SPLITS": splits, "SILU": silu, "BIAS": bias}
+    common = {"G": G, "O": O, "SPLITS": splits, "SILU": silu, "BIAS": bias}
     stream = Variant(
         name=name,
         kernel=_row_linear_kernel,
@@ -314,7 +336,7 @@ def _variants(dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: 
 def variants(arch: int) -> Iterator[Variant]:
     """What the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
     bf16 = torch.bfloat16
-    for dtype, O, E, silu, bias in (
+    for dtype, O, E, silu, bias, *G in (
         (bf16, 4096, 4096, False, False),
         (bf16, 6144, 4096, False, True),
         (bf16, 28672, 4096, False, False),
@@ -327,46 +349,58 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 28672, 4096, True, False),
         (torch.float32, 4096, 4096, False, False),
         (torch.float32, 1024, 4096, True, True),
+        (bf16, 6144, 4096, False, False, 4),  # groups of an 8B and of a 1B draft
+        (bf16, 4096, 4096, False, False, 4),
+        (bf16, 3072, 2048, False, False, 4),
+        (bf16, 2048, 2048, False, False, 4),
+        (bf16, 1152, 896, False, True, 3),
+        (bf16, 512, 4096, True, True, 2),
     ):
-        yield from (v for v in _variants(dtype, O, E, silu, bias, arch) if v is not None)
+        yield from (v for v in _variants(dtype, O, E, silu, bias, arch, *G) if v is not None)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
     same_device(x, bias=bias)
     x, weight = x.contiguous(), weight.contiguous()
-    (T, E), O, silu = x.shape, weight.shape[0], epilogue == "silu_mul"
-    y = x.new_empty(T, O // 2 if silu else O)
+    (*layers, T, E), O, silu = x.shape, weight.shape[-2], epilogue == "silu_mul"
+    G = math.prod(layers)
+    y = x.new_empty(*layers, T, O // 2 if silu else O)
     if y.numel() == 0:
         return y
-    stream, merge = _variants(x.dtype, O, E, silu, bias is not None, arch(x.device))
+    stream, merge = _variants(x.dtype, O, E, silu, bias is not None, arch(x.device), G)
     sizes = stream.constexprs
     b = x if bias is None else bias.contiguous()  # not read where there is none
     splits = sizes["SPLITS"]
-    out = y if merge is None else x.new_empty((splits, T, O), dtype=torch.float32)
-    stream((-(-T // sizes["M"]), -(-y.shape[1] // sizes["N"]), splits), x, weight, b, out, T)
+    out = y if merge is None else x.new_empty((splits, G, T, O), dtype=torch.float32)
+    stream((-(-T // sizes["M"]), G * -(-y.shape[-1] // sizes["N"]), splits), x, weight, b, out, T)
     if merge is not None:
-        merge((T, -(-y.shape[1] // merge.constexprs["BLOCK"])), out, b, y, T)
+        merge((G * T, -(-y.shape[-1] // merge.constexprs["BLOCK"])), out, b, y, T)
     return y
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected x [T, E] and weight [O, E]: x {tuple(x.shape)}, weight {tuple(weight.shape)}")
+    dims = x.dim(), weight.dim()
+    if dims not in ((2, 2), (3, 3)) or x.shape[-1] != weight.shape[-1] or x.shape[:-2] != weight.shape[:-2]:
+        raise ValueError(
+            "expected x [T, E] and weight [O, E], or x [G, T, E] and weight [G, O, E]: "
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        )
     if x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ValueError(f"bias must be {list(weight.shape[:-1])}, got {tuple(bias.shape)}")
     if bias is not None and bias.dtype != x.dtype:
         raise ValueError(f"bias must be like x, {x.dtype}, got {bias.dtype}")
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue must be one of {EPILOGUES}, got {epilogue!r}")
-    if epilogue == "silu_mul" and weight.shape[0] % 2:
-        raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[0]}")
+    if epilogue == "silu_mul" and weight.shape[-2] % 2:
+        raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[-2]}")
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
     _check(x, weight, bias, epilogue)
-    return x.new_empty(x.shape[0], weight.shape[0] // 2 if epilogue == "silu_mul" else weight.shape[0])
+    O = weight.shape[-2]
+    return x.new_empty(*x.shape[:-1], O // 2 if epilogue == "silu_mul" else O)
 
 
 _lib = torch.library.Library("specker", "FRAGMENT")

@@ -5,7 +5,7 @@ goes through torch's linear and SDPA in fixed chunks, the same ones whatever the
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -117,7 +117,7 @@ def forward(
     span = range(*layers.indices(len(model.layers)))
     kept: dict[int, Tensor] = {}
     T = hidden.shape[0]
-    cu_rows = _cu_rows(T, model.device)
+    cu_rows = sequence_bounds(T, model.device)
     delta = None  # what the last layer's feed-forward adds
     for n in span:
         w, (k, v) = model.layers[n], cache.layers[n]
@@ -209,9 +209,11 @@ def after(rows: int, end: int, device: torch.device) -> Tensor:
     return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
 
 
-@lru_cache(maxsize=512)
-def _cu_rows(rows: int, device: torch.device) -> Tensor:
-    return torch.tensor([0, rows], dtype=torch.int32, device=device)
+@cache
+def sequence_bounds(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
+    """Where each of so many sequences of as many rows begins and ends, [sequences + 1] int32. Graphs hold its address:
+    it is never let go."""
+    return torch.arange(0, sequences * rows + 1, rows, dtype=torch.int32, device=device)
 
 
 def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from specker.config import groups
 from specker.kernels.kv_calibrate import kv_calibrate
+from specker.kernels.repeat_rows import Repeated, repeat_rows
 from specker.kernels.residual_merge import residual_merge
 from specker.kernels.tree_attention import tree_attention
 from specker.runtime.cache import KVCache, Rows
 from specker.runtime.checkpoint import Weights
 from specker.runtime.dist import Ranks
-from specker.runtime.model import Model, forward
+from specker.runtime.model import Model, forward, sequence_bounds
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,13 @@ class _Group:
     layers: tuple[int, ...]
     own: tuple[int, ...]  # those of them that this rank attends for; the tensors below are theirs
     norm_in: Tensor  # [N, E]
-    qkv: Tensor  # [N, E, O]
-    qkv_bias: Tensor | None  # [N, 1, O]
+    qkv: Tensor  # [N, O, E]
+    qkv_bias: Tensor | None  # [N, O]
     q_norm: Tensor | None  # [N, D]
     k_norm: Tensor | None
-    o: Tensor  # [N, Hq * D, E]
-    o_bias: Tensor | None  # [N, 1, E]
+    o: Tensor  # [N, E, Hq * D]
+    o_bias: Tensor | None  # [N, E]
     block_table: Tensor  # [N, P] int32, pages of the cache's flattened view
-    offsets: Tensor  # [N, 1] int64, of slots in that view
 
 
 class LayerParallel:
@@ -104,6 +104,8 @@ class LayerParallel:
         rows' K/V, fuzzy in groups of several layers."""
         model, eps = self.model, self.model.config.rms_norm_eps
         pending = hidden.unsqueeze(0)[:0]  # [P, T, E], what is yet to be added to `hidden`
+        pages, page = self.cache.k.shape[1:3]
+        batch = repeat_rows(*rows, len(model.layers), pages * page) if any(self.groups) else None
         for layers, group in zip(self.schedule.groups, self.groups, strict=True):
             if group is None:
                 if len(pending):
@@ -112,13 +114,13 @@ class LayerParallel:
                 hidden = forward(model, self.cache, rows, hidden, slice(layers[0], layers[0] + 1)).hidden
                 continue
             hidden, normed = residual_merge(hidden, pending, group.norm_in, eps)
-            attended = self._attend(group, rows, normed) if group.own else normed
+            attended = self._attend(group, batch, normed) if batch is not None and group.own else normed
             if self.ranks is not None:
                 attended = self._gathered(group, attended, self.ranks)
+            pending = attended[:1]
             for i, n in enumerate(layers):
-                w = model.layers[n]
-                deltas = torch.cat((pending, attended[i : i + 1])) if i else attended[:1]
-                hidden, post = residual_merge(hidden, deltas, w.norm_post.unsqueeze(0), eps)
+                w, last = model.layers[n], attended[i] if i else None
+                hidden, post = residual_merge(hidden, pending, w.norm_post.unsqueeze(0), eps, last)
                 up = model.linear(post[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul")
                 pending = model.linear(up, w.down, w.down_bias).unsqueeze(0)
         if len(pending):
@@ -141,17 +143,17 @@ class LayerParallel:
             own = tuple(n for n in layers if self.schedule.owner(n, self.ranks.drafting) == self.ranks.rank)
         return _Group(layers, *self._stacked(own))
 
-    def _attend(self, group: _Group, rows: Rows, normed: Tensor) -> Tensor:
+    def _attend(self, group: _Group, batch: Repeated, normed: Tensor) -> Tensor:
         """normed [N, T, E], each layer's own -> [N, T, E], what each layer's attention adds. N layers are a batch of N
-        sequences, whose K/V stand in the same columns of their own layers' pages."""
+        sequences, whose K/V stand in the same columns of their own layers' pages; `batch` has the rows of all layers,
+        alike but for the slots."""
         N, T, _ = normed.shape
-        config, model = self.model.config, self.model
-        qkv = _batched(normed, group.qkv, group.qkv_bias).flatten(0, 1)
-        slots = (rows.slots + group.offsets).flatten()
+        config, model, first = self.model.config, self.model, group.own[0]
+        qkv = model.linear(normed, group.qkv, group.qkv_bias).flatten(0, 1)
         q = kv_calibrate(
             qkv,
-            rows.positions.repeat(N),
-            slots,
+            batch.positions[: N * T],
+            batch.slots[first * T : (first + N) * T],
             model.rope,
             self.k,
             self.v,
@@ -164,14 +166,14 @@ class LayerParallel:
             self.k,
             self.v,
             group.block_table[:, : self.cache.table.shape[1]],
-            rows.kv_len.repeat(N),
-            rows.window.repeat(N),
-            torch.arange(0, N * T + 1, T, dtype=torch.int32, device=q.device),
-            rows.ancestors.repeat(N, 1),
+            batch.kv_len[:N],
+            batch.window[:N],
+            sequence_bounds(T, q.device, N),
+            batch.ancestors[: N * T],
             model.scale,
             with_lse=False,
         )
-        return _batched(mixed.reshape(N, T, -1), group.o, group.o_bias)
+        return model.linear(mixed.reshape(N, T, -1), group.o, group.o_bias)
 
     def _stacked(self, layers: tuple[int, ...]) -> Iterator:
         yield layers
@@ -181,10 +183,8 @@ class LayerParallel:
         else:
             for name in ("norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias"):
                 yield self._stack(layers, name)
-        pages, page = self.cache.k.shape[1:3]
-        first = torch.tensor(layers, dtype=torch.int64, device=self.model.device)[:, None] * pages
+        first = torch.tensor(layers, dtype=torch.int64, device=self.model.device)[:, None] * self.cache.k.shape[1]
         yield (self.cache.block_table + first).int()
-        yield first * page
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
         """The layers' tensors of one name in one, [N, ...], and the layers' own as views of it."""
@@ -197,25 +197,14 @@ class LayerParallel:
             held = getattr(self._weights, name, None)
             if isinstance(held, list):  # one tensor a layer: the last that holds the old one
                 held[n] = stack[i].view_as(held[n])
-        if name in ("q_norm", "k_norm"):  # [1, D] each
-            return stack.squeeze(1)
-        if name == "norm_in":
-            return stack
-        return stack.unsqueeze(1) if name.endswith("bias") else stack.transpose(1, 2)
+        return stack.squeeze(1) if name in ("q_norm", "k_norm") else stack  # [1, D] each
 
 
 def _in_one(each: list[Tensor]) -> Tensor:
-    """Equal tensors as one, [N, ...]: a view where they stand evenly in one storage, as a stacked checkpoint's do."""
-    if len(each) == 1:
-        return each[0].unsqueeze(0)
-    first, second = each[0], each[1]
-    step = second.storage_offset() - first.storage_offset()
-    places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in each]
-    if step > 0 and places == [(places[0][0], places[0][1] + i * step) for i in range(len(each))]:
-        return first.as_strided((len(each), *first.shape), (step, *first.stride()), first.storage_offset())
+    """Equal tensors as one, [N, ...]: a view where they stand one behind another, as a stacked checkpoint's do."""
+    first = each[0]
+    if all(x.is_contiguous() for x in each):
+        places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in each]
+        if places == [(places[0][0], places[0][1] + i * first.numel()) for i in range(len(each))]:
+            return first.as_strided((len(each), *first.shape), (first.numel(), *first.stride()), first.storage_offset())
     return torch.stack(each)
-
-
-def _batched(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [N, T, E], weight [N, E, O] -> [N, T, O]. cuBLAS on a GPU: a drafter's rows need not be bit-stable."""
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)

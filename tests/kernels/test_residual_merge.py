@@ -23,6 +23,11 @@ def inputs(T, E, P, Q, dtype, device="cpu"):
     return x, deltas, randn(Q, E, dtype=dtype, seed=2, device=device) if Q else None
 
 
+def apart(x, deltas, weight):
+    """The arguments with the last delta by itself."""
+    return x, deltas[:-1], weight, EPS, deltas[-1]
+
+
 def formula(x, deltas, weight, y):
     """The sum, and the norms of `y`, the sum as rounded, in float64."""
     norm = y.double() / (y.double().square().mean(-1, keepdim=True) + EPS).sqrt()
@@ -56,6 +61,9 @@ def test_residual_merge(op, dtype, P, Q):
     assert close(y, want, dtype, 2) and y.data_ptr() != args[0].data_ptr()
     assert close(normed, norm, dtype, 4)
     assert residual_merge_cost(*args, EPS)[0] == ((2 + P + Q) * 120 + Q * 24) * y.element_size()
+    if P:
+        assert all(map(torch.equal, op(*apart(*args)), (y, normed)))
+        assert residual_merge_cost(*apart(*args)) == residual_merge_cost(*args, EPS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -67,6 +75,8 @@ def test_kernel(poisoned, dtype, P, Q, T, E):
     want, norm = formula(*args, y)
     assert y.dtype == normed.dtype == dtype
     assert close(y, want, dtype, 1) and close(normed, norm, dtype, 2)
+    if P:
+        assert all(map(torch.equal, _launch(*apart(*args)), (y, normed)))
 
 
 @pytest.mark.parametrize("Q", [0, 1, 3])
@@ -91,6 +101,8 @@ def test_the_sum_is_rounded_once_and_in_order(op):
     x, deltas = torch.full((1, 8), 1e8), torch.tensor([-1e8, 1.0]).view(2, 1, 1).expand(2, 1, 8).contiguous()
     assert op(x, deltas, None, EPS)[0].tolist() == [[1.0] * 8]
     assert op(x, deltas.flip(0), None, EPS)[0].tolist() == [[0.0] * 8]
+    assert op(*apart(x, deltas, None))[0].tolist() == [[1.0] * 8]
+    assert op(*apart(x, deltas.flip(0), None))[0].tolist() == [[0.0] * 8]
 
 
 def test_the_norm_is_of_the_rounded_sum_and_rounded_once():
@@ -127,7 +139,10 @@ def test_a_row_is_the_same_alone_and_among_others(T):
 
 def test_registration():
     for P, Q in SHAPES:
-        torch.library.opcheck(torch.ops.specker.residual_merge, (*inputs(3, 8, P, Q, torch.float32), EPS))
+        args = inputs(3, 8, P, Q, torch.float32)
+        torch.library.opcheck(torch.ops.specker.residual_merge, (*args, EPS))
+        if P:
+            torch.library.opcheck(torch.ops.specker.residual_merge, apart(*args))
 
 
 def test_fullgraph():
@@ -143,18 +158,24 @@ def launches():
     for T in (1, 2, 16, 17, 64, 8192):
         x = torch.zeros(1, 64).bfloat16().expand(T, 64)
         _launch(x, x.expand(2, T, 64), torch.ones(1, 64).bfloat16(), EPS)
+        _launch(x, x.expand(1, T, 64), torch.ones(1, 64).bfloat16(), EPS, x)
 
 
 def test_no_length_recompiles():
-    assert compilations(__file__, "launches") == {"_residual_merge_kernel": 1}
+    assert compilations(__file__, "launches") == {"_residual_merge_kernel": 2}
 
 
 def test_refuses():
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="expected x"):
         residual_merge(x, torch.zeros(2, 8), None, EPS)
-    with pytest.raises(ValueError, match="must have x's dtype"):
-        residual_merge(x, torch.zeros(1, 2, 8).half(), None, EPS)
+    with pytest.raises(ValueError, match=r"last \[T, E\]: .* last \(8,\)"):
+        residual_merge(x, torch.zeros(1, 2, 8), None, EPS, torch.zeros(8))
+    for bad in ((torch.zeros(1, 2, 8).half(),), (torch.zeros(1, 2, 8), torch.zeros(2, 8).half())):
+        with pytest.raises(ValueError, match="must have x's dtype"):
+            residual_merge(x, bad[0], None, EPS, *bad[1:])
+    with pytest.raises(ValueError, match="last must be on cpu, got meta"):
+        _launch(x, torch.zeros(1, 2, 8), None, EPS, torch.zeros(2, 8, device="meta"))
     with pytest.raises(ValueError, match="norm_weight must be"):
         residual_merge(x, torch.zeros(1, 2, 8), torch.zeros(8), EPS)
     with pytest.raises(ValueError, match="deltas must be on cpu, got meta"):

@@ -65,6 +65,44 @@ def test_kernel(poisoned, dtype, O, E, epilogue):
             assert close(got, formula(x, weight, bias, epilogue), dtype, 1.01), (T, bias is None)
 
 
+def a_group(G, T, O, E, dtype, device="cpu"):
+    x, weight, bias = inputs(G * T, G * O, E, dtype, device)
+    return x.view(G, T, E), weight.view(G, O, E), bias.view(G, O)
+
+
+def formulas(x, weight, bias, epilogue):
+    each = bias if bias is not None else [None] * len(x)
+    return torch.stack([formula(*layer, epilogue) for layer in zip(x, weight, each, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("O", "E"), SIZES)
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+def test_layers_side_by_side(poisoned, dtype, O, E, epilogue):
+    """Each by its own weight and bias; T off the tile, so that a row in the wrong layer would be seen."""
+    for G, T in ((1, 3), (3, 1), (2, 65)) if E < 1000 else ((3, 2),):
+        x, weight, b = a_group(G, T, O, E, dtype)
+        for bias in (None, b):
+            got = _launch(x, weight, bias, epilogue)
+            assert got.dtype == dtype and close(got, formulas(x, weight, bias, epilogue), dtype, 1.01), (G, T)
+
+
+def test_layers_side_by_side_need_fewer_splits():
+    assert [op.tiles(torch.float16, 40, 1100, 90, G)[4] for G in (1, 3, 80)] == [2, 2, 1]
+    assert op.tiles(torch.bfloat16, 1024, 4096, 90)[4] == 4 and op.tiles(torch.bfloat16, 1024, 4096, 90, 4)[4] == 1
+    for args in ((4096, 4096), (6144, 4096), (3072, 2048), (512, 4096)):
+        assert op.tiles(torch.bfloat16, *args, 90, 4) == op.tiles(torch.bfloat16, 4 * args[0], args[1], 90)
+
+
+@pytest.mark.parametrize(("O", "E"), [(46, 33), (40, 1100)])
+def test_a_row_is_the_same_whatever_stands_beside_its_layer(O, E):
+    x, weight, bias = a_group(3, 65, O, E, torch.float16)
+    whole = _launch(x, weight, bias, "silu_mul")
+    for T in (1, 7, 64):
+        some = _launch(x[:, :T].contiguous(), weight, bias, "silu_mul")
+        assert torch.equal(some, whole[:, :T]), T
+
+
 def test_the_sizes_cover_splits_and_tiles():
     for dtype in HALF:
         assert [op.tiles(dtype, O, E, 90)[4] for O, E in SIZES] == [1, 1, 1, 1, 2, 4]
@@ -119,6 +157,9 @@ def test_reads_only_what_is_there(monkeypatch, O, E, epilogue):
         _launch(x, weight, bias, epilogue)
     with reads(monkeypatch, x, weight[: O - 2], bias), pytest.raises(InterpreterError, match="no tensor holds"):
         _launch(x, weight, bias, epilogue)
+    group = a_group(2, 3, O, E, torch.float16)
+    with reads(monkeypatch, *group):
+        _launch(*group, epilogue)
 
 
 @pytest.mark.parametrize("E", [33, 128, 1100])
@@ -160,6 +201,9 @@ def test_registration(epilogue):
     for b in (None, bias):
         torch.library.opcheck(torch.ops.specker.row_linear, (x, weight, b, epilogue))
     torch.library.opcheck(torch.ops.specker.row_linear, (x[:0], weight, None, epilogue))
+    x, weight, bias = a_group(2, 3, 8, 5, torch.float32)
+    for b in (None, bias):
+        torch.library.opcheck(torch.ops.specker.row_linear, (x, weight, b, epilogue))
 
 
 def test_fullgraph():
@@ -168,16 +212,28 @@ def test_fullgraph():
     assert torch.equal(compiled(x, weight, bias), row_linear_ref(x, weight, bias, "silu_mul"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+def test_the_reference_of_layers_side_by_side(dtype, epilogue):
+    x, weight, b = a_group(3, 4, 8, 5, dtype)
+    for bias in (None, b):
+        got, want = row_linear(x, weight, bias, epilogue), formulas(x, weight, bias, epilogue)
+        assert got.dtype == dtype and (got - want).abs().max() <= 8 * torch.finfo(dtype).eps * want.abs().max()
+        one, alone = op.row_linear_cost(x, weight, bias, epilogue), None if bias is None else bias[0]
+        assert one == tuple(3 * n for n in op.row_linear_cost(x[0], weight[0], alone, epilogue))
+
+
 def launches():
     """Run in a process that compiles: two weights, one of them with a split K, and many lengths."""
     for T in (1, 2, 16, 17, 64, 65, 256):
         x = torch.zeros(T, 1024).bfloat16()
         _launch(x, torch.zeros(64, 1024).bfloat16(), torch.zeros(64).bfloat16(), "silu_mul")
         _launch(x[:, :64], torch.zeros(64, 64).bfloat16(), None, "none")
+        _launch(x.expand(3, T, 1024), torch.zeros(3, 64, 1024).bfloat16(), torch.zeros(3, 64).bfloat16(), "silu_mul")
 
 
 def test_no_length_recompiles():
-    assert compilations(__file__, "launches") == {"_row_linear_kernel": 2, "_row_linear_merge_kernel": 1}
+    assert compilations(__file__, "launches") == {"_row_linear_kernel": 3, "_row_linear_merge_kernel": 2}
 
 
 def test_refuses():
@@ -186,6 +242,11 @@ def test_refuses():
         _launch(x, torch.zeros(6, 8), torch.zeros(6, device="meta"), "none")
     with pytest.raises(ValueError, match=r"bias must be like x, torch\.float32, got torch\.float64"):
         row_linear(x, torch.zeros(6, 8), torch.zeros(6, dtype=torch.float64))
+    for weight in (torch.zeros(3, 6, 8), torch.zeros(6, 8), torch.zeros(2, 6, 7), torch.zeros(1, 2, 6, 8)):
+        with pytest.raises(ValueError, match=r"or x \[G, T, E\] and weight \[G, O, E\]: x \(2, 2, 8\)"):
+            row_linear(torch.zeros(2, 2, 8), weight)
+    with pytest.raises(ValueError, match=r"bias must be \[2, 6\], got \(6,\)"):
+        row_linear(torch.zeros(2, 2, 8), torch.zeros(2, 6, 8), torch.zeros(6))
 
 
 @pytest.mark.gpu
@@ -198,6 +259,18 @@ def test_bfloat16_is_as_good_as_torch(O, E, epilogue):
         x, weight, b = inputs(T, O, E, torch.bfloat16, "cuda")
         for bias in (None, b):
             exact = formula(x, weight, bias, epilogue)
+            ours, theirs = row_linear(x, weight, bias, epilogue), row_linear_ref(x, weight, bias, epilogue)
+            assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("O", "E"), [(4096, 4096), (6144, 4096), (3072, 2048), (256, 4096)])
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+def test_bfloat16_layers_side_by_side_are_as_good_as_torch(O, E, epilogue):
+    for T in (1, 12):
+        x, weight, b = a_group(4, T, O, E, torch.bfloat16, "cuda")
+        for bias in (None, b):
+            exact = formulas(x, weight, bias, epilogue)
             ours, theirs = row_linear(x, weight, bias, epilogue), row_linear_ref(x, weight, bias, epilogue)
             assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max()
 

@@ -38,8 +38,8 @@ def test_no_other_linear_runs(tmp_path, monkeypatch):
             calls.clear()
             call()
             counted.append(len(calls))
-    # a group's attention is a batched product, of whose layers only the feed-forwards are linears
-    assert counted == [4 * LAYERS, 4 * LAYERS, 4 * 2 + 2 * 2, 1]
+    # the group's two layers have one linear before attention and one after it
+    assert counted == [4 * LAYERS, 4 * LAYERS, 4 * 2 + 2 + 2 * 2, 1]
 
 
 @pytest.mark.parametrize("strategy", ["draft", "easyspec", "diffuspec", "del"])
