@@ -156,7 +156,8 @@ def tree_attention(
     scale: float,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Of one sequence. Rows, and the query heads that share a KV head, are the rows of one product."""
+    """Of one sequence, or of B that differ in their pages alone, evenly apart, as the layers of a group do. Rows, and
+    the query heads that share a KV head, are the rows of one product."""
     if not _few(q):
         return None
     x, k, v, table, words = q.numpy(), k_cache.numpy(), v_cache.numpy(), block_table.numpy(), ancestors.numpy()
@@ -166,11 +167,12 @@ def tree_attention(
     (T, Hq, D), (_, page, Hkv, _) = x.shape, k.shape
     if k.shape[3] != D or Hq % Hkv or not (k.flags.c_contiguous and v.flags.c_contiguous):
         return None
-    if not lengths.shape == windows.shape == table.shape[:1] == (1,) or table.ndim != 2 or not scale > 0:
+    B = len(table)
+    if not lengths.shape == windows.shape == (B,) or table.ndim != 2 or not scale > 0:
         return None
     if not lengths.dtype == windows.dtype == table.dtype == np.int32 or cu_rows.dtype != torch.int32:
         return None
-    if words.ndim != 2 or words.dtype != np.int64 or len(words) != T or cu_rows.shape[0] != 2 or not T:
+    if words.ndim != 2 or words.dtype != np.int64 or len(words) != T or cu_rows.shape[0] != B + 1 or not T:
         return None
     if not 1 <= words.shape[1] <= MAX_WORDS:
         return None
@@ -178,28 +180,47 @@ def tree_attention(
     pages = table[0, : -(-S // page)]
     if len(pages) > 1 and not np.array_equal(pages[1:], pages[:-1] + 1):
         return None
-    first = int(pages[0]) * page
-    if x.size * S // Hkv >= NUMPY_PRODUCTS:
+    first, apart = int(pages[0]) * page, S  # slots, of the first sequence and from each to the next
+    if B > 1:
+        apart = int(table[1, 0] - table[0, 0]) * page
+        alike = T % B == 0 and apart >= S and first + B * apart <= k.shape[0] * page
+        if not alike or not _alike(table[:, : len(pages)], lengths, windows, cu_rows.numpy(), words):
+            return None
+    if x.size * S // (B * Hkv) >= NUMPY_PRODUCTS:
+        if B > 1:
+            return None
         mask = _mask(words.tobytes(), T, S, w, q.dtype)
         return _fused(q, k_cache, v_cache, first, S, None if mask is None else torch.from_numpy(mask), scale)
-    k, v = (c.reshape(-1, Hkv, D)[first : first + S] for c in (k, v))
-    rows = x.reshape(T, Hkv, -1, D).swapaxes(0, 1).reshape(Hkv, -1, D)  # [Hkv, T * G, D]
-    scores = np.matmul(rows, k.transpose(1, 2, 0))  # [Hkv, T * G, S]
+    t = T // B
+    k, v = (c.reshape(-1, Hkv, D)[first : first + B * apart].reshape(B, apart, Hkv, D)[:, :S] for c in (k, v))
+    rows = x.reshape(B, t, Hkv, -1, D).swapaxes(1, 2).reshape(B, Hkv, -1, D)  # [B, Hkv, t * G, D]
+    scores = np.matmul(rows, k.transpose(0, 2, 3, 1))  # [B, Hkv, t * G, S]
     scores *= scale
-    mask = _mask(words.tobytes(), T, w, w, q.dtype)
+    mask = _mask(words[:t].tobytes(), t, w, w, q.dtype)
     if mask is not None:
-        scores.reshape(Hkv, T, -1, S)[..., S - w :] += mask[:, None]
+        scores.reshape(B, Hkv, t, -1, S)[..., S - w :] += mask[:, None]
     top = np.maximum.reduce(scores, -1, keepdims=True)
     scores -= top
     np.exp(scores, out=scores)
     total = np.add.reduce(scores, -1, keepdims=True)
-    out = np.matmul(scores, v.swapaxes(0, 1))
+    out = np.matmul(scores, v.swapaxes(1, 2))
     out /= total
-    out = torch.from_numpy(out.reshape(Hkv, T, -1, D).swapaxes(0, 1).reshape(T, Hq, D))
+    out = torch.from_numpy(out.reshape(B, Hkv, t, -1, D).swapaxes(1, 2).reshape(T, Hq, D))
     if not with_lse:
         return out, q.new_empty(0)
     top += np.log(total)
-    return out, torch.from_numpy(top.reshape(Hkv, T, -1).swapaxes(0, 1).reshape(T, Hq))
+    return out, torch.from_numpy(top.reshape(B, Hkv, t, -1).swapaxes(1, 2).reshape(T, Hq))
+
+
+def _alike(table: Any, lengths: Any, windows: Any, cu_rows: Any, words: Any) -> bool:
+    """Whether sequences have equal lengths, windows, numbers of rows and words, and pages evenly apart."""
+    B, t = len(table), len(words) // len(table)
+    return (
+        bool((lengths == lengths[0]).all() and (windows == windows[0]).all())
+        and np.array_equal(cu_rows, np.arange(0, len(words) + 1, t))
+        and bool((words.reshape(B, t, -1) == words[:t]).all())
+        and bool((table == table[0] + (np.arange(B) * (table[1, 0] - table[0, 0]))[:, None]).all())
+    )
 
 
 @lru_cache(maxsize=64)

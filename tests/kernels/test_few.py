@@ -84,6 +84,50 @@ def test_tree_attention(dtype, pages, parents, fused, monkeypatch):
     assert few.tree_attention(q, strided, strided, *args[3:], True) is None
 
 
+def side_by_side(B, parents, prefix=7, page=4, dtype=torch.float64):
+    """The rows of one tree in B layers of a cache of five, two pages to spare in each."""
+    T, Hq, Hkv, D, pages = len(parents) + 1, 4, 2, 8, 5
+    k, v = (randn(5 * pages, page, Hkv, D, dtype=dtype, seed=s) for s in (1, 2))
+    q, words = randn(B * T, Hq, D, dtype=dtype), ancestor_words(torch.tensor(parents, dtype=torch.int64))
+    table = torch.arange(pages, dtype=torch.int32) + pages * torch.arange(1, B + 1, dtype=torch.int32)[:, None]
+    sizes = (torch.full((B,), n, dtype=torch.int32) for n in (prefix + T, T))
+    bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32)
+    return [q, k, v, table, *sizes, bounds, words.repeat(B, 1), D**-0.5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B", [2, 4])
+@pytest.mark.parametrize("parents", [[], [0, 0, 1, 1, 3, 0]])
+def test_tree_attention_of_layers_side_by_side(dtype, B, parents):
+    args = side_by_side(B, parents, dtype=dtype)
+    want = tree_attention_ref(*args)
+    assert all(map(close, few.tree_attention(*args, True), want))
+    assert close(few.tree_attention(*args, False)[0], want[0])
+
+
+def test_sequences_that_differ_are_left_to_the_op(monkeypatch):
+    """In length, window, number of rows, words, or pages that are not evenly apart, or too few."""
+    good = side_by_side(3, [0, 0])
+    assert few.tree_attention(*good, True) is not None
+    for at, change in [
+        (3, lambda table: table[[0, 2, 1]]),
+        (3, lambda table: table[[0, 1, 1]]),
+        (3, lambda table: table + torch.tensor([[0], [0], [1]], dtype=torch.int32)),
+        (3, lambda table: table + torch.tensor([0, 0, 1, 1, 1], dtype=torch.int32)),
+        (3, lambda table: table[0] + torch.arange(3, dtype=torch.int32)[:, None]),  # pages in common
+        (3, lambda table: table + 8),  # beyond the cache's end, as evenly spaced
+        (4, lambda lengths: lengths + torch.tensor([0, 0, 1], dtype=torch.int32)),
+        (5, lambda windows: windows - torch.tensor([0, 1, 0], dtype=torch.int32)),
+        (6, lambda bounds: bounds + torch.tensor([0, 1, 0, 0], dtype=torch.int32)),
+        (7, lambda words: words.index_fill(0, torch.tensor([5]), 1)),
+    ]:
+        args = list(good)
+        args[at] = change(args[at])
+        assert few.tree_attention(*args, True) is None, (at, args[at])
+    monkeypatch.setattr(few, "NUMPY_PRODUCTS", 0)
+    assert few.tree_attention(*good, True) is None
+
+
 def test_many_rows_half_types_and_bad_shapes_are_left_to_the_op():
     x, weight = torch.zeros(few.FEW_ROWS + 1, 8), torch.ones(1, 8)
     assert few.residual_merge(x, x[None], weight, 1e-5) is None
