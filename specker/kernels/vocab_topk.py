@@ -322,6 +322,7 @@ def _vocab_topk_merge_kernel(
         tl.store(ids_ptr + i_t, _id_of(best))
         tl.store(logits_ptr + i_t, _value_of(best))
     else:
+        SOME: tl.constexpr = min(TILES_PAD, 256)
         RANKS: tl.constexpr = min(C, TILES_PAD)
         FIRST: tl.constexpr = min(TOP, TILES_PAD)
         if RANKS <= 16:  # as in `_take`, keeping the place
@@ -332,8 +333,12 @@ def _vocab_topk_merge_kernel(
                 b_first = tl.where(found, _NONE, b_first)
         else:
             b_rank = tl.topk(b_first, RANKS)
-            same = (b_rank[:, None] == b_first[None, :]) & m_tile[None, :]
-            b_tile = tl.sum(tl.where(same, o_tile[None, :], 0), axis=1)
+            b_tile = tl.zeros([RANKS], tl.int32)
+            for i_tile in tl.range(0, TILES, SOME):  # all at once would be more than registers hold
+                o_some = i_tile + tl.arange(0, SOME)
+                b_some = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=_NONE)
+                same = (b_rank[:, None] == b_some[None, :]) & (o_some < TILES)[None, :]
+                b_tile += tl.sum(tl.where(same, o_some[None, :], 0), axis=1)
         o_rank, o_c = tl.arange(0, RANKS)[:, None], tl.arange(0, C)[None, :]
         m_c = (o_rank < TILES) & (o_rank + o_c < TOP)
         b_key = tl.load(p_keys + b_tile[:, None] * C + o_c, mask=m_c, other=_NONE)
@@ -442,6 +447,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 128256, 4096, 10, None, False, False, True),
         (bf16, 128256, 4096, 64, None, True, False, True),
         (bf16, 262144, 4096, 10, None, True, False, True),
+        (bf16, 262144, 4096, 64, None, True, False, True),
         (bf16, 8192, 896, 10, i64, True, False, True),
         (bf16, 1000, 1023, 10, i64, True, False, True),
         (torch.float16, 32768, 4096, 10, i64, False, False, True),

@@ -77,6 +77,21 @@ def test_many_candidates(poisoned, K, k):
     assert_same(_launch(*args), vocab_topk_ref(*args))
 
 
+@pytest.mark.parametrize(("tiles", "k"), [(300, 20), (256, 64), (600, 10)])
+def test_the_merge_of_more_tiles_than_it_looks_at_together(tiles, k):
+    """Made-up candidates, as the stream leaves them: of each tile the largest, in order."""
+    T, C = 2, 1 << (k - 1).bit_length()
+    g = torch.Generator().manual_seed(tiles)
+    token, value = torch.randperm(T * tiles * C, generator=g), torch.rand(T * tiles * C, generator=g) + 1e-3
+    key = (value.view(torch.int32).long() << 32 | ~token & (1 << 32) - 1).view(T, tiles, C).sort(-1, descending=True)[0]
+    ids, logits, empty = torch.zeros(T, k, dtype=torch.int64), torch.zeros(T, k), torch.zeros(0)
+    sizes = {"TOP": k, "TILES": tiles, "TILES_PAD": 1 << (tiles - 1).bit_length(), "C": C, "LSE": False}
+    op._vocab_topk_merge_kernel[(T,)](key, empty, ids, logits, empty, T, **sizes)
+    best = key.flatten(1).topk(k)[0]
+    assert torch.equal(ids, ~best & (1 << 32) - 1)
+    assert torch.equal(logits, (best >> 32).int().view(torch.float32))
+
+
 @pytest.mark.parametrize("best_in", ["one tile", "every tile", "the last tile"])
 @pytest.mark.parametrize("k", [2, 10, 16])
 def test_candidates_may_lie_anywhere(best_in, k):
