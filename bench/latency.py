@@ -63,7 +63,7 @@ class Inputs:
     logits: bool = arg(False, "verification gathers logits (sampling), not (id, logit) pairs")
     # As recorded without a GPU (bench/LOG.md, tests/test_project.py); shards are assumed to launch what the whole does.
     mlp_launches: float = arg(4, "of a layer's feed-forward, its norm included")
-    group_launches: float = arg(6, "of a group's attention, whatever its width")
+    group_launches: float = arg(6, "of a group's attention, two layers or more of it on a rank")
     group_layer_launches: float = arg(4, "of each layer's feed-forward in a group")
     draft_launches: float = arg(7, "of a draft forward beyond its layers")
     verify_launches: float = arg(8, "of a verify pass beyond its layers")

@@ -11,12 +11,12 @@ from pairs import perturbed
 
 import specker
 from specker.config import Options, Sampling
-from specker.kernels.repeat_rows import Repeated
+from specker.kernels.repeat_rows import Repeated, repeat_rows
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.cache import KVCache
 from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.head import Head
-from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.model import Model, chain_rows, forward, prefill, sequence_bounds
 from specker.runtime.policy import Budget
 from specker.runtime.schedule import LayerParallel, Schedule
 
@@ -126,6 +126,24 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
     written = cache.k[:, :1, : len(PROMPT) + 4]
     before = written.clone()
     assert torch.equal(got, forward(model, cache, rows, hidden).hidden) and torch.equal(written, before)
+
+
+def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monkeypatch):
+    calls = []
+    monkeypatch.setattr("specker.runtime.schedule.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args))
+    for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
+        model, cache, parallel = loaded(checkpoints["llama"], groups)
+        calls.clear()
+        parallel.forward(chain_rows(model, cache, 2), model.embed_tokens(torch.tensor([1, 2])))
+        assert len(calls) == count
+
+
+def test_bounds_stay_where_graphs_know_them():
+    first = sequence_bounds(3, torch.device("cpu"), 2)
+    assert first.tolist() == [0, 3, 6] and first.dtype == torch.int32
+    for rows in range(2000):
+        sequence_bounds(rows, torch.device("cpu"))
+    assert sequence_bounds(3, torch.device("cpu"), 2) is first
 
 
 def test_the_stacks_own_the_weights(checkpoints):

@@ -62,12 +62,12 @@ def count_equal(z: Tensor, values: Tensor) -> int:
 def residual_merge(
     x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    if not _few(x) or any(w is not None and w.requires_grad for w in (deltas, norm_weight, last)):
+    if not _few(x) or deltas.requires_grad or (norm_weight is not None and norm_weight.requires_grad):
         return None
     y, d = x.numpy(), deltas.numpy()
     if y.ndim != 2 or d.shape[1:] != y.shape or d.dtype != y.dtype:
         return None
-    if last is not None and (last.shape != x.shape or last.dtype != x.dtype):
+    if last is not None and (last.shape != x.shape or last.dtype != x.dtype or last.requires_grad):
         return None
     w = np.empty((0, y.shape[1]), y.dtype) if norm_weight is None else norm_weight.numpy()
     if w.shape[1:] != y.shape[1:] or w.dtype != y.dtype:
@@ -176,6 +176,8 @@ def tree_attention(
         return None
     if not 1 <= words.shape[1] <= MAX_WORDS:
         return None
+    if not B or not 0 < lengths[0] <= table.shape[1] * page:
+        return None
     S, w = int(lengths[0]), int(windows[0])
     pages = table[0, : -(-S // page)]
     if len(pages) > 1 and not np.array_equal(pages[1:], pages[:-1] + 1):
@@ -183,7 +185,7 @@ def tree_attention(
     first, apart = int(pages[0]) * page, S  # slots, of the first sequence and from each to the next
     if B > 1:
         apart = int(table[1, 0] - table[0, 0]) * page
-        alike = T % B == 0 and apart >= S and first + B * apart <= k.shape[0] * page
+        alike = T % B == 0 and first >= 0 and apart >= S and first + B * apart <= k.shape[0] * page
         if not alike or not _alike(table[:, : len(pages)], lengths, windows, cu_rows.numpy(), words):
             return None
     if x.size * S // (B * Hkv) >= NUMPY_PRODUCTS:

@@ -9,8 +9,8 @@ Contract: positions [T] and slots [T] int64, kv_len [1] and window [1] int32, an
     ancestors [L * T, W]   ancestors[t]              for row l * T + t
 
 A batch over the layers l..l + N - 1 takes the first N * T rows, or N numbers, of each, and N * T slots from l * T on.
-One launch before the layers, where every batch would need six. Integers, 24 bytes a row and layer; no number is read on
-the host.
+One launch before the layers, where every batch would need six. Integers, 16 + 8 W bytes a row and layer; no number is
+read on the host.
 """
 
 from collections.abc import Iterator
@@ -137,8 +137,10 @@ def _launch(
 
 def _check(positions: Tensor, slots: Tensor, kv_len: Tensor, window: Tensor, ancestors: Tensor, layers: int) -> None:
     for name, x in (("positions", positions), ("slots", slots)):
-        if x.dim() != 1 or x.dtype != torch.int64 or x.shape != positions.shape:
-            raise ValueError(f"{name} must be [T] int64, T {len(positions)}, got {tuple(x.shape)} {x.dtype}")
+        if x.dim() != 1 or x.dtype != torch.int64:
+            raise ValueError(f"{name} must be [T] int64, got {tuple(x.shape)} {x.dtype}")
+    if slots.shape != positions.shape:
+        raise ValueError(f"slots must be as many as positions, {len(positions)}, got {len(slots)}")
     for name, x in (("kv_len", kv_len), ("window", window)):
         if x.shape != (1,) or x.dtype != torch.int32:
             raise ValueError(f"{name} must be [1] int32, got {tuple(x.shape)} {x.dtype}")

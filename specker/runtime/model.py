@@ -212,8 +212,8 @@ def after(rows: int, end: int, device: torch.device) -> Tensor:
 @cache
 def sequence_bounds(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
     """Where each of so many sequences of as many rows begins and ends, [sequences + 1] int32. Graphs hold its address:
-    it is never let go."""
-    return torch.arange(0, sequences * rows + 1, rows, dtype=torch.int32, device=device)
+    it is never let go, and made from the host, which a graph that is being captured would refuse."""
+    return torch.tensor([rows * i for i in range(sequences + 1)], dtype=torch.int32, device=device)
 
 
 def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:

@@ -7,7 +7,7 @@ from specker.kernels import few
 from specker.kernels.ancestors import ancestor_words
 from specker.kernels.kv_calibrate import kv_calibrate_ref
 from specker.kernels.residual_merge import residual_merge_ref
-from specker.kernels.tree_attention import tree_attention_ref
+from specker.kernels.tree_attention import tree_attention, tree_attention_ref
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -124,8 +124,33 @@ def test_sequences_that_differ_are_left_to_the_op(monkeypatch):
         args = list(good)
         args[at] = change(args[at])
         assert few.tree_attention(*args, True) is None, (at, args[at])
-    monkeypatch.setattr(few, "NUMPY_PRODUCTS", 0)
+    monkeypatch.setattr(few, "NUMPY_PRODUCTS", 3 * 2 * 8 * 10)  # one KV head's of a sequence: t * G * D * S
     assert few.tree_attention(*good, True) is None
+    monkeypatch.setattr(few, "NUMPY_PRODUCTS", 3 * 2 * 8 * 10 + 1)
+    assert few.tree_attention(*good, True) is not None
+
+
+def test_columns_of_the_table_that_no_sequence_reaches_do_not_count():
+    args = side_by_side(3, [0, 0])
+    assert args[3].shape[1] == 5 and args[4].tolist() == [10] * 3  # of pages of 4
+    args[3][:, 3:] = torch.arange(6, dtype=torch.int32).view(3, 2) % 4
+    assert all(map(close, few.tree_attention(*args, True), tree_attention_ref(*args)))
+
+
+def test_sequences_without_rows_or_columns_and_narrow_tables_are_left_to_the_op():
+    q, k, v, table, lengths, windows, bounds, words, scale = side_by_side(2, [0, 0])
+    i32 = torch.int32
+    empty_first = torch.tensor([0, 5], dtype=i32), torch.tensor([0, 3], dtype=i32), torch.tensor([0, 0, 3], dtype=i32)
+    args = q[:3], k, v, table, *empty_first, words[:3], scale
+    assert few.tree_attention(*args, True) is None
+    assert all(map(torch.equal, tree_attention(*args), tree_attention_ref(*args)))
+    one_row = q[:1], k, v, table, lengths, windows, torch.tensor([0, 0, 1], dtype=i32), words[:1], scale
+    assert few.tree_attention(*one_row, True) is None
+    assert few.tree_attention(q, k, v, table[:, :2], lengths, windows, bounds, words, scale, True) is None
+    assert few.tree_attention(q, k, v, table - 7, lengths, windows, bounds, words, scale, True) is None
+    assert few.tree_attention(q, k, v, table, lengths, windows, bounds[:2], words, scale, True) is None
+    nobody = table[:0], lengths[:0], windows[:0], bounds[:1], words, scale, True
+    assert few.tree_attention(q, k, v, *nobody) is None
 
 
 def test_many_rows_half_types_and_bad_shapes_are_left_to_the_op():
@@ -138,6 +163,8 @@ def test_many_rows_half_types_and_bad_shapes_are_left_to_the_op():
     assert few.residual_merge(x, x, weight, 1e-5) is None
     assert few.residual_merge(x, x[None], weight[0], 1e-5) is None
     assert few.residual_merge(x.clone().requires_grad_(), x[None], weight, 1e-5) is None
+    for last in (x[:2], x.double(), x.clone().requires_grad_()):
+        assert few.residual_merge(x, x[None], weight, 1e-5, last) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

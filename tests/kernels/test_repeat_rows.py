@@ -32,6 +32,13 @@ def test_rows_of_every_layer(op, layers, T, W):
     assert (kv_len.dtype, window.dtype, positions.dtype, slots.dtype, words.dtype) == (I32, I32, I64, I64, I64)
 
 
+def test_views():
+    given = rows(4, 2)
+    apart = [torch.stack((x, -x), 1)[:, 0] for x in given]
+    assert not apart[0].is_contiguous() and not apart[4].is_contiguous()
+    assert all(map(torch.equal, _launch(*apart, 3, 64), repeat_rows_ref(*given, 3, 64)))
+
+
 def test_cost():
     assert repeat_rows_cost(*rows(5, 2), 3, 100) == (4 * (5 * 8 * 4 + 8), 15)
 
@@ -61,7 +68,9 @@ def test_no_length_recompiles():
     [
         (0, torch.zeros(3, 1, dtype=I64), "positions must be"),
         (0, torch.zeros(3, dtype=I32), "positions must be"),
-        (1, torch.zeros(4, dtype=I64), "slots must be"),
+        (0, torch.tensor(3), "positions must be"),
+        (1, torch.zeros(3, dtype=I32), "slots must be"),
+        (1, torch.zeros(4, dtype=I64), "slots must be as many as positions, 3, got 4"),
         (2, torch.zeros(1, dtype=I64), "kv_len must be"),
         (3, torch.zeros(2, dtype=I32), "window must be"),
         (4, torch.zeros(4, 1, dtype=I64), "ancestors must be"),

@@ -126,6 +126,8 @@ def test_views_at_an_offset_and_what_lies_around_them():
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, deltas, weight)]
     assert not strided[0].is_contiguous()
     assert all(map(torch.equal, _launch(*strided, EPS), want))
+    for last in (inside(deltas[1]), strided[1][1]):
+        assert all(map(torch.equal, _launch(x, deltas[:1], weight, EPS, last), want))
 
 
 @pytest.mark.parametrize("T", [1, 2, 7, 64, 65])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compile_only import compilations
 from reads_only import reads
+from recorded import recording
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import InterpreterError
 
@@ -90,6 +91,9 @@ def test_layers_side_by_side(poisoned, dtype, O, E, epilogue):
 def test_layers_side_by_side_need_fewer_splits():
     assert [op.tiles(torch.float16, 40, 1100, 90, G)[4] for G in (1, 3, 80)] == [2, 2, 1]
     assert op.tiles(torch.bfloat16, 1024, 4096, 90)[4] == 4 and op.tiles(torch.bfloat16, 1024, 4096, 90, 4)[4] == 1
+    with FakeTensorMode():
+        x, weight = (torch.empty(4, n, 4096, dtype=torch.bfloat16) for n in (8, 1024))
+        assert op.row_linear_cost(x, weight)[0] == 4 * 2 * (8 * 4096 + 1024 * 4096 + 8 * 1024)  # and no partials
     for args in ((4096, 4096), (6144, 4096), (3072, 2048), (512, 4096)):
         assert op.tiles(torch.bfloat16, *args, 90, 4) == op.tiles(torch.bfloat16, 4 * args[0], args[1], 90)
 
@@ -179,6 +183,20 @@ def test_views_and_what_lies_around_them(E):
     assert torch.equal(_launch(strided, weight.T.contiguous().T, every_second, "none"), want)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_rows_of_a_layer_decide_who_multiplies():
+    """Not the number of layers: 256 rows are the kernel's limit."""
+    with recording() as log:
+        for G, T in ((4, 256), (300, 1), (4, 257)):
+            row_linear(torch.empty(G, T, 64, dtype=torch.float16), torch.empty(G, 32, 64, dtype=torch.float16))
+    names = [name for name, *_ in log if "row_linear" in name or "bmm" in name]
+    assert [name.partition(":")[0] for name in names] == [
+        "_row_linear_kernel",
+        "_row_linear_kernel",
+        "aten.bmm.default",
+    ]
+
+
 def test_the_launcher_reads_no_tensor_and_stays_within_its_rows(monkeypatch):
     """In fake mode a tensor has no values to read."""
     launched = []
@@ -242,6 +260,11 @@ def test_refuses():
         _launch(x, torch.zeros(6, 8), torch.zeros(6, device="meta"), "none")
     with pytest.raises(ValueError, match=r"bias must be like x, torch\.float32, got torch\.float64"):
         row_linear(x, torch.zeros(6, 8), torch.zeros(6, dtype=torch.float64))
+    with pytest.raises(ValueError, match="expected x"):
+        row_linear(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 6, 8))
+    for weight in (torch.zeros(8), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="expected x"):
+            row_linear(weight, weight, epilogue="silu_mul")
     for weight in (torch.zeros(3, 6, 8), torch.zeros(6, 8), torch.zeros(2, 6, 7), torch.zeros(1, 2, 6, 8)):
         with pytest.raises(ValueError, match=r"or x \[G, T, E\] and weight \[G, O, E\]: x \(2, 2, 8\)"):
             row_linear(torch.zeros(2, 2, 8), weight)
