@@ -149,6 +149,10 @@ def test_sequences_without_rows_or_columns_and_narrow_tables_are_left_to_the_op(
     assert few.tree_attention(q, k, v, table[:, :2], lengths, windows, bounds, words, scale, True) is None
     assert few.tree_attention(q, k, v, table - 7, lengths, windows, bounds, words, scale, True) is None
     assert few.tree_attention(q, k, v, table, lengths, windows, bounds[:2], words, scale, True) is None
+    alone = side_by_side(1, [0, 0])
+    assert few.tree_attention(*alone, True) is not None
+    alone[6] = torch.tensor([0, 1, 3], dtype=i32)
+    assert few.tree_attention(*alone, True) is None
     nobody = table[:0], lengths[:0], windows[:0], bounds[:1], words, scale, True
     assert few.tree_attention(q, k, v, *nobody) is None
 
