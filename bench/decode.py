@@ -49,10 +49,10 @@ from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
 from specker.config import Options, Sampling
-from specker.runtime.cache import Start
 from specker.runtime.engine import Engine
 from specker.runtime.loop import Context, proceed
-from specker.runtime.model import chain_rows, forward
+from specker.runtime.model.cache import Start
+from specker.runtime.model.decoder import chain_rows, forward
 from specker.runtime.policy import Budget
 from specker.runtime.rounds import Graphs, StaticRounds
 

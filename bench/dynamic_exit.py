@@ -23,9 +23,9 @@ import specker
 from bench import harness, plot
 from bench.e2e import Decoded, differing, joined, ours, row_of, share_target
 from specker.config import Sampling
-from specker.kernels.sample_rows import sample_rows
+from specker.kernels.sample import sample_rows
 from specker.runtime.engine import Engine
-from specker.runtime.model import chain_rows, forward
+from specker.runtime.model.decoder import chain_rows, forward
 
 LENGTHS = range(18)
 

@@ -24,7 +24,7 @@ from bench import harness, plot
 from bench.e2e import differing, joined, ours, row_of, share_target
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.engine import Engine
-from specker.runtime.model import chain_rows, forward, prefill
+from specker.runtime.model.decoder import chain_rows, forward, prefill
 from specker.runtime.schedule import LayerParallel, Schedule
 
 

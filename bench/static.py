@@ -65,10 +65,12 @@ class Report:
 
 
 def ops() -> dict[str, Any]:
-    """The modules of specker.kernels that expose `variants`, by name."""
-    package = importlib.import_module("specker.kernels")
+    """The modules of specker.kernels and specker.runtime.ops that expose `variants`, by name."""
+    packages = [importlib.import_module(name) for name in ("specker.kernels", "specker.runtime.ops")]
     modules = {
-        m.name: importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)
+        m.name: importlib.import_module(f"{package.__name__}.{m.name}")
+        for package in packages
+        for m in pkgutil.iter_modules(package.__path__)
     }
     return {name: module for name, module in sorted(modules.items()) if hasattr(module, "variants")}
 

@@ -148,7 +148,7 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
     """(n -> token ids of text n, vocabulary size, tokenizer, what makes the job what it is: models and texts)."""
     import specker
     from specker import zoo
-    from specker.runtime.checkpoint import read_config, read_tokenizer
+    from specker.runtime.model.checkpoint import read_config, read_tokenizer
 
     target = job.target or zoo.path("code-target")
     if job.text:
@@ -276,7 +276,7 @@ def draw(scores: Any, path: Path) -> None:
 def _export(job: Calibration, scores: Any) -> None:
     from specker import zoo
     from specker.runtime import vocab_scores
-    from specker.runtime.checkpoint import read_config, read_tokenizer
+    from specker.runtime.model.checkpoint import read_config, read_tokenizer
 
     target = job.target or zoo.path("code-target")
     config, tokenizer = read_config(target), read_tokenizer(target)

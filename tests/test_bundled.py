@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import specker
-from specker.runtime.checkpoint import load, read_config
+from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.stats import Stats
 
 CHAIN = {"draft_tokens": 4}

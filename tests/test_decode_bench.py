@@ -9,7 +9,7 @@ from bench import decode, harness
 from bench.decode import ACCEPTANCE, Args, Bench, Case, Decoded, Goal
 from bench.harness import Timing
 from bench.shapes import step_bytes
-from specker.runtime.checkpoint import read_config
+from specker.runtime.model.checkpoint import read_config
 from specker.runtime.rounds import StaticRounds
 
 RANDOM = "random weights: no statement about text, acceptance or losslessness"
@@ -217,7 +217,7 @@ def test_the_forwards_are_a_rounds_own(bench, monkeypatch):
 
 
 def test_what_does_not_fit_is_a_row_and_the_others_go_on(rows_of, monkeypatch):
-    monkeypatch.setattr("specker.runtime.memory.free", lambda device: 1 << 30)
+    monkeypatch.setattr("specker.runtime.model.memory.free", lambda device: 1 << 30)
     refused, done = rows_of("--cases", "ar 32b 512, ar tiny 64")
     assert refused["case"] == "ar 32b 512" and done["case"] == "ar tiny 64"
     assert "needs 122.05 GiB for its weights in float32, and 1.00 GiB are free on the cpu" in refused["reason"]

@@ -13,9 +13,10 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker.runtime import checkpoint, dist
-from specker.runtime.model_config import CheckpointError
-from specker.runtime.parts import Part
+from specker.runtime import dist
+from specker.runtime.model import checkpoint
+from specker.runtime.model.config import CheckpointError
+from specker.runtime.model.parts import Part
 
 PROMPT = [5, 9, 40, 77, 3, 8]
 SAMPLING = [{}, {"temperature": 0.7, "seed": 4, "top_p": 0.9}]

@@ -98,8 +98,8 @@ def test_policies_serve_a_draft_model_too(pair, name, how):
 
 
 def test_the_cache_is_the_plain_one(target, monkeypatch):
-    from specker.runtime.cache import KVCache
-    from specker.runtime.model import prefill
+    from specker.runtime.model.cache import KVCache
+    from specker.runtime.model.decoder import prefill
 
     step = loop.step
 
@@ -291,9 +291,9 @@ def test_watching_is_kept_below_its_share(monkeypatch):
 
 def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkeypatch):
     """Shadow tokens against layers run afresh over the committed text; rows past the first mismatch are not heard."""
-    from specker.kernels.sample_rows import sample_rows
-    from specker.runtime.cache import KVCache
-    from specker.runtime.model import chain_rows, forward
+    from specker.kernels.sample import sample_rows
+    from specker.runtime.model.cache import KVCache
+    from specker.runtime.model.decoder import chain_rows, forward
 
     fast = engine(target)
     heard = []

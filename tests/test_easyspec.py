@@ -1,7 +1,6 @@
 """Layers side by side: the fuzzy pass is what the paper says, the draft cache is exact after calibration, and the
 tokens are plain decoding's whatever is fuzzy."""
 
-import importlib
 import math
 
 import pytest
@@ -11,12 +10,12 @@ from pairs import perturbed
 
 import specker
 from specker.config import Options, Sampling
-from specker.kernels.repeat_rows import Repeated, repeat_rows
 from specker.runtime.autoregressive import AutoregressiveDrafter
-from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.head import Head
-from specker.runtime.model import Model, chain_rows, forward, prefill, sequence_bounds
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import load as load_checkpoint
+from specker.runtime.model.decoder import Model, chain_rows, forward, prefill, sequence_bounds
+from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
 from specker.runtime.schedule import LayerParallel, Schedule
 
@@ -196,35 +195,37 @@ def test_neighbours_in_one_storage_are_not_copied():
 @pytest.fixture
 def kernels(monkeypatch):
     """Everything a drafter runs goes to the ops' kernels, in the interpreter. Yields the linear for its model."""
-    ops = ("residual_merge", "kv_calibrate", "tree_attention", "vocab_topk", "row_linear", "repeat_rows")
-    module = {name: importlib.import_module(f"specker.kernels.{name}") for name in ops}
+    from specker.kernels import attention as attend
+    from specker.kernels import kv, linear, merge
+    from specker.kernels import topk as select
+    from specker.runtime.ops import repeat
 
     def add_norm(x, delta, weight, eps):
         deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-        y, normed = module["residual_merge"]._launch(x, deltas, weight.unsqueeze(0), eps)
+        y, normed = merge._launch(x, deltas, weight.unsqueeze(0), eps)
         return y, normed[0]
 
     def attention(*args, with_lse):
-        return module["tree_attention"]._launch(*args)
+        return attend._launch(*args)
 
     def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True):
-        return module["vocab_topk"]._launch(hidden, weight, token_ids, k, norm, noise, with_lse)
+        return select._launch(hidden, weight, token_ids, k, norm, noise, with_lse)
 
     for name, kernel in {
-        "model.add_norm": add_norm,
-        "model.kv_calibrate": module["kv_calibrate"]._launch,
-        "model.tree_attention": attention,
-        "schedule.residual_merge": module["residual_merge"]._launch,
-        "schedule.kv_calibrate": module["kv_calibrate"]._launch,
+        "model.decoder.add_norm": add_norm,
+        "model.decoder.kv_calibrate": kv._launch,
+        "model.decoder.tree_attention": attention,
+        "schedule.residual_merge": merge._launch,
+        "schedule.kv_calibrate": kv._launch,
         "schedule.tree_attention": attention,
-        "schedule.repeat_rows": lambda *args: Repeated(*module["repeat_rows"]._launch(*args)),
+        "schedule.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
         "head.vocab_topk": topk,
-        "cache.kv_commit": module["kv_calibrate"]._launch_commit,
+        "model.cache.kv_commit": kv._launch_commit,
     }.items():
         monkeypatch.setattr(f"specker.runtime.{name}", kernel)
 
     def linear(x, weight, bias=None, epilogue="none"):
-        return module["row_linear"]._launch(x, weight, bias, epilogue)
+        return linear._launch(x, weight, bias, epilogue)
 
     return linear
 

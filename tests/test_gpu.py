@@ -142,7 +142,7 @@ def test_nccl_collectives_within_graphs(reduce, monkeypatch):
     import torch.distributed as td
 
     from specker.runtime.dist import Ranks
-    from specker.runtime.parts import Part
+    from specker.runtime.model.parts import Part
 
     plain = specker.load(device="cuda", dtype="bfloat16")
     ours = specker.load(device="cuda", dtype="bfloat16")

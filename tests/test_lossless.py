@@ -60,8 +60,8 @@ def test_every_step_leaves_the_caches_sound(pairs, monkeypatch, shape):
     """Invariants after each round: the target holds all committed tokens but the root; the drafter's exact columns
     hold what a sequential pass over the committed tokens writes."""
     from specker.runtime import loop
-    from specker.runtime.cache import KVCache
-    from specker.runtime.model import prefill
+    from specker.runtime.model.cache import KVCache
+    from specker.runtime.model.decoder import prefill
 
     _, fast = engines(pairs["llama"], **shape)
     step = loop.step

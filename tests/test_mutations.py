@@ -16,9 +16,9 @@ from specker.config import Sampling
 from specker.kernels.noise import gumbel
 from specker.runtime import autoregressive, head, loop, sampling, verify
 from specker.runtime.autoregressive import AutoregressiveDrafter
-from specker.runtime.cache import KVCache
 from specker.runtime.draft import Draft
 from specker.runtime.head import Head, Kept
+from specker.runtime.model.cache import KVCache
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
 HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}

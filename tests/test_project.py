@@ -14,10 +14,10 @@ from bench import latency, project
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from bench.latency import SHAPES, Cost, Inputs, Shape
 from specker import zoo
-from specker.runtime import checkpoint
-from specker.runtime.cache import KVCache, Start
-from specker.runtime.model import Model, chain_rows, forward
-from specker.runtime.model_config import layer_elements, parse_config
+from specker.runtime.model import checkpoint
+from specker.runtime.model.cache import KVCache, Start
+from specker.runtime.model.config import layer_elements, parse_config
+from specker.runtime.model.decoder import Model, chain_rows, forward
 from specker.runtime.schedule import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]

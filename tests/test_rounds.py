@@ -13,8 +13,8 @@ from recorded import kernels, recording
 import specker
 from specker.config import Sampling
 from specker.runtime import loop
-from specker.runtime.cache import KVCache
-from specker.runtime.model import prefill
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.decoder import prefill
 from specker.runtime.policy import Budget
 from specker.runtime.rounds import KINDS
 from specker.runtime.strategies import met

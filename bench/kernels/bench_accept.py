@@ -13,7 +13,7 @@ import torch
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.accept import accept_walk, accept_walk_cost, accept_walk_ref
-from specker.kernels.sample_rows import sample_rows, sample_rows_cost, sample_rows_ref
+from specker.kernels.sample import sample_rows, sample_rows_cost, sample_rows_ref
 
 SEED = 7
 

@@ -10,7 +10,7 @@ import torch
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.kv_calibrate import (
+from specker.kernels.kv import (
     kv_calibrate,
     kv_calibrate_cost,
     kv_calibrate_ref,

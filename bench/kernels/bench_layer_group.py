@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from bench import harness
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.kv_calibrate import kv_calibrate
-from specker.kernels.tree_attention import tree_attention
-from specker.runtime import checkpoint
-from specker.runtime.cache import KVCache, Start
-from specker.runtime.model import Model, chain_rows, forward
-from specker.runtime.model_config import layer_elements
+from specker.kernels.attention import tree_attention
+from specker.kernels.kv import kv_calibrate
+from specker.runtime.model import checkpoint
+from specker.runtime.model.cache import KVCache, Start
+from specker.runtime.model.config import layer_elements
+from specker.runtime.model.decoder import Model, chain_rows, forward
 from specker.runtime.schedule import LayerParallel, Schedule
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.row_linear import row_linear, row_linear_cost, row_linear_ref
+from specker.kernels.linear import row_linear, row_linear_cost, row_linear_ref
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.kernels.vocab_topk import Noise, vocab_topk, vocab_topk_cost
+from specker.kernels.topk import Noise, vocab_topk, vocab_topk_cost
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 E, KEPT, WHOLE = (4096, 32768, 128256) if DEVICE == "cuda" else (128, 1024, 4096)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
-from specker.kernels.tree_attention import MAX_WORDS
-from specker.runtime.cache import KVCache, Rows, Start
+from specker.kernels.attention import MAX_WORDS
 from specker.runtime.draft import Draft, top_nodes
 from specker.runtime.head import Head
-from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.model.cache import KVCache, Rows, Start
+from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.schedule import LayerParallel
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from specker.config import Sampling
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
-from specker.runtime.cache import KVCache, Rows, Start
 from specker.runtime.draft import Draft
 from specker.runtime.head import Head
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
-from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.model.cache import KVCache, Rows, Start
+from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.stats import Found
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from specker.config import Options, Sampling
 from specker.flags import JobError
 from specker.runtime.draft import Draft
-from specker.runtime.parts import Part
+from specker.runtime.model.parts import Part
 from specker.runtime.policy import Budget, Policy
 
 _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # its name from torch 2.13 on

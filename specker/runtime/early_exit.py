@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
-from specker.runtime.cache import KVCache, Start
 from specker.runtime.draft import Draft, Resume
 from specker.runtime.head import Head
-from specker.runtime.model import Model, chain_rows, forward
-from specker.runtime.model_config import layer_elements
+from specker.runtime.model.cache import KVCache, Start
+from specker.runtime.model.config import layer_elements
+from specker.runtime.model.decoder import Model, chain_rows, forward
 from specker.runtime.policy import Budget
 
 

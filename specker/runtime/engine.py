@@ -11,16 +11,17 @@ import torch
 from specker import zoo
 from specker.config import Options, Sampling, from_kwargs, given
 from specker.kernels.noise import gumbel
-from specker.runtime import memory, vocab_scores
-from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import Checkpoint
+from specker.runtime import vocab_scores
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.dist import Ranks, SharedDrafter, SharedPolicy
 from specker.runtime.draft import Draft
 from specker.runtime.head import Kept
 from specker.runtime.loop import Context, Drafter, decode
-from specker.runtime.model import PREFILL_CHUNK, Model, prefill
-from specker.runtime.model_config import CheckpointError, layer_elements
+from specker.runtime.model import memory
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import Checkpoint
+from specker.runtime.model.config import CheckpointError, layer_elements
+from specker.runtime.model.decoder import PREFILL_CHUNK, Model, prefill
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
 from specker.runtime.strategies import (

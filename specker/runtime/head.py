@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
-from specker.kernels.vocab_topk import vocab_topk
+from specker.kernels.topk import vocab_topk
 from specker.runtime.sampling import noise_of
 
 

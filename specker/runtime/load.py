@@ -9,11 +9,11 @@ import torch
 from specker import zoo
 from specker.config import DTYPES, Keep, Options, Tree, from_kwargs
 from specker.runtime import dist, vocab_scores
-from specker.runtime.checkpoint import WHOLE, Checkpoint
-from specker.runtime.checkpoint import load as load_checkpoint
 from specker.runtime.engine import Engine, room_of
 from specker.runtime.head import Kept
-from specker.runtime.model_config import CheckpointError
+from specker.runtime.model.checkpoint import WHOLE, Checkpoint
+from specker.runtime.model.checkpoint import load as load_checkpoint
+from specker.runtime.model.config import CheckpointError
 from specker.runtime.strategies import STRATEGIES, VOCAB_KEEP, VOCAB_TEXT, default_keep, shape
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from specker.config import Sampling
 from specker.kernels.accept import accept_walk
-from specker.runtime.cache import KVCache
 from specker.runtime.draft import Draft
 from specker.runtime.early_exit import EarlyExitDrafter, shadows
 from specker.runtime.head import Head
-from specker.runtime.model import Model, prefill
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.policy import Budget, Policy
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from specker.config import Sampling
 from specker.kernels.noise import pack_draw
-from specker.kernels.sample_rows import sample_rows
-from specker.kernels.vocab_topk import Noise
+from specker.kernels.sample import sample_rows
+from specker.kernels.topk import Noise
 
 ALL = 2**31 - 1  # top_k of a draw that keeps all, where both filters run
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from specker.config import groups
-from specker.kernels.kv_calibrate import kv_calibrate
-from specker.kernels.repeat_rows import Repeated, repeat_rows
-from specker.kernels.residual_merge import residual_merge
-from specker.kernels.tree_attention import tree_attention
-from specker.runtime.cache import KVCache, Rows
-from specker.runtime.checkpoint import Weights
+from specker.kernels.attention import tree_attention
+from specker.kernels.kv import kv_calibrate
+from specker.kernels.merge import residual_merge
 from specker.runtime.dist import Ranks
-from specker.runtime.model import Model, forward, sequence_bounds
+from specker.runtime.model.cache import KVCache, Rows
+from specker.runtime.model.checkpoint import Weights
+from specker.runtime.model.decoder import Model, forward, sequence_bounds
+from specker.runtime.ops.repeat import Repeated, repeat_rows
 
 
 @dataclass(frozen=True)

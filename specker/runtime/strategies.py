@@ -9,18 +9,18 @@ from torch import Tensor
 
 from specker import zoo
 from specker.config import SEARCH_OPTIONS, Keep, Options, Tree, chunked, span
-from specker.kernels.row_linear import pack, row_linear, row_linear_ref
+from specker.kernels.linear import pack, row_linear, row_linear_ref
 from specker.runtime import ngram
 from specker.runtime.autoregressive import AutoregressiveDrafter
-from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import Checkpoint
 from specker.runtime.diffusion import DiffusionDrafter
 from specker.runtime.dist import Ranks
 from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.head import Head, Kept
 from specker.runtime.lattice import Search
 from specker.runtime.loop import Drafter
-from specker.runtime.model import Model
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import Checkpoint
+from specker.runtime.model.decoder import Model
 from specker.runtime.policy import (
     LONGEST,
     AdaptiveLength,

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from specker.kernels.tree_attention import ancestor_words
-from specker.runtime.cache import KVCache, Rows, Start
+from specker.kernels.attention import ancestor_words
 from specker.runtime.draft import Draft, Resume
-from specker.runtime.model import Model, chain_rows, forward
+from specker.runtime.model.cache import KVCache, Rows, Start
+from specker.runtime.model.decoder import Model, chain_rows, forward
 
 
 def verify(

@@ -11,10 +11,10 @@ from compile_only import compilations
 from specker.kernels import noise
 from specker.kernels.accept import _launch_walk, accept_walk, accept_walk_ref
 from specker.kernels.noise import gumbel_of, gumbel_ref, gumbel_run
-from specker.kernels.sample_rows import _launch_sample, sample_rows, sample_rows_ref
+from specker.kernels.sample import _launch_sample, sample_rows, sample_rows_ref
 from specker.kernels.variant import tl, triton
 
-module = importlib.import_module("specker.kernels.sample_rows")
+module = importlib.import_module("specker.kernels.sample")
 walking = importlib.import_module("specker.kernels.accept")
 I64 = torch.int64
 SEEDS = [0, 1, (1 << 32) + 7, (1 << 63) + 5, (1 << 64) - 1]

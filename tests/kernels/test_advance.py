@@ -6,7 +6,7 @@ import pytest
 import torch
 from compile_only import compilations
 
-from specker.kernels.advance import _launch_advance, _launch_place, advance, advance_ref, place_rows, place_rows_ref
+from specker.runtime.ops.rounds import _launch_advance, _launch_place, advance, advance_ref, place_rows, place_rows_ref
 
 I64 = torch.int64
 

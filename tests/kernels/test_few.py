@@ -5,9 +5,9 @@ import torch
 
 from specker.kernels import few
 from specker.kernels.ancestors import ancestor_words
-from specker.kernels.kv_calibrate import kv_calibrate_ref
-from specker.kernels.residual_merge import residual_merge_ref
-from specker.kernels.tree_attention import tree_attention, tree_attention_ref
+from specker.kernels.attention import tree_attention, tree_attention_ref
+from specker.kernels.kv import kv_calibrate_ref
+from specker.kernels.merge import residual_merge_ref
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -174,7 +174,7 @@ def test_many_rows_half_types_and_bad_shapes_are_left_to_the_op():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 5, few.FEW_ROWS + 1])
 def test_add_norm(dtype, T):
-    from specker.kernels.residual_merge import add_norm
+    from specker.kernels.merge import add_norm
 
     x, delta, w = randn(T, 24, dtype=dtype), randn(T, 24, dtype=dtype, seed=1), randn(24, dtype=dtype, seed=2)
     for deltas, one in ((delta[None], delta), (x[None][:0], None)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from compile_only import compilations, python
 
-from specker.kernels.kv_calibrate import (
+from specker.kernels.kv import (
     MAX_COMMIT,
     _launch,
     _launch_commit,
@@ -20,7 +20,7 @@ from specker.kernels.kv_calibrate import (
     rope_table,
 )
 
-module = importlib.import_module("specker.kernels.kv_calibrate")
+module = importlib.import_module("specker.kernels.kv")
 EPS, PAGE, PAGES, CONTEXT, ROPE_SCALE = 1e-5, 4, 8, 40, 1.5
 NAN = float("nan")
 # Hq, Hkv, D: grouped, one KV head, as many KV heads as query heads, three KV heads, D not a power of two, D = 2
@@ -211,7 +211,7 @@ def test_a_programs_stores_wait_for_its_loads():
 import torch
 from bench import static
 import importlib
-kv = importlib.import_module("specker.kernels.kv_calibrate")
+kv = importlib.import_module("specker.kernels.kv")
 for rows in (16, 64, 256):
     ptx = static.compile_variant(kv._commit_variant(torch.bfloat16, 1024, rows), 90)[0]
     lines = [i for i in ptx.splitlines() if "ld.global" in i or "st.global" in i or "bar.sync" in i]

@@ -12,10 +12,10 @@ from recorded import recording
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import InterpreterError
 
-from specker.kernels.row_linear import _launch, row_linear, row_linear_ref
+from specker.kernels.linear import _launch, row_linear, row_linear_ref
 from specker.kernels.variant import Variant
 
-op = importlib.import_module("specker.kernels.row_linear")
+op = importlib.import_module("specker.kernels.linear")
 HALF = [torch.float32, torch.float16]
 # O, E: single ones, odd sizes, whole tiles, K in two and in four splits (the last one short).
 SIZES = [(2, 1), (46, 33), (64, 128), (34, 200), (40, 1100), (66, 2100)]

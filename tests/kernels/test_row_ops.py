@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specker.kernels.row_linear import pack, row_linear, row_linear_cost
+from specker.kernels.linear import pack, row_linear, row_linear_cost
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -10,8 +10,7 @@ import torch
 from compile_only import compilations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specker.kernels.kv_calibrate import kv_calibrate, rope_table
-from specker.kernels.tree_attention import (
+from specker.kernels.attention import (
     ancestor_words,
     chain_words,
     pack_bits,
@@ -19,9 +18,10 @@ from specker.kernels.tree_attention import (
     tree_attention,
     tree_attention_cost,
 )
+from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.variant import Variant, tl, triton
 
-op = importlib.import_module("specker.kernels.tree_attention")  # the package's attribute of this name is the function
+op = importlib.import_module("specker.kernels.attention")  # the package's attribute of this name is the function
 
 
 SHAPES = ("chain", "star", "hub", "mixed")

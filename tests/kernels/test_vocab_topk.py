@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from specker.kernels.linear import pack
 from specker.kernels.noise import gumbel
-from specker.kernels.row_linear import pack
-from specker.kernels.sample_rows import sample_rows
-from specker.kernels.vocab_topk import MAX_K, _largest, _launch, _select, vocab_topk, vocab_topk_cost
+from specker.kernels.sample import sample_rows
+from specker.kernels.topk import MAX_K, _largest, _launch, _select, vocab_topk, vocab_topk_cost
 
-module = importlib.import_module("specker.kernels.vocab_topk")  # the package's attribute of this name is the function
+module = importlib.import_module("specker.kernels.topk")  # the package's attribute of this name is the function
 I64 = torch.int64
 
 

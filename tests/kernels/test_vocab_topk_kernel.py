@@ -13,10 +13,10 @@ from compile_only import compilations
 from reads_only import reads
 
 from specker.kernels.noise import pack_draw
+from specker.kernels.topk import Noise, _launch, vocab_topk, vocab_topk_ref
 from specker.kernels.variant import Variant, tl, triton
-from specker.kernels.vocab_topk import Noise, _launch, vocab_topk, vocab_topk_ref
 
-op = importlib.import_module("specker.kernels.vocab_topk")
+op = importlib.import_module("specker.kernels.topk")
 HALF = [torch.float32, torch.float16]
 EPS = 1e-5
 

@@ -11,8 +11,8 @@ import torch
 from make_checkpoint import CASES, LLAMA3, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
-from specker.runtime.checkpoint import Checkpoint, load, read_config
-from specker.runtime.model_config import ARCHITECTURES, CheckpointError
+from specker.runtime.model.checkpoint import Checkpoint, load, read_config
+from specker.runtime.model.config import ARCHITECTURES, CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -113,17 +113,17 @@ def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than a chunk, with a last chunk that is not full, and rows larger than a chunk."""
     want = tensors(read(make(tmp_path)))
     for chunk in (64 * 5, 7):
-        monkeypatch.setattr("specker.runtime.checkpoint.CHUNK", chunk)
+        monkeypatch.setattr("specker.runtime.model.checkpoint.CHUNK", chunk)
         got = tensors(read(tmp_path))
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 MEMORY = """
 import sys, threading, time
-import specker.runtime.checkpoint as checkpoint
+import specker.runtime.model.checkpoint as checkpoint
 assert not {"transformers", "huggingface_hub", "safetensors"} & sys.modules.keys(), "imports must be lazy"
 import torch
-from specker.runtime.model import Model
+from specker.runtime.model.decoder import Model
 torch.set_num_threads(1)
 
 def anonymous():

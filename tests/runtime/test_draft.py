@@ -7,11 +7,11 @@ from make_checkpoint import make, oracle
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
 from specker.runtime.autoregressive import AutoregressiveDrafter
-from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import load
 from specker.runtime.draft import Draft, top_nodes
 from specker.runtime.head import Head
-from specker.runtime.model import Model
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import load
+from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget
 
 PROMPT = [7, 3, 99, 12]

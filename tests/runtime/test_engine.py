@@ -8,8 +8,8 @@ from make_checkpoint import byte_tokenizer, edit, make
 from pairs import perturbed
 
 import specker
-from specker.runtime.cache import KVCache
 from specker.runtime.detokenize import Detokenizer
+from specker.runtime.model.cache import KVCache
 from specker.runtime.stats import Stats
 
 

@@ -5,11 +5,11 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker.kernels.row_linear import row_linear, row_linear_ref
+from specker.kernels.linear import row_linear, row_linear_ref
 from specker.runtime import engine as engines
-from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import load
-from specker.runtime.model import Model, chain_rows, forward, prefill
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import load
+from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
 from specker.runtime.schedule import LayerParallel, Schedule
 
 LAYERS = 4
@@ -24,7 +24,7 @@ def test_no_other_linear_runs(tmp_path, monkeypatch):
 
     checkpoint = load(make(tmp_path, layers=LAYERS), dtype=torch.float64, device="cpu")
     model = Model(checkpoint, linear=spy)
-    monkeypatch.setattr("specker.runtime.model.row_linear", None)
+    monkeypatch.setattr("specker.runtime.model.decoder.row_linear", None)
     cache = KVCache(model.config, 64, dtype=model.dtype, device="cpu", page_size=16)
     counted = []
     with torch.inference_mode():

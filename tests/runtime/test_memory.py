@@ -6,8 +6,9 @@ from make_checkpoint import make
 
 import specker
 from specker import run
-from specker.runtime import checkpoint, loop, memory
-from specker.runtime.memory import Cost, gib, largest, needed, sized
+from specker.runtime import loop
+from specker.runtime.model import checkpoint, memory
+from specker.runtime.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.strategies import SCRATCH
 
 EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # of an 8B model in bfloat16

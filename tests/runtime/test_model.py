@@ -4,10 +4,10 @@ import pytest
 import torch
 from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
 
-from specker.runtime.cache import KVCache
-from specker.runtime.checkpoint import load
 from specker.runtime.draft import Draft
-from specker.runtime.model import Model, after, chain_rows, forward, prefill
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import load
+from specker.runtime.model.decoder import Model, after, chain_rows, forward, prefill
 from specker.runtime.verify import verify
 
 F64 = torch.float64
@@ -112,7 +112,7 @@ def test_prefill_chunks_do_not_matter(tmp_path, monkeypatch):
     ids = tokens_of(model, 30)
     prefill(model, cache, ids)
     whole = [cache.k.flatten(1, 2)[:, :30].clone(), cache.v.flatten(1, 2)[:, :30].clone()]
-    monkeypatch.setattr("specker.runtime.model.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("specker.runtime.model.decoder.PREFILL_CHUNK", 7)
     cache.truncate(0)
     prefill(model, cache, ids)
     for ours, theirs in zip((cache.k, cache.v), whole, strict=True):
@@ -145,7 +145,7 @@ def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
         biases.append(after(rows, end, torch.device("cuda")))
         return biases[-1]
 
-    monkeypatch.setattr("specker.runtime.model.after", on_a_gpu)
+    monkeypatch.setattr("specker.runtime.model.decoder.after", on_a_gpu)
     cache.truncate(0)
     cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     prefill(model, cache, tokens, chunk=32)

@@ -8,8 +8,8 @@ import torch
 from make_checkpoint import CASES, make
 
 import specker
-from specker.runtime import checkpoint, memory
-from specker.runtime.checkpoint import load
+from specker.runtime.model import checkpoint, memory
+from specker.runtime.model.checkpoint import load
 
 OTHERS = {"inv_freq", "rope_scale"}
 

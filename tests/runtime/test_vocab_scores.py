@@ -169,7 +169,7 @@ def test_another_vocabulary_is_refused():
 
 def test_special_ids_and_the_hash_follow_the_tokenizer():
     from specker import zoo
-    from specker.runtime.checkpoint import read_tokenizer
+    from specker.runtime.model.checkpoint import read_tokenizer
 
     tokenizer = read_tokenizer(zoo.path("code-target"))
     assert vocab_scores.special_ids(tokenizer) >= set(tokenizer.all_special_ids)

@@ -6,7 +6,7 @@ the LM head is split by ids. A rank's part is a smaller model of the same width;
 
 from dataclasses import dataclass, replace
 
-from specker.runtime.model_config import CheckpointError, ModelConfig
+from specker.runtime.model.config import CheckpointError, ModelConfig
 
 
 @dataclass(frozen=True)

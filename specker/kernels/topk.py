@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels import few
+from specker.kernels.linear import MAX_ROWS, SMS, row_linear, stream_rows
+from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, unpack_draw
-from specker.kernels.residual_merge import _launch as _norm
-from specker.kernels.row_linear import MAX_ROWS, SMS, row_linear, stream_rows
-from specker.kernels.sample_rows import MIN_TEMPERATURE, first_argmax
+from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 MAX_K = 64

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from specker.config import Sampling
-from specker.kernels.kv_calibrate import kv_calibrate, rope_table
-from specker.kernels.residual_merge import add_norm
-from specker.kernels.row_linear import pack, row_linear
-from specker.kernels.tree_attention import gather_pages, tree_attention
-from specker.runtime.cache import KVCache, Rows, Start
-from specker.runtime.checkpoint import Checkpoint, Layers, Weights
+from specker.kernels.attention import gather_pages, tree_attention
+from specker.kernels.kv import kv_calibrate, rope_table
+from specker.kernels.linear import pack, row_linear
+from specker.kernels.merge import add_norm
 from specker.runtime.dist import Ranks
+from specker.runtime.model.cache import KVCache, Rows, Start
+from specker.runtime.model.checkpoint import Checkpoint, Layers, Weights
 from specker.runtime.sampling import draw_rows
 
 PREFILL_CHUNK = 512

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.advance import place_rows
-from specker.kernels.kv_calibrate import kv_commit
-from specker.kernels.tree_attention import chain_words
-from specker.runtime.model_config import ModelConfig
+from specker.kernels.attention import chain_words
+from specker.kernels.kv import kv_commit
+from specker.runtime.model.config import ModelConfig
+from specker.runtime.ops.rounds import place_rows
 
 
 class Start(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from specker.runtime.model_config import ModelConfig
+from specker.runtime.model.config import ModelConfig
 
 PREFILL_ROWS = 512  # of a chunk: model.PREFILL_CHUNK
 LOGIT_ROWS = 256  # of the largest verify pass

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.runtime import memory
-from specker.runtime.model_config import (
+from specker.runtime.model import memory
+from specker.runtime.model.config import (
     CheckpointError,
     ModelConfig,
     parse_config,
     read_json,
     reason,
 )
-from specker.runtime.parts import Part
+from specker.runtime.model.parts import Part
 
 WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
