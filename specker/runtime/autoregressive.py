@@ -1,205 +1,177 @@
 """A small model drafts: a chain token by token, or a tree level by level (the best `width` nodes of each level, by
 cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from specker.config import Sampling
-from specker.kernels.attention import MAX_WORDS
-from specker.runtime.draft import Draft, top_nodes
+from specker.runtime.draft import Drafter, top_nodes
 from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache, Rows, Start
-from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
+from specker.runtime.model.cache import KVCache, Lengths, Rows
+from specker.runtime.model.decoder import Model, forward, prefill
 from specker.runtime.policy import Budget
+from specker.runtime.round import Round
 from specker.runtime.schedule import LayerParallel
 
-CATCH_UP_ROWS = 64  # more uncommitted-to tokens than this are a prompt: prefill them
+CATCH_UP_ROWS = 64  # more tokens than this that the cache lacks are a prompt: prefill them
 
 
-@dataclass
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(Drafter):
     model: Model
     cache: KVCache
     head: Head
-    width: int = 1  # nodes of a level; 1 drafts a chain
-    parallel: LayerParallel | None = (
-        None  # drafts with layers side by side; what is exact runs in sequence all the same
-    )
-    calibrate: str = "every"  # or, for ablations, "mismatch" and "never": then exact_len counts fuzzy columns too
-    _calibrated: int = field(default=0, init=False)  # columns before which none is fuzzy
-    _nodes: Sequence[int] = field(default=(), init=False)  # of the last draft: the grown node that each is
-    _depth: int = field(default=0, init=False)  # of the last draft
-    _forwarded: int = field(default=0, init=False)  # grown nodes whose K/V stands after exact_len
 
-    def reset(self) -> None:
-        self.cache.truncate(0)
-        self.head.reset()
-        self._forwarded = self._calibrated = 0
-
-    def prefill(self, committed: list[int]) -> None:
-        """Make the cache exact up to the root, which `propose` forwards itself."""
-        if len(committed) <= self.model.config.max_context:
-            if self.cache.exact_len == self._calibrated:
-                self._calibrated = len(committed) - 1
-            prefill(self.model, self.cache, self._known(committed[self.cache.exact_len : -1]))
-
-    def propose(
+    def __init__(
         self,
-        committed: list[int],
-        budget: Budget,
-        sampling: Sampling,
-        keep_drafting: Callable[[float], bool] | None = None,
-    ) -> Draft:
-        """A draft under the root committed[-1]. N = 0 where the budget or this model's context leaves no room.
-        `keep_drafting` is asked after each token of a chain, with its probability."""
-        limits = self.model.config.max_context, self.cache.capacity
-        budget = budget.clip(budget.nodes, min(limits) - len(committed) + 1)
-        self._forwarded = 0
-        self._depth = min(budget.depth, budget.nodes)
-        if self._depth == 0:
-            return Draft.empty(self.model.device)
-        self.head.follow(committed)
-        hidden, position = self._catch_up(committed)
-        if self.width == 1:
-            self._nodes = range(self._depth)
-            return self._chain(hidden, position, self._depth, sampling, keep_drafting)
-        draft, nodes = self._tree(hidden, position, budget, sampling)
-        self._nodes = nodes.tolist()
-        return draft
+        model: Model,
+        cache: KVCache,
+        head: Head,
+        width: int = 1,
+        parallel: LayerParallel | None = None,
+        calibrate: str = "every",
+        depth: int = 0,
+    ):
+        """`width`: nodes of a tree's level; 1 drafts a chain. `parallel` runs draft steps with layers side by side; the
+        catch-up pass runs them in sequence. `calibrate`: "every" round, or for ablations on a "mismatch" or "never":
+        then exact_len counts fuzzy columns too. `depth`: the longest draft."""
+        self.model, self.cache, self.head = model, cache, head
+        self.width, self.parallel, self.calibrate = width, parallel, calibrate
+        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards again
+        self._limit = min(model.config.max_context, cache.capacity)
+        self._calibrated = [0] * len(cache.exact_len)  # columns of each sequence before which none is fuzzy
 
-    def observe(self, path: list[int]) -> None:
+    def prefill(self, slot: int, text: list[int]) -> None:
+        """Make the cache exact up to the root, which the first draft forwards."""
+        if len(text) <= self.model.config.max_context:
+            start = self.cache.exact_len[slot]
+            if start == self._calibrated[slot]:
+                self._calibrated[slot] = len(text) - 1
+            prefill(self.model, self.cache, self._known(text[start:-1]), slot=slot)
+
+    def room(self, length: int) -> int:
+        return self._limit - length + 1
+
+    def fixed(self, length: int, budget: Budget) -> bool:
+        """The catch-up pass forwards as many tokens every round, whatever was accepted; the text needs as many, and
+        the context room for a draft behind a round that is still on its way."""
+        fits = self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
+        return fits and self.calibrate == "every"
+
+    def draft(self, r: Round) -> None:
+        """Where the draft's context has no room for a sequence, while others have some, its draft is of no use, and
+        nothing else happens: the target refuses it."""
+        if self.head.kept is not None:
+            self.head.follow(r.sequences)
+        depth = r.depth = min(r.budget.depth, r.budget.nodes)
+        if self.width > 1:
+            r.size, r.tree = min(r.budget.nodes, self.width * depth), True
+            r.run(("draft", r.size, depth), lambda: self._tree(r, depth))
+        elif r.asks:
+            for n in range(depth):
+                r.run(("step", n), lambda n=n: self._step(r, n))  # type: ignore[misc]
+                r.size = r.depth = n + 1
+                if not r.goes_on():
+                    break
+        else:
+            r.size = depth
+            r.run(("draft", depth), lambda: self._chain(r, depth))
+
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """Keep the exact K/V of accepted draft nodes, which the last level does not have. Fuzzy K/V is dropped: the
         next catch-up forwards those tokens in sequence, with the bonus token (bonus calibration)."""
-        nodes = [node for row in path[1:] if (node := self._nodes[row - 1]) < self._forwarded]
-        if self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < self._depth:
-            self.cache.truncate(self._calibrated)
-        elif nodes and (self.parallel is None or self.calibrate != "every"):
-            self.cache.commit(nodes)
-        self._forwarded = 0
+        length = len(r.sequences[slot].text)
+        if r.fixed:  # the columns before the catch-up rows are exact
+            self.cache.exact_len[slot] = self._calibrated[slot] = max(0, min(length, self._limit) - self.catch_up)
+        elif not r.size or self.cache.exact_len[slot] > self._limit:
+            return
+        elif self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < r.depth:
+            self.cache.truncate(self._calibrated[slot], slot)
+        elif self.parallel is None or self.calibrate != "every":
+            grown = range(r.size) if r.nodes is None else r.nodes[slot].tolist()
+            if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.forwarded]:
+                self.cache.commit(nodes, slot)
 
-    def propose_static(self, start: Start, tokens: Tensor, budget: Budget, sampling: Sampling) -> Draft:
-        """`propose` without a number on the host: `tokens` [R] are the last committed ones, root included, and `start`
-        is where they stand; the columns before them are exact. All of R are forwarded, so that the shapes do not depend
-        on how many were accepted; to the others of them it makes no difference."""
-        rows = chain_rows(self.model, self.cache, len(tokens), start=start)
-        hidden = forward(self.model, self.cache, rows, self._embed(self._known_rows(tokens))).hidden[-1:]
-        position, end = rows.positions[-1:], Start(start.length, 0)
-        if self.width == 1:
-            return self._chain(hidden, position, min(budget.depth, budget.nodes), sampling, None, end)
-        return self._tree(hidden, position, budget, sampling, end)[0]
+    def move(self, source: int, target: int) -> None:
+        self._calibrated[target] = self._calibrated[source]
 
-    def first_static(self, start: Start, tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """The first token of such a chain alone, [1], and its log-probability, [1]."""
-        rows = chain_rows(self.model, self.cache, len(tokens), start=start)
-        hidden = forward(self.model, self.cache, rows, self._embed(self._known_rows(tokens))).hidden[-1:]
-        ids, scores = self.head.candidates(hidden, 1, sampling, rows.positions[-1:])
-        return ids[:, 0], scores[:, 0]
+    def reset(self, slot: int) -> None:
+        self._calibrated[slot] = 0
 
-    def step_static(self, start: Start, token: Tensor, n: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """What follows draft token n, `token` [1], in column start + n: likewise."""
-        rows = chain_rows(self.model, self.cache, 1, n, start)
-        ids, scores = self.head.candidates(self._forward(rows, token), 1, sampling, rows.positions)
-        return ids[:, 0], scores[:, 0]
+    def _lengths(self, r: Round) -> Lengths:
+        """Where drafts stand; those of texts beyond this model's context behind its last column."""
+        return r.lengths if isinstance(r.lengths, Tensor) else [min(n, self._limit) for n in r.lengths]
 
-    def forget(self) -> None:
-        """The last draft was not `propose`'s own."""
-        self._forwarded, self._calibrated = 0, self.cache.exact_len
+    def _catch_up(self, r: Round) -> tuple[Tensor, Tensor]:
+        """Forward the committed tokens that the cache lacks, root included; the roots' hidden rows [n, E] and their
+        positions [n]."""
+        cache, n = self.cache, r.n
+        if r.fixed:
+            R = self.catch_up
+            rows, tokens = cache.place(r.lengths, R, 0, R), r.last(R).view(-1).clamp(max=self.model.config.vocab_size - 1)
+            last: slice | Tensor = slice(R - 1, None, R)
+        else:
+            texts, starts = [], []
+            for slot, (sequence, end) in enumerate(zip(r.sequences, self._lengths(r), strict=True)):
+                if len(sequence.text) > self._limit:
+                    cache.exact_len[slot] = end - 1
+                elif end - cache.exact_len[slot] > CATCH_UP_ROWS:
+                    self.prefill(slot, sequence.text)
+                starts.append(cache.exact_len[slot])
+                texts.append(self._known(sequence.text[starts[-1] : end]))
+                if starts[-1] == self._calibrated[slot]:
+                    self._calibrated[slot] = end
+                cache.exact_len[slot] = end
+            rows = cache.after(starts, [len(text) for text in texts])
+            tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
+            last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
+        hidden = forward(self.model, cache, rows, self._embed(tokens)).hidden
+        return hidden[last], rows.positions[last]
 
-    def _catch_up(self, committed: list[int]) -> tuple[Tensor, Tensor]:
-        """Forward the committed tokens that the cache lacks, root included; the root's hidden row [1, E] and its
-        position [1]."""
-        if len(committed) - self.cache.exact_len > CATCH_UP_ROWS:
-            self.prefill(committed)
-        tokens = self._known(committed[self.cache.exact_len :])
-        rows = chain_rows(self.model, self.cache, len(tokens))
-        hidden = forward(
-            self.model, self.cache, rows, self._embed(torch.tensor(tokens, device=self.model.device))
-        ).hidden[-1:]
-        if self.cache.exact_len == self._calibrated:
-            self._calibrated = len(committed)
-        self.cache.exact_len = len(committed)
-        return hidden, rows.positions[-1:]
-
-    def _chain(
-        self,
-        hidden: Tensor,
-        position: Tensor,
-        depth: int,
-        sampling: Sampling,
-        keep_drafting: Callable[[float], bool] | None,
-        start: Start | None = None,
-    ) -> Draft:
-        """`hidden` [1, E] is the root's row, `position` [1] its own."""
-        tokens: list[Tensor] = []
-        confidence: list[float] = []
+    def _chain(self, r: Round, depth: int) -> None:
         for n in range(depth):
-            if keep_drafting is None:
-                token = self.head.best(hidden, sampling, position)
-            else:
-                token, probability = self.head.confident(hidden, sampling, position)
-                confidence.append(probability)
-            tokens.append(token)
-            if keep_drafting is not None and not keep_drafting(confidence[-1]):
-                break
-            if n + 1 == depth:  # the last token's K/V is left to the next catch-up
-                break
-            rows = chain_rows(self.model, self.cache, 1, n, start)
-            hidden, position = self._forward(rows, token), rows.positions
-        return Draft.chain(torch.cat(tokens), confidence=tuple(confidence))
+            self._step(r, n)
 
-    def _tree(
-        self, hidden: Tensor, position: Tensor, budget: Budget, sampling: Sampling, start: Start | None = None
-    ) -> tuple[Draft, Tensor]:
-        """The draft, and which of the grown nodes it holds. Node j's K/V stands in column exact_len + j."""
-        width, depth = self.width, budget.depth
-        device = self.model.device
-        ids, scores = self.head.candidates(hidden, width, sampling, position)
-        level_tokens, level_scores = ids[0], scores[0]
-        level_parents = torch.zeros(width, dtype=torch.int64, device=device)
-        words = _own_bits(0, width, depth * width, device) if start is None else None
-        tokens, parents, all_scores = [level_tokens], [level_parents], [level_scores]
+    def _step(self, r: Round, n: int) -> None:
+        """Draft token n of each sequence. The last token's K/V is left to the next catch-up."""
+        if n == 0:
+            hidden, positions = self._catch_up(r)
+            r.forwarded = 0
+        else:
+            rows = self.cache.place(self._lengths(r), 0, n - 1, 1)
+            hidden, positions = self._forward(rows, r.window[:, n]), rows.positions
+            r.forwarded = n
+        if r.asks:
+            ids, scores = self.head.candidates(hidden, 1, r.draws, positions)
+            r.window[:, n + 1] = ids[:, 0]
+            r.heard(scores[:, 0])
+        else:
+            r.window[:, n + 1] = self.head.best(hidden, r.draws, positions)
+
+    def _tree(self, r: Round, depth: int) -> None:
+        """Level by level. Grown node j of a sequence stands j columns behind its root; children's scores are cumulative
+        log-probabilities."""
+        n, width = r.n, self.width
+        hidden, positions = self._catch_up(r)
+        ids, level_scores = self.head.candidates(hidden, width, r.draws, positions)
+        tokens, scores = [ids], [level_scores]
+        parents = [torch.zeros_like(ids)]
         for level in range(1, depth):
-            first = (level - 1) * width  # node of this level's first leaf
-            if start is None:
-                assert words is not None
-                rows = self._level(level, words)
-            else:
-                rows = self._level_static(level, parents, start)
-            hidden = self._forward(rows, level_tokens)
-            ids, scores = self.head.candidates(hidden, width, sampling, rows.positions)
-            level_scores, best = (level_scores.unsqueeze(1) + scores).flatten().topk(width)
-            leaf = best // width
-            level_tokens, level_parents = ids.flatten()[best], leaf + first + 1
-            if words is not None:
-                words = words[leaf] | _own_bits(level * width, width, depth * width, device)
-            tokens.append(level_tokens)
-            parents.append(level_parents)
-            all_scores.append(level_scores)
-        grown = Draft(torch.cat(tokens), torch.cat(parents))
-        return top_nodes(grown, torch.cat(all_scores), budget.nodes)
-
-    def _level(self, level: int, words: Tensor) -> Rows:
-        """Where the leaves of a tree of `level` levels stand; node j is window column j."""
-        column, first, end = self.cache.exact_len, (level - 1) * self.width, level * self.width
-        return Rows(
-            positions=self.model.positions[column + level - 1].expand(self.width),
-            slots=self.cache.slot_of[column + first : column + end],
-            kv_len=self.cache.lengths[column + end].unsqueeze(0),
-            window=self.cache.lengths[end].unsqueeze(0),
-            ancestors=words,
-        )
-
-    def _level_static(self, level: int, parents: list[Tensor], start: Start) -> Rows:
-        """The same; the root, one column before `start`, is window column 0."""
-        first, last = (level - 1) * self.width + 1, self.model.config.max_context - 1
-        return self.cache.place(Start(start.length, start.back + 1), first, self.width, torch.cat(parents), last)
+            first = (level - 1) * width + 1  # row of this level's first leaf
+            rows = self.cache.place(self._lengths(r), 1, first, width, torch.cat(parents, 1))
+            hidden = self._forward(rows, ids.reshape(-1))
+            next_ids, next_scores = self.head.candidates(hidden, width, r.draws, rows.positions)
+            total = level_scores.unsqueeze(-1) + next_scores.view(n, width, width)
+            level_scores, best = total.flatten(1).topk(width)
+            ids = next_ids.view(n, -1).gather(1, best)
+            parents.append(best // width + first)
+            tokens.append(ids)
+            scores.append(level_scores)
+        r.forwarded = (depth - 1) * width
+        kept, up, r.nodes = top_nodes(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), r.size)
+        r.window[:, 1 : r.size + 1] = kept
+        r.state.parents[:, : r.size] = up
 
     def _forward(self, rows: Rows, tokens: Tensor) -> Tensor:
         """Draft tokens [T] -> their hidden rows [T, E]."""
-        self._forwarded += len(tokens)
         if self.parallel is not None:
             return self.parallel.forward(rows, self._embed(tokens))
         return forward(self.model, self.cache, rows, self._embed(tokens)).hidden
@@ -211,14 +183,3 @@ class AutoregressiveDrafter:
         """Ids the draft's (unpadded) vocabulary lacks become its last one: a draft may be anything."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
-
-    def _known_rows(self, tokens: Tensor) -> Tensor:
-        return tokens.clamp(max=self.model.config.vocab_size - 1)
-
-
-def _own_bits(first: int, count: int, nodes: int, device: torch.device) -> Tensor:
-    """Ancestor words [count, W] in which node first + i has its own bit alone."""
-    node = torch.arange(first, first + count, device=device)
-    words = torch.zeros(count, min(MAX_WORDS, -(-nodes // 64)), dtype=torch.int64, device=device)
-    words[node - first, node // 64] = torch.ones_like(node) << (node % 64)
-    return words

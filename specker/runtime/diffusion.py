@@ -2,16 +2,16 @@
 
 A round forwards the committed tokens that the cache lacks (the root among them) and k masks; all of these see each
 other and the cached columns. The masks' columns are dropped, the tokens' stay, so a round costs accepted + 1 + k rows
-and not the whole text. What stays saw other masks than the next round's: an approximation, which the target's check
-makes harmless; `exact` forwards the whole text every round instead.
+and not the whole text. The tokens' K/V saw other masks than the next round's: an approximation, which the target's
+check makes harmless; `exact` forwards the whole text every round instead.
 
 Row i predicts position i + 1 in Dream's checkpoints (shifted logits) and position i in plain masked-diffusion ones.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -21,198 +21,261 @@ from torch import Tensor
 from specker.config import Sampling
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
-from specker.runtime.draft import Draft
+from specker.runtime import state as states
+from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
-from specker.runtime.model.cache import KVCache, Rows, Start
-from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.decoder import Model, forward, prefill
 from specker.runtime.policy import Budget
+from specker.runtime.round import Round
 from specker.runtime.stats import Found
 
 CATCH_UP_ROWS = 64  # more tokens that the cache lacks are a prompt: prefill them
 WINDOW = 64 * MAX_WORDS  # columns that the rows of one pass may hold
 
 
-@dataclass
-class DiffusionDrafter:
+class DiffusionDrafter(Drafter):
     model: Model  # bidirectional
     cache: KVCache
     head: Head
-    stops: Head | None  # the rows of the target's stop ids, which are candidates everywhere
-    stop_ids: frozenset[int]  # the target's
-    search: Search | None = None  # None: the argmax of each position
-    exact: bool = False
-    _guesses: list[int] = field(default_factory=list, init=False)  # of this round's earlier passes
-    _last: int = field(default=0, init=False)  # how many of them the last pass made
 
-    def reset(self) -> None:
-        self.cache.truncate(0)
-        self.head.reset()
-
-    def prefill(self, committed: list[int]) -> None:
-        """The K/V of all but the root, each chunk of which sees itself and what stands before it."""
-        if not self.exact and len(committed) <= self.model.config.max_context:
-            prefill(self.model, self.cache, self._known(committed[self.cache.exact_len : -1]))
-
-    def observe(self, path: list[int]) -> None:
-        pass  # no draft token's K/V is kept: it was a mask's, or a guess's beside masks
-
-    def propose(
+    def __init__(
         self,
-        committed: list[int],
-        budget: Budget,
-        sampling: Sampling,
-        keep_drafting: Callable[[float], bool] | None = None,
-    ) -> Draft:
-        """A draft under the root committed[-1]: a block of budget.block tokens (all of budget.depth if that is 0), and
-        another behind it while `keep_drafting` says so of the least confident one's probability."""
-        room = min(self.model.config.max_context, self.cache.capacity) - len(committed)
-        depth = min(budget.depth, budget.nodes, room)
-        if depth <= 0:
-            return Draft.empty(self.model.device)
-        self.head.follow(committed)
-        self._guesses = []
-        blocks: list[Lattice] = []
-        confidence: list[float] = []
-        passes = 0
-        while True:
-            n = min(budget.block or depth, depth - len(self._guesses))
-            hidden = self._masked(committed, n)
-            first = len(committed) + len(self._guesses) - 1  # the position of the row that plain decoding would ask
-            positions = self.model.positions[first : first + n]
-            passes += 1
-            if self.search is None and keep_drafting is None:
-                self._guesses += self.head.best(hidden, sampling, positions).tolist()
-            else:
-                block, ranks = self._candidates(hidden, sampling, positions)
-                blocks.append(block)
-                self._guesses += block.ids[:, 0].tolist()
-                confidence += np.exp(ranks[:, 0]).tolist()
-            more = keep_drafting is not None and keep_drafting(min(confidence[-n:]))
-            if len(self._guesses) == depth or not more or self._stopped() < len(self._guesses):
-                break
-        generated = self._stopped()
-        if self.search is None:
-            tokens = self._guesses[: generated + 1]
-            draft = Draft.chain(self._on_device(tokens), confidence=tuple(confidence[: len(tokens)]))
-            return draft.with_found(Found(generated, passes))
-        draft, found = self._searched(blocks, committed, budget, sampling, self.search, passes)
-        return draft.with_found(found)
+        model: Model,
+        cache: KVCache,
+        head: Head,
+        stops: Head | None,
+        stop_ids: frozenset[int],
+        search: Search | None = None,
+        exact: bool = False,
+        depth: int = 0,
+    ):
+        """`stops`: the rows of the target's stop ids, which are candidates everywhere. `search`: None takes the argmax
+        of each position. `depth`: the longest draft."""
+        self.model, self.cache, self.head, self.stops = model, cache, head, stops
+        self.stop_ids, self.search, self.exact = stop_ids, search, exact
+        self.reads = search is not None
+        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards again
+        self._limit = min(model.config.max_context, cache.capacity)
 
-    def _masked(self, committed: list[int], n: int) -> Tensor:
-        """The hidden rows [n, E] that guess the n tokens behind the committed ones and this round's guesses."""
-        config = self.model.config
+    def prefill(self, slot: int, text: list[int]) -> None:
+        """The K/V of all but the root, each chunk of which sees itself and the columns before it."""
+        if not self.exact and len(text) <= self.model.config.max_context:
+            prefill(self.model, self.cache, self._known(text[self.cache.exact_len[slot] : -1]), slot=slot)
+
+    def room(self, length: int) -> int:
+        return self._limit - length
+
+    def fixed(self, length: int, budget: Budget) -> bool:
+        """The rows that are forwarded again and the masks stand in one window, in one pass."""
+        rows = self.catch_up + min(budget.depth, budget.nodes)
+        if self.exact or budget.block or rows > WINDOW:
+            return False
+        return self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
+
+    def draft(self, r: Round) -> None:
+        """A block of budget.block tokens (all of budget.depth if that is 0), and another behind it while the policies
+        go on at the probability of its least confident token."""
+        if self.head.kept is not None:
+            self.head.follow(r.sequences)
+        depth = min(r.budget.depth, r.budget.nodes)
+        if r.fixed:
+            r.run(("block", depth), lambda: self._fixed_block(r, depth))
+            if self.search is None:
+                r.size = r.depth = depth
+                r.generated = True
+                return
+            lengths = [len(s.text) for s in r.sequences]
+            guesses, blocks, _ = self._candidates(r, r.state.hidden[: r.n * depth], lengths)
+            self._searched(r, guesses, [[block] for block in blocks], 1)
+            return
+        texts = [s.text[: self._limit] for s in r.sequences]
+        guesses: list[list[int]] = [[] for _ in texts]
+        lattices: list[list[Lattice]] = [[] for _ in texts]
+        confidence: list[list[float]] = [[] for _ in texts]
+        passes = done = 0
+        while True:
+            n = min(r.budget.block or depth, depth - done)
+            hidden = self._masked(texts, guesses, done, n)
+            passes += 1
+            if self.search is None and not r.asks:
+                at = torch.cat([self.model.positions[len(t) + done - 1 :][:n] for t in texts])
+                new = self.head.best(hidden, r.draws, self._padded(at, len(hidden))).view(len(texts), n).tolist()
+            else:
+                new, blocks, sure = self._candidates(r, hidden, [len(t) + done for t in texts])
+                for b, block in enumerate(blocks):
+                    lattices[b].append(block)
+                    confidence[b] += sure[b]
+            guesses = [old + more for old, more in zip(guesses, new, strict=True)]
+            done += n
+            more = r.asks and r.vote([min(each[-n:]) for each in confidence])
+            if done == depth or not more or all(self.stopped(g) < done for g in guesses):
+                break
+        if self.search is not None:
+            self._searched(r, guesses, lattices, passes)
+            return
+        kept = [g[: self.stopped(g) + 1] for g in guesses]
+        r.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.asks else []
+        self._write(r, kept, [list(range(len(k))) for k in kept])
+        r.found = [Found(self.stopped(g), passes) for g in guesses]
+
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+        """No draft token's K/V is kept: it was a mask's, or a guess's beside masks."""
+        if r.fixed:
+            length = len(r.sequences[slot].text)
+            self.cache.exact_len[slot] = max(0, min(length, self._limit) - self.catch_up)
+        if r.generated:
+            r.found.append(Found(self.stopped(r.host["draft"][slot].tolist())))
+
+    def _padded(self, positions: Tensor, count: int) -> Tensor:
+        return positions if len(positions) == count else torch.nn.functional.pad(positions, (0, count - len(positions)))
+
+    def _masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Tensor:
+        """The hidden rows [sequences * n, E] that guess the n tokens behind the texts and this round's guesses."""
+        config, cache = self.model.config, self.cache
         assert config.mask_token_id is not None
         masks = [config.mask_token_id] * n
+        out = slice(-n - 1, -1) if config.shifted_logits else slice(-n, None)
         if self.exact:
-            self.cache.truncate(0)
-            text = self._known(committed + self._guesses) + masks
-            depth = len(self.model.layers)
-            hidden = prefill(self.model, self.cache, text, (depth,), n + 1, chunk=len(text))[depth]
-            self.cache.truncate(len(committed))
-        else:
-            behind = len(committed) - self.cache.exact_len
+            kept = []
+            for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
+                cache.truncate(0, slot)
+                tokens, depth = self._known(text + new) + masks, len(self.model.layers)
+                rows = prefill(self.model, cache, tokens, (depth,), n + 1, chunk=len(tokens), slot=slot)[depth]
+                cache.truncate(len(text), slot)
+                kept.append(rows[out])
+            return torch.cat(kept)
+        starts, new_tokens = [], []
+        for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
+            behind = len(text) - cache.exact_len[slot]
             if behind > CATCH_UP_ROWS or behind + n > WINDOW:
-                self.prefill(committed)
-            base = self.cache.exact_len
-            if self._guesses:  # columns from base on hold the guesses before the last block's, as they were then
-                done = len(self._guesses) - self._last
-                text = self._guesses[done:]
-                base += done
+                self.prefill(slot, text)
+            start = cache.exact_len[slot]
+            if done:  # the columns behind the text hold the guesses before the last block's
+                before = done - self._last
+                starts.append(start + before)
+                new_tokens.append(self._known(new[before:]) + masks)
             else:
-                text = committed[base:]
-            rows = self._all_ones(base, len(text) + n)
-            tokens = torch.tensor(self._known(text) + masks, device=self.model.device)
-            hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens)).hidden[-n - 1 :]
-            if not self._guesses:
-                self.cache.exact_len = len(committed)
+                start = min(start, len(text) - 1)
+                starts.append(start)
+                new_tokens.append(self._known(text[start:]) + masks)
+                cache.exact_len[slot] = len(text)
         self._last = n
-        return hidden[:-1] if config.shifted_logits else hidden[1:]
+        rows = cache.after(starts, [len(tokens) for tokens in new_tokens], full=True)
+        tokens = torch.tensor([token for each in new_tokens for token in each], device=self.model.device)
+        hidden = forward(self.model, cache, rows, self.model.embed_tokens(tokens)).hidden
+        if len(texts) == 1:
+            return hidden[out]
+        return torch.cat([each[out] for each in hidden.split([len(tokens) for tokens in new_tokens])])
 
-    def hidden_static(self, start: Start, text: Tensor, n: int) -> Tensor:
-        """`_masked` without a number on the host: `text` [R] are the last committed tokens, root included, which stand
-        at `start`; n masks stand behind them. All of R run again, beside the new masks."""
-        config = self.model.config
+    def _fixed_block(self, r: Round, k: int) -> None:
+        """One pass, placed by the device: the last committed tokens run again, beside the new masks."""
+        config, R, n = self.model.config, self.catch_up, r.n
         assert config.mask_token_id is not None
-        masks = torch.full((n,), config.mask_token_id, dtype=torch.int64, device=text.device)
-        tokens = torch.cat((text.clamp(max=config.vocab_size - 1), masks))
-        placed = chain_rows(self.model, self.cache, len(tokens), start=start)
-        rows = placed._replace(ancestors=_full_words(len(tokens), text.device))
-        hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens)).hidden[-n - 1 :]
-        return hidden[:-1] if config.shifted_logits else hidden[1:]
+        text = r.last(R).clamp(max=config.vocab_size - 1)
+        tokens = torch.cat((text, torch.full_like(text[:, :1], config.mask_token_id).expand(n, k)), 1)
+        rows = self.cache.place(r.lengths, R, 0, R + k)
+        rows = rows._replace(ancestors=_full_words(R + k, self.model.device).repeat(n, 1))
+        hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens.view(-1))).hidden
+        hidden = hidden.view(n, R + k, -1)[:, R - 1 : -1] if config.shifted_logits else hidden.view(n, R + k, -1)[:, R:]
+        hidden = hidden.reshape(n * k, -1)
+        if self.search is not None:
+            r.keep(r.state.hidden, hidden)
+            return
+        asked = (r.state.length[:, None] + torch.arange(-1, k - 1, device=hidden.device)).view(-1)
+        r.window[:, 1 : k + 1] = self.head.best(hidden, r.draws, asked).view(n, k)
 
-    def search_static(
-        self, hidden: Tensor, committed: list[int], budget: Budget, sampling: Sampling
-    ) -> tuple[Draft, Found]:
-        """The draft that a search finds in the rows [k, E] of `hidden_static`; reads their candidates on the host."""
-        assert self.search is not None
-        first = len(committed) - 1
-        block, _ = self._candidates(hidden, sampling, self.model.positions[first : first + len(hidden)])
-        self._guesses = block.ids[:, 0].tolist()
-        return self._searched([block], committed, budget, sampling, self.search)
-
-    def _all_ones(self, first: int, count: int) -> Rows:
-        """`count` rows at the columns from `first` on that see each other and all before them."""
-        end = first + count
-        return Rows(
-            positions=self.model.positions[first:end],
-            slots=self.cache.slot_of[first:end],
-            kv_len=self.cache.lengths[end : end + 1],
-            window=self.cache.lengths[count : count + 1],
-            ancestors=_full_words(count, self.model.device),
-        )
-
-    def _candidates(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> tuple[Lattice, Any]:
-        """Each row's candidates, and their log-probabilities in the ranking used."""
-        how = self.search
-        k = 1 if how is None else min(how.candidates, self.head.weight.shape[0])
-        ids, scores, lse = self.head.ranked(hidden, k, sampling, positions)
-        count = 0
+    def _candidates(self, r: Round, hidden: Tensor, lengths: list[int]) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
+        """hidden [n * k, E], the rows that guess the tokens behind texts of `lengths` -> each sequence's first guesses,
+        the candidates of its positions, and the probabilities of the guesses; reads them on the host."""
+        how, n = self.search, len(r.sequences)
+        k = len(hidden) // r.n
+        last = self.model.config.max_context - 1
+        first = torch.tensor(lengths + [1] * (r.n - n), device=hidden.device)[:, None] - 1
+        positions = (first + torch.arange(k, device=hidden.device)).clamp(max=last).view(-1)
+        width = 1 if how is None else min(how.candidates, self.head.weight.shape[0])
+        ids, scores, lse = self.head.ranked(hidden, width, r.draws, positions)
+        stops = 0
         if how is not None and self.stops is not None:
-            count = self.stops.weight.shape[0]
-            stop_ids, stop_scores, _ = self.stops.ranked(hidden, count, sampling, positions)
+            stops = self.stops.weight.shape[0]
+            stop_ids, stop_scores, _ = self.stops.ranked(hidden, stops, r.draws, positions)
             ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
-        ranks = scores - lse.unsqueeze(-1)
-        noise = gumbel_at(sampling.seed, positions, ids) if sampling.temperature > 0 else None
-        ids_, ranks_, noise_ = _on_host(ids, ranks, noise)
-        return lattice(ids_, ranks_, noise_, 0.0 if how is None else how.mass, count), ranks_
+        noise = self._noise(r.sequences, positions, ids, k)
+        ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
+        mass = 0.0 if how is None else how.mass
+        blocks = []
+        for b, sequence in enumerate(r.sequences):
+            own = slice(b * k, (b + 1) * k)
+            drawn = noise_ is not None and sequence.sampling.temperature > 0
+            blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, mass, stops))
+        sure = [np.exp(ranks_[b * k : (b + 1) * k, 0]).tolist() for b in range(n)]
+        return [block.ids[:, 0].tolist() for block in blocks], blocks, sure
 
-    def _searched(
-        self,
-        blocks: list[Lattice],
-        committed: list[int],
-        budget: Budget,
-        sampling: Sampling,
-        how: Search,
-        passes: int = 1,
-    ) -> tuple[Draft, Found]:
-        """The draft, and what there was to find."""
-        start = time.perf_counter()
-        whole = blocks[0] if len(blocks) == 1 else Lattice.joined(blocks)
-        before = (committed[-2] if len(committed) > 1 else -1, committed[-1])
-        paths = best_paths(whole, how, before, self.stop_ids, sampling.temperature)
-        score = paths[0].score / len(whole.ids)
-        if not how.tree or len(paths) == 1:
-            draft = Draft.chain(self._on_device(list(paths[0].tokens)))
-        else:
-            tokens, parents = trie(paths, budget.nodes, budget.depth)
-            draft = Draft(self._on_device(tokens), self._on_device(parents))
-        return draft, Found(self._stopped(), passes, whole.width, score, time.perf_counter() - start)
+    @staticmethod
+    def _noise(sequences: Sequence[states.Sequence], positions: Tensor, ids: Tensor, k: int) -> Tensor | None:
+        samplings: list[Sampling] = [s.sampling for s in sequences]
+        if all(s.temperature == 0 for s in samplings):
+            return None
+        noise = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        for b, s in enumerate(samplings):
+            own = slice(b * k, (b + 1) * k)
+            if s.temperature > 0:
+                noise[own] = gumbel_at(s.seed, positions[own], ids[own])
+        return noise
 
-    def _stopped(self) -> int:
-        return self.stopped(self._guesses)
+    def _searched(self, r: Round, guesses: list[list[int]], blocks: list[list[Lattice]], passes: int) -> None:
+        """The drafts that a search finds, and what there was to find."""
+        how = self.search
+        assert how is not None
+        tokens: list[list[int]] = []
+        parents: list[list[int]] = []
+        for sequence, own, found in zip(r.sequences, guesses, blocks, strict=True):
+            start = time.perf_counter()
+            whole = found[0] if len(found) == 1 else Lattice.joined(found)
+            before = (sequence.text[-2] if len(sequence.text) > 1 else -1, sequence.text[-1])
+            paths = best_paths(whole, how, before, self.stop_ids, sequence.sampling.temperature)
+            score = paths[0].score / len(whole.ids)
+            if not how.tree or len(paths) == 1:
+                tokens.append(list(paths[0].tokens))
+                parents.append(list(range(len(tokens[-1]))))
+            else:
+                found_tokens, found_parents = trie(paths, r.budget.nodes, r.budget.depth)
+                tokens.append(found_tokens)
+                parents.append(found_parents)
+            seconds = time.perf_counter() - start
+            r.found.append(Found(self.stopped(own), passes, whole.width, score, seconds))
+        self._write(r, tokens, parents)
+
+    def _write(self, r: Round, tokens: list[list[int]], parents: list[list[int]]) -> None:
+        """Drafts of unequal sizes; the shorter ones are padded. Padding is a guess like any other, and a bad one."""
+        N = max(map(len, tokens))
+        r.drafted = [len(each) for each in tokens]
+        r.tree = any(up != list(range(len(up))) for up in parents)
+        r.size, n = N, len(tokens)
+        r.depth = max(_depth(up) for up in parents)
+        padded = [each + [0] * (N - len(each)) for each in tokens]
+        r.window[:n, 1 : N + 1] = torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(n, N)
+        if r.tree:
+            up = [each + list(range(len(each), N)) for each in parents]
+            r.state.parents[:n, :N] = torch.tensor(up, device=self.model.device)
+            r.state.parents[n:, :N] = 0
 
     def stopped(self, guesses: list[int]) -> int:
         """Guesses before the first stop token; all of them if there is none."""
         return next((n for n, token in enumerate(guesses) if token in self.stop_ids), len(guesses))
 
-    def _on_device(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.model.device)
-
     def _known(self, tokens: list[int]) -> list[int]:
         """Ids that the drafter's vocabulary lacks become its last one: a draft may be anything."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
+
+
+def _depth(parents: list[int]) -> int:
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
 
 
 def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any, Any]:

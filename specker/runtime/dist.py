@@ -13,7 +13,7 @@ NCCL on GPUs, gloo on CPUs. NCCL adds in an order that depends on the size, so a
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,16 +24,14 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 
-from specker.config import Options, Sampling
+from specker.config import Options
 from specker.flags import JobError
-from specker.runtime.draft import Draft
 from specker.runtime.model.parts import Part
-from specker.runtime.policy import Budget, Policy
+from specker.runtime.policy import Budget
+from specker.runtime.sampling import Draws
 
 _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # its name from torch 2.13 on
 TIMEOUT = 60.0  # seconds that a rank may be waited for
-HEADER = 4  # numbers of a draft's message before its tokens
-MOST = 255  # tokens of a draft
 SAMPLES = 64  # blocks of a file that its digest looks at
 BLOCK = 4096
 
@@ -118,6 +116,14 @@ class Ranks:
             td.all_reduce(x, td.ReduceOp.MIN, group=self.group)
         return int(x)
 
+    def budget(self, own: Budget, layers: int) -> Budget:
+        """Rank 0's, of a policy that may want to hear of `layers` depths: it depends on the time."""
+        said = [own.nodes, own.depth, own.exit, own.block, len(own.taps), *own.taps]
+        message = torch.zeros(5 + layers, dtype=torch.int64)
+        message[: len(said)] = torch.tensor(said)
+        nodes, depth, exit, block, taps, *depths = self.first(message.to(self.device)).tolist()
+        return Budget(nodes, depth, exit, tuple(depths[:taps]), block)
+
     def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
         """Raise ValueError unless all ranks, or all that draft, have the same; `what` it is a digest of."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
@@ -135,11 +141,11 @@ class Ranks:
         _all_gather(out.view(-1), x.view(-1), group=group)
         return out
 
-    def draw(self, logits: Tensor, sampling: Sampling, positions: Tensor, vocab: int, draw: Callable) -> Tensor:
-        """The token after each row from a part of the logits [T, n] each: `draw` (sampling, logits, positions) where
-        there is noise, else the largest, of equals the lowest id."""
-        if sampling.temperature > 0:
-            return draw(sampling, self.whole(logits, vocab), positions)
+    def draw(self, draws: Draws, logits: Tensor, positions: Tensor, vocab: int) -> Tensor:
+        """The token after each row, each rank having a part of the logits [T, n]: with noise from the gathered logits,
+        else the largest, of equals the lowest id."""
+        if draws.kind != "greedy":
+            return draws.tokens(self.whole(logits, vocab), positions)
         best = logits.max(-1)
         # A rank's columns are ascending ids, ranks are ascending too: of equals the first is the lowest.
         value = self.join(best.values.unsqueeze(-1))
@@ -159,90 +165,6 @@ def first_of_equals(x: Tensor, value: Tensor) -> Tensor:
     """The first column of x [T, n] that holds value [T]."""
     columns = torch.arange(x.shape[1], device=x.device)
     return torch.where(x == value.unsqueeze(-1), columns, x.shape[1]).amin(-1).clamp(max=x.shape[1] - 1)
-
-
-class SharedDrafter:
-    """A drafter of some ranks, whose drafts all of them verify."""
-
-    def __init__(self, inner: Any, ranks: Ranks):
-        """`inner`: None on ranks that do not draft."""
-        self.inner, self.ranks = inner, ranks
-        self.head: Any = inner.head if inner is not None else _NoHead()
-
-    def reset(self) -> None:
-        if self.inner is not None:
-            self.inner.reset()
-
-    def prefill(self, committed: list[int]) -> None:
-        if self.inner is not None:
-            self.inner.prefill(committed)
-
-    def propose(
-        self,
-        committed: list[int],
-        budget: Budget,
-        sampling: Sampling,
-        keep_drafting: Callable[[float], bool] | None = None,
-    ) -> Draft:
-        """Rank 0's draft."""
-        ranks = self.ranks
-        own = None if self.inner is None else self.inner.propose(committed, budget, sampling, keep_drafting)
-        message = torch.zeros(HEADER + 2 * MOST, dtype=torch.int64, device=ranks.device)
-        if own is not None and ranks.rank == 0:
-            N = len(own)
-            said = [N, int(own.is_chain), len(committed), committed[-1]]
-            message[:HEADER] = torch.tensor(said)
-            message[HEADER : HEADER + N] = own.tokens
-            message[HEADER + N : HEADER + 2 * N] = own.parents
-        N, chain, *text = ranks.first(message)[:HEADER].tolist()
-        if text != [len(committed), committed[-1]]:
-            raise RankLost(
-                f"the ranks have come apart: rank {ranks.rank} has {len(committed)} tokens ending in {committed[-1]}, "
-                f"rank 0 has {text[0]} ending in {text[1]}"
-            )
-        if ranks.rank == 0 and own is not None:
-            return own
-        tokens, parents = message[HEADER : HEADER + N], message[HEADER + N : HEADER + 2 * N]
-        return Draft(tokens, parents, is_chain=bool(chain), found=None if own is None else own.found)
-
-    def observe(self, path: list[int]) -> None:
-        if self.inner is not None:
-            self.inner.observe(path)
-
-
-class _NoHead:
-    """Of a rank that does not draft."""
-
-    known: frozenset[int] = frozenset()
-
-
-class SharedPolicy:
-    """A policy that every rank keeps by itself, but for what depends on the time: which layers to watch is rank 0's
-    word (DEL)."""
-
-    def __init__(self, inner: Policy, ranks: Ranks):
-        self.inner, self.ranks, self.layers = inner, ranks, inner.layers
-
-    @property
-    def confident(self) -> bool:
-        return self.inner.confident
-
-    def budget(self) -> Budget:
-        own = self.inner.budget()
-        said = [own.nodes, own.depth, own.exit, own.block, len(own.taps), *own.taps]
-        message = torch.zeros(5 + len(self.layers), dtype=torch.int64)
-        message[: len(said)] = torch.tensor(said)
-        nodes, depth, exit, block, taps, *layers = self.ranks.first(message.to(self.ranks.device)).tolist()
-        return Budget(nodes, depth, exit, tuple(layers[:taps]), block)
-
-    def keep_drafting(self, confidence: float) -> bool:
-        return self.inner.keep_drafting(confidence)
-
-    def observe(self, draft: Draft, path: list[int]) -> None:
-        self.inner.observe(draft, path)
-
-    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
-        self.inner.learn(layers, match, confidence, seconds)
 
 
 def own_device(device: torch.device) -> torch.device:

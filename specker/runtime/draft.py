@@ -1,72 +1,69 @@
-"""A draft: a tree of guesses under the root. A chain, a tree and a trie of lattice paths are all this one type."""
+"""What a round asks of a drafter. A draft is a tree of guesses under the root: draft j stands in row j + 1 of the window
+and its parent in row parents[j] <= j, row 0 being the root. A chain, a tree and a trie of paths are all of this form."""
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specker.runtime.stats import Found
+from specker.runtime.head import Head
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.decoder import Model
+
+if TYPE_CHECKING:
+    from specker.runtime.policy import Budget
+    from specker.runtime.round import Round
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Where verification goes on from a self-drafted chain: layers [0, layer) have run on all rows but the last."""
+class Drafter:
+    """The whole protocol; the defaults are those of a drafter without a model."""
 
-    layer: int
-    hidden: Tensor  # [N, E], rows 0..N-1 of the residual stream entering `layer`
-    taps: dict[int, Tensor]  # the same rows after fewer layers, where they are watched
+    model: Model | None = None
+    cache: KVCache | None = None  # the target's own where the target drafts; None without a model
+    head: Head | None = None
+    reads: bool = False
+    """Whether `draft` reads device memory or the text on the host. If so, a round is launched only after the round
+    before it was collected."""
 
+    def prefill(self, slot: int, text: list[int]) -> None:
+        """Before a sequence's first round: `text` is its prompt."""
 
-@dataclass(frozen=True)
-class Draft:
-    """N drafted tokens. Draft n is verify row n + 1; row 0 is the root (the last committed token)."""
+    def room(self, length: int) -> int:
+        """Draft tokens that may follow a text of `length` tokens; at most 0 where this drafter's context ends."""
+        return 1 << 30
 
-    tokens: Tensor  # [N] int64, ids of the target's vocabulary
-    parents: Tensor  # [N] int64: the ROW of draft n's parent; 0 = root, parents[n] <= n
-    is_chain: bool = False  # parents == 0..N-1
-    resume: Resume | None = None
-    confidence: tuple[float, ...] = ()  # of each token, where a policy asked for it
-    found: Found | None = None  # of a diffusion drafter
+    def fixed(self, length: int, budget: "Budget") -> bool:
+        """Whether a draft for a text of `length` can have fixed shapes and be placed by the device."""
+        return False
 
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
+    def draft(self, r: "Round") -> None:
+        """Write the drafts to r.window[:, 1:], of a tree r.state.parents too, and set r.size, r.drafted and r.tree."""
+        raise NotImplementedError
 
-    @classmethod
-    def chain(cls, tokens: Tensor, resume: Resume | None = None, confidence: tuple[float, ...] = ()) -> "Draft":
-        return cls(tokens, _arange(len(tokens), tokens.device), True, resume, confidence)
+    def observe(self, r: "Round", slot: int, path: list[int]) -> None:
+        """`path`: the rows kept of the sequence in `slot`, whose text holds their tokens by now."""
 
-    @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> "Draft":
-        return cls.chain(torch.empty(0, dtype=torch.int64, device=device))
+    def watch(self, taps: dict[int, Tensor], sampling: object, target: Tensor, positions: Tensor) -> tuple:
+        """What each tapped layer would have said: (match, confidence), numpy [layers, rows]. Only for drafters whose
+        policies ask for taps."""
+        raise NotImplementedError
 
-    def with_found(self, found: Found) -> "Draft":
-        return replace(self, found=found)
+    def move(self, source: int, target: int) -> None:
+        """The sequence in slot `source` moves to slot `target`; its K/V has moved."""
 
-    def depths(self) -> list[int]:
-        """Of rows 0..N: the root's is 0, its children's 1."""
-        depths = [0]
-        for parent in self.parents.tolist():
-            depths.append(depths[parent] + 1)
-        return depths
-
-    def depth(self) -> int:
-        """The longest path's."""
-        return len(self) if self.is_chain else max(self.depths())
+    def reset(self, slot: int) -> None:
+        """Forget the sequence in `slot`; its K/V is gone."""
 
 
-def top_nodes(draft: Draft, scores: Tensor, count: int) -> tuple[Draft, Tensor]:
-    """The `count` best nodes of a tree whose scores [N] never grow from parent to child, and their numbers in it;
-    earlier nodes win ties, so the kept ones are a tree again."""
-    if len(draft) <= count:
-        return draft, torch.arange(len(draft), device=scores.device)
-    order = torch.sort(scores, descending=True, stable=True).indices[:count]
-    kept = order.sort().values
-    row_of = torch.zeros(len(draft) + 1, dtype=torch.int64, device=kept.device)
-    row_of[kept + 1] = torch.arange(1, count + 1, device=kept.device)
-    return Draft(draft.tokens[kept], row_of[draft.parents[kept]]), kept
-
-
-@lru_cache(maxsize=256)
-def _arange(length: int, device: torch.device) -> Tensor:
-    return torch.arange(length, device=device)
+def top_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best nodes of each tree: tokens, parents, scores [n, N], scores never growing from parent to child ->
+    tokens and parents [n, count] and the kept nodes' numbers [n, count]. Earlier nodes win ties, so that the kept nodes
+    are a tree again."""
+    n, N = tokens.shape
+    if count >= N:
+        return tokens, parents, torch.arange(N, device=tokens.device).expand(n, N)
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
+    kept = order.sort(1).values
+    numbers = torch.arange(1, count + 1, device=kept.device).expand(n, count)
+    row_of = torch.zeros(n, N + 1, dtype=torch.int64, device=kept.device).scatter_(1, kept + 1, numbers)
+    return tokens.gather(1, kept), row_of.gather(1, parents.gather(1, kept)), kept

@@ -4,16 +4,15 @@ Where it is trimmed (VocabTrim, arXiv 2506.22694), most kept rows are fixed when
 that a rare name which the prompt speaks of can be drafted all the same. How many rows there are never changes.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from specker.config import Sampling
 from specker.kernels.topk import vocab_topk
-from specker.runtime.sampling import noise_of
+from specker.runtime import state as states
+from specker.runtime.sampling import Draws
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Head:
     token_ids: Tensor | None = field(init=False, default=None)  # [K] ids of the rows as they are now
     known: set[int] = field(init=False, default_factory=set)  # the same, on the host
     _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row that follows the text, oldest first
-    _seen: int = field(init=False, default=0)  # committed tokens looked at
+    _seen: dict[int, int] = field(init=False, default_factory=dict)  # committed tokens looked at, by sequence
 
     def __post_init__(self) -> None:
         if self.kept is not None:
@@ -43,8 +42,8 @@ class Head:
         self.reset()
 
     def reset(self) -> None:
-        """The rows as they were loaded: one request's text is not another's."""
-        self._seen = 0
+        """Restore the rows as they were loaded, when no sequence is left whose text they follow."""
+        self._seen.clear()
         if self.kept is None or not self.kept.text:
             return
         fixed = len(self.kept.ids) - self.kept.text
@@ -54,23 +53,26 @@ class Head:
             self._slots.clear()
             self._write(first, range(fixed, len(self.kept.ids)))
 
-    def follow(self, committed: list[int]) -> None:
-        """Let the text's own tokens take the rows that follow it, the last ones seen staying longest. `committed` only
-        grows between two resets."""
-        if self.kept is None or not self.kept.text or self._seen == len(committed):
+    def follow(self, sequences: Iterable[states.Sequence]) -> None:
+        """Let the tokens of the batch's texts take the rows that follow them; the last ones seen stay longest."""
+        if self.kept is None or not self.kept.text:
             return
         assert self.kept.whole is not None
         moved: dict[int, int] = {}
-        for token in committed[self._seen :]:
-            if token in self._slots:
-                self._slots[token] = self._slots.pop(token)
-            elif token not in self.known and token < len(self.kept.whole):
-                oldest = next(iter(self._slots))
-                self.known.remove(oldest)
-                self.known.add(token)
-                self._slots[token] = moved[token] = self._slots.pop(oldest)
-                moved.pop(oldest, None)
-        self._seen = len(committed)
+        for sequence in sequences:
+            seen, text = self._seen.get(sequence.index, 0), sequence.text
+            if seen == len(text):
+                continue
+            for token in text[seen:]:
+                if token in self._slots:
+                    self._slots[token] = self._slots.pop(token)
+                elif token not in self.known and token < len(self.kept.whole):
+                    oldest = next(iter(self._slots))
+                    self.known.remove(oldest)
+                    self.known.add(token)
+                    self._slots[token] = moved[token] = self._slots.pop(oldest)
+                    moved.pop(oldest, None)
+            self._seen[sequence.index] = len(text)
         if moved:
             self._write(list(moved), moved.values())
 
@@ -86,27 +88,22 @@ class Head:
         self.weight[at] = self.kept.whole[tokens]
         self.token_ids[at] = tokens
 
-    def best(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
+    def best(self, hidden: Tensor, draws: Draws, positions: Tensor) -> Tensor:
         """hidden [T, E] at `positions` [T] -> the first candidate of each row, [T]."""
-        noise = noise_of(sampling, positions)
+        noise = draws.noise(positions)
         return vocab_topk(hidden, self.weight, self.token_ids, 1, (self.norm, self.eps), noise, with_lse=False)[0][:, 0]
 
-    def confident(self, hidden: Tensor, sampling: Sampling, positions: Tensor) -> tuple[Tensor, float]:
-        """Of one row [1, E]: the first candidate [1] and its probability in the ranking used. Reads it on the host."""
-        ids, scores = self.candidates(hidden, 1, sampling, positions)
-        return ids[:, 0], math.exp(float(scores))
-
-    def candidates(self, hidden: Tensor, k: int, sampling: Sampling, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates(self, hidden: Tensor, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, E] at `positions` [T] -> the k best ids [T, k] and their log-probabilities in the ranking used.
 
-        Above temperature 0 the ranking is of logits perturbed by the very noise that the target's draw will add at
+        Above temperature 0 the ranking is of logits perturbed by the same noise that the target's draw will add at
         those positions (Gumbel coupling, arXiv 2408.07978), so the first candidate is the best guess of that draw.
         """
-        ids, scores, lse = self.ranked(hidden, k, sampling, positions)
+        ids, scores, lse = self.ranked(hidden, k, draws, positions)
         # Rounding must not lift a log-probability above 0: a tree's child may never outrank its parent.
         return ids, (scores - lse.unsqueeze(-1)).clamp_(max=0)
 
-    def ranked(self, hidden: Tensor, k: int, sampling: Sampling, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `candidates`: ids [T, k], (perturbed) logits [T, k] over the temperature, lse [T] of all rows'."""
-        noise = noise_of(sampling, positions)
+    def ranked(self, hidden: Tensor, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `candidates`: ids [T, k], (perturbed) logits [T, k] over the temperature, lse [T] over all kept rows."""
+        noise = draws.noise(positions)
         return vocab_topk(hidden, self.weight, self.token_ids, k, (self.norm, self.eps), noise)

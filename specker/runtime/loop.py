@@ -1,244 +1,374 @@
-"""The one decoding loop: draft -> verify -> sample + accept -> commit -> observe, until a stop id or a limit.
+"""The decoding loop: rounds over the sequences of a batch, and continuous batching. A finished sequence's slot goes to
+the next request; requests of unequal length share every launch.
 
-Words: the *root* is the last committed token, its K/V not yet in the target's cache. *accepted*: draft tokens kept.
-*recovered*: the target's own token where a draft was refused; *bonus*: its token after a wholly accepted path; both
-are `next` here, the new root. The target's token after each row is a function of the seed, the position and the
-logits alone (kernels/sample_rows.py), so a round commits exactly what plain decoding would, whatever was drafted.
+A request is admitted when a slot is free and every K/V pool has pages for its longest text, so that no admitted
+sequence ever has to be stopped for want of memory. Its prompt is prefilled before the next round. What a request emits
+does not depend on what else is in the batch, on the batch's size or on when it was admitted.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specker.config import Sampling
-from specker.kernels.accept import accept_walk
-from specker.runtime.draft import Draft
-from specker.runtime.early_exit import EarlyExitDrafter, shadows
-from specker.runtime.head import Head
+from specker.runtime.dist import Ranks
+from specker.runtime.draft import Drafter
+from specker.runtime.graphs import Graphs
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import Model, prefill
-from specker.runtime.policy import Budget, Policy
-from specker.runtime.rounds import StaticRounds
-from specker.runtime.stats import Stats
-from specker.runtime.synthetic import synthetic
-from specker.runtime.verify import verify
+from specker.runtime.policy import Budget, Outcome
+from specker.runtime.round import Round, best_shape, collect, launch, send
+from specker.runtime.sampling import Draws
+from specker.runtime.state import Sequence, State
+from specker.runtime.synthetic import agreements
 
-PROMPT_ROWS = 32  # that seed a policy's statistics (DEL)
-
-
-class Drafter(Protocol):
-    head: Head
-
-    def reset(self) -> None: ...
-    def prefill(self, committed: list[int]) -> None: ...
-    def propose(
-        self,
-        committed: list[int],
-        budget: Budget,
-        sampling: Sampling,
-        keep_drafting: Callable[[float], bool] | None = None,
-    ) -> Draft: ...
-    def observe(self, path: list[int]) -> None: ...
+PROMPT_ROWS = 32  # of a prompt that seed a policy's statistics (DEL)
+KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 
 
-@dataclass
-class Context:
-    """All that a decode holds. `committed` ends with the root."""
+@dataclass(frozen=True)
+class Step:
+    """What a round added to one sequence."""
+
+    sequence: Sequence
+    tokens: list[int]  # emitted; a stop id ends the text and is its last token
+    accepted: int  # the first so many of them were draft tokens
+
+
+@dataclass(eq=False)
+class Batch:
+    """All that decodes, and the sequences being decoded. Slots 0..len(active)-1 are theirs."""
 
     target: Model
     cache: KVCache
     drafter: Drafter | None
-    policy: Policy
-    sampling: Sampling
-    stats: Stats
-    committed: list[int]
-    limit: int  # committed tokens at which decoding ends
-    kept: set[int] | None = None  # the ids a trimmed drafter can propose, now; None: all
-    trace: Callable[[dict[str, Any]], None] | None = None  # told of every round
-    agrees: Tensor | None = None  # [positions] bool: acceptance is given, see synthetic.py
-    rounds: StaticRounds | None = None  # rounds of static shape, where the engine runs them
+    largest: Budget  # of the policies' drafts
+    fixed: bool  # whether rounds have fixed shapes where they can (`--graphs on`)
+    graphs: Graphs
+    cost: Callable[[Budget], float]  # of a round, in plain decoding steps
+    scratch: int  # columns of a sequence beyond its text
+    acceptance: float | None = None  # synthetic
+    ranks: Ranks | None = None
+    trace: Callable[[dict[str, Any]], None] | None = None  # called with every sequence's part of every round
+    state: State = field(init=False)
+    active: list[Sequence] = field(init=False, default_factory=list)
+    launched: int = field(init=False, default=0)  # rounds of fixed shape
+    host_seconds: float = field(init=False, default=0.0)  # that it took to launch those
+    _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
+    _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
+    _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
 
+    def __post_init__(self) -> None:
+        model = self.target if self.drafter is None or self.drafter.model is None else self.drafter.model
+        columns, wide = self.target.config.max_context, model.config.hidden_size
+        synthetic = self.acceptance is not None
+        self.state = State.empty(self.target, self.size, self.largest.nodes + 1, wide, columns, synthetic)
+        # What a round looks at and writes beyond the text. A KV bucket without room for it within the context is
+        # left out.
+        self.beyond = 2 * (self.largest.depth + 1) + self.largest.nodes
+        context = self.target.config.max_context
+        self.buckets = (*(b for b in KV_BUCKETS if b + self.beyond < context), self.cache.capacity)
+        self._bucket = 0
 
-@dataclass(frozen=True)
-class Taken:
-    """What a round committed."""
+    @property
+    def size(self) -> int:
+        """Slots."""
+        return len(self.cache.exact_len)
 
-    path: list[int]  # accepted rows, row 0 (the root) first
-    tokens: list[int]  # accepted draft tokens, then the target's own next token
-    drafted: int = 0
-    lost: bool = False  # the draft ended early, and a trimmed head could not have proposed the target's token
+    @property
+    def caches(self) -> list[KVCache]:
+        own = None if self.drafter is None else self.drafter.cache
+        return [self.cache] if own is None or own is self.cache else [self.cache, own]
+
+    # --- requests
+
+    def columns(self, limit: int) -> int:
+        """That the K/V of a sequence takes whose text has up to `limit` tokens."""
+        return limit + self.scratch
+
+    def admits(self, sequence: Sequence) -> bool:
+        need = self.columns(sequence.limit)
+        return len(self.active) < self.size and (
+            self.size == 1 or all(cache.pages_for(need) <= cache.free_pages for cache in self.caches)
+        )
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give the sequence a slot and pages, and prefill its prompt."""
+        start, slot = time.perf_counter(), len(self.active)
+        for cache in self.caches:
+            cache.take(slot, self.columns(sequence.limit))
+            cache.exact_len[slot] = 0
+        self.see(0)
+        self.active.append(sequence)
+        if self.drafter is not None and sequence.drafting:
+            self.drafter.reset(slot)
+        self._prefill(slot, sequence)
+        self.state.load(slot, sequence, self._agrees(sequence))
+        seconds = time.perf_counter() - start
+        sequence.stats.seconds["prefill"] += seconds
+        sequence.stats.wall += seconds
+
+    def retire(self, sequence: Sequence) -> None:
+        """Return a sequence's pages; the last slot's sequence moves to its slot."""
+        slot, last = self.active.index(sequence), len(self.active) - 1
+        for cache in self.caches:
+            if self.size > 1:
+                cache.release(slot)
+            if slot < last:
+                cache.move(last, slot)
+        if slot < last:
+            self.active[slot] = self.active[last]
+            self.state.move(last, slot)
+            if self.drafter is not None:
+                self.drafter.move(last, slot)
+        self.active.pop()
+        if not self.active and self.drafter is not None and self.drafter.head is not None:
+            self.drafter.head.reset()
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        while self.active:
+            self.retire(self.active[-1])
+        for cache in self.caches:
+            cache.exact_len[:] = [0] * self.size
+
+    def _prefill(self, slot: int, sequence: Sequence) -> None:
+        """The prompt's K/V; a policy that watches layers learns from the prompt's last rows."""
+        prompt, layers = sequence.text[:-1], sequence.policy.layers
+        drafter = self.drafter if sequence.drafting else None
+        if drafter is None or not layers:
+            prefill(self.target, self.cache, prompt, slot=slot)
+        else:
+            depth = len(self.target.layers)
+            tapped = prefill(self.target, self.cache, prompt, (*layers, depth), PROMPT_ROWS, slot=slot)
+            if tapped:
+                last, end = tapped.pop(depth), self.cache.exact_len[slot]
+                positions = self.target.positions[end - len(last) : end]
+                draws = Draws.of([sequence.sampling], self.state.draw, False)
+                target = self.target.draw(draws, self.target.logits(last), positions)
+                sequence.policy.learn(tuple(tapped), *drafter.watch(tapped, draws, target, positions))
+        if drafter is not None:
+            drafter.prefill(slot, sequence.text)
+
+    def _agrees(self, sequence: Sequence) -> Tensor | None:
+        if self.acceptance is None:
+            return None
+        if not sequence.drafting:
+            return torch.zeros_like(self.state.agrees[0])
+        seed = sequence.sampling.seed
+        if seed not in self._tables:
+            self._tables = {seed: agreements(self.acceptance, seed, self.state.agrees.shape[1])}
+        return self._tables[seed].to(self.state.agrees.device)
+
+    # --- rounds
+
+    def see(self, columns: int) -> int:
+        """Let attention see `columns` at least: the KV bucket; 0 for all columns."""
+        bucket = next((b for b in self.buckets if b >= columns), self.cache.capacity) if columns else 0
+        if bucket != self._bucket:
+            self._bucket = bucket
+            for cache in self.caches:
+                cache.bucket(bucket or cache.capacity)
+        return bucket
+
+    def start(self, ahead: int = 0) -> Round:
+        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text."""
+        began = time.perf_counter()
+        drafting = self.drafter is not None and self.active[0].drafting
+        budget = self._shape() if drafting else Budget(0, 0)
+        fixed = self.fixed and self._can_be_fixed(budget, drafting)
+        if not fixed:
+            budget = self._clipped(budget)
+        r = self.new_round(budget, fixed, ahead)
+        r.asks = drafting and self.active[0].policy.confident
+        launch(r, self.target, self.cache, self.drafter if drafting else None)
+        send(r, self.trace is not None)
+        if fixed:
+            self.launched += 1
+            self.host_seconds += time.perf_counter() - began
+        return r
+
+    def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
+        """A round of the active sequences; one of fixed shape is padded to a power of two of slots."""
+        n = len(self.active)
+        padded = min(self.size, 1 << (n - 1).bit_length()) if fixed else n
+        state = self._views.get(padded) or self._views.setdefault(padded, self.state.first(padded))
+        for slot in range(n, padded):
+            self.state.idle(slot, self.largest.depth + 1)
+        longest = max(len(s.text) for s in self.active) + ahead
+        bucket = self.see(longest + self.beyond) if fixed else self.see(0)
+        draws = Draws.of([s.sampling for s in self.active], state.draw, fixed)
+        lengths = state.length if fixed else [len(s.text) for s in self.active]
+        return Round(list(self.active), state, budget, self.graphs, fixed, draws, lengths, bucket)
+
+    @property
+    def reads(self) -> bool:
+        """Whether a round must be over before the next one is drafted."""
+        drafting = self.drafter is not None and self.active[0].drafting
+        return drafting and (self.drafter.reads or self.active[0].policy.confident)  # type: ignore[union-attr]
+
+    @property
+    def usual(self) -> float:
+        """Mean seconds of a round of fixed shape; 0 before the first."""
+        return self._usual[1] / max(1.0, self._usual[0])
+
+    def _shape(self) -> Budget:
+        """Each policy proposes; the round takes the shape with the most expected tokens, over all sequences, for its
+        cost. Rank 0 decides where a proposal depends on the time."""
+        policies = [s.policy for s in self.active]
+        budget = best_shape(
+            [p.budget() for p in policies], lambda b: sum(p.expected(b) for p in policies) / self.cost(b)
+        )
+        if self.ranks is not None and policies[0].layers:
+            budget = self.ranks.budget(budget, len(policies[0].layers))
+        for p in policies:
+            p.taken(budget)
+        return budget
+
+    def _can_be_fixed(self, budget: Budget, drafting: bool) -> bool:
+        if not drafting:
+            return True
+        assert self.drafter is not None
+        return all(self.drafter.fixed(len(s.text), budget) for s in self.active)
+
+    def _clipped(self, budget: Budget) -> Budget:
+        """No draft goes beyond every text's end or the drafter's context: the target's own token needs one place."""
+        if not budget.nodes:
+            return budget
+        assert self.drafter is not None
+        room = max(s.limit - len(s.text) - 1 for s in self.active)
+        own = max(self.drafter.room(len(s.text)) for s in self.active)
+        return budget.clip(min(budget.nodes, self.largest.nodes), min(room, own))
+
+    def finish(self, r: Round) -> list[tuple[Sequence, list[int], list[int]]]:
+        """Wait for a round, let texts grow, and tell policies and the drafter: (sequence, path, tokens) of each."""
+        each, seconds = collect(r)
+        start, n = time.perf_counter(), len(r.sequences)
+        if r.fixed:
+            self._usual[0] += 1
+            self._usual[1] += sum(seconds.values())
+        out = []
+        for slot, (sequence, (path, tokens)) in enumerate(zip(r.sequences, each, strict=True)):
+            room = sequence.limit - len(sequence.text)  # a draft of fixed shape may go beyond the end
+            path, tokens = path[:room], tokens[:room]
+            out.append((sequence, path, tokens))
+            if not tokens or sequence.finished:
+                continue
+            sequence.text += tokens
+            self.cache.exact_len[slot] = len(sequence.text) - 1
+            if self.drafter is not None and sequence.drafting:
+                self.drafter.observe(r, slot, path)
+        if r.taps:
+            self._watch(r, [path for _, path, _ in out], seconds)
+        for slot, (sequence, path, tokens) in enumerate(out):
+            if tokens and not sequence.finished:
+                self._account(r, slot, sequence, path, tokens)
+        share = time.perf_counter() - start
+        for sequence in r.sequences:
+            for stage, spent in {**seconds, "commit": share}.items():
+                sequence.stats.seconds[stage] += spent / n
+        return out
+
+    def _account(self, r: Round, slot: int, sequence: Sequence, path: list[int], tokens: list[int]) -> None:
+        """Policy, stats and trace of one sequence's part of a round."""
+        drafted = r.drafted[slot] if r.drafted else r.size
+        found = r.found[slot] if r.found else None
+        confidence = [each[slot] for each in r.confidence]
+        sequence.policy.observe(Outcome(drafted, path, confidence, found))
+        stats = sequence.stats
+        stats.observe_budget(drafted, r.budget.exit if sequence.drafting else 0)
+        if found is not None:
+            stats.observe_found(found, r.depth, len(path) - 1)
+        if self.trace is None:
+            return
+        N, rows = drafted, r.host
+        parents = rows["parents"][slot, :N].tolist() if r.tree else list(range(N))
+        self.trace(
+            {
+                "prompt": sequence.index,
+                "position": len(sequence.text) - len(tokens),  # committed tokens before the round
+                "draft": rows["draft"][slot, :N].tolist(),
+                "parents": parents,
+                "confidence": confidence,
+                "target": rows["target"][slot, : N + 1].tolist(),
+                "path": path,
+                "tokens": tokens,
+                "exit": r.budget.exit,
+                **({} if found is None else {"diffusion": asdict(found)}),
+            }
+        )
+
+    def _watch(self, r: Round, paths: list[list[int]], stages: dict[str, float]) -> None:
+        """Tell each policy what the tapped layers would have said after the accepted rows; rows past them follow tokens
+        that are not in the text. With captured rounds, the cost also includes how much longer this uncaptured round
+        took than a usual one."""
+        assert self.drafter is not None and r.target is not None and r.positions is not None
+        start, n = time.perf_counter(), len(r.sequences)
+        rows, heard = r.positions.view(n, -1), []
+        for slot, (sequence, path) in enumerate(zip(r.sequences, paths, strict=True)):
+            kept = len(path)
+            taps = {layer: x.view(n, rows.shape[1], -1)[slot, :kept] for layer, x in r.taps.items()}
+            draws = Draws.of([sequence.sampling], r.state.draw, False)
+            heard.append(self.drafter.watch(taps, draws, r.target[slot, :kept], rows[slot, :kept]))
+        spent = time.perf_counter() - start
+        for sequence, (match, confidence) in zip(r.sequences, heard, strict=True):
+            sequence.stats.seconds["watch"] += spent / n
+            longer = sum(stages.values()) + spent - self.usual if self.fixed else 0.0
+            sequence.policy.learn(tuple(r.taps), match, confidence, max(spent, longer))
 
 
 @torch.inference_mode()
-def step(ctx: Context) -> Taken:
-    """One round."""
-    began = time.perf_counter()
-    with ctx.stats.stage("draft"):
-        draft, budget = _propose(ctx)
-    with ctx.stats.stage("verify"):
-        logits, positions, tapped = verify(ctx.target, ctx.cache, ctx.committed[-1], draft, budget.taps)
-    with ctx.stats.stage("accept"):
-        target = ctx.target.draw(ctx.sampling, logits, positions)
-        if ctx.agrees is not None:
-            target = synthetic(target, draft.tokens, draft.parents, positions, ctx.agrees)
-        taken = _take(draft, target, ctx.kept)
-    if tapped:  # rows past the accepted ones follow tokens that are not in the text
-        kept = len(taken.path)
-        _watch(ctx, {n: rows[:kept] for n, rows in tapped.items()}, target[:kept], positions[:kept], "watch", began)
-    with ctx.stats.stage("commit"):
-        ctx.cache.commit(taken.path)
-        ctx.committed += taken.tokens
-        if ctx.drafter is not None:
-            ctx.drafter.observe(taken.path)
-        ctx.policy.observe(draft, taken.path)
-    ctx.stats.observe_budget(len(draft), budget.exit)
-    if draft.found is not None:
-        ctx.stats.observe_found(draft.found, draft.depth(), len(taken.path) - 1)
-    if ctx.trace is not None:
-        ctx.trace(_told(ctx, draft, budget, target, taken))
-    return taken
-
-
-def decode(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], int]]:
-    """Rounds until `ctx.limit` tokens are committed or a stop id is: yields each round's emitted tokens and how many
-    of them (the first ones) were draft tokens. A stop id ends the text and is its last token."""
-    with ctx.stats.stage("prefill"):
-        _prefill(ctx)
-    yield from proceed(ctx, stop_ids)
-
-
-def proceed(ctx: Context, stop_ids: frozenset[int]) -> Iterator[tuple[list[int], int]]:
-    """`decode` of a text whose K/V is in place."""
-    while len(ctx.committed) < ctx.limit:
-        taken = _static(ctx) or step(ctx)
-        tokens = taken.tokens
-        stop = _first_stop(tokens, stop_ids)
-        if stop is not None:
-            tokens = tokens[: stop + 1]
-        accepted = min(len(taken.path) - 1, len(tokens))
-        ctx.stats.observe(taken.drafted, accepted, len(tokens))
-        if ctx.kept is not None:
-            ctx.stats.observe_kept(sum(token in ctx.kept for token in tokens), taken.lost)
-        yield tokens, accepted
-        if stop is not None:
-            return
-
-
-def _static(ctx: Context) -> Taken | None:
-    """One round of static shape, with the next one on its way already; None where `step` has to do it."""
-    rounds = ctx.rounds
-    if rounds is None:
-        return None
-    if not rounds.flying and not _launch(ctx, rounds):
-        if rounds.loaded:
-            rounds.unload(len(ctx.committed))
-        return None
-    if ctx.drafter is None or not rounds.reads(ctx.policy.confident):
-        _launch(ctx, rounds)
-    found, seconds = rounds.collect()
-    for stage, each in seconds.items():
-        ctx.stats.seconds[stage] += each
-    flight, room = found.flight, ctx.limit - len(ctx.committed)
-    path, tokens = found.path[:room], found.tokens[:room]  # a static draft may reach beyond the end
-    with ctx.stats.stage("commit"):
-        ctx.committed += tokens
-        draft = flight.outline()
-        ctx.policy.observe(draft, path)
-    ctx.stats.observe_budget(flight.drafted, flight.exit)
-    if flight.found is not None:
-        ctx.stats.observe_found(flight.found, flight.depth, len(path) - 1)
-    lost = ctx.kept is not None and tokens[-1] not in ctx.kept and len(path) - 1 < flight.depth
-    return Taken(path, tokens, flight.drafted, lost)
-
-
-def _launch(ctx: Context, rounds: StaticRounds) -> bool:
-    """Start a round of static shape, if there is room for one and a token left to find."""
-    known = len(ctx.committed)
-    if known + rounds.flying >= ctx.limit:  # the rounds on their way end it
-        return False
-    budget = ctx.policy.budget() if ctx.drafter is not None else Budget(0, 0)
-    if not rounds.fits(known, budget, ctx.drafter is not None):
-        return False
-    if not rounds.loaded:
-        rounds.load(ctx.committed, ctx.limit, ctx.sampling, ctx.agrees)
-    asked = ctx.policy.keep_drafting if ctx.policy.confident else None
-    rounds.launch(ctx.committed, budget, ctx.sampling, asked, ctx.drafter is not None)
-    return True
-
-
-def _first_stop(tokens: list[int], stop_ids: frozenset[int]) -> int | None:
-    return next((i for i, token in enumerate(tokens) if token in stop_ids), None)
-
-
-def _prefill(ctx: Context) -> None:
-    """The prompt's K/V; a policy that watches layers learns from the prompt's last rows."""
-    prompt, layers = ctx.committed[:-1], ctx.policy.layers
-    if ctx.drafter is None or not layers:
-        prefill(ctx.target, ctx.cache, prompt)
-    else:
-        depth = len(ctx.target.layers)
-        tapped = prefill(ctx.target, ctx.cache, prompt, (*layers, depth), PROMPT_ROWS)
-        if tapped:
-            last, end = tapped.pop(depth), ctx.cache.exact_len
-            positions = ctx.target.positions[end - len(last) : end]
-            target = ctx.target.draw(ctx.sampling, ctx.target.logits(last), positions)
-            _watch(ctx, tapped, target, positions, "prefill")
-    if ctx.drafter is not None:
-        ctx.drafter.prefill(ctx.committed)
-
-
-def _watch(
-    ctx: Context, tapped: dict[int, Tensor], target: Tensor, positions: Tensor, stage: str, began: float = 0.0
-) -> None:
-    """Tell the policy what the tapped layers would have said after rows whose target tokens are known, and what it took
-    to find out. Where other rounds are of static shape, that is also what this one, which `began` then, took longer."""
-    assert isinstance(ctx.drafter, EarlyExitDrafter)
+def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> Iterator[Step]:
+    """Decode the requests in `waiting`, to which the caller may add more at any time, until none is left."""
+    batch.clear()
+    pending: deque[Round] = deque()
     start = time.perf_counter()
-    found = shadows(ctx.drafter.head, tapped, target, positions, ctx.sampling)
-    match, confidence = (x.cpu().numpy() for x in found)  # a GPU has done the work by now
-    seconds = 0.0
-    if stage == "watch":  # the prompt's are part of its prefill
-        seconds = time.perf_counter() - start
-        ctx.stats.seconds[stage] += seconds
-        if ctx.rounds is not None:
-            seconds = max(seconds, time.perf_counter() - began - ctx.rounds.usual)
-    ctx.policy.learn(tuple(tapped), match, confidence, seconds)
+    while True:
+        if not pending:
+            for sequence in [s for s in batch.active if s.finished]:
+                batch.retire(sequence)
+            while waiting and batch.admits(waiting[0]):
+                batch.admit(waiting.popleft())
+                start = time.perf_counter()  # a prefill is its own request's time
+            if not batch.active:
+                return
+        while not any(s.finished for s in batch.active):
+            ahead = sum(r.size + 1 for r in pending)
+            deep = 1 if not batch.fixed or batch.reads else 2
+            if len(pending) >= deep or (pending and not pending[-1].fixed):
+                break
+            if all(len(s.text) + len(pending) >= s.limit for s in batch.active):
+                break  # the rounds on their way end every text
+            pending.append(batch.start(ahead))
+        r = pending.popleft()
+        running = [s for s in r.sequences if not s.finished]
+        steps = [_emitted(batch, r, *each, stop_ids) for each in batch.finish(r) if each[0] in running and each[2]]
+        share = (time.perf_counter() - start) / max(1, len(running))
+        for sequence in running:
+            sequence.stats.wall += share
+        yield from steps
+        start = time.perf_counter()
 
 
-def _propose(ctx: Context) -> tuple[Draft, Budget]:
-    if ctx.drafter is None:
-        return Draft.empty(ctx.target.device), Budget(0, 0)
-    room = ctx.limit - len(ctx.committed) - 1  # the target's own token needs one place
-    free = ctx.cache.capacity - ctx.cache.exact_len - 1
-    budget = ctx.policy.budget().clip(free, room)
-    asked = ctx.policy.keep_drafting if ctx.policy.confident else None
-    return ctx.drafter.propose(ctx.committed, budget, ctx.sampling, asked), budget
-
-
-def _told(ctx: Context, draft: Draft, budget: Budget, target: Tensor, taken: Taken) -> dict[str, Any]:
-    """A round as `--trace` writes it."""
-    return {
-        "position": len(ctx.committed) - len(taken.tokens),  # committed tokens before the round
-        "draft": draft.tokens.tolist(),
-        "parents": draft.parents.tolist(),
-        "confidence": list(draft.confidence),
-        "target": target.tolist(),
-        "path": taken.path,
-        "tokens": taken.tokens,
-        "exit": budget.exit,
-        **({} if draft.found is None else {"diffusion": asdict(draft.found)}),
-    }
-
-
-def _take(draft: Draft, target: Tensor, kept: set[int] | None) -> Taken:
-    if not len(draft):
-        return Taken([0], target.tolist())
-    path, count, following = accept_walk(draft.tokens, draft.parents, target)
-    rows, own = path[0, : int(count)].tolist(), int(following)
-    tokens = draft.tokens.tolist()
-    lost = kept is not None and own not in kept and len(rows) - 1 < draft.depth()
-    return Taken(rows, [tokens[row - 1] for row in rows[1:]] + [own], len(draft), lost)
+def _emitted(
+    batch: Batch, r: Round, sequence: Sequence, path: list[int], tokens: list[int], stop_ids: frozenset[int]
+) -> Step:
+    """Cut the text behind a stop id, and count."""
+    stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
+    drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
+    head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
+    lost = bool(head is not None and head.kept and tokens[-1] not in head.known and len(path) - 1 < r.depth)
+    if stop is not None:
+        tokens = tokens[: stop + 1]
+        sequence.finished = "stop"
+    elif len(sequence.text) >= sequence.limit:
+        sequence.finished = "length"
+    accepted = min(len(path) - 1, len(tokens))
+    sequence.stats.observe(drafted, accepted, len(tokens))
+    if head is not None and head.kept is not None:
+        sequence.stats.observe_kept(sum(token in head.known for token in tokens), lost)
+    return Step(sequence, tokens, accepted)

@@ -13,11 +13,11 @@ Where it is measured, it also holds what one more row costs the verify pass.
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from specker.runtime.draft import Draft
+from specker.runtime.stats import Found
 
 LONGEST = 17  # the largest g that TPL is asked for; a draft that confidence ends may be one longer
 DECAY = 0.95  # of DEL's statistics of a layer, a round in which it is heard of
@@ -38,20 +38,46 @@ class Budget:
         return replace(self, nodes=max(0, min(self.nodes, nodes)), depth=max(0, min(self.depth, depth)))
 
 
-class Policy(Protocol):
-    layers: tuple[int, ...]  # depths of the target that it may ever want to hear of; () for most
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one sequence's draft."""
 
-    @property
-    def confident(self) -> bool:
-        """Whether `keep_drafting` is to be asked after each token of a chain."""
+    drafted: int  # tokens
+    path: list[int]  # rows kept, row 0 (the root) first
+    confidence: list[float] = field(default_factory=list)  # of each draft token, where policies are asked
+    found: Found | None = None  # of a diffusion drafter
 
-    def budget(self) -> Budget: ...
+
+class Policy:
+    """The rule by which one sequence proposes how much to draft. A round has one shape: of the proposals it takes the
+    one that promises most tokens for its cost (`expected`, round.best_shape)."""
+
+    confident: bool = False  # whether `keep_drafting` is asked after each token of a chain
+    layers: tuple[int, ...] = ()  # depths of the target that `learn` may ever want to hear of
+    rate: float = 0.8  # smoothed share of draft tokens on the path that were right
+
+    def budget(self) -> Budget:
+        """The shape that this sequence proposes."""
+        raise NotImplementedError
+
+    def taken(self, budget: Budget) -> None:
+        """The round has this shape, perhaps another sequence's proposal."""
+
+    def expected(self, budget: Budget) -> float:
+        """Tokens that a round of this shape commits for this sequence: 1 + a + a^2 + .. + a^depth, a the smoothed
+        acceptance rate."""
+        return sum(self.rate**i for i in range(min(budget.depth, budget.nodes) + 1))
 
     def keep_drafting(self, confidence: float) -> bool:
-        """After a draft token of this probability among all: draft another?"""
+        """After a draft token of this probability: draft another?"""
+        return True
 
-    def observe(self, draft: Draft, path: list[int]) -> None:
-        """What became of the round's draft: `path` are the rows kept, row 0 first."""
+    def observe(self, outcome: Outcome) -> None:
+        """Called once a round."""
+        if outcome.drafted:
+            right = len(outcome.path) - 1
+            seen = min(right + 1, outcome.drafted)
+            self.rate += min(0.1 * seen, 1.0) * (right / seen - self.rate)
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         """numpy [len(layers), rows]: whether each layer's shadow token was the target's, and its probability; `seconds`
@@ -59,35 +85,26 @@ class Policy(Protocol):
 
 
 @dataclass
-class Fixed:
+class Fixed(Policy):
     """The same budget every round."""
 
     nodes: int
     depth: int
     exit: int = 0
-    confident: bool = field(default=False, init=False)
-    layers: tuple[int, ...] = field(default=(), init=False)
 
     def budget(self) -> Budget:
         return Budget(self.nodes, self.depth, self.exit)
-
-    def keep_drafting(self, confidence: float) -> bool:
-        return True
-
-    def observe(self, draft: Draft, path: list[int]) -> None:
-        pass
-
-    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
-        pass
 
 
 @dataclass
 class PlusMinusOne(Fixed):
     """A chain one longer after a wholly accepted draft, one shorter after any other."""
 
-    def observe(self, draft: Draft, path: list[int]) -> None:
-        if len(draft):
-            self.depth = min(self.depth + 1, LONGEST) if len(path) > len(draft) else max(1, self.depth - 1)
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.drafted:
+            whole = len(outcome.path) > outcome.drafted
+            self.depth = min(self.depth + 1, LONGEST) if whole else max(1, self.depth - 1)
             self.nodes = self.depth
 
 
@@ -99,22 +116,21 @@ class DraftAndVerify(Fixed):
     threshold: float = 0.6
     goal: float = 0.9
     accepted: float = 0.9  # smoothed share
-
-    def __post_init__(self) -> None:
-        self.confident = True
+    confident = True
 
     def keep_drafting(self, confidence: float) -> bool:
         return confidence >= self.threshold
 
-    def observe(self, draft: Draft, path: list[int]) -> None:
-        if len(draft):
-            self.accepted = 0.5 * self.accepted + 0.5 * (len(path) - 1) / len(draft)
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.drafted:
+            self.accepted = 0.5 * self.accepted + 0.5 * (len(outcome.path) - 1) / outcome.drafted
             step = 0.01 if self.accepted <= self.goal else -0.01
             self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
 
 
 @dataclass
-class AdaptiveLength:
+class AdaptiveLength(Policy):
     """ADL of DiffuSpec: follow how much the diffusion model generates before it would stop, and grow by `step` while
     the target accepts as much.
 
@@ -128,8 +144,6 @@ class AdaptiveLength:
     step: int = 10
     rho: float = 0.5
     nodes: int = 255  # of all paths
-    confident: bool = field(default=False, init=False)
-    layers: tuple[int, ...] = field(default=(), init=False)
     length: int = field(init=False)  # k
     generated: float = field(default=0.0, init=False)  # smoothed
     accepted: float = field(default=0.0, init=False)
@@ -140,19 +154,14 @@ class AdaptiveLength:
     def budget(self) -> Budget:
         return Budget(self.nodes, self.length)
 
-    def keep_drafting(self, confidence: float) -> bool:
-        return True
-
-    def observe(self, draft: Draft, path: list[int]) -> None:
-        if draft.found is None or not len(draft):
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.found is None or not outcome.drafted:
             return
-        self.generated += self.rho * (draft.found.generated - self.generated)
-        self.accepted += self.rho * (len(path) - 1 - self.accepted)
+        self.generated += self.rho * (outcome.found.generated - self.generated)
+        self.accepted += self.rho * (len(outcome.path) - 1 - self.accepted)
         grown = self.step if self.accepted >= self.generated else 0
         self.length = min(max(math.floor(self.generated) + grown, self.shortest), self.longest)
-
-    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
-        pass
 
 
 @dataclass
@@ -161,9 +170,7 @@ class Chunks(Fixed):
 
     block: int = 4
     threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        self.confident = True
+    confident = True
 
     def budget(self) -> Budget:
         return Budget(self.nodes, self.depth, block=self.block)
@@ -173,7 +180,7 @@ class Chunks(Fixed):
 
 
 @dataclass
-class DynamicExit:
+class DynamicExit(Policy):
     """DEL. The exit layer is that of the best TPL; the length is ended by confidence, or (`by_length`) is TPL's g. What
     differs from the paper was measured (bench/LOG.md):
 
@@ -205,7 +212,7 @@ class DynamicExit:
         self._counts, self._sums = np.zeros((2, len(self.layers), 2))
 
     @property
-    def confident(self) -> bool:
+    def confident(self) -> bool:  # type: ignore[override]
         return not self.by_length
 
     def budget(self) -> Budget:
@@ -223,6 +230,20 @@ class DynamicExit:
         watched = tuple(n for i, n in enumerate(self.layers) if i != index or not g)
         return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
 
+    def taken(self, budget: Budget) -> None:
+        """With another sequence's exit layer, that layer's own threshold ends the draft."""
+        index = self.layers.index(budget.exit)
+        if index != self.chosen[0]:
+            self.chosen, self.threshold = (index, budget.depth), self._threshold(index)
+
+    def expected(self, budget: Budget) -> float:
+        """1 + a + .. + a^g, a the match rate of the exit layer; where confidence ends drafts, g is that of the best TPL
+        of this layer."""
+        index = self.layers.index(budget.exit)
+        a = float(self.match_rates()[index])
+        g = budget.depth if self.by_length else min(budget.depth, int(self.tokens_per_layer()[index].argmax()))
+        return sum(a**i for i in range(g + 1))
+
     def _affordable(self) -> bool:
         """Whether watching once more, at the last price, stays within its share of the time since the first round."""
         now = time.perf_counter()
@@ -234,12 +255,12 @@ class DynamicExit:
         self._sure *= confidence
         return self.threshold is None or self._sure >= self.threshold
 
-    def observe(self, draft: Draft, path: list[int]) -> None:
+    def observe(self, outcome: Outcome) -> None:
         """The exit layer's own rows: the accepted tokens and the first refused one."""
-        if len(draft):
-            heard = min(len(path), len(draft))
-            match = np.arange(heard) < len(path) - 1
-            confidence = np.array(draft.confidence[:heard] or np.zeros(heard))  # unasked for: unused (`by_length`)
+        if outcome.drafted:
+            heard = min(len(outcome.path), outcome.drafted)
+            match = np.arange(heard) < len(outcome.path) - 1
+            confidence = np.array(outcome.confidence[:heard] or np.zeros(heard))  # unused with `by_length`
             self._hear([self.chosen[0]], match[None], confidence[None])
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:

@@ -1,7 +1,7 @@
-"""How a request's tokens are drawn, as the ops take it."""
+"""How tokens are drawn in a round, as the ops take it: each sequence has its own temperature, filters and seed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -10,41 +10,49 @@ from specker.kernels.noise import pack_draw
 from specker.kernels.sample import sample_rows
 from specker.kernels.topk import Noise
 
-ALL = 2**31 - 1  # top_k of a draw that keeps all, where both filters run
+ALL = 2**31 - 1  # top_k that keeps every token
+KINDS = ("greedy", "noise", "filtered")  # which kernels a draw launches; a later kind serves the earlier ones too
 
 
 @dataclass(frozen=True)
-class Held(Sampling):
-    """A request's sampling whose four numbers stand in device memory, too, and are read there when a kernel runs: one
-    CUDA graph serves every request of the same `kind`."""
+class Draws:
+    """How the rows of a round are drawn."""
 
-    memory: Any = None  # [4] int64 on the device, as `pack` gives it
+    kind: str
+    memory: Tensor | None  # [n, 4] int64, each sequence's numbers (`pack`): one CUDA graph serves every request
+    only: Sampling | None = None  # the numbers of the only sequence, when the host may launch with them
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], memory: Tensor, fixed: bool) -> "Draws":
+        """`fixed`: kernels read the numbers in memory even for one sequence."""
+        only = samplings[0] if len(samplings) == 1 and not fixed else None
+        return cls(max(map(kind, samplings), key=KINDS.index), memory, only)
+
+    def tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """The target's token after each row: logits [T, V] at `positions` [T] -> [T]."""
+        if (s := self.only) is not None:
+            return sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
+        temperature = 0.0 if self.kind == "greedy" else 1.0
+        top_k, top_p = (1, 0.5) if self.kind == "filtered" else (0, 1.0)  # which filters run; the numbers are in memory
+        return sample_rows(logits, temperature, top_k, top_p, 0, positions, self.memory)
+
+    def noise(self, positions: Tensor) -> Noise | None:
+        """The noise of the target's draws at `positions` [T], for a drafter's ranking; None when all are greedy."""
+        if self.kind == "greedy":
+            return None
+        if (s := self.only) is not None:
+            return Noise(s.seed, positions, s.temperature)
+        return Noise(0, positions, 1.0, self.memory)
 
 
-def filtered(s: Sampling) -> bool:
-    return s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)
+GREEDY = Draws("greedy", None, Sampling())
 
 
 def kind(s: Sampling) -> str:
-    """What is launched for a draw; all else are numbers."""
-    return "filtered" if filtered(s) else "noise" if s.temperature > 0 else "greedy"
+    filtered = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)
+    return "filtered" if filtered else "noise" if s.temperature > 0 else "greedy"
 
 
 def pack(s: Sampling) -> Tensor:
-    """The numbers for a `Held`, [4] int64 on the CPU."""
+    """A sequence's numbers for `Draws.memory`, [4] int64 on the CPU."""
     return pack_draw(s.seed, s.temperature, min(s.top_k or ALL, ALL), s.top_p)
-
-
-def draw_rows(s: Sampling, logits: Tensor, positions: Tensor) -> Tensor:
-    """The target's token after each row: logits [T, V] at `positions` [T] -> [T]."""
-    if not isinstance(s, Held):
-        return sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
-    top_k, top_p = (1, 0.5) if filtered(s) else (0, 1.0)  # that both filters run, or none; the numbers are in memory
-    return sample_rows(logits, s.temperature, top_k, top_p, s.seed, positions, s.memory)
-
-
-def noise_of(s: Sampling, positions: Tensor) -> Noise | None:
-    """The noise of the target's draw at `positions` [T], for a drafter's ranking; None when greedy."""
-    if s.temperature == 0:
-        return None
-    return Noise(s.seed, positions, s.temperature, s.memory if isinstance(s, Held) else None)

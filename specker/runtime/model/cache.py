@@ -1,115 +1,239 @@
-"""The paged K/V cache of one sequence, all layers in one allocation, and the rule that keeps it exact.
+"""The paged K/V cache of up to B sequences: one pool of pages, and the rule that keeps every sequence exact.
 
-Columns 0..exact_len-1 hold the K/V of the first `exact_len` committed tokens, written by an exact forward. Columns
-after them are scratch: a verify pass or a drafter writes there, then `commit` keeps some rows or `truncate` forgets
-them. Nothing is ever "mostly right" below exact_len.
+Columns 0..exact_len-1 of a sequence hold the K/V of its first `exact_len` committed tokens, written by an exact
+forward. The columns after them are scratch: a verify pass or a drafter writes there, then `commit` keeps some rows or
+`truncate` forgets them.
+
+Sequences occupy slots 0..n-1. Column c of a sequence stands at flattened row block_table[slot, c // page] * page +
+c % page of every layer.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specker.kernels.attention import chain_words
+from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.kv import kv_commit
 from specker.runtime.model.config import ModelConfig
 from specker.runtime.ops.rounds import place_rows
 
-
-class Start(NamedTuple):
-    """Where a window of rows begins when only the device knows: at column length - back."""
-
-    length: Tensor  # [1] int64
-    back: int
+Lengths = Sequence[int] | Tensor
+"""Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""
 
 
 class Rows(NamedTuple):
-    """Where rows stand, and what they see."""
+    """Where the T rows of n sequences stand, and what they see; sequence after sequence."""
 
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64
-    kv_len: Tensor  # [1] int32, the rows' columns included
-    window: Tensor  # [1] int32, the last columns, seen through `ancestors`
+    kv_len: Tensor  # [n] int32, the rows' columns included
+    window: Tensor  # [n] int32, the last columns, seen through `ancestors`
     ancestors: Tensor  # [T, W] int64
+    cu_rows: Tensor  # [n + 1] int32, the first row of each sequence, then T
+    table: Tensor  # [n, P] int32, pages
 
 
 class KVCache:
-    """K and V [L, pages, page_size, Hkv, D]; column c of the sequence stands at slot block_table[c // page] * page +
-    c % page of every layer."""
+    """K and V [L, pages, page_size, Hkv, D]."""
 
     def __init__(
         self,
         config: ModelConfig,
-        capacity: int,
+        columns: int,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
         page_size: int = 256,
-        pages: Tensor | None = None,
+        sequences: int = 1,
+        pages: Tensor | int | None = None,
     ):
-        """`capacity` columns. `pages` [P] int32 orders the pages (a test permutes them); by default 0..P-1."""
-        count = -(-capacity // page_size)
-        shape = (2, config.num_layers, count, page_size, config.num_kv_heads, config.head_dim)
+        """`columns` that one sequence may have. `pages`: how many the pool has, by default enough for all sequences;
+        a tensor [P] int32 is the order in which one sequence takes them (tests permute them). The pages of a single
+        sequence are its own from the start; several take theirs one by one (`take`)."""
+        each = -(-columns // page_size)
+        order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
+        count = len(order) + (sequences > 1)
+        self.spare = len(order)  # a page that no sequence owns: slots without a sequence read and write it
+        shape = 2, config.num_layers, count, page_size, config.num_kv_heads, config.head_dim
         self.k, self.v = torch.empty(shape, dtype=dtype, device=device).unbind(0)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
-        pages = torch.arange(count, dtype=torch.int32) if pages is None else pages
-        self.block_table = pages.to(device).unsqueeze(0)  # [1, P]
-        self.page_size = page_size
-        self.capacity = count * page_size
-        self.table = self.block_table  # what attention is shown: the pages of `reach` columns
-        self.exact_len = 0
-        offsets = torch.arange(page_size, device=device)
-        self.slot_of = (self.block_table[0].long()[:, None] * page_size + offsets).flatten()  # [capacity]
-        # One-element tensors of every length, so that a step slices one instead of copying a number to the device.
+        self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
+        self.exact_len = [0] * sequences
+        self.last_position = config.max_context - 1
+        self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position)  # of every column
+        # One-element tensors of every length: slicing one is cheaper than copying a number to the device.
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
+        self.block_table = torch.full((sequences, each), self.spare, dtype=torch.int32, device=device)
+        self.table = self.block_table  # what attention sees: the pages of `bucket` columns
+        self._free = order
+        self._pages: list[list[int]] = [[] for _ in range(sequences)]
+        self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
+        if sequences > 1:
+            self.k[:, self.spare], self.v[:, self.spare] = 0, 0
+        else:
+            self.take(0, len(order) * page_size)
 
-    def commit(self, path: list[int]) -> None:
+    @property
+    def slot_of(self) -> Tensor:
+        """[columns] int64, where each column of the sequence in slot 0 stands."""
+        return self._slots[0]
+
+    # --- pages
+
+    def pages_for(self, columns: int) -> int:
+        return -(-min(columns, self.capacity) // self.page_size)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def take(self, slot: int, columns: int) -> None:
+        """Give the sequence in `slot` pages for so many columns, neighbouring ones where the pool has them: on a CPU
+        attention reads such pages without copying them."""
+        if self._pages[slot] and len(self._pages[slot]) >= self.pages_for(columns):
+            return
+        count = self.pages_for(columns) if len(self._pages) > 1 else len(self._free)
+        start = next((i for i in range(len(self._free) - count + 1) if self._run(i, count)), 0)
+        self._assign(slot, self._free[start : start + count])
+        del self._free[start : start + count]
+
+    def release(self, slot: int) -> None:
+        """Return the pages of `slot` to the pool."""
+        self._free = sorted(self._free + self._pages[slot])
+        self._assign(slot, [])
+        self.exact_len[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Move the sequence in slot `source` to slot `target`, which is free."""
+        pages, self.exact_len[target] = self._pages[source], self.exact_len[source]
+        self._assign(source, [])
+        self.exact_len[source] = 0
+        self._assign(target, pages)
+
+    def _run(self, start: int, count: int) -> bool:
+        return self._free[start + count - 1] - self._free[start] == count - 1
+
+    def _assign(self, slot: int, pages: list[int]) -> None:
+        self._pages[slot] = pages
+        table = torch.full((self.block_table.shape[1],), self.spare, dtype=torch.int32)
+        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.block_table[slot] = table
+        offsets = torch.arange(self.page_size)
+        own = table[: len(pages)].long()
+        self._slots[slot] = (own[:, None] * self.page_size + offsets).flatten().to(self.device)
+
+    def span(self, length: int, slot: int = 0) -> slice | Tensor:
+        """The flattened rows [pages * page_size] of a sequence's first `length` columns: a slice where its pages are
+        neighbours, else their numbers [length]."""
+        pages = self._pages[slot][: -(-length // self.page_size)]
+        if pages == list(range(pages[0], pages[0] + len(pages))):
+            return slice(pages[0] * self.page_size, pages[0] * self.page_size + length)
+        return self._slots[slot][:length]
+
+    # --- exactness
+
+    def commit(self, path: list[int], slot: int = 0) -> None:
         """Keep rows `path` (ascending) of those written after exact_len; they become the next columns."""
-        base, kept = self.exact_len, len(path)
+        base, kept = self.exact_len[slot], len(path)
         if path[-1] != kept - 1:  # a chain's accepted rows are in place already
             moved = next(i for i, row in enumerate(path) if row != i)
-            src = self.slot_of[[base + row for row in path[moved:]]]
-            kv_commit(self.k, self.v, src, self.slot_of[base + moved : base + kept])
-        self.exact_len = base + kept
+            slots = self._slots[slot]
+            kv_commit(self.k, self.v, slots[[base + row for row in path[moved:]]], slots[base + moved : base + kept])
+        self.exact_len[slot] = base + kept
 
-    def truncate(self, length: int) -> None:
+    def truncate(self, length: int, slot: int = 0) -> None:
         """Forget every column from `length` on."""
-        if not 0 <= length <= self.exact_len:
-            raise ValueError(f"cannot truncate a cache of {self.exact_len} exact columns to {length}")
-        self.exact_len = length
+        if not 0 <= length <= self.exact_len[slot]:
+            raise ValueError(f"cannot truncate a cache of {self.exact_len[slot]} exact columns to {length}")
+        self.exact_len[slot] = length
 
-    def check(self, committed: int | None = None) -> None:
+    def check(self, committed: int | None = None, slot: int = 0) -> None:
         """Raise AssertionError unless the invariants hold; with `committed`, the count of committed tokens: the
         target's cache holds all of them but the root."""
-        assert 0 <= self.exact_len <= self.capacity, (self.exact_len, self.capacity)
-        pages = self.block_table[0].tolist()
+        length = self.exact_len[slot]
+        assert 0 <= length <= self.capacity, (length, self.capacity)
+        pages = [page for own in self.block_table.tolist() for page in own if page != self.spare]
         assert sorted(set(pages)) == sorted(pages) and min(pages) >= 0 and max(pages) < self.k.shape[1], pages
         if committed is not None:
-            assert self.exact_len == committed - 1, (self.exact_len, committed)
-        written = self.slot_of[: self.exact_len]
+            assert length == committed - 1, (length, committed)
         for cache in (self.k, self.v):
-            rows = cache.flatten(1, 2)[:, written]
+            rows = cache.flatten(1, 2)[:, self._slots[slot][:length]]
             assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"
 
-    def reach(self, columns: int) -> None:
-        """Let attention look no further than `columns`, so that it launches no program beyond them."""
+    # --- rows
+
+    def bucket(self, columns: int) -> None:
+        """Let attention see `columns` (a KV bucket), so that it launches no program beyond them."""
         self.table = self.block_table[:, : -(-min(columns, self.capacity) // self.page_size)]
 
-    def place(self, start: Start, first: int, count: int, parents: Tensor | None, last_position: int) -> Rows:
-        """Rows first..first + count - 1 of the window that begins at `start`: a chain, or a tree by its parents."""
-        placed = place_rows(*start, first, count, parents, self.block_table, self.page_size, last_position)
+    def place(self, lengths: Lengths, back: int, first: int, count: int, parents: Tensor | None = None) -> Rows:
+        """Rows first..first + count - 1 of each sequence's window, which begins `back` columns before the end of its
+        committed text: a chain, or a tree by `parents` [n, rows]."""
+        n = len(lengths)
+        if n == 1 and parents is None and not isinstance(lengths, Tensor):
+            return self.after([lengths[0] - back + first], [count], first)
+        if not isinstance(lengths, Tensor):
+            lengths = torch.tensor(lengths, device=self.device)
+        table = self.table[:n]
+        placed = place_rows(lengths, back, first, count, parents, table, self.page_size, self.last_position)
         positions, slots, kv_len, words = placed
-        return Rows(positions, slots, kv_len, self.lengths[first + count : first + count + 1], words)
+        window = _repeated(first + count, n, self.device)
+        return Rows(positions, slots, kv_len, window, words, sequence_bounds(count, self.device, n), table)
 
-    def chain_rows(self, count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For `count` rows in a chain at columns exact_len + first..: slots [count], kv_len [1], window [1] and
-        ancestors [count, W]. The window starts at exact_len."""
-        start = self.exact_len + first
-        end = start + count
-        words = chain_words(count, first)
-        return (
-            self.slot_of[start:end],
-            self.lengths[end : end + 1],
-            self.lengths[first + count : first + count + 1],
-            words if self.k.device.type == "cpu" else words.to(self.k.device),
+    def after(self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False) -> Rows:
+        """counts[b] rows of sequence b from column columns[b] on, by host integers: exactly as many rows as are needed.
+        Each sees all columns before its window, which begins `first` columns before its first row, and within it the
+        rows up to itself, or all of them (`full`)."""
+        words = _full_words if full else chain_words
+        if len(columns) == 1:
+            start, count = columns[0], counts[0]
+            end = start + count
+            ancestors = words(count, first)
+            return Rows(
+                self.positions[start:end],
+                self._slots[0][start:end],
+                self.lengths[end : end + 1],
+                self.lengths[first + count : first + count + 1],
+                ancestors if self.device.type == "cpu" else ancestors.to(self.device),
+                sequence_bounds(count, self.device),
+                self.table[:1],
+            )
+        ends = [start + count for start, count in zip(columns, counts, strict=True)]
+        spans = [slice(start, end) for start, end in zip(columns, ends, strict=True)]
+        each = [words(count, first) for count in counts]
+        wide = max(w.shape[1] for w in each)
+        numbers = [ends, [first + count for count in counts], [0, *accumulate(counts)]]
+        kv_len, window, bounds = (torch.tensor(x, dtype=torch.int32, device=self.device) for x in numbers)
+        return Rows(
+            torch.cat([self.positions[s] for s in spans]),
+            torch.cat([slots[s] for slots, s in zip(self._slots, spans, strict=False)]),
+            kv_len,
+            window,
+            torch.cat([torch.nn.functional.pad(w, (0, wide - w.shape[1])) for w in each]).to(self.device),
+            bounds,
+            self.table[: len(columns)],
         )
+
+
+@lru_cache(maxsize=512)
+def _full_words(rows: int, first: int = 0) -> Tensor:
+    """Ancestor words [rows, W] of rows that all see each other."""
+    return pack_bits([(1 << (first + rows)) - 1] * rows, first + rows)
+
+
+@lru_cache(maxsize=None)
+def _repeated(value: int, count: int, device: torch.device) -> Tensor:
+    """[count] int32. CUDA graphs hold its address, so it is never freed."""
+    return torch.tensor([value] * count, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=None)
+def sequence_bounds(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
+    """[sequences + 1] int32, where each of so many sequences of `rows` rows begins and the last one ends. CUDA graphs
+    hold its address, so it is never freed; it is copied from the host, which a stream that is being captured refuses,
+    so a stretch of work runs once before its capture."""
+    return torch.tensor([rows * i for i in range(sequences + 1)], dtype=torch.int32, device=device)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from specker.config import Sampling
 from specker.kernels.attention import gather_pages, tree_attention
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import pack, row_linear
@@ -21,7 +20,7 @@ from specker.kernels.merge import add_norm
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, Start
 from specker.runtime.model.checkpoint import Checkpoint, Layers, Weights
-from specker.runtime.sampling import draw_rows
+from specker.runtime.sampling import Draws
 
 PREFILL_CHUNK = 512
 _TIED_PACK_MAX = 1 << 24  # elements; a packed head is a second copy where the embedding is the same matrix
@@ -79,20 +78,18 @@ class Model:
         """[T] int64 -> [T, E]."""
         return torch.embedding(self.embed, tokens)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64), written to `out` if there is
-        one. Of a split model the part's columns alone."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64). Of a split model the part's
+        columns alone."""
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         logits = self.linear(normed, self.head)
-        if out is not None:
-            return out.copy_(logits)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def draw(self, sampling: Sampling, logits: Tensor, positions: Tensor) -> Tensor:
+    def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
         """The token after each row of `logits`, [T]."""
         if self.ranks is None:
-            return draw_rows(sampling, logits, positions)
-        return self.ranks.draw(logits, sampling, positions, self.config.vocab_size, draw_rows)
+            return draws.tokens(logits, positions)
+        return self.ranks.draw(draws, logits, positions, self.config.vocab_size)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """[T, V], of all parts."""

@@ -1,0 +1,236 @@
+"""One round of n sequences: draft -> verify -> sample + accept -> commit. There is no other.
+
+Words: the *root* is the last committed token, its K/V not yet in the target's cache. *accepted*: draft tokens kept.
+*recovered*: the target's own token where a draft was refused; *bonus*: its token after a wholly accepted path; both are
+the new root. The target's token after each row is a function of the seed, the position and the logits alone
+(kernels/sample.py), so a round commits exactly what plain decoding would, whatever was drafted and whatever shares the
+batch.
+
+All sequences of a round have one shape (`Budget`). Rows are placed in one of two ways. A round of *fixed* shape reads
+on the device how long each text is: its launches do not depend on what the last round decided, so on a GPU its
+stretches of work are CUDA graphs, and the next round may be launched before this one's tokens are known. In any other
+round the host knows every length and places exactly the rows that are needed.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specker.kernels.accept import accept_walk
+from specker.kernels.kv import kv_commit
+from specker.runtime import state as states
+from specker.runtime.draft import Drafter
+from specker.runtime.graphs import Graphs
+from specker.runtime.model.cache import KVCache, Lengths
+from specker.runtime.model.decoder import Model, forward
+from specker.runtime.ops.rounds import advance
+from specker.runtime.policy import Budget
+from specker.runtime.sampling import Draws
+from specker.runtime.state import State
+from specker.runtime.stats import Found
+from specker.runtime.synthetic import synthetic
+
+STAGES = ("draft", "verify", "accept")
+
+
+@dataclass(eq=False)
+class Round:
+    """A round on its way. A drafter sets the second group."""
+
+    sequences: list[states.Sequence]
+    state: State  # of their slots, and of idle slots where the batch is padded
+    budget: Budget
+    graphs: Graphs
+    fixed: bool
+    draws: Draws
+    lengths: Lengths  # what rows are placed by
+    bucket: int = 0  # columns that attention sees, 0 for all
+    asks: bool = False  # whether policies end the draft by the confidence of each token
+
+    size: int = 0  # draft tokens of each sequence in the window
+    drafted: list[int] = field(default_factory=list)  # of them, those that a sequence's draft has; [] for all
+    tree: bool = False
+    depth: int = 0  # tokens of the longest path
+    confidence: list[list[float]] = field(default_factory=list)  # of each draft token, of every sequence
+    found: list[Found] = field(default_factory=list)  # of a diffusion drafter, one a sequence
+    generated: bool = False  # whether `found` follows from the draft's tokens (`Drafter.observe`)
+    hidden: Tensor | None = None  # [n, size, E], rows 0..size-1 at the exit of a self-drafted chain
+    taps: dict[int, Tensor] = field(default_factory=dict)  # depth of the target -> [n * rows, E]
+    nodes: Tensor | None = None  # [n, size], which of the grown nodes of a tree the draft holds
+    forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
+
+    logits: Tensor | None = None  # [n * rows, V]
+    positions: Tensor | None = None  # [n * rows]
+    target: Tensor | None = None  # [n, rows]
+    report: Tensor | None = None
+    host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
+    done: Any = None  # the event after the copies
+    marks: list[Any] = field(default_factory=list)  # times, or events, around the stages
+
+    @property
+    def n(self) -> int:
+        """Sequences, idle slots included."""
+        return len(self.state.length)
+
+    @property
+    def window(self) -> Tensor:
+        """[n, R] int64: the root, then the draft."""
+        return self.state.window
+
+    def run(self, name: Any, work: Callable[[], None]) -> None:
+        """A stretch of work; captured where shapes are fixed. `name` says what, besides the number of sequences, the KV
+        bucket and the kind of draws, its launches depend on."""
+        self.graphs.run((name, self.n, self.bucket, self.draws.kind) if self.fixed else None, work)
+
+    def keep(self, place: Tensor, value: Tensor) -> Tensor:
+        """`value` for a later stretch of work: where work is captured, copied to its place in the state."""
+        if not self.fixed:
+            return value
+        return place[: len(value)].copy_(value)
+
+    def last(self, count: int) -> Tensor:
+        """[n, count], the last committed tokens of each sequence, by the device."""
+        s = self.state
+        return s.committed.gather(1, s.length[:, None] + torch.arange(-count, 0, device=s.length.device))
+
+    def heard(self, scores: Tensor) -> None:
+        """Keep the log-probabilities [n] of the newest draft tokens for `goes_on`."""
+        self._scores = self.keep(self.state.confidence, scores)
+
+    def goes_on(self) -> bool:
+        """Whether at least half of the sequences' policies draft another token; reads `heard` on the host."""
+        scores = self._scores
+        if scores.is_cuda:
+            scores = to_host(scores)
+            torch.cuda.current_stream().synchronize()
+        return self.vote([math.exp(x) for x in scores.tolist()[: len(self.sequences)]])
+
+    def vote(self, confidence: list[float]) -> bool:
+        self.confidence.append(confidence)
+        votes = sum(s.policy.keep_drafting(p) for s, p in zip(self.sequences, confidence, strict=True))
+        return 2 * votes >= len(self.sequences)
+
+
+def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> None:
+    """Start the round."""
+    capture = r.graphs.capture
+    r.marks.append(now(capture))
+    if drafter is not None and min(r.budget.nodes, r.budget.depth) > 0:
+        drafter.draft(r)
+    r.marks.append(now(capture))
+    verify(r, target, cache)
+    r.marks.append(now(capture))
+    accept(r, target, cache)
+    r.marks.append(now(capture))
+
+
+def verify(r: Round, model: Model, cache: KVCache) -> None:
+    """One target forward over the root and the draft of every sequence: the logits after each row. A self-drafted chain
+    ran layers [0, exit) on all rows but the last already."""
+    exit = r.budget.exit if r.size else 0
+    r.run(("verify", r.size, r.tree, exit), lambda: _verify(r, model, cache, exit))
+
+
+def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
+    s, N = r.state, r.size
+    rows = cache.place(r.lengths, 1, 0, N + 1, s.parents[:, :N] if r.tree else None)
+    if exit:
+        assert r.hidden is not None
+        below = tuple(n for n in r.budget.taps if n < exit)
+        last = cache.place(r.lengths, 1, N, 1)
+        out = forward(model, cache, last, model.embed_tokens(s.window[:, N]), slice(exit), below)
+        hidden = _beside(r.hidden, out.hidden)
+        taps = {n: _beside(r.taps[n], out.taps[n]) for n in below}
+        out = forward(model, cache, rows, hidden, slice(exit, None), tuple(n for n in r.budget.taps if n >= exit))
+        r.taps = taps | out.taps
+    else:
+        out = forward(model, cache, rows, model.embed_tokens(s.window[:, : N + 1].reshape(-1)), taps=r.budget.taps)
+        r.taps = out.taps
+    r.logits = r.keep(s.logits, model.logits(out.hidden))
+    r.positions = r.keep(s.positions, rows.positions)
+
+
+def _beside(rows: Tensor, last: Tensor) -> Tensor:
+    """[n, N, E] and [n, E] -> [n * (N + 1), E], each sequence's last row behind its others."""
+    return torch.cat((rows, last.unsqueeze(1)), 1).flatten(0, 1)
+
+
+def accept(r: Round, model: Model, cache: KVCache) -> None:
+    """The target's own tokens, the path that agrees with them, the text's growth, and the K/V of the path in place."""
+    r.run(("accept", r.size, r.tree), lambda: _accept(r, model, cache))
+
+
+def _accept(r: Round, model: Model, cache: KVCache) -> None:
+    s, N, n = r.state, r.size, r.n
+    assert r.logits is not None and r.positions is not None
+    logits, positions = r.logits[: n * (N + 1)], r.positions[: n * (N + 1)]
+    target = model.draw(r.draws, logits, positions).view(n, N + 1)
+    tokens, parents = s.window[:, 1 : N + 1], s.parents[:, :N] if r.tree else None
+    if s.agrees.shape[1]:
+        target = synthetic(target, tokens, parents, positions.view(n, N + 1), s.agrees)
+    path, count, _ = accept_walk(tokens, parents, target)
+    table, page = cache.block_table[:n], cache.page_size
+    report, src, dst = advance(path, count, target, s.committed, s.length, s.window, s.limit, table, page, r.tree)
+    if r.tree:  # a chain's accepted rows are in place already
+        kv_commit(cache.k, cache.v, src, dst)
+    r.report = r.keep(s.report, report.view(-1)).view(n, -1)
+    r.target = r.keep(s.target, target.reshape(-1)).view(n, -1)
+
+
+def send(r: Round, traced: bool) -> None:
+    """Start copying to the host what became of the round, and with `traced` the draft and the target's tokens too."""
+    N, s = r.size, r.state
+    assert r.report is not None and r.target is not None
+    copies = {"report": r.report}
+    if traced or r.generated:
+        copies["draft"] = s.window[:, 1 : N + 1]
+    if traced:
+        copies |= {"target": r.target} | ({"parents": s.parents[:, :N]} if r.tree else {})
+    if not s.length.is_cuda:
+        r.host = {name: x.clone() if r.fixed or name in ("draft", "parents") else x for name, x in copies.items()}
+        return
+    r.host = {name: to_host(x) for name, x in copies.items()}
+    r.done = torch.cuda.Event()
+    r.done.record()
+
+
+def collect(r: Round) -> tuple[list[tuple[list[int], list[int]]], dict[str, float]]:
+    """Wait for the round: for each of its sequences the path's rows and as many tokens, those that the target drew
+    along the path; and the seconds of its stages."""
+    if r.done is not None:
+        r.done.synchronize()
+    each = []
+    for count, *rest in r.host["report"].tolist()[: len(r.sequences)]:
+        each.append((rest[:count], rest[r.size + 1 : r.size + 1 + count]))
+    seconds = {stage: _seconds(a, b) for stage, a, b in zip(STAGES, r.marks, r.marks[1:], strict=True)}
+    return each, seconds
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A pinned copy on its way; torch reuses such memory."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
+
+
+def now(events: bool) -> Any:
+    if not events:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(a: Any, b: Any) -> float:
+    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
+
+
+def best_shape(proposals: Sequence[Budget], promise: Callable[[Budget], float]) -> Budget:
+    """Each sequence's policy proposes a shape; the round takes the one that promises most tokens for its cost, the first
+    of equals. `promise`: tokens over cost for all sequences."""
+    distinct = list(dict.fromkeys(proposals))
+    return distinct[0] if len(distinct) == 1 else max(distinct, key=promise)
