@@ -5,6 +5,7 @@ after them are scratch: a verify pass or a drafter writes there, then `commit` k
 them. Nothing is ever "mostly right" below exact_len.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,14 +24,26 @@ class Start(NamedTuple):
     back: int
 
 
+ABSENT = torch.empty(0, dtype=torch.int32)  # in `Rows`: those of the cache's only sequence, see decoder.completed
+
+
 class Rows(NamedTuple):
-    """Where rows stand, and what they see."""
+    """T rows of B sequences: where they stand, and what they see."""
 
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64
-    kv_len: Tensor  # [1] int32, the rows' columns included
-    window: Tensor  # [1] int32, the last columns, seen through `ancestors`
+    kv_len: Tensor  # [B] int32, columns of each sequence, the rows' own included
+    window: Tensor  # [B] int32, of these the last ones, which `ancestors` masks
     ancestors: Tensor  # [T, W] int64
+    cu_rows: Tensor = ABSENT  # [B + 1] int32, each sequence's first row, then T
+    table: Tensor = ABSENT  # [B, P] int32, each sequence's pages
+
+
+@functools.cache
+def sequence_bounds(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
+    """`cu_rows` of equal sequences, [sequences + 1] int32: 0, rows, 2 rows, ... Cached for good, because CUDA graphs
+    hold its address. It is copied from the host, so its first call must come before capture."""
+    return torch.tensor([rows * i for i in range(sequences + 1)], dtype=torch.int32, device=device)
 
 
 class KVCache:
@@ -99,11 +112,21 @@ class KVCache:
         """Rows first..first + count - 1 of the window that begins at `start`: a chain, or a tree by its parents."""
         placed = place_rows(*start, first, count, parents, self.block_table, self.page_size, last_position)
         positions, slots, kv_len, words = placed
-        return Rows(positions, slots, kv_len, self.lengths[first + count : first + count + 1], words)
+        window, bounds = self.lengths[first + count : first + count + 1], sequence_bounds(count, self.k.device)
+        return Rows(positions, slots, kv_len, window, words, bounds, self.table)
 
-    def chain_rows(self, count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For `count` rows in a chain at columns exact_len + first..: slots [count], kv_len [1], window [1] and
-        ancestors [count, W]. The window starts at exact_len."""
+    def span(self, length: int) -> slice | Tensor:
+        """The slots of the first `length` columns: a slice if their pages are adjacent and ascending, else [length]
+        int64. Reads the page table on the host."""
+        pages = self.block_table[0, : -(-length // self.page_size)].tolist()
+        first = pages[0] if pages else 0
+        if pages != list(range(first, first + len(pages))):
+            return self.slot_of[:length]
+        return slice(first * self.page_size, first * self.page_size + length)
+
+    def chain_rows(self, count: int, first: int = 0) -> tuple[Tensor, ...]:
+        """`Rows` without positions, for `count` rows in a chain at columns exact_len + first.. The window starts at
+        exact_len."""
         start = self.exact_len + first
         end = start + count
         words = chain_words(count, first)
@@ -112,4 +135,6 @@ class KVCache:
             self.lengths[end : end + 1],
             self.lengths[first + count : first + count + 1],
             words if self.k.device.type == "cpu" else words.to(self.k.device),
+            sequence_bounds(count, self.k.device),
+            self.table,
         )
