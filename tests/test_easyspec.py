@@ -12,9 +12,10 @@ import specker
 from specker.config import Options, Sampling
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache
+from specker.runtime.model import decoder
+from specker.runtime.model.cache import KVCache, sequence_bounds
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.decoder import Model, chain_rows, forward, prefill, sequence_bounds
+from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
 from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
 from specker.runtime.schedule import LayerParallel, Schedule
@@ -150,23 +151,23 @@ def test_the_stacks_own_the_weights(checkpoints):
     model, _, parallel = loaded(checkpoints["llama"], ((0,), (1, 2, 3), (4, 5, 6)))
     for group in parallel.groups[1:]:
         for i, n in enumerate(group.layers):
-            layer = model.layers[n]
-            assert layer.qkv.untyped_storage().data_ptr() == group.qkv.untyped_storage().data_ptr()
-            assert torch.equal(layer.qkv, group.qkv[i]) and torch.equal(layer.o, group.o[i])
-            assert torch.equal(layer.norm_in, group.norm_in[i])
+            layer, stack = model.layers[n].attention, group.attention
+            assert layer.qkv.untyped_storage().data_ptr() == stack.qkv.untyped_storage().data_ptr()
+            assert torch.equal(layer.qkv, stack.qkv[i]) and torch.equal(layer.o, stack.o[i])
+            assert torch.equal(layer.norm_in, stack.norm_in[i])
 
 
 def test_the_checkpoint_lets_go_of_what_is_stacked(pair):
     """No second copy: what the engine holds of the draft's grouped layers stands in the stacks alone."""
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
     parallel, weights = engine._drafter.parallel, engine.draft.weights
-    stacks = {g.qkv.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
-    stacks |= {g.o.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
+    stacked = [g.attention for g in parallel.groups if g is not None]
+    stacks = {x.untyped_storage().data_ptr() for w in stacked for x in (w.qkv, w.o)}
     grouped = [n for g in parallel.groups if g is not None for n in g.layers]
     assert len(grouped) == 5 and len(stacks) == 4
     for held in (weights.qkv, weights.o):
         assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
-    assert torch.equal(weights.qkv[2], engine._drafter.model.layers[2].qkv)
+    assert torch.equal(weights.qkv[2], engine._drafter.model.layers[2].attention.qkv)
 
 
 @pytest.mark.parametrize("groups", [(), ((0,), ()), ((1,), (0,)), ((0,), (2,)), ((0, 0),)])
@@ -216,9 +217,7 @@ def kernels(monkeypatch):
         "model.decoder.add_norm": add_norm,
         "model.decoder.kv_calibrate": kv._launch,
         "model.decoder.tree_attention": attention,
-        "schedule.residual_merge": merge._launch,
-        "schedule.kv_calibrate": kv._launch,
-        "schedule.tree_attention": attention,
+        "model.decoder.residual_merge": merge._launch,
         "schedule.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
         "head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
@@ -441,7 +440,7 @@ def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
 
 def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
     """A_i added to another layer's residual: the fuzzy pass differs from the paper's."""
-    attend = LayerParallel._attend
-    monkeypatch.setattr(LayerParallel, "_attend", lambda self, *args: attend(self, *args).flip(0))
+    attention = decoder._attention
+    monkeypatch.setattr(decoder, "_attention", lambda *args: attention(*args).flip(0))
     with pytest.raises(AssertionError):
         test_the_fuzzy_pass_is_the_papers(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))

@@ -79,16 +79,17 @@ def build(shape: tuple[int, int, int, int], T: int) -> Built:
     def stated(rows, hidden):  # type: ignore[no-untyped-def]
         """The group, layer by layer."""
         eps, cu_rows = model.config.rms_norm_eps, torch.tensor([0, T], dtype=torch.int32, device=DEVICE)
-        normed, mixed = [F.rms_norm(hidden, hidden.shape[-1:], w.norm_in, eps) for w in model.layers], []
+        normed, mixed = [F.rms_norm(hidden, hidden.shape[-1:], w.attention.norm_in, eps) for w in model.layers], []
         for w, x, (k, v) in zip(model.layers, normed, cache.layers, strict=True):
-            qkv = F.linear(x, w.qkv)
+            qkv = F.linear(x, w.attention.qkv)
             q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, None, None, eps)
             seen = cache.table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale
-            mixed.append(F.linear(tree_attention(q, k, v, *seen)[0].reshape(T, -1), w.o))
+            mixed.append(F.linear(tree_attention(q, k, v, *seen)[0].reshape(T, -1), w.attention.o))
         for w, a in zip(model.layers, mixed, strict=True):
             hidden = hidden + a
-            gate, up = F.linear(F.rms_norm(hidden, hidden.shape[-1:], w.norm_post, eps), w.gate_up).chunk(2, -1)
-            hidden = hidden + F.linear(F.silu(gate) * up, w.down)
+            post = F.rms_norm(hidden, hidden.shape[-1:], w.mlp.norm_post, eps)
+            gate, up = F.linear(post, w.mlp.gate_up).chunk(2, -1)
+            hidden = hidden + F.linear(F.silu(gate) * up, w.mlp.down)
         return hidden
 
     def check() -> None:

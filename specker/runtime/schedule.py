@@ -1,31 +1,25 @@
 """Which of a drafter's layers run side by side, and the forward pass that runs them so (EasySpec, arXiv 2502.02493).
 
 A schedule is an ordered list of groups of neighbouring layers. The layers of a group all attend from the group's own
-input h; their feed-forwards then follow one another:
-
-    a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
-    h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
-
-The K/V that a group of several layers writes is "fuzzy": not what the layers in sequence would write. A group of one is
-a layer as it is.
+input, in one batch; their feed-forwards then follow one another (`run_layers` has the equations). A group of several
+layers writes "fuzzy" K/V, which differs from the K/V of the same layers in sequence. A group of one is an ordinary
+layer.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specker.config import groups
-from specker.kernels.attention import tree_attention
-from specker.kernels.kv import kv_calibrate
-from specker.kernels.merge import residual_merge
 from specker.runtime.dist import Ranks
-from specker.runtime.model.cache import KVCache, Rows
+from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
 from specker.runtime.model.checkpoint import Weights
-from specker.runtime.model.decoder import Model, forward, sequence_bounds
-from specker.runtime.ops.repeat import Repeated, repeat_rows
+from specker.runtime.model.decoder import Attention, Group, Model, completed, one_layer, over_pages, run_layers
+from specker.runtime.ops.repeat import repeat_rows
 
 
 @dataclass(frozen=True)
@@ -65,24 +59,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Group:
-    """What a batch over a group's layers needs. The stacks own the layers' weights; the model's layers are views."""
+    """A group of several layers. Its stacks own the attention weights; the model's layers are views of them."""
 
     layers: tuple[int, ...]
-    own: tuple[int, ...]  # those of them that this rank attends for; the tensors below are theirs
-    norm_in: Tensor  # [N, E]
-    qkv: Tensor  # [N, O, E]
-    qkv_bias: Tensor | None  # [N, O]
-    q_norm: Tensor | None  # [N, D]
-    k_norm: Tensor | None
-    o: Tensor  # [N, E, Hq * D]
-    o_bias: Tensor | None  # [N, E]
-    block_table: Tensor  # [N, P] int32, pages of the cache's flattened view
+    own: tuple[int, ...]  # the neighbours among them that this rank attends for
+    attention: Attention  # theirs, stacked
 
 
 class LayerParallel:
-    """A model whose layers run by a schedule over one cache; where several ranks draft, each attends for its own layers
-    of a group, and their results are gathered. All else every rank does for itself, so that no hidden row need be sent.
-    Fuzzy K/V stands with the owner alone; the pass that makes it exact is whole on every rank."""
+    """A model whose layers run by a schedule over one cache. Where several ranks draft, each rank attends for its own
+    layers of a group and gathers the results; every rank does all other work itself, so no hidden row is sent. Only
+    the owner of a layer holds its fuzzy K/V. The exact pass is whole on every rank."""
 
     def __init__(
         self,
@@ -92,49 +79,49 @@ class LayerParallel:
         ranks: Ranks | None = None,
         weights: Weights | None = None,
     ):
-        """Moves the weights of wide groups into stacks, a group at a time; `model`, and the checkpoint's `weights` that
-        it was made of, go on with views of them."""
+        """Moves the attention weights of wide groups into stacks, one group at a time. `model`, and the `weights` of
+        the checkpoint it was made from, keep views of them."""
         self.model, self.cache, self.schedule, self._weights = model, cache, schedule, weights
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.k, self.v = (x.flatten(0, 1) for x in (cache.k, cache.v))  # views: [L * pages, page, Hkv, D]
+        self._first_pages = torch.arange(len(model.layers), device=model.device)[:, None, None] * cache.k.shape[1]
         self.groups = [self._group(layers) if len(layers) > 1 else None for layers in schedule.groups]
 
     def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
         """hidden [T, E], the embedding -> [T, E], the residual stream after all layers, by the schedule. Writes the
         rows' K/V, fuzzy in groups of several layers."""
-        model, eps = self.model, self.model.config.rms_norm_eps
-        pending = hidden.unsqueeze(0)[:0]  # [P, T, E], what is yet to be added to `hidden`
-        pages, page = self.cache.k.shape[1:3]
-        batch = repeat_rows(*rows, len(model.layers), pages * page) if any(self.groups) else None
-        for layers, group in zip(self.schedule.groups, self.groups, strict=True):
-            if group is None:
-                if len(pending):
-                    hidden, _ = residual_merge(hidden, pending, None, eps)
-                    pending = pending[:0]
-                hidden = forward(model, self.cache, rows, hidden, slice(layers[0], layers[0] + 1)).hidden
-                continue
-            hidden, normed = residual_merge(hidden, pending, group.norm_in, eps)
-            attended = self._attend(group, batch, normed) if batch is not None and group.own else normed
-            if self.ranks is not None:
-                attended = self._gathered(group, attended, self.ranks)
-            pending = attended[:1]
-            for i, n in enumerate(layers):
-                w, last = model.layers[n], attended[i] if i else None
-                hidden, post = residual_merge(hidden, pending, w.norm_post.unsqueeze(0), eps, last)
-                up = model.linear(post[0], w.gate_up, w.gate_up_bias, epilogue="silu_mul")
-                pending = model.linear(up, w.down, w.down_bias).unsqueeze(0)
-        if len(pending):
-            hidden, _ = residual_merge(hidden, pending, None, eps)
-        return hidden
+        return run_layers(self.model, self._steps(rows), hidden).hidden
 
-    def _gathered(self, group: _Group, attended: Tensor, ranks: Ranks) -> Tensor:
-        """attended [own, T, E] of every rank -> [N, T, E]."""
+    def _steps(self, rows: Rows) -> Iterator[Group]:
+        model, layers = self.model, self.model.layers
+        batch = self._repeated(rows) if any(self.groups) else rows
+        attend = over_pages(model, rows)
+        for numbers, group in zip(self.schedule.groups, self.groups, strict=True):
+            if group is None:
+                yield one_layer(model, self.cache, numbers[0], rows.positions, rows.slots, attend)
+                continue
+            own = _of_layers(batch, group.own, len(layers))
+            join = model.summed if self.ranks is None else partial(self._gathered, group, self.ranks)
+            mlps = tuple(layers[n].mlp for n in numbers)
+            over = own.positions, own.slots, self.k, self.v, over_pages(model, own)
+            yield Group(group.attention, mlps, *over, join)
+
+    def _repeated(self, rows: Rows) -> Rows:
+        """The rows of B sequences once for each of L layers: L * B sequences, layer by layer, over `self.k`."""
+        L, T, (pages, page) = len(self.model.layers), len(rows.positions), self.cache.k.shape[1:3]
+        B = len(rows.kv_len)
+        repeated = repeat_rows(*rows[:5], L, pages * page)
+        table = (rows.table + self._first_pages).int().flatten(0, 1)
+        return Rows(*repeated, sequence_bounds(T // B, self.model.device, L * B), table)
+
+    def _gathered(self, group: _Group, ranks: Ranks, added: Tensor) -> Tensor:
+        """added [own, T, E] of every rank -> [N, T, E]."""
         N, R = len(group.layers), ranks.drafting
-        if N % R == 0:  # neighbours stay together: the ranks' order is the layers'
-            return ranks.gather(attended).flatten(0, 1)
-        most = -(-N // R)  # a rank with fewer sends padding
-        sent = attended.new_zeros(most, *attended.shape[1:])
-        sent[: len(group.own)] = attended
+        if N % R == 0:  # every rank has as many neighbours: the ranks' order is the layers'
+            return ranks.gather(added).flatten(0, 1)
+        most = -(-N // R)  # a rank with fewer layers sends padding
+        sent = added.new_zeros(most, *added.shape[1:])
+        sent[: len(group.own)] = added
         every = ranks.gather(sent)  # [R, most, T, E]
         owners = [self.schedule.owner(layer, R) for layer in group.layers]
         return torch.stack([every[r, owners[:i].count(r)] for i, r in enumerate(owners)])
@@ -143,67 +130,45 @@ class LayerParallel:
         own = layers
         if self.ranks is not None:
             own = tuple(n for n in layers if self.schedule.owner(n, self.ranks.drafting) == self.ranks.rank)
-        return _Group(layers, *self._stacked(own))
-
-    def _attend(self, group: _Group, batch: Repeated, normed: Tensor) -> Tensor:
-        """normed [N, T, E], each layer's own -> [N, T, E], what each layer's attention adds. N layers are a batch of N
-        sequences, whose K/V stand in the same columns of their own layers' pages; `batch` has the rows of all layers,
-        alike but for the slots."""
-        N, T, _ = normed.shape
-        config, model, first = self.model.config, self.model, group.own[0]
-        qkv = model.linear(normed, group.qkv, group.qkv_bias).flatten(0, 1)
-        q = kv_calibrate(
-            qkv,
-            batch.positions[: N * T],
-            batch.slots[first * T : (first + N) * T],
-            model.rope,
-            self.k,
-            self.v,
-            group.q_norm,
-            group.k_norm,
-            config.rms_norm_eps,
-        )
-        mixed, _ = tree_attention(
-            q,
-            self.k,
-            self.v,
-            group.block_table[:, : self.cache.table.shape[1]],
-            batch.kv_len[:N],
-            batch.window[:N],
-            sequence_bounds(T, q.device, N),
-            batch.ancestors[: N * T],
-            model.scale,
-            with_lse=False,
-        )
-        return model.linear(mixed.reshape(N, T, -1), group.o, group.o_bias)
-
-    def _stacked(self, layers: tuple[int, ...]) -> Iterator:
-        yield layers
-        if not layers:  # this rank waits for the others
-            yield self.model.layers[0].norm_in.new_empty(0, self.model.config.hidden_size)
-            yield from (None,) * 6
-        else:
-            for name in ("norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias"):
-                yield self._stack(layers, name)
-        first = torch.tensor(layers, dtype=torch.int64, device=self.model.device)[:, None] * self.cache.k.shape[1]
-        yield (self.cache.block_table + first).int()
+        if own:
+            return _Group(layers, own, Attention._make(self._stack(own, name) for name in Attention._fields))
+        one = self.model.layers[0].attention  # this rank only waits for the others: stacks of no layers
+        stacks = (None if x is None else self.model.embed.new_empty(0, *x.shape) for x in one)
+        return _Group(layers, own, Attention._make(stacks))
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
-        """The layers' tensors of one name in one, [N, ...], and the layers' own as views of it."""
-        each = [getattr(self.model.layers[n], name) for n in layers]
+        """Stack the layers' attention weights of one name, [N, ...], and make the layers' own weights views of it."""
+        each = [getattr(self.model.layers[n].attention, name) for n in layers]
         if each[0] is None:
             return None
         stack = _in_one(each)
         for i, n in enumerate(layers):
-            self.model.layers[n] = self.model.layers[n]._replace(**{name: stack[i]})
+            layer = self.model.layers[n]
+            self.model.layers[n] = layer._replace(attention=layer.attention._replace(**{name: stack[i]}))
             held = getattr(self._weights, name, None)
-            if isinstance(held, list):  # one tensor a layer: the last that holds the old one
+            if isinstance(held, list):  # one tensor per layer, and the last reference to it
                 held[n] = stack[i].view_as(held[n])
         return stack.squeeze(1) if name in ("q_norm", "k_norm") else stack  # [1, D] each
 
 
+def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:
+    """The rows of neighbouring `layers` out of `batch`, which repeats them for `of` layers. Only slots and pages differ
+    between layers."""
+    N, T, B = len(layers), len(batch.positions) // of, len(batch.kv_len) // of
+    first = layers[0] if layers else 0
+    return Rows(
+        positions=batch.positions[: N * T],
+        slots=batch.slots[first * T : (first + N) * T],
+        kv_len=batch.kv_len[: N * B],
+        window=batch.window[: N * B],
+        ancestors=batch.ancestors[: N * T],
+        cu_rows=batch.cu_rows[: N * B + 1],
+        table=batch.table[first * B : (first + N) * B],
+    )
+
+
 def _in_one(each: list[Tensor]) -> Tensor:
-    """Equal tensors as one, [N, ...]: a view where they stand one behind another, as a stacked checkpoint's do."""
+    """Stack N tensors of equal shape, [N, ...]: a view if they are adjacent in memory, as in a stacked checkpoint."""
     first = each[0]
     if all(x.is_contiguous() for x in each):
         places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in each]

@@ -82,6 +82,10 @@ class KVCache:
         """[columns] int64, where each column of the sequence in slot 0 stands."""
         return self._slots[0]
 
+    def slots(self, slot: int, start: int, end: int) -> Tensor:
+        """[end - start] int64, where columns start..end - 1 of the sequence in `slot` stand."""
+        return self._slots[slot][start:end]
+
     # --- pages
 
     def pages_for(self, columns: int) -> int:

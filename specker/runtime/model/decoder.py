@@ -1,11 +1,11 @@
 """The decoder, one file for every architecture of checkpoint.py: embedding, layers, and hidden rows at chosen depths.
 
-Few rows (a decoding step, a verify pass, a tree level) go through the ops; a long run of prompt tokens (`prefill`)
-goes through torch's linear and SDPA in fixed chunks, the same ones whatever the strategy.
+`run_layers` is the only place that states a layer. Its callers choose the rows, the K/V and the attention: `forward`
+takes few rows (a decoding step, a verify pass, a tree level) of one or several sequences through tree_attention,
+`prefill` takes long chunks of a prompt through torch's SDPA, and schedule.py runs several layers side by side.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,34 +13,61 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from specker.kernels.attention import gather_pages, tree_attention
+from specker.kernels.attention import tree_attention
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import pack, row_linear
-from specker.kernels.merge import add_norm
+from specker.kernels.merge import add_norm, residual_merge
 from specker.runtime.dist import Ranks
-from specker.runtime.model.cache import KVCache, Rows, Start
+from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import Checkpoint, Layers, Weights
 from specker.runtime.sampling import Draws
 
 PREFILL_CHUNK = 512
-_TIED_PACK_MAX = 1 << 24  # elements; a packed head is a second copy where the embedding is the same matrix
+_TIED_PACK_MAX = 1 << 24  # elements; packing a tied head stores the embedding twice
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pages, page_size, Hkv, D] -> [T, Hq, D]
 
 
-class LayerWeights(NamedTuple):
-    """One layer's slices of `Weights`; linear weights are packed for the device."""
+class Attention(NamedTuple):
+    """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]. Linear weights
+    of one layer are packed for the device."""
 
+    norm_in: Tensor  # [E]
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [1, D]
+    q_norm: Tensor | None  # [1, D], stacked [N, D]
     k_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
+
+
+class FeedForward(NamedTuple):
+    """Feed-forward weights of one layer."""
+
+    norm_post: Tensor  # [E]
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-    norm_in: Tensor  # [E]
-    norm_post: Tensor
+
+
+class LayerWeights(NamedTuple):
+    attention: Attention
+    mlp: FeedForward
+
+
+class Group(NamedTuple):
+    """N layers that attend side by side, and the T rows that enter them: one step of `run_layers`. An ordinary layer is
+    a group of one."""
+
+    attention: Attention  # stacked if N > 1; fewer layers than `mlps`, or none, if other ranks attend for the rest
+    mlps: tuple[FeedForward, ...]  # [N]
+    positions: Tensor  # [N * T] int64, layer by layer
+    slots: Tensor  # [N * T] int64, of k and v
+    k: Tensor  # [pages, page_size, Hkv, D]
+    v: Tensor
+    attend: Attend
+    join: Callable[[Tensor], Tensor]  # what each layer's attention adds: of this rank -> of all ranks
 
 
 class Output(NamedTuple):
@@ -59,9 +86,8 @@ class Model:
         linear: Callable[..., Tensor] = row_linear,
         ranks: Ranks | None = None,
     ):
-        """Consumes the checkpoint's layer weights where they are repacked (see `_layers`), which `packed` allows.
-        `linear` multiplies by the weights of the layers and the head; it is called as `row_linear` is. `ranks` hold
-        the other parts of a model that is split."""
+        """With `packed`, repacks the checkpoint's layer weights in place (see `_layers`). `linear` has the signature of
+        `row_linear` and serves the layers and the head. `ranks` hold the other parts of a split model."""
         config, weights = checkpoint.local, checkpoint.weights
         self.config, self.linear, self.ranks = config, linear, ranks
         self.embed, self.norm = weights.embed, weights.norm
@@ -79,8 +105,8 @@ class Model:
         return torch.embedding(self.embed, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64). Of a split model the part's
-        columns alone."""
+        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64). A part of a split model returns
+        only its own columns."""
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         logits = self.linear(normed, self.head)
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -92,12 +118,70 @@ class Model:
         return self.ranks.draw(draws, logits, positions, self.config.vocab_size)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """[T, V], of all parts."""
+        """A part's logits -> those of the whole vocabulary, [T, V]."""
         return logits if self.ranks is None else self.ranks.whole(logits, self.config.vocab_size)
 
     def summed(self, x: Tensor) -> Tensor:
-        """What a linear split by its inputs gives: the sum over the parts."""
+        """The sum of x over all parts: completes a linear whose inputs are split."""
         return x if self.ranks is None else self.ranks.sum(x)
+
+
+def run_layers(
+    model: Model, groups: Iterable[Group], hidden: Tensor, first: int = 0, taps: tuple[int, ...] = ()
+) -> Output:
+    """Run the groups of layers one after another, from depth `first` on, over rows whose residual stream is `hidden`
+    [T, E]. Writes the rows' K/V. A group's layers all attend from the group's own input h, then their feed-forwards
+    follow one another:
+
+        a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
+        h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
+
+    Each sum is merged with the norm that follows it. `taps`: depths n at which to keep the stream; a group can be
+    tapped only where it begins."""
+    eps, linear = model.config.rms_norm_eps, model.linear
+    kept: dict[int, Tensor] = {}
+    delta = None  # the last feed-forward's output, not yet added to `hidden`
+    for group in groups:
+        w = group.attention
+        hidden, normed = _merge(hidden, delta, w.norm_in, eps)
+        if first in taps:
+            kept[first] = hidden
+        first += len(group.mlps)
+        added = group.join(_attention(model, group, normed) if len(normed) else normed)
+        delta, *others = (added,) if added.dim() == 2 else added.unbind(0)
+        for mlp, other in zip(group.mlps, (None, *others), strict=True):
+            hidden, normed = _merge(hidden, delta, mlp.norm_post, eps, other)
+            up = linear(normed, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
+            delta = model.summed(linear(up, mlp.down, mlp.down_bias))
+    if delta is not None:
+        hidden = hidden + delta
+    if first in taps:
+        kept[first] = hidden
+    return Output(hidden, kept)
+
+
+def _attention(model: Model, group: Group, normed: Tensor) -> Tensor:
+    """normed [T, E] or [N, T, E], each layer's own -> what each layer's attention adds, of the same shape."""
+    w = group.attention
+    qkv = model.linear(normed, w.qkv, w.qkv_bias)
+    if qkv.dim() == 3:
+        qkv = qkv.flatten(0, 1)
+    eps = model.config.rms_norm_eps
+    q = kv_calibrate(qkv, group.positions, group.slots, model.rope, group.k, group.v, w.q_norm, w.k_norm, eps)
+    mixed = group.attend(q, group.k, group.v).reshape(*normed.shape[:-1], -1)
+    return model.linear(mixed, w.o, w.o_bias)
+
+
+def _merge(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, E] + delta [T, E] + other [T, E] -> y [T, E] and its RMSNorm: [T, E] for norm [E], [N, T, E] for N norms
+    [N, E]."""
+    if other is None and norm.dim() == 1:
+        return add_norm(x, delta, norm, eps)
+    deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
+    y, normed = residual_merge(x, deltas, norm.view(-1, norm.shape[-1]), eps, other)
+    return y, normed if norm.dim() == 2 else normed[0]
 
 
 def forward(
@@ -108,42 +192,31 @@ def forward(
     layers: slice = slice(None),
     taps: tuple[int, ...] = (),
 ) -> Output:
-    """Run `layers` over T rows whose residual stream entering the first of them is `hidden` [T, E] (the embedding
-    when that is layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the stream."""
-    eps = model.config.rms_norm_eps
+    """Run `layers` over T rows of one or several sequences. `hidden` [T, E] is the residual stream entering the first
+    of them (the embedding for layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the
+    stream."""
     span = range(*layers.indices(len(model.layers)))
-    kept: dict[int, Tensor] = {}
-    T = hidden.shape[0]
-    cu_rows = sequence_bounds(T, model.device)
-    delta = None  # what the last layer's feed-forward adds
-    for n in span:
-        w, (k, v) = model.layers[n], cache.layers[n]
-        hidden, normed = add_norm(hidden, delta, w.norm_in, eps)
-        if n in taps:
-            kept[n] = hidden
-        qkv = model.linear(normed, w.qkv, w.qkv_bias)
-        q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
-        mixed, _ = tree_attention(
-            q, k, v, cache.table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale, with_lse=False
-        )
-        delta = model.summed(model.linear(mixed.reshape(T, -1), w.o, w.o_bias))
-        hidden, normed = add_norm(hidden, delta, w.norm_post, eps)
-        up = model.linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
-        delta = model.summed(model.linear(up, w.down, w.down_bias))
-    if delta is not None:
-        hidden = hidden + delta
-    if span.stop in taps:
-        kept[span.stop] = hidden
-    return Output(hidden, kept)
+    attend = over_pages(model, rows)
+    groups = (one_layer(model, cache, n, rows.positions, rows.slots, attend) for n in span)
+    return run_layers(model, groups, hidden, span.start, taps)
 
 
-def chain_rows(model: Model, cache: KVCache, count: int, first: int = 0, start: Start | None = None) -> Rows:
-    """Rows for `count` tokens one after another, each seeing all before it: rows first.. of the window that begins at
-    column exact_len, or at `start`. Their positions are their columns."""
-    if start is not None:
-        return cache.place(start, first, count, None, model.config.max_context - 1)
-    column = cache.exact_len + first
-    return Rows(model.positions[column : column + count], *cache.chain_rows(count, first))
+def one_layer(model: Model, cache: KVCache, n: int, positions: Tensor, slots: Tensor, attend: Attend) -> Group:
+    """Layer n as a group of one, over rows at `positions` [T] whose K/V goes to `slots` [T] of the layer."""
+    w, (k, v) = model.layers[n], cache.layers[n]
+    return Group(w.attention, (w.mlp,), positions, slots, k, v, attend, model.summed)
+
+
+def over_pages(model: Model, rows: Rows) -> Attend:
+    """The attention of few rows: each sees its sequence's pages up to kv_len, the window through its ancestors."""
+    table, kv_len, window, cu_rows, words, scale = (
+        rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors, model.scale,
+    )  # fmt: skip
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, scale, with_lse=False)[0]
+
+    return attend
 
 
 @torch.inference_mode()
@@ -154,67 +227,56 @@ def prefill(
     taps: tuple[int, ...] = (),
     last: int = 0,
     chunk: int = PREFILL_CHUNK,
+    slot: int = 0,
 ) -> dict[int, Tensor]:
-    """Forward `tokens` after the cache's exact columns and make them exact, in chunks. A causal
-    model's rows see what stands before them; a bidirectional one's see their whole chunk and all before it.
-    Returns the residual stream at the depths `taps` of the last rows, at most `last`, of the last chunk alone."""
+    """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model see the columns
+    before them; rows of a bidirectional model see their whole chunk and the columns before it. Returns the residual
+    stream of the last chunk's last `last` rows, or of all its rows if it has fewer, at the depths `taps`."""
     kept: dict[int, Tensor] = {}
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
-        kept = _prefill_chunk(model, cache, torch.tensor(now, device=model.device), () if tokens else taps, last)
+        chunk_tokens = torch.tensor(now, device=model.device)
+        kept = _prefill_chunk(model, cache, slot, chunk_tokens, () if tokens else taps, last)
     return kept
 
 
-def _prefill_chunk(model: Model, cache: KVCache, tokens: Tensor, taps: tuple[int, ...], last: int) -> dict[int, Tensor]:
-    kept: dict[int, Tensor] = {}
-    eps, T, start = model.config.rms_norm_eps, len(tokens), cache.exact_len
+def _prefill_chunk(
+    model: Model, cache: KVCache, slot: int, tokens: Tensor, taps: tuple[int, ...], last: int
+) -> dict[int, Tensor]:
+    T, start = len(tokens), cache.exact_len[slot]
     end = start + T
-    slots, positions = cache.slot_of[start:end], model.positions[start:end]
-    mask = None
-    if model.config.causal and start > 0:
-        mask = after(T, end, model.device)
-    h = model.embed_tokens(tokens)
-    for n, (w, (k, v)) in enumerate(zip(model.layers, cache.layers, strict=True), 1):
-        normed = F.rms_norm(h, h.shape[-1:], w.norm_in, eps)
-        q = kv_calibrate(
-            model.linear(normed, w.qkv, w.qkv_bias), positions, slots, model.rope, k, v, w.q_norm, w.k_norm, eps
-        )
-        mixed = F.scaled_dot_product_attention(
+    span, causal = cache.span(end, slot), model.config.causal
+    mask = after(T, end, model.device) if causal and start > 0 else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.flatten(0, 1)[span].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        return F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
-            gather_pages(k, cache.block_table[0], end).transpose(0, 1).unsqueeze(0),
-            gather_pages(v, cache.block_table[0], end).transpose(0, 1).unsqueeze(0),
+            k,
+            v,
             attn_mask=mask,
-            is_causal=model.config.causal and mask is None,
+            is_causal=causal and mask is None,
             scale=model.scale,
             enable_gqa=True,
-        )
-        h = h + model.summed(model.linear(mixed[0].transpose(0, 1).reshape(T, -1), w.o, w.o_bias))
-        normed = F.rms_norm(h, h.shape[-1:], w.norm_post, eps)
-        up = model.linear(normed, w.gate_up, w.gate_up_bias, epilogue="silu_mul")
-        h = h + model.summed(model.linear(up, w.down, w.down_bias))
-        if n in taps:
-            kept[n] = h[-last:]
-    cache.exact_len = end
-    return kept
+        )[0].transpose(0, 1)
+
+    positions, slots = model.positions[start:end], cache.slots(slot, start, end)
+    groups = (one_layer(model, cache, n, positions, slots, attend) for n in range(len(model.layers)))
+    kept = run_layers(model, groups, model.embed_tokens(tokens), taps=taps).taps
+    cache.exact_len[slot] = end
+    return {n: hidden[-last:] for n, hidden in kept.items()}
 
 
 def after(rows: int, end: int, device: torch.device) -> Tensor:
-    """Which of `end` columns each of the last `rows` sees: itself and all before it. On a GPU it is torch's own bias,
-    which its flash attention knows; it takes no mask of numbers, and what does holds all scores in float32."""
+    """The causal mask of a prompt's last `rows` rows over all `end` columns. On a GPU it is torch's `CausalBias`: flash
+    attention accepts no dense mask; the kernels that do materialise all scores in float32."""
     if device.type == "cuda":
         return causal_lower_right(rows, end)
     return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
 
 
-@cache
-def sequence_bounds(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
-    """Where each of so many sequences of as many rows begins and ends, [sequences + 1] int32. Graphs hold its address:
-    it is never let go, and made from the host, which a graph that is being captured would refuse."""
-    return torch.tensor([rows * i for i in range(sequences + 1)], dtype=torch.int32, device=device)
-
-
 def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
-    """Each layer's weights; the linear ones are packed one at a time, in place of what `weights` held."""
+    """Each layer's weights. With `packed`, linear weights are packed one at a time, in place of those in `weights`."""
     for stack in (weights.qkv, weights.o, weights.gate_up, weights.down):
         if packed and isinstance(stack, list):
             stack[:] = [pack(stack.pop(0)) for _ in range(len(stack))]
@@ -227,18 +289,22 @@ def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
 
     return [
         LayerWeights(
-            qkv=weights.qkv[n],
-            qkv_bias=at(weights.qkv_bias, n),
-            q_norm=row(weights.q_norm, n),
-            k_norm=row(weights.k_norm, n),
-            o=weights.o[n],
-            o_bias=at(weights.o_bias, n),
-            gate_up=weights.gate_up[n],
-            gate_up_bias=at(weights.gate_up_bias, n),
-            down=weights.down[n],
-            down_bias=at(weights.down_bias, n),
-            norm_in=weights.norm_in[n],
-            norm_post=weights.norm_post[n],
+            Attention(
+                norm_in=weights.norm_in[n],
+                qkv=weights.qkv[n],
+                qkv_bias=at(weights.qkv_bias, n),
+                q_norm=row(weights.q_norm, n),
+                k_norm=row(weights.k_norm, n),
+                o=weights.o[n],
+                o_bias=at(weights.o_bias, n),
+            ),
+            FeedForward(
+                norm_post=weights.norm_post[n],
+                gate_up=weights.gate_up[n],
+                gate_up_bias=at(weights.gate_up_bias, n),
+                down=weights.down[n],
+                down_bias=at(weights.down_bias, n),
+            ),
         )
         for n in range(count)
     ]
