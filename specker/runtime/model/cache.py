@@ -97,7 +97,8 @@ class KVCache:
 
     def place(self, start: Start, first: int, count: int, parents: Tensor | None, last_position: int) -> Rows:
         """Rows first..first + count - 1 of the window that begins at `start`: a chain, or a tree by its parents."""
-        placed = place_rows(*start, first, count, parents, self.block_table, self.page_size, last_position)
+        up = None if parents is None else parents[None]
+        placed = place_rows(*start, first, count, up, self.block_table, self.page_size, last_position)
         positions, slots, kv_len, words = placed
         return Rows(positions, slots, kv_len, self.lengths[first + count : first + count + 1], words)
 
