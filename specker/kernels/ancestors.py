@@ -7,6 +7,7 @@ hold any relation, trees and more: a chain, a forest, a directed acyclic graph, 
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,8 +37,8 @@ def pack_bits(bits: Sequence[int], columns: int) -> Tensor:
     W = max(1, -(-columns // 64))
     if W > MAX_WORDS:
         raise ValueError(f"a window has at most {64 * MAX_WORDS} columns, got {columns}")
-    words = [[(b >> 64 * w) & _WORD for w in range(W)] for b in bits]
-    return torch.tensor([[x - (1 << 64) if x >> 63 else x for x in row] for row in words], dtype=torch.int64)
+    words = [(b >> 64 * w) & _WORD for b in bits for w in range(W)]
+    return torch.from_numpy(np.array(words, np.uint64).view(np.int64).reshape(-1, W))
 
 
 def unpack_words(words: list[list[int]]) -> tuple[int, ...]:

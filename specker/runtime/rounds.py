@@ -415,11 +415,11 @@ class StaticRounds:
                 target = synthetic(target, tokens, parents, s.positions[:rows], self._agrees)
             path, count, _ = accept_walk(tokens, parents, target)
             table = self.cache.block_table
-            state = s.committed, s.length, s.window, s.limit, table, self.cache.page_size
-            report, src, dst = advance(path, count, target, *state)
+            state = s.committed[None], s.length, s.window[None], s.limit, table, self.cache.page_size
+            report, src, dst = advance(path, count, target[None], *state, moves=flight.tree)
             if flight.tree:  # a chain's accepted rows are in place already
                 kv_commit(self.cache.k, self.cache.v, src, dst)
-            s.report[: len(report)] = report
+            s.report[: report.shape[1]] = report[0]
 
         self.graphs.run(("accept", N, flight.tree, kind(self._sampling), self._agrees is not None), work)
 
