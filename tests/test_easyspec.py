@@ -10,14 +10,14 @@ from pairs import perturbed
 
 import specker
 from specker.config import Options, Sampling
-from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.decoder import Model, chain_rows, forward, prefill, sequence_bounds
 from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
-from specker.runtime.schedule import LayerParallel, Schedule
+from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -129,7 +129,9 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
 
 def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monkeypatch):
     calls = []
-    monkeypatch.setattr("specker.runtime.schedule.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args))
+    monkeypatch.setattr(
+        "specker.runtime.strategies.easyspec.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
+    )
     for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
         model, cache, parallel = loaded(checkpoints["llama"], groups)
         calls.clear()
@@ -159,14 +161,14 @@ def test_the_stacks_own_the_weights(checkpoints):
 def test_the_checkpoint_lets_go_of_what_is_stacked(pair):
     """No second copy: what the engine holds of the draft's grouped layers stands in the stacks alone."""
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
-    parallel, weights = engine._drafter.parallel, engine.draft.weights
+    parallel, weights = engine.drafter.parallel, engine.draft.weights
     stacks = {g.qkv.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
     stacks |= {g.o.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
     grouped = [n for g in parallel.groups if g is not None for n in g.layers]
     assert len(grouped) == 5 and len(stacks) == 4
     for held in (weights.qkv, weights.o):
         assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
-    assert torch.equal(weights.qkv[2], engine._drafter.model.layers[2].qkv)
+    assert torch.equal(weights.qkv[2], engine.drafter.model.layers[2].qkv)
 
 
 @pytest.mark.parametrize("groups", [(), ((0,), ()), ((1,), (0,)), ((0,), (2,)), ((0, 0),)])
@@ -176,7 +178,7 @@ def test_a_schedule_holds_every_layer_once(groups):
 
 
 def test_neighbours_in_one_storage_are_not_copied():
-    from specker.runtime.schedule import _in_one
+    from specker.runtime.strategies.easyspec import _in_one
 
     stacked = torch.arange(24.0).view(4, 3, 2)
     view = _in_one([stacked[1], stacked[2], stacked[3]])
@@ -216,10 +218,10 @@ def kernels(monkeypatch):
         "model.decoder.add_norm": add_norm,
         "model.decoder.kv_calibrate": kv._launch,
         "model.decoder.tree_attention": attention,
-        "schedule.residual_merge": merge._launch,
-        "schedule.kv_calibrate": kv._launch,
-        "schedule.tree_attention": attention,
-        "schedule.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "strategies.easyspec.residual_merge": merge._launch,
+        "strategies.easyspec.kv_calibrate": kv._launch,
+        "strategies.easyspec.tree_attention": attention,
+        "strategies.easyspec.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
         "head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
     }.items():
@@ -354,7 +356,7 @@ def test_after_calibration_the_draft_cache_is_the_sequential_one(pair, shape, mo
 
 def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
     fast = engine(pair, calibrate="mismatch", draft_tokens=2)
-    drafter = fast._drafter
+    drafter = fast.drafter
     seen = []
     observe = drafter.observe
 

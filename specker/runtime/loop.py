@@ -17,13 +17,13 @@ from torch import Tensor
 from specker.config import Sampling
 from specker.kernels.accept import accept_walk
 from specker.runtime.draft import Draft
-from specker.runtime.early_exit import EarlyExitDrafter, shadows
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.policy import Budget, Policy
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
+from specker.runtime.strategies.dynamic_exit import EarlyExitDrafter, shadows
 from specker.runtime.synthetic import synthetic
 from specker.runtime.verify import verify
 

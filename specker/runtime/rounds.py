@@ -29,16 +29,16 @@ from specker.config import Sampling
 from specker.kernels.accept import accept_walk
 from specker.kernels.ancestors import MAX_WORDS
 from specker.kernels.kv import kv_commit
-from specker.runtime.autoregressive import AutoregressiveDrafter
-from specker.runtime.diffusion import DiffusionDrafter
 from specker.runtime.draft import Draft, Resume
-from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.model.cache import KVCache, Start
 from specker.runtime.model.decoder import Model
 from specker.runtime.ops.rounds import advance
 from specker.runtime.policy import Budget
 from specker.runtime.sampling import Held, kind, pack
 from specker.runtime.stats import Found
+from specker.runtime.strategies.diffuspec import DiffusionDrafter
+from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.dynamic_exit import EarlyExitDrafter
 from specker.runtime.synthetic import synthetic
 from specker.runtime.verify import resume_static, verify_static
 

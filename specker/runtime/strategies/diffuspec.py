@@ -8,6 +8,7 @@ makes harmless; `exact` forwards the whole text every round instead.
 Row i predicts position i + 1 in Dream's checkpoints (shifted logits) and position i in plain masked-diffusion ones.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from specker.runtime.head import Head
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.model.cache import KVCache, Rows, Start
 from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
-from specker.runtime.policy import Budget
+from specker.runtime.policy import Budget, Fixed
 from specker.runtime.stats import Found
 
 CATCH_UP_ROWS = 64  # more tokens that the cache lacks are a prompt: prefill them
@@ -227,3 +228,62 @@ def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any
 @lru_cache(maxsize=512)
 def _full_words(count: int, device: torch.device) -> Tensor:
     return pack_bits([(1 << count) - 1] * count, count).to(device)
+
+
+@dataclass
+class AdaptiveLength:
+    """ADL of DiffuSpec: follow how much the diffusion model generates before it would stop, and grow by `step` while
+    the target accepts as much.
+
+        k = clip(floor(ema_generated) + step [ema_accepted >= ema_generated], shortest, longest)
+
+    with ema <- (1 - rho) ema + rho L, from 0; the first block is the longest.
+    """
+
+    shortest: int = 20
+    longest: int = 30
+    step: int = 10
+    rho: float = 0.5
+    nodes: int = 255  # of all paths
+    confident: bool = field(default=False, init=False)
+    layers: tuple[int, ...] = field(default=(), init=False)
+    length: int = field(init=False)  # k
+    generated: float = field(default=0.0, init=False)  # smoothed
+    accepted: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.length = self.longest
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.length)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return True
+
+    def observe(self, draft: Draft, path: list[int]) -> None:
+        if draft.found is None or not len(draft):
+            return
+        self.generated += self.rho * (draft.found.generated - self.generated)
+        self.accepted += self.rho * (len(path) - 1 - self.accepted)
+        grown = self.step if self.accepted >= self.generated else 0
+        self.length = min(max(math.floor(self.generated) + grown, self.shortest), self.longest)
+
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        pass
+
+
+@dataclass
+class Chunks(Fixed):
+    """A diffusion drafter's block, and another behind it as long as it trusts every token (FailFast, 2512.20573)."""
+
+    block: int = 4
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        self.confident = True
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.depth, block=self.block)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return confidence >= self.threshold

@@ -3,6 +3,7 @@ cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Rows, Start
 from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
 from specker.runtime.policy import Budget
-from specker.runtime.schedule import LayerParallel
+
+if TYPE_CHECKING:  # easyspec.py builds on this file
+    from specker.runtime.strategies.easyspec import LayerParallel
 
 CATCH_UP_ROWS = 64  # more uncommitted-to tokens than this are a prompt: prefill them
 
@@ -25,9 +28,7 @@ class AutoregressiveDrafter:
     cache: KVCache
     head: Head
     width: int = 1  # nodes of a level; 1 drafts a chain
-    parallel: LayerParallel | None = (
-        None  # drafts with layers side by side; what is exact runs in sequence all the same
-    )
+    parallel: "LayerParallel | None" = None  # for the fuzzy passes; exact ones run the layers in sequence
     calibrate: str = "every"  # or, for ablations, "mismatch" and "never": then exact_len counts fuzzy columns too
     _calibrated: int = field(default=0, init=False)  # columns before which none is fuzzy
     _nodes: Sequence[int] = field(default=(), init=False)  # of the last draft: the grown node that each is

@@ -1,0 +1,240 @@
+"""The target drafts with its own first layers (self-speculation: LayerSkip, arXiv 2404.16710; DEL, arXiv 2504.05598).
+
+One set of weights, one K/V cache. A draft step runs layers [0, E) on one row, whose K/V stays where the verify pass
+wants it; the rows that left layer E - 1 travel with the draft (`Draft.resume`), so that verification runs [0, E) on the
+last row alone and [E, L) on all.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specker.config import Sampling
+from specker.runtime.draft import Draft, Resume
+from specker.runtime.head import Head
+from specker.runtime.model.cache import KVCache, Start
+from specker.runtime.model.config import layer_elements
+from specker.runtime.model.decoder import Model, chain_rows, forward
+from specker.runtime.policy import LONGEST, Budget
+
+DECAY = 0.95  # of a layer's statistics, each time the policy hears of the layer
+PATIENCE = 0.1  # drafting nothing must beat the best TPL by this share
+ELIGIBLE = 8  # exit layers watched at most
+
+
+@dataclass
+class EarlyExitDrafter:
+    model: Model  # the target
+    cache: KVCache  # the target's
+    head: Head  # of the draft steps, perhaps trimmed
+
+    def reset(self) -> None:
+        self.head.reset()
+
+    def prefill(self, committed: list[int]) -> None:
+        pass  # the target's own
+
+    def observe(self, path: list[int]) -> None:
+        pass  # the target's commit
+
+    def propose(
+        self,
+        committed: list[int],
+        budget: Budget,
+        sampling: Sampling,
+        keep_drafting: Callable[[float], bool] | None = None,
+    ) -> Draft:
+        """A chain under the root committed[-1], drafted by layers [0, budget.exit)."""
+        tokens: list[Tensor] = []
+        hidden: list[Tensor] = []
+        tapped: dict[int, list[Tensor]] = {n: [] for n in budget.taps if n < budget.exit}
+        confidences: list[float] = []
+        self.head.follow(committed)
+        token = torch.tensor(committed[-1:], device=self.model.device)
+        for n in range(min(budget.depth, budget.nodes)):
+            rows = chain_rows(self.model, self.cache, 1, first=n)
+            out = forward(
+                self.model, self.cache, rows, self.model.embed_tokens(token), slice(budget.exit), tuple(tapped)
+            )
+            hidden.append(out.hidden)
+            for layer, kept in tapped.items():
+                kept.append(out.taps[layer])
+            if keep_drafting is None:
+                token = self.head.best(out.hidden, sampling, rows.positions)
+            else:
+                token, confidence = self.head.confident(out.hidden, sampling, rows.positions)
+                confidences.append(confidence)
+            tokens.append(token)
+            if keep_drafting is not None and not keep_drafting(confidences[-1]):
+                break
+        if not tokens:
+            return Draft.empty(self.model.device)
+        taps = {layer: torch.cat(kept) for layer, kept in tapped.items()}
+        resume = Resume(budget.exit, torch.cat(hidden), taps)
+        return Draft.chain(torch.cat(tokens), resume, tuple(confidences))
+
+    def step_static(self, token: Tensor, start: Start, exit: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+        """One draft step without a number on the host: `token` [1] stands at `start`. -> its candidate [1], the
+        candidate's log-probability [1], the residual stream [1, E] after `exit` layers."""
+        rows = chain_rows(self.model, self.cache, 1, start=start)
+        hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(token), slice(exit)).hidden
+        ids, scores = self.head.candidates(hidden, 1, sampling, rows.positions)
+        return ids[:, 0], scores[:, 0], hidden
+
+    @torch.inference_mode()
+    def price(self, how: str) -> float:
+        """What a draft token costs beside the layers that draft it, in layers of the target: nothing (`how` = layers,
+        the paper's count), the LM head's bytes (bytes), or the seconds of the head and of what one more row costs the
+        verify pass (measured; on a GPU that row costs next to nothing)."""
+        model, cache, layers = self.model, self.cache, self.model.config.num_layers
+        if how == "layers":
+            return 0.0
+        if how == "bytes":
+            return self.head.weight.numel() * layers / layer_elements(model.config)
+        sampling, more = Sampling(), 4
+        hidden = model.embed_tokens(torch.tensor([0], device=model.device))
+        position, rows = model.positions[:1], chain_rows(model, cache, 1)
+
+        def passed(count: int) -> None:
+            several = chain_rows(model, cache, count)
+            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).hidden)
+
+        one_pass = _seconds(lambda: forward(model, cache, rows, hidden), model.device)
+        head = _seconds(lambda: self.head.best(hidden, sampling, position), model.device)
+        longer, shorter = (_seconds(lambda n=n: passed(n), model.device) for n in (1 + more, 1))  # type: ignore[misc]
+        return (head + max(0.0, (longer - shorter) / more)) * layers / one_pass
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median of seven."""
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[3]
+
+
+def shadows(
+    head: Head, taps: dict[int, Tensor], target: Tensor, positions: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """What each tapped layer would have said. taps: depth -> [T, E]; target [T], the full model's tokens after the rows
+    at `positions` [T] -> match [n, T] bool, confidence [n, T]: one norm and head over all rows of all layers, under the
+    noise of the draw itself."""
+    n, T = len(taps), len(target)
+    ids, scores = head.candidates(torch.cat(list(taps.values())), 1, sampling, positions.repeat(n))
+    return ids.view(n, T) == target, scores.exp().view(n, T)
+
+
+@dataclass
+class DynamicExit:
+    """DEL. The exit layer is that of the best TPL; the length is ended by confidence, or (`by_length`) is TPL's g. What
+    differs from the paper was measured (bench/LOG.md):
+
+    A round's draft is what its exit layer would have said, so that layer is heard of every round without a second look;
+    what `overhead` buys goes to the others. A layer's counts decay when it is heard of, not every round: a_l and the
+    mean confidences are ratios, which a decay without news would leave as they are.
+
+    A draft ends when the product of its confidences, not the last of them, falls below the threshold: a token is worth
+    something only if all before it are right.
+
+    A round that drafts nothing tells nothing about the layers, and a few bad rows would end drafting for long. So g = 0
+    has to win by PATIENCE; else one token is drafted at least."""
+
+    layers: tuple[int, ...]  # eligible, ascending, below `total`
+    total: int  # L
+    head_cost: float = 0.0  # c_head
+    by_length: bool = False
+    overhead: float = 0.01  # watch only rounds that keep its share of the time below this
+    chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
+    threshold: float | None = field(default=None, init=False)
+    _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
+    _sums: Any = field(init=False, repr=False)  # of confidence, likewise
+    _watching: float = field(default=0.0, init=False)  # seconds
+    _last: float = field(default=0.0, init=False)  # of them, the last time
+    _since: float | None = field(default=None, init=False)  # when the first round began
+    _sure: float = field(default=1.0, init=False)  # product of the confidences of this round's draft
+
+    def __post_init__(self) -> None:
+        self._counts, self._sums = np.zeros((2, len(self.layers), 2))
+
+    @property
+    def confident(self) -> bool:
+        return not self.by_length
+
+    def budget(self) -> Budget:
+        """The first round, before anything is known, drafts one token with the first eligible layer."""
+        if not self._counts.any():
+            self.chosen, self.threshold = (0, 1), None
+        else:
+            table = self.tokens_per_layer()
+            table[:, 0] *= 1 - PATIENCE
+            best = divmod(int(table.argmax()), table.shape[1])
+            self.chosen, self.threshold = best, self._threshold(best[0])
+        self._sure = 1.0
+        index, g = self.chosen
+        longest = LONGEST + 1 if self.threshold is not None and g else g
+        watched = tuple(n for i, n in enumerate(self.layers) if i != index or not g)
+        return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
+
+    def _affordable(self) -> bool:
+        """Whether watching once more, at the last price, stays within its share of the time since the first round."""
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+        return self._watching + self._last <= self.overhead * (now - self._since)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        self._sure *= confidence
+        return self.threshold is None or self._sure >= self.threshold
+
+    def observe(self, draft: Draft, path: list[int]) -> None:
+        """The exit layer's own rows: the accepted tokens and the first refused one."""
+        if len(draft):
+            heard = min(len(path), len(draft))
+            match = np.arange(heard) < len(path) - 1
+            confidence = np.array(draft.confidence[:heard] or np.zeros(heard))  # unasked for: unused (`by_length`)
+            self._hear([self.chosen[0]], match[None], confidence[None])
+
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        if seconds:
+            self._watching, self._last = self._watching + seconds, seconds
+        self._hear([self.layers.index(n) for n in layers], match, confidence)
+
+    def _hear(self, at: list[int], match: Any, confidence: Any) -> None:
+        """match, confidence [len(at), rows], of layers by their index."""
+        split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
+        self._counts[at] = DECAY * self._counts[at] + split.sum(1)
+        self._sums[at] = DECAY * self._sums[at] + (split * confidence[..., None]).sum(1)
+
+    def match_rates(self) -> Any:
+        """a_l [layers]; 0 where nothing is known."""
+        total = self._counts.sum(1)
+        return np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def tokens_per_layer(self) -> Any:
+        """TPL [layers, g = 0..17]."""
+        a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
+        tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
+        return tokens / (self.total + g * (np.array(self.layers)[:, None] + self.head_cost))
+
+    def _threshold(self, index: int) -> float | None:
+        """Between the mean confidence of a layer's matches and of its mismatches; None while it has but one kind, or
+        where g is to end the draft."""
+        if self.by_length or not self._counts[index].all():
+            return None
+        return float((self._sums[index] / self._counts[index]).mean())
+
+
+def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -> tuple[int, ...]:
+    """At most `count` exit layers, spread over 1..total - 1. Layers whose draft step costs a whole pass are left out,
+    but the first: with l + c_head >= L the TPL of drafts that are always right does not exceed 1 / L."""
+    spread = sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))}) if total > 1 else []
+    return tuple(n for n in spread if n == 1 or n + head_cost < total)
