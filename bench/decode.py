@@ -202,7 +202,7 @@ def static_rounds(engine: Engine) -> StaticRounds:
 def in_place(engine: Engine, context: int, tokens: int, drafter: Any) -> Context:
     """A request for `tokens` tokens whose prompt of `context` stands in the caches already: as noise."""
     ctx = engine._context([0] * context, tokens, drafter, {})
-    for cache in [engine._cache, *([] if drafter is None else [drafter.cache])]:
+    for cache in [engine.cache, *([] if drafter is None else [drafter.cache])]:
         cache.k.normal_(), cache.v.normal_()
         cache.exact_len = context - 1
     return ctx
@@ -253,7 +253,7 @@ def ar(bench: Bench, case: Case) -> Found:
 def verify(bench: Bench, case: Case) -> Found:
     engine, most = bench.engine(case), ROWS[-1] - 1
     ctx = in_place(engine, case.context, 1, None)
-    static = StaticRounds(engine._model, engine._cache, None, most, most, capture=bench.cuda)
+    static = StaticRounds(engine.model, engine.cache, None, most, most, capture=bench.cuda)
     static.load(ctx.committed, case.context, Sampling())  # the limit is reached: the text stays as long as it is
     static.reach(case.context + most)
     timings = bench.in_turn({f"{n} rows": lambda n=n: static.judge(n - 1) for n in ROWS})
@@ -266,18 +266,18 @@ def verify(bench: Bench, case: Case) -> Found:
 @torch.inference_mode()
 def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
     """The two models' forwards of a round and nothing else, each as one graph: `target` and `draft`."""
-    drafter: Any = engine._drafter
-    target, draft = engine._model, drafter.model
+    drafter: Any = engine.drafter
+    target, draft = engine.model, drafter.model
     static_rounds(engine).reach(context + 2 * (DRAFTED + 1) + DRAFTED)
     graphs, rows, greedy = Graphs(bench.cuda), DRAFTED + 1, Sampling()
     length = torch.tensor([context], device=target.device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=target.device)
-    verified = chain_rows(target, engine._cache, rows, start=Start(length, 1))
+    verified = chain_rows(target, engine.cache, rows, start=Start(length, 1))
     again = chain_rows(draft, drafter.cache, rows, start=Start(length, rows))
     steps = [chain_rows(draft, drafter.cache, 1, n, Start(length, 0)) for n in range(DRAFTED - 1)]
 
     def verifying() -> None:
-        target.logits(forward(target, engine._cache, verified, target.embed_tokens(tokens)).hidden)
+        target.logits(forward(target, engine.cache, verified, target.embed_tokens(tokens)).hidden)
 
     def drafting() -> None:
         fed = tokens
@@ -293,7 +293,7 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
 
 def rounds(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    whole = decode(bench, engine, case.context, engine._drafter)
+    whole = decode(bench, engine, case.context, engine.drafter)
     plain = decode(bench, engine, case.context, None)
     parts = {name: timing.median for name, timing in forwards(bench, engine, case.context).items()}
     assert engine.draft is not None
@@ -395,7 +395,7 @@ def beside(bench: Bench, case: Case) -> Found:
 
 def launches(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    static, drafter = static_rounds(engine), engine._drafter
+    static, drafter = static_rounds(engine), engine.drafter
     ctx = in_place(engine, case.context, 1, drafter)
     static.load(ctx.committed, case.context, ctx.sampling, ctx.agrees)  # the limit is reached
 

@@ -18,8 +18,8 @@ from transformers import HfArgumentParser
 import specker
 from bench import harness, plot
 from bench.e2e import differing, ours, row_of, share_target
-from specker.runtime.diffusion import DiffusionDrafter
 from specker.runtime.engine import Engine
+from specker.runtime.strategies.diffuspec import DiffusionDrafter
 
 SEARCHES = ("off", "chain", "tree")
 
@@ -47,7 +47,7 @@ def lengths(args: Args) -> dict[str, dict[str, Any]]:
 
 def share_drafter(engine: Engine, base: Engine) -> None:
     """One diffusion model and cache for all engines that decode in turn."""
-    mine, other = engine._drafter, base._drafter
+    mine, other = engine.drafter, base.drafter
     assert isinstance(mine, DiffusionDrafter) and isinstance(other, DiffusionDrafter)
     mine.model, mine.cache, mine.head = other.model, other.cache, other.head
     engine.draft = base.draft

@@ -45,7 +45,7 @@ class Args:
 @torch.inference_mode()
 def matches(engine: Engine, prompt: list[int], text: list[int], temperature: float) -> torch.Tensor:
     """[L - 1, n] bool: whether layer l's token (l = 1..L-1) after each position is the next token of `text` [n]."""
-    model, cache = engine._model, engine._cache
+    model, cache = engine.model, engine.cache
     cache.truncate(0)
     rows = chain_rows(model, cache, len(prompt) + len(text) - 1)
     ids = torch.tensor([*prompt, *text[:-1]], device=model.device)

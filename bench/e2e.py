@@ -27,9 +27,9 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
-from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.engine import Engine, Generation
 from specker.runtime.stats import Stats
+from specker.runtime.strategies.dynamic_exit import EarlyExitDrafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "ar": {"strategy": "ar"},
@@ -68,11 +68,11 @@ def share_target(engines: Sequence[Engine]) -> None:
     """One target and one cache for all of them, which decode in turn: what is idle between turns may be paged out."""
     base = engines[0]
     for engine in engines[1:]:
-        engine.target, engine._model, engine._cache = base.target, base._model, base._cache
-        if isinstance(engine._drafter, EarlyExitDrafter):
-            engine._drafter.model, engine._drafter.cache = base._model, base._cache
+        engine.target, engine.model, engine.cache = base.target, base.model, base.cache
+        if isinstance(engine.drafter, EarlyExitDrafter):
+            engine.drafter.model, engine.drafter.cache = base.model, base.cache
         if engine._rounds_of is not None:
-            engine._rounds_of.target, engine._rounds_of.cache = base._model, base._cache
+            engine._rounds_of.target, engine._rounds_of.cache = base.model, base.cache
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:

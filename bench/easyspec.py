@@ -22,10 +22,10 @@ from transformers import HfArgumentParser
 import specker
 from bench import harness, plot
 from bench.e2e import differing, joined, ours, row_of, share_target
-from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.engine import Engine
 from specker.runtime.model.decoder import chain_rows, forward, prefill
-from specker.runtime.schedule import LayerParallel, Schedule
+from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 
 @dataclass
@@ -56,7 +56,7 @@ def load(args: Args, **options: Any) -> Engine:
 
 def timed_forward(engine: Engine, times: list[float]) -> None:
     """Every fuzzy forward of the engine's drafter adds its seconds to `times`."""
-    parallel = engine._drafter.parallel  # type: ignore[union-attr]
+    parallel = engine.drafter.parallel  # type: ignore[union-attr]
     inner = parallel.forward
 
     def outer(*args: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def timed_forward(engine: Engine, times: list[float]) -> None:
 @torch.inference_mode()
 def cosine(args: Args, texts: list[list[int]], width: int) -> float:
     """Mean cosine of fuzzy and exact final rows of four draft tokens in a chain, every eighth position of the texts."""
-    drafter: AutoregressiveDrafter = load(args, strategy="easyspec", layer_parallel=str(width))._drafter  # type: ignore[assignment]
+    drafter: AutoregressiveDrafter = load(args, strategy="easyspec", layer_parallel=str(width)).drafter  # type: ignore[assignment]
     model, cache = drafter.model, drafter.cache
     parallel = LayerParallel(model, cache, Schedule.parallel(len(model.layers), width))
     found = []
@@ -99,7 +99,7 @@ def bench(
 ) -> list[dict]:
     times: dict[str, list[float]] = {name: [] for name in engines}
     for name, engine in engines.items():
-        if getattr(engine._drafter, "parallel", None) is not None:
+        if getattr(engine.drafter, "parallel", None) is not None:
             timed_forward(engine, times[name])
     ways: dict[str, Any] = {
         name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)

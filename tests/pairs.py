@@ -23,7 +23,7 @@ def perturbed(target: Path, draft: Path, amount: float = 0.15, seed: int = 7) ->
 
 def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, **sampling) -> tuple:
     """What each token of static rounds was drawn from, [count, V], and the text."""
-    ctx = engine._context(prompt, count, engine._drafter if drafting else None, sampling)
+    ctx = engine._context(prompt, count, engine.drafter if drafting else None, sampling)
     loop._prefill(ctx)
     rows: list[torch.Tensor] = []
     while len(ctx.committed) < ctx.limit:
@@ -37,7 +37,7 @@ def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, **sa
 def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
     """How many tokens static rounds would emit otherwise than `text` says, each after the text as it is, and of how
     many: greedy."""
-    ctx = engine._context(prompt, len(text), engine._drafter, {})
+    ctx = engine._context(prompt, len(text), engine.drafter, {})
     loop._prefill(ctx)
     whole, turned = prompt + text, 0
     while len(ctx.committed) < ctx.limit:

@@ -66,9 +66,9 @@ def test_bytes_are_those_of_the_weights(bench):
     """As they stand in memory, but for the embedding."""
     for shape, draft in (("tiny", None), ("tiny", "tiny")):
         engine = bench.engine(Case("ar", shape, 64, draft))
-        w = engine._model.layers
-        numbers = sum(x.numel() for layer in w for part in layer for x in part if x is not None)
-        numbers += engine._model.head.numel() + engine._model.norm.numel()
+        w = engine.model.layers
+        numbers = sum(x.numel() for layer in w for x in layer if x is not None)
+        numbers += engine.model.head.numel() + engine.model.norm.numel()
         assert step_bytes(engine.target.config, 0, 4) == 4 * numbers
 
 
@@ -159,19 +159,19 @@ def test_a_context_in_place_is_not_run(bench, monkeypatch):
     engine = bench.engine(Case("round", "tiny", 64, "tiny"))
     ran = []
     monkeypatch.setattr("specker.runtime.loop.prefill", lambda *_: ran.append(1))
-    monkeypatch.setattr(type(engine._drafter), "prefill", lambda *_: ran.append(1))
-    for cache in (engine._cache, engine._drafter.cache):
+    monkeypatch.setattr(type(engine.drafter), "prefill", lambda *_: ran.append(1))
+    for cache in (engine.cache, engine.drafter.cache):
         cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     seen = []
     launch = StaticRounds.launch
     monkeypatch.setattr(
         StaticRounds, "launch", lambda self, text, *rest: seen.append(len(text)) or launch(self, text, *rest)
     )
-    done = decode.decode(bench, engine, 100, engine._drafter)
+    done = decode.decode(bench, engine, 100, engine.drafter)
     assert not ran and seen[0] == 100 and seen == sorted(seen)
     assert len(done.timing.seconds) == 4 and 4 <= done.tokens <= 24
     assert len(seen) == decode.WARM + 4 + 1  # one is on its way when the last is timed
-    for cache in (engine._cache, engine._drafter.cache):
+    for cache in (engine.cache, engine.drafter.cache):
         assert not cache.k.isnan().any() and cache.k.std() > 0.5 and cache.v.std() > 0.5
 
 
@@ -179,7 +179,7 @@ def test_a_round_is_judged_in_place(bench):
     """Rows of the size asked for get logits and are accepted; the text stays as long as it is."""
     engine = bench.engine(Case("verify", "tiny", 64))
     ctx = decode.in_place(engine, 64, 1, None)
-    static = StaticRounds(engine._model, engine._cache, None, 7, 7, capture=False)
+    static = StaticRounds(engine.model, engine.cache, None, 7, 7, capture=False)
     static.load(ctx.committed, 64, ctx.sampling)
     static.reach(71)
     static.judge(3)
@@ -198,7 +198,7 @@ def test_the_forwards_are_a_rounds_own(bench, monkeypatch):
         decode,
         "forward",
         lambda model, cache, rows, hidden: (
-            seen.append((model is engine._model, len(hidden), rows.positions.tolist()))
+            seen.append((model is engine.model, len(hidden), rows.positions.tolist()))
             or forward(model, cache, rows, hidden)
         ),
     )

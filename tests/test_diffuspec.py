@@ -16,8 +16,9 @@ from specker.config import Sampling
 from specker.runtime.draft import Draft
 from specker.runtime.loop import _prefill, step
 from specker.runtime.ngram import NGram, NGramCounts
-from specker.runtime.policy import AdaptiveLength, Budget, Chunks
+from specker.runtime.policy import Budget
 from specker.runtime.stats import Found, Stats
+from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 STOP = 7
@@ -117,7 +118,7 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
 
 def guessed(engine, committed, n):
     """Log-probabilities [n, V] of what the drafter guesses behind `committed`, on a fresh cache."""
-    drafter = engine._drafter
+    drafter = engine.drafter
     drafter.reset()
     drafter._guesses = []
     with torch.inference_mode():
@@ -153,7 +154,7 @@ def test_the_prefix_is_kept_as_its_own_rounds_left_it(family, monkeypatch):
     in which a row sees the tokens of earlier rounds and all of its own."""
     exact_oracle(monkeypatch)
     engine, n = load(family), 4
-    drafter = engine._drafter
+    drafter = engine.drafter
     text, steps = list(range(3, 40)), (1, 3, 5, 2)
     runs = [text[:-1]]
     drafter.reset()
@@ -185,11 +186,11 @@ def test_the_prefix_is_kept_as_its_own_rounds_left_it(family, monkeypatch):
 
 
 def test_rounds_cost_the_new_tokens_and_the_masks(family, monkeypatch):
-    from specker.runtime import diffusion
+    from specker.runtime.strategies import diffuspec
 
     rows = []
-    real = diffusion.forward
-    monkeypatch.setattr(diffusion, "forward", lambda *a: rows.append(a[3].shape[0]) or real(*a))
+    real = diffuspec.forward
+    monkeypatch.setattr(diffuspec, "forward", lambda *a: rows.append(a[3].shape[0]) or real(*a))
     fast = load(family, draft_tokens=5)
     committed, new, want = 3, 1, []  # after the prefill only the root is new
     for chunk in fast.stream([5, 9, 40], 40):
@@ -204,7 +205,7 @@ def test_rounds_cost_the_new_tokens_and_the_masks(family, monkeypatch):
 def test_chunks_go_on_behind_guesses_while_they_are_trusted(family):
     """A second block sees the first one's guesses as tokens."""
     engine = load(family, cps="off", policy="chunk", chunk="3:0")
-    drafter, text = engine._drafter, [5, 9, 40, 11]
+    drafter, text = engine.drafter, [5, 9, 40, 11]
     drafter.reset()
     with torch.inference_mode():
         draft = drafter.propose(text, Budget(255, 8, block=3), Sampling(), lambda confidence: True)
@@ -245,7 +246,7 @@ def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature
     if temperature:
         log_p = (guessed(engine, text, 3) / temperature).log_softmax(-1)
     noise = gumbel(4, torch.arange(3, 6), 128).double() if temperature else torch.zeros(3, 128, dtype=torch.float64)
-    ngram = engine._drafter.search.ngram
+    ngram = engine.drafter.search.ngram
     best, candidates = {}, (log_p + noise).topk(4).indices.tolist()
     candidates = [list(dict.fromkeys([*c, STOP])) for c in candidates]
     for path in itertools.product(*candidates):
@@ -258,10 +259,10 @@ def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature
             score += weight * log_p[i, token] + (1 - weight) * second + noise[i, token]
             tail = [*tail, token]
         best[path] = float(score)
-    engine._drafter.reset()
+    engine.drafter.reset()
     with torch.inference_mode():
         sampling = Sampling(temperature=temperature, seed=4)
-        draft = engine._drafter.propose(text, Budget(255, 3), sampling)
+        draft = engine.drafter.propose(text, Budget(255, 3), sampling)
     tokens = tuple(draft.tokens.tolist())
     if STOP not in tokens:
         assert tokens == max(best, key=best.get)
@@ -338,7 +339,7 @@ def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
 
 def test_no_round_leaves_the_cache_unsound(family):
     fast = load(family, policy="chunk", chunk="3:0.1", cps="tree")
-    ctx = fast._context([5, 9, 40], 40, fast._drafter, {"temperature": 0.7})
+    ctx = fast._context([5, 9, 40], 40, fast.drafter, {"temperature": 0.7})
     _prefill(ctx)
     while len(ctx.committed) < ctx.limit:
         step(ctx)
@@ -445,12 +446,12 @@ def test_models_that_cannot_diffuse_are_refused(family, tmp_path, pair):
 
 
 def test_without_an_ngram_model_another_target_takes_the_argmax(family):
-    assert load(family, searched=False)._drafter.search is None
-    assert load(family, searched=False, cps="chain", cps_lambda=1.0)._drafter.search.ngram is None
-    assert load(family)._drafter.search.ngram is not None
+    assert load(family, searched=False).drafter.search is None
+    assert load(family, searched=False, cps="chain", cps_lambda=1.0).drafter.search.ngram is None
+    assert load(family).drafter.search.ngram is not None
     bundled = specker.load(strategy="diffuspec", cps="chain", device="cpu")  # has a model of its own
-    assert bundled._drafter.search.ngram is not None
-    assert specker.load(strategy="diffuspec", device="cpu")._drafter.search is None
+    assert bundled.drafter.search.ngram is not None
+    assert specker.load(strategy="diffuspec", device="cpu").drafter.search is None
 
 
 # --- what is told

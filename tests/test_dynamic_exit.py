@@ -16,7 +16,8 @@ from specker import run
 from specker.config import Options
 from specker.runtime import loop, verify
 from specker.runtime.draft import Draft
-from specker.runtime.policy import DraftAndVerify, DynamicExit, Fixed, PlusMinusOne, eligible_layers
+from specker.runtime.policy import DraftAndVerify, Fixed, PlusMinusOne
+from specker.runtime.strategies.dynamic_exit import DynamicExit, eligible_layers
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 SAMPLING = {
@@ -119,11 +120,11 @@ def test_the_cache_is_the_plain_one(target, monkeypatch):
 
 def test_no_layer_row_runs_twice(target, monkeypatch):
     """N + 1 rows through L layers a round, whatever the exit: drafting's rows are not run again by verification."""
-    from specker.runtime import early_exit
+    from specker.runtime.strategies import dynamic_exit
 
     done = []
     rounds = []
-    for module in (early_exit, verify):
+    for module in (dynamic_exit, verify):
 
         def counted(model, cache, rows, hidden, layers=slice(None), taps=(), forward=module.forward):
             done.append(len(hidden) * len(range(*layers.indices(len(model.layers)))))
@@ -144,7 +145,7 @@ def test_a_trimmed_head_joins(target, tmp_path):
     path = tmp_path / "s.safetensors"
     path.write_bytes(VocabScores.from_counts(torch.arange(128)).to_bytes())
     fast = engine(target, strategy="del+vocabtrim", vocab_scores=str(path), vocab_keep="100", vocab_text=0)
-    assert fast._drafter.head.weight.shape == (100, 64) and fast._model.head.shape == (128, 64)
+    assert fast.drafter.head.weight.shape == (100, 64) and fast.model.head.shape == (128, 64)
     whole = engine(target)
     assert fast._head_cost == pytest.approx(whole._head_cost * 100 / 128)
     drafted = []
@@ -274,7 +275,7 @@ def test_a_round_that_drafts_nothing_may_watch_every_layer():
 
 def test_watching_is_kept_below_its_share(monkeypatch):
     now = [5.0]  # what came before the first round does not count
-    monkeypatch.setattr("specker.runtime.policy.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.time.perf_counter", lambda: now[0])
     del_ = DynamicExit((1, 2), 3)
     del_.learn((1, 2), np.array([[True], [False]]), np.array([[0.5], [0.5]]), 0.0)
     shares = []
@@ -306,7 +307,7 @@ def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkey
     fast.trace = rounds.append
     got = fast.generate(PROMPTS[2], 30, temperature=0.7, seed=2)
     text = [*PROMPTS[2], *got.tokens]
-    model = fast._model
+    model = fast.model
 
     def said(first, count):
         """What every watched layer and the target say after text[first : first + count], and how surely."""

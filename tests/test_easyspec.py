@@ -10,15 +10,14 @@ from pairs import perturbed
 
 import specker
 from specker.config import Options, Sampling
-from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.head import Head
-from specker.runtime.model import decoder
-from specker.runtime.model.cache import KVCache, sequence_bounds
+from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
+from specker.runtime.model.decoder import Model, chain_rows, forward, prefill, sequence_bounds
 from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
-from specker.runtime.schedule import LayerParallel, Schedule
+from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -130,7 +129,9 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
 
 def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monkeypatch):
     calls = []
-    monkeypatch.setattr("specker.runtime.schedule.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args))
+    monkeypatch.setattr(
+        "specker.runtime.strategies.easyspec.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
+    )
     for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
         model, cache, parallel = loaded(checkpoints["llama"], groups)
         calls.clear()
@@ -151,23 +152,23 @@ def test_the_stacks_own_the_weights(checkpoints):
     model, _, parallel = loaded(checkpoints["llama"], ((0,), (1, 2, 3), (4, 5, 6)))
     for group in parallel.groups[1:]:
         for i, n in enumerate(group.layers):
-            layer, stack = model.layers[n].attention, group.attention
-            assert layer.qkv.untyped_storage().data_ptr() == stack.qkv.untyped_storage().data_ptr()
-            assert torch.equal(layer.qkv, stack.qkv[i]) and torch.equal(layer.o, stack.o[i])
-            assert torch.equal(layer.norm_in, stack.norm_in[i])
+            layer = model.layers[n]
+            assert layer.qkv.untyped_storage().data_ptr() == group.qkv.untyped_storage().data_ptr()
+            assert torch.equal(layer.qkv, group.qkv[i]) and torch.equal(layer.o, group.o[i])
+            assert torch.equal(layer.norm_in, group.norm_in[i])
 
 
 def test_the_checkpoint_lets_go_of_what_is_stacked(pair):
     """No second copy: what the engine holds of the draft's grouped layers stands in the stacks alone."""
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
-    parallel, weights = engine._drafter.parallel, engine.draft.weights
-    stacked = [g.attention for g in parallel.groups if g is not None]
-    stacks = {x.untyped_storage().data_ptr() for w in stacked for x in (w.qkv, w.o)}
+    parallel, weights = engine.drafter.parallel, engine.draft.weights
+    stacks = {g.qkv.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
+    stacks |= {g.o.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
     grouped = [n for g in parallel.groups if g is not None for n in g.layers]
     assert len(grouped) == 5 and len(stacks) == 4
     for held in (weights.qkv, weights.o):
         assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
-    assert torch.equal(weights.qkv[2], engine._drafter.model.layers[2].attention.qkv)
+    assert torch.equal(weights.qkv[2], engine.drafter.model.layers[2].qkv)
 
 
 @pytest.mark.parametrize("groups", [(), ((0,), ()), ((1,), (0,)), ((0,), (2,)), ((0, 0),)])
@@ -177,7 +178,7 @@ def test_a_schedule_holds_every_layer_once(groups):
 
 
 def test_neighbours_in_one_storage_are_not_copied():
-    from specker.runtime.schedule import _in_one
+    from specker.runtime.strategies.easyspec import _in_one
 
     stacked = torch.arange(24.0).view(4, 3, 2)
     view = _in_one([stacked[1], stacked[2], stacked[3]])
@@ -217,8 +218,10 @@ def kernels(monkeypatch):
         "model.decoder.add_norm": add_norm,
         "model.decoder.kv_calibrate": kv._launch,
         "model.decoder.tree_attention": attention,
-        "model.decoder.residual_merge": merge._launch,
-        "schedule.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "strategies.easyspec.residual_merge": merge._launch,
+        "strategies.easyspec.kv_calibrate": kv._launch,
+        "strategies.easyspec.tree_attention": attention,
+        "strategies.easyspec.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
         "head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
     }.items():
@@ -353,7 +356,7 @@ def test_after_calibration_the_draft_cache_is_the_sequential_one(pair, shape, mo
 
 def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
     fast = engine(pair, calibrate="mismatch", draft_tokens=2)
-    drafter = fast._drafter
+    drafter = fast.drafter
     seen = []
     observe = drafter.observe
 
@@ -440,7 +443,7 @@ def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
 
 def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
     """A_i added to another layer's residual: the fuzzy pass differs from the paper's."""
-    attention = decoder._attention
-    monkeypatch.setattr(decoder, "_attention", lambda *args: attention(*args).flip(0))
+    attend = LayerParallel._attend
+    monkeypatch.setattr(LayerParallel, "_attend", lambda self, *args: attend(self, *args).flip(0))
     with pytest.raises(AssertionError):
         test_the_fuzzy_pass_is_the_papers(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))

@@ -152,7 +152,7 @@ def test_nccl_collectives_within_graphs(reduce, monkeypatch):
     td.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
         group = td.group.WORLD
-        ours._model.ranks = Ranks(Part(), group, 1, group, reduce == "ordered", 0, 1, torch.device("cuda"), 60.0)
+        ours.model.ranks = Ranks(Part(), group, 1, group, reduce == "ordered", 0, 1, torch.device("cuda"), 60.0)
         ours.warmup()
         for prompt in prompts_of(ours, 3):
             for sampling in ({}, {"temperature": 0.7}):

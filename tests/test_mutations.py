@@ -14,11 +14,12 @@ from pairs import perturbed
 import specker
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
-from specker.runtime import autoregressive, head, loop, sampling, verify
-from specker.runtime.autoregressive import AutoregressiveDrafter
+from specker.runtime import head, loop, sampling, verify
 from specker.runtime.draft import Draft
 from specker.runtime.head import Head, Kept
 from specker.runtime.model.cache import KVCache
+from specker.runtime.strategies import draft
+from specker.runtime.strategies.draft import AutoregressiveDrafter
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
 HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}
@@ -75,11 +76,11 @@ def perfect_draft_is_always_accepted(world):
 def drafter_cache_is_exact(world):
     fast = engine(world, tree="3x3")
     fast.generate(PROMPT, COUNT)
-    drafter = fast._drafter
+    drafter = fast.drafter
     length = drafter.cache.exact_len
     ids = torch.tensor(PROMPT + world["greedy"])[:length]
     fresh = KVCache(drafter.model.config, length, dtype=torch.float64, device="cpu")
-    autoregressive.prefill(drafter.model, fresh, ids.tolist())
+    draft.prefill(drafter.model, fresh, ids.tolist())
     ours = drafter.cache.k.flatten(1, 2)[:, drafter.cache.slot_of[:length]]
     assert (ours - fresh.k.flatten(1, 2)[:, :length]).abs().max() < 1e-12
 

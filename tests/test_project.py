@@ -18,7 +18,7 @@ from specker.runtime.model import checkpoint
 from specker.runtime.model.cache import KVCache, Start
 from specker.runtime.model.config import layer_elements, parse_config
 from specker.runtime.model.decoder import Model, chain_rows, forward
-from specker.runtime.schedule import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]
 # One byte a microsecond from memory and over a link; layers of 48 and 96 elements in groups 0, 1-4, 5.

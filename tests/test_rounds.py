@@ -147,12 +147,12 @@ def test_after_static_rounds_others_see_the_whole_text(pairs, plain, tmp_path, m
     monkeypatch.setattr("specker.runtime.rounds.REACHES", (16, 32, 64, 128))
     fast = load(pairs, graphs="on", draft_tokens=4)
     fast.generate([5, 9, 40], 10)
-    assert fast._cache.table.shape[1] < 4  # pages of 16
+    assert fast.cache.table.shape[1] < 4  # pages of 16
     rows = []
     fast.trace = rows.append
     prompt = list(range(3, 90))
     assert fast.generate(prompt, 40).tokens == plain.generate(prompt, 40).tokens and rows
-    assert all(c.table.shape == c.block_table.shape for c in (fast._cache, fast._drafter.cache))
+    assert all(c.table.shape == c.block_table.shape for c in (fast.cache, fast.drafter.cache))
     fast.trace = None
     assert fast.generate(prompt, 60).tokens == plain.generate(prompt, 60).tokens  # through several reaches
 
@@ -191,7 +191,7 @@ def test_every_round_leaves_the_caches_sound(pairs, shape, draft):
     """After a round the target's columns before the root, and the drafter's that it drafted from, hold what a pass over
     the text writes; so do those that `unload` vouches for."""
     fast = load(pairs if draft == "another" else (pairs[0], pairs[0]), graphs="on", **SHAPES[shape])
-    rounds, drafter, caches = fast._rounds_of, fast._drafter, (fast._cache, fast._drafter.cache)
+    rounds, drafter, caches = fast._rounds_of, fast.drafter, (fast.cache, fast.drafter.cache)
     ctx = fast._context(PROMPTS[2], 60, drafter, {})
     loop._prefill(ctx)
 
@@ -209,10 +209,10 @@ def test_every_round_leaves_the_caches_sound(pairs, shape, draft):
         report, _ = rounds.collect()
         ctx.committed += report.tokens
         longest = max(longest, len(report.tokens))
-        sound(fast._model, caches[0], len(ctx.committed) - 1)
+        sound(fast.model, caches[0], len(ctx.committed) - 1)
         sound(drafter.model, caches[1], before)
         rounds.unload(len(ctx.committed))
-        for model, cache in zip((fast._model, drafter.model), caches, strict=True):
+        for model, cache in zip((fast.model, drafter.model), caches, strict=True):
             sound(model, cache, cache.exact_len)
         assert caches[1].exact_len >= len(ctx.committed) - rounds.catch_up
     if draft == "itself" and shape in ("chain-5", "tree-3x4"):
@@ -420,8 +420,8 @@ def test_long_blocks_are_not_static():
 
 def test_watching_costs_what_its_round_takes_longer(monkeypatch):
     """A round in which DEL watches is launched one by one; where others are static, that is part of the price."""
-    from specker.runtime.policy import DynamicExit
     from specker.runtime.rounds import StaticRounds
+    from specker.runtime.strategies.dynamic_exit import DynamicExit
 
     found = {}
     learn = DynamicExit.learn

@@ -81,7 +81,7 @@ def test_the_head_is_the_kept_rows_and_the_embedding_stays_whole(family):
     full = specker.load(*family[False][:2], dtype="float64")
     assert engine.draft.weights.head.shape == (24, 64)
     assert torch.equal(engine.draft.weights.head, full.draft.weights.head[engine.kept.ids])
-    assert torch.equal(engine._drafter.model.embed, full._drafter.model.embed)
+    assert torch.equal(engine.drafter.model.embed, full.drafter.model.embed)
 
 
 def test_what_trimming_lost_is_counted(family):
@@ -116,7 +116,7 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
     from the rows as they were loaded, so it is what it was."""
     engine = load(family, 16, tied, vocab_text=6, **SHAPES[shape])
     whole = specker.load(*family[tied][:2], dtype="float64").draft.weights.head
-    head, loaded = engine._drafter.head, engine.kept.ids.tolist()
+    head, loaded = engine.drafter.head, engine.kept.ids.tolist()
     assert len(loaded) == 22 and engine.kept.text == 6
     runs = []
     for prompt in (*PROMPTS, PROMPTS[0]):

@@ -90,9 +90,9 @@ class Engine:
     kept: Kept | None = None  # the rows of the draft's head where it is trimmed (strategy vocabtrim)
     notes: dict[str, str] = field(default_factory=dict)  # what loading decided by itself, by its name in `remarks`
     ranks: Ranks | None = None  # that share the target
-    _model: Model = field(init=False, repr=False)
-    _cache: KVCache = field(init=False, repr=False)
-    _drafter: Drafter | None = field(init=False, repr=False)
+    model: Model = field(init=False, repr=False)
+    cache: KVCache = field(init=False, repr=False)
+    drafter: Drafter | None = field(init=False, repr=False)
     trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # is told of every round
     _head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
     _rounds_of: StaticRounds | None = field(init=False, repr=False, default=None)
@@ -101,15 +101,15 @@ class Engine:
 
     def __post_init__(self) -> None:
         strategy = STRATEGIES[self.options.way]
-        self._model = Model(self.target, linear=linear(self.options), ranks=self.ranks)
-        self._cache = allocate(self._model, self.options)
-        self._drafter = None
+        self.model = Model(self.target, linear=linear(self.options), ranks=self.ranks)
+        self.cache = allocate(self.model, self.options)
+        self.drafter = None
         inner: Any = None
         if strategy.by_itself:
             head = None if self.draft is None else self.draft.weights.head
             if self.ranks is not None and head is None:
                 head = self.target.weights.head  # all of it: a draft step does not wait for the others' candidates
-            self._drafter = inner = early_exit(self._model, self._cache, head, self.kept)
+            self.drafter = inner = early_exit(self.model, self.cache, head, self.kept)
             self._head_cost = self._agreed(inner.price(self.options.exit_cost or "bytes"))
         elif strategy.drafter is not None:
             if self.draft is not None:
@@ -117,8 +117,8 @@ class Engine:
                 digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
                 pair = Pair(self.target, self.draft, self._bundled, digest, self.ranks)
                 inner = strategy.drafter(pair, self.kept, self.options)
-            self._drafter = inner if self.ranks is None else SharedDrafter(inner, self.ranks)
-        apart = isinstance(self._drafter, SharedDrafter) and self._drafter.ranks.drafting < self._drafter.ranks.size
+            self.drafter = inner if self.ranks is None else SharedDrafter(inner, self.ranks)
+        apart = isinstance(self.drafter, SharedDrafter) and self.drafter.ranks.drafting < self.drafter.ranks.size
         if self.options.graphs == "on" and apart:
             raise ValueError("--graphs on over several ranks needs all of them to draft: --draft-ranks as many as --tp")
         if self.options.graphs == "on" and self.device.type == "cuda" and self.dtype == torch.float64:
@@ -126,7 +126,7 @@ class Engine:
         if (self.options.graphs or self._graphs_by_default()) == "on":
             most = longest(self.options, self._bundled)
             capture = self.device.type == "cuda"
-            self._rounds_of = StaticRounds(self._model, self._cache, inner, most.nodes, most.depth, capture)
+            self._rounds_of = StaticRounds(self.model, self.cache, inner, most.nodes, most.depth, capture)
 
     def _agreed(self, value: float) -> float:
         """Rank 0's."""
@@ -268,12 +268,12 @@ class Engine:
         Raises ValueError for an empty prompt, one that fills the context, or bad numbers; TypeError for unknown names.
         """
         with self._in_memory():
-            return self._stream(self._context(prompt, max_new_tokens, self._drafter, sampling))
+            return self._stream(self._context(prompt, max_new_tokens, self.drafter, sampling))
 
     def generate(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
         """Decode to the end. See `stream`."""
         with self._in_memory():
-            return self._generate(self._context(prompt, max_new_tokens, self._drafter, sampling))
+            return self._generate(self._context(prompt, max_new_tokens, self.drafter, sampling))
 
     def generate_ar(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
         """The same prompt by plain decoding with the same ops and weights: the baseline, and the truth."""
@@ -315,7 +315,7 @@ class Engine:
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
         ids = self.validate(prompt)
-        self._cache.truncate(0)
+        self.cache.truncate(0)
         if drafter is not None:
             drafter.reset()
         limit = min(len(ids) + max_new_tokens, self.max_context)
@@ -328,9 +328,7 @@ class Engine:
         if self._rounds_of is not None:
             self._rounds_of.reset()
         rounds = None if trace else self._rounds_of  # a trace tells what static rounds keep on the device
-        return Context(
-            self._model, self._cache, drafter, rule, params, Stats(), ids, limit, kept, trace, agrees, rounds
-        )
+        return Context(self.model, self.cache, drafter, rule, params, Stats(), ids, limit, kept, trace, agrees, rounds)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
         text = Detokenizer(self._tokenizer_or_none())
@@ -380,7 +378,7 @@ class Engine:
         if self.options.acceptance is None:
             return None
         if self._agrees is None or self._agrees[0] != seed:
-            table = agreements(given(self.options.acceptance), seed, self._cache.capacity).to(self.device)
+            table = agreements(given(self.options.acceptance), seed, self.cache.capacity).to(self.device)
             self._agrees = seed, table if self._agrees is None else self._agrees[1].copy_(table)
         return self._agrees[1]
 
@@ -391,10 +389,10 @@ class Engine:
     def _gap(self, ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
         """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
         params = from_kwargs(Sampling, sampling)
-        self._cache.truncate(0)
-        prefill(self._model, self._cache, ids[:-1])
-        logits, positions, _ = verify(self._model, self._cache, ids[-1], Draft.empty(self.device))
-        logits = self._model.whole_logits(logits)
+        self.cache.truncate(0)
+        prefill(self.model, self.cache, ids[:-1])
+        logits, positions, _ = verify(self.model, self.cache, ids[-1], Draft.empty(self.device))
+        logits = self.model.whole_logits(logits)
         bound = _rounding_bound(self.dtype, logits[0], params.temperature)
         row = logits[0]
         if params.temperature > 0:

@@ -6,13 +6,13 @@ from make_checkpoint import make, oracle
 
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
-from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.draft import Draft, top_nodes
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget
+from specker.runtime.strategies.draft import AutoregressiveDrafter
 
 PROMPT = [7, 3, 99, 12]
 

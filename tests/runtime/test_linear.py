@@ -10,7 +10,7 @@ from specker.runtime import engine as engines
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
-from specker.runtime.schedule import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 LAYERS = 4
 
@@ -49,7 +49,7 @@ def test_the_option_reaches_both_models(tmp_path, strategy):
     tokens = []
     for how, want in (("cublas", row_linear_ref), ("rows", row_linear), (None, row_linear)):
         engine = specker.load(target, draft, strategy, device="cpu", linear=how)
-        assert engine._model.linear is engine._drafter.model.linear is want
+        assert engine.model.linear is engine.drafter.model.linear is want
         tokens.append(engine.generate([1, 2, 3], 20).tokens)
     assert tokens[0] == tokens[1] == tokens[2]
 

@@ -84,7 +84,7 @@ def test_the_next_context_to_try():
 def test_the_cost_is_what_is_allocated(pair):
     engine = specker.load(*pair, device="cpu", page_size=16)
     found = counted = 0
-    for model, cache in ((engine._model, engine._cache), (engine._drafter.model, engine._drafter.cache)):
+    for model, cache in ((engine.model, engine.cache), (engine.drafter.model, engine.drafter.cache)):
         kv = 2 * cache.k.nbytes
         found += kv + cache.lengths.nbytes + cache.slot_of.nbytes + model.rope.nbytes + model.positions.nbytes
         cost = Cost.of(model.config, torch.float32)
@@ -131,7 +131,7 @@ def test_the_context_is_lowered_and_that_is_told(pair, monkeypatch):
     room_for(pair, 100, monkeypatch)
     engine = specker.load(*pair, device="cpu", page_size=16)
     most = engine.max_context
-    assert 100 <= most < 116 and engine._cache.capacity == engine._drafter.cache.capacity < 512
+    assert 100 <= most < 116 and engine.cache.capacity == engine.drafter.cache.capacity < 512
     assert "the checkpoint's 512" in engine.remarks["context"] and f"lowered to {most}" in engine.remarks["context"]
     out = engine.generate([1, 2, 3], 600)
     assert len(out.tokens) == most - 3 and out.tokens == engine.generate_ar([1, 2, 3], 600).tokens
@@ -142,7 +142,7 @@ def test_the_context_is_lowered_and_that_is_told(pair, monkeypatch):
 
 def test_a_draft_has_no_more_positions_than_its_target(pair):
     engine = specker.load(*pair, device="cpu", page_size=16)
-    assert engine._drafter.cache.capacity == engine._cache.capacity == 512 + SCRATCH
+    assert engine.drafter.cache.capacity == engine.cache.capacity == 512 + SCRATCH
     long = engine.generate([1, 2, 3], 600)
     assert len(long.tokens) == 509 and long.tokens == engine.generate_ar([1, 2, 3], 600).tokens
 

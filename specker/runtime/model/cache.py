@@ -9,7 +9,7 @@ c % page of every layer.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -229,13 +229,13 @@ def _full_words(rows: int, first: int = 0) -> Tensor:
     return pack_bits([(1 << (first + rows)) - 1] * rows, first + rows)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _repeated(value: int, count: int, device: torch.device) -> Tensor:
     """[count] int32. CUDA graphs hold its address, so it is never freed."""
     return torch.tensor([value] * count, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def sequence_bounds(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
     """[sequences + 1] int32, where each of so many sequences of `rows` rows begins and the last one ends. CUDA graphs
     hold its address, so it is never freed; it is copied from the host, which a stream that is being captured refuses,

@@ -8,8 +8,10 @@ check makes harmless; `exact` forwards the whole text every round instead.
 Row i predicts position i + 1 in Dream's checkpoints (shifted logits) and position i in plain masked-diffusion ones.
 """
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -27,7 +29,7 @@ from specker.runtime.head import Head
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import Model, forward, prefill
-from specker.runtime.policy import Budget
+from specker.runtime.policy import Budget, Fixed, Outcome, Policy
 from specker.runtime.round import Round
 from specker.runtime.stats import Found
 
@@ -186,7 +188,9 @@ class DiffusionDrafter(Drafter):
         asked = (r.state.length[:, None] + torch.arange(-1, k - 1, device=hidden.device)).view(-1)
         r.window[:, 1 : k + 1] = self.head.best(hidden, r.draws, asked).view(n, k)
 
-    def _candidates(self, r: Round, hidden: Tensor, lengths: list[int]) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
+    def _candidates(
+        self, r: Round, hidden: Tensor, lengths: list[int]
+    ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
         """hidden [n * k, E], the rows that guess the tokens behind texts of `lengths` -> each sequence's first guesses,
         the candidates of its positions, and the probabilities of the guesses; reads them on the host."""
         how, n = self.search, len(r.sequences)
@@ -290,3 +294,53 @@ def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any
 @lru_cache(maxsize=512)
 def _full_words(count: int, device: torch.device) -> Tensor:
     return pack_bits([(1 << count) - 1] * count, count).to(device)
+
+
+@dataclass
+class AdaptiveLength(Policy):
+    """ADL of DiffuSpec: follow how much the diffusion model generates before it would stop, and grow by `step` while
+    the target accepts as much.
+
+        k = clip(floor(ema_generated) + step [ema_accepted >= ema_generated], shortest, longest)
+
+    with ema <- (1 - rho) ema + rho L, from 0; the first block is the longest.
+    """
+
+    shortest: int = 20
+    longest: int = 30
+    step: int = 10
+    rho: float = 0.5
+    nodes: int = 255  # of all paths
+    length: int = field(init=False)  # k
+    generated: float = field(default=0.0, init=False)  # smoothed
+    accepted: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.length = self.longest
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.length)
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.found is None or not outcome.drafted:
+            return
+        self.generated += self.rho * (outcome.found.generated - self.generated)
+        self.accepted += self.rho * (len(outcome.path) - 1 - self.accepted)
+        grown = self.step if self.accepted >= self.generated else 0
+        self.length = min(max(math.floor(self.generated) + grown, self.shortest), self.longest)
+
+
+@dataclass
+class Chunks(Fixed):
+    """A diffusion drafter's block, and another behind it as long as it trusts every token (FailFast, 2512.20573)."""
+
+    block: int = 4
+    threshold: float = 0.5
+    confident = True
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.depth, block=self.block)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return confidence >= self.threshold

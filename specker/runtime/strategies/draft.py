@@ -1,6 +1,8 @@
 """A small model drafts: a chain token by token, or a tree level by level (the best `width` nodes of each level, by
 cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,9 @@ from specker.runtime.model.cache import KVCache, Lengths, Rows
 from specker.runtime.model.decoder import Model, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
-from specker.runtime.schedule import LayerParallel
+
+if TYPE_CHECKING:  # easyspec.py builds on this file
+    from specker.runtime.strategies.easyspec import LayerParallel
 
 CATCH_UP_ROWS = 64  # more tokens than this that the cache lacks are a prompt: prefill them
 
@@ -26,7 +30,7 @@ class AutoregressiveDrafter(Drafter):
         cache: KVCache,
         head: Head,
         width: int = 1,
-        parallel: LayerParallel | None = None,
+        parallel: "LayerParallel | None" = None,
         calibrate: str = "every",
         depth: int = 0,
     ):
@@ -106,7 +110,10 @@ class AutoregressiveDrafter(Drafter):
         cache, n = self.cache, r.n
         if r.fixed:
             R = self.catch_up
-            rows, tokens = cache.place(r.lengths, R, 0, R), r.last(R).view(-1).clamp(max=self.model.config.vocab_size - 1)
+            rows, tokens = (
+                cache.place(r.lengths, R, 0, R),
+                r.last(R).view(-1).clamp(max=self.model.config.vocab_size - 1),
+            )
             last: slice | Tensor = slice(R - 1, None, R)
         else:
             texts, starts = [], []

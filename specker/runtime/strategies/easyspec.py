@@ -18,7 +18,7 @@ from specker.config import groups
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
 from specker.runtime.model.checkpoint import Weights
-from specker.runtime.model.decoder import Attention, Group, Model, completed, one_layer, over_pages, run_layers
+from specker.runtime.model.decoder import Attention, Group, Model, one_layer, over_pages, run_layers
 from specker.runtime.ops.repeat import repeat_rows
 
 

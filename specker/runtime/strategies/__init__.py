@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,30 +11,21 @@ from specker import zoo
 from specker.config import SEARCH_OPTIONS, Keep, Options, Tree, chunked, span
 from specker.kernels.linear import pack, row_linear, row_linear_ref
 from specker.runtime import ngram
-from specker.runtime.autoregressive import AutoregressiveDrafter
-from specker.runtime.diffusion import DiffusionDrafter
 from specker.runtime.dist import Ranks
-from specker.runtime.early_exit import EarlyExitDrafter
 from specker.runtime.head import Head, Kept
 from specker.runtime.lattice import Search
-from specker.runtime.loop import Drafter
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
-from specker.runtime.policy import (
-    LONGEST,
-    AdaptiveLength,
-    Budget,
-    Chunks,
-    DraftAndVerify,
-    DynamicExit,
-    Fixed,
-    PlusMinusOne,
-    Policy,
-    eligible_layers,
-)
-from specker.runtime.schedule import LayerParallel, Schedule
+from specker.runtime.policy import LONGEST, MAX_NODES, Budget, DraftAndVerify, Fixed, PlusMinusOne, Policy
+from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks, DiffusionDrafter
+from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.dynamic_exit import DynamicExit, EarlyExitDrafter, eligible_layers
+from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 from specker.runtime.vocab_scores import VocabScores
+
+if TYPE_CHECKING:  # the loop imports a drafter
+    from specker.runtime.loop import Drafter
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
@@ -47,7 +38,6 @@ ADL_BUNDLED = "3-8"
 CPS_LAMBDA = 0.85  # the paper has 0.5
 ADL = "20-30"  # the paper's
 CHUNK = "4:0.5"
-MAX_NODES = 255  # of a draft: with the root, the window of a verify pass
 LONGEST_CHUNKS = 32  # tokens that chunks may add up to
 LAYER_PARALLEL = "4"  # the paper's recommendation
 
@@ -64,18 +54,18 @@ class Pair:
 @dataclass(frozen=True)
 class Strategy:
     bundled_draft: str | None  # which of the family drafts for the bundled target; None: no second checkpoint
-    drafter: Callable[["Pair", Kept | None, Options], Drafter] | None
+    drafter: Callable[["Pair", Kept | None, Options], "Drafter"] | None
     """With the rows of the draft's head, None for all of them. None: nothing is drafted, or by the target."""
     causal: bool = True  # the draft checkpoint; False: a diffusion language model
     by_itself: bool = False  # the target drafts with its own first layers
 
 
-def _autoregressive(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
+def _autoregressive(pair: Pair, kept: Kept | None, options: Options) -> "Drafter":
     model = Model(pair.draft, pack_head=_packable(kept), linear=linear(options))
     return AutoregressiveDrafter(model, allocate(model, options), _head(model, kept), width=shape(options)[0])
 
 
-def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
+def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> "Drafter":
     schedule = Schedule.parse(options.layer_parallel or LAYER_PARALLEL, pair.draft.config.num_layers)
     # a group's weights are stacked instead of packed
     model = Model(pair.draft, packed=False, pack_head=_packable(kept), linear=linear(options))
@@ -86,7 +76,7 @@ def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
     )
 
 
-def _diffusion(pair: Pair, kept: Kept | None, options: Options) -> Drafter:
+def _diffusion(pair: Pair, kept: Kept | None, options: Options) -> "Drafter":
     search = _search(pair, options)
     rows, stop_ids = pair.draft.weights.head, () if options.stand_ins else pair.target.config.eos_ids
     row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}

@@ -1,0 +1,265 @@
+"""The target drafts with its own first layers (self-speculation: LayerSkip, arXiv 2404.16710; DEL, arXiv 2504.05598).
+
+One set of weights, one K/V cache. A draft step runs layers [0, E) on one row, whose K/V stays where the verify pass
+wants it; the rows that left layer E - 1 travel with the draft (`Round.hidden`), so that verification runs [0, E) on the
+last row alone and [E, L) on all.
+
+DEL (arXiv 2504.05598) models a target of L layers that drafts g tokens with its first l layers. With a_l the share of
+positions at which layer l's own ("shadow") token is the full model's, a round yields (1 - a_l^(g+1)) / (1 - a_l) tokens
+on average and loads g * l + L layers:
+
+    TPL(l, g) = ((1 - a_l^(g+1)) / (1 - a_l)) / (L + g * (l + c_head))       g in 0..17
+
+c_head, the LM head in layers, is 0 in the paper; a draft step reads it as well, so it counts here unless asked not to.
+Where it is measured, it also holds what one more row costs the verify pass.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specker.runtime.draft import Drafter
+from specker.runtime.head import Head
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.config import layer_elements
+from specker.runtime.model.decoder import Model, forward
+from specker.runtime.policy import LONGEST, Budget, Outcome, Policy
+from specker.runtime.round import Round
+from specker.runtime.sampling import GREEDY, Draws
+
+DECAY = 0.95  # of a layer's statistics, each time the policy hears of the layer
+PATIENCE = 0.1  # drafting nothing must beat the best TPL by this share
+ELIGIBLE = 8  # exit layers watched at most
+
+
+class EarlyExitDrafter(Drafter):
+    model: Model  # the target
+    cache: KVCache  # the target's
+    head: Head  # of the draft steps, perhaps trimmed
+
+    def __init__(self, model: Model, cache: KVCache, head: Head):
+        self.model, self.cache, self.head = model, cache, head
+
+    def fixed(self, length: int, budget: Budget) -> bool:
+        return not budget.taps
+
+    def draft(self, r: Round) -> None:
+        """A chain by layers [0, r.budget.exit); one CUDA graph for a step of each exit."""
+        if self.head.kept is not None:
+            self.head.follow(r.sequences)
+        budget, s = r.budget, r.state
+        hidden: list[Tensor] = []
+        tapped: dict[int, list[Tensor]] = {n: [] for n in budget.taps if n < budget.exit}
+        if r.fixed:
+            s.step.zero_()
+        for n in range(min(budget.depth, budget.nodes)):
+            r.run(("exit", budget.exit), lambda n=n: self._step(r, n, hidden, tapped))  # type: ignore[misc]
+            r.size = r.depth = n + 1
+            if r.asks and not r.goes_on():
+                break
+        r.taps = {layer: torch.stack(kept, 1) for layer, kept in tapped.items()}
+        r.hidden = self._room(r)[:, : r.size] if r.fixed else torch.stack(hidden, 1)
+
+    def _room(self, r: Round) -> Tensor:
+        return r.state.hidden.view(-1, r.window.shape[1], self.model.config.hidden_size)[: r.n]
+
+    def _step(self, r: Round, n: int, hidden: list[Tensor], tapped: dict[int, list[Tensor]]) -> None:
+        """Draft token n of each sequence. Where work is captured n stands in the state, so that one graph serves all."""
+        s = r.state
+        if r.fixed:
+            tokens, rows = s.window.index_select(1, s.step)[:, 0], self.cache.place(s.length + s.step, 1, 0, 1)
+        else:
+            tokens, rows = s.window[:, n], self.cache.place(r.lengths, 1, n, 1)
+        embedded = self.model.embed_tokens(tokens)
+        out = forward(self.model, self.cache, rows, embedded, slice(r.budget.exit), tuple(tapped))
+        if r.asks:
+            ids, scores = self.head.candidates(out.hidden, 1, r.draws, rows.positions)
+            best = ids[:, 0]
+            r.heard(scores[:, 0])
+        else:
+            best = self.head.best(out.hidden, r.draws, rows.positions)
+        if r.fixed:
+            self._room(r).index_copy_(1, s.step, out.hidden.unsqueeze(1))
+            s.step.add_(1)
+            s.window.index_copy_(1, s.step, best.unsqueeze(1))
+            return
+        s.window[:, n + 1] = best
+        hidden.append(out.hidden)
+        for layer, kept in tapped.items():
+            kept.append(out.taps[layer])
+
+    def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple[Any, Any]:
+        match, confidence = shadows(self.head, taps, target, positions, draws)
+        return match.cpu().numpy(), confidence.cpu().numpy()  # a GPU has done the work by now
+
+    @torch.inference_mode()
+    def price(self, how: str) -> float:
+        """What a draft token costs beside the layers that draft it, in layers of the target: nothing (`how` = layers,
+        the paper's count), the LM head's bytes (bytes), or the seconds of the head and of what one more row costs the
+        verify pass (measured; on a GPU that row costs next to nothing)."""
+        model, cache, layers = self.model, self.cache, self.model.config.num_layers
+        if how == "layers":
+            return 0.0
+        if how == "bytes":
+            return self.head.weight.numel() * layers / layer_elements(model.config)
+        more = 4
+        hidden = model.embed_tokens(torch.tensor([0], device=model.device))
+        position, rows = model.positions[:1], cache.after([0], [1])
+
+        def passed(count: int) -> None:
+            several = cache.after([0], [count])
+            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).hidden)
+
+        one_pass = _seconds(lambda: forward(model, cache, rows, hidden), model.device)
+        head = _seconds(lambda: self.head.best(hidden, GREEDY, position), model.device)
+        longer, shorter = (_seconds(lambda n=n: passed(n), model.device) for n in (1 + more, 1))  # type: ignore[misc]
+        return (head + max(0.0, (longer - shorter) / more)) * layers / one_pass
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median of seven."""
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[3]
+
+
+def shadows(
+    head: Head, taps: dict[int, Tensor], target: Tensor, positions: Tensor, draws: Draws
+) -> tuple[Tensor, Tensor]:
+    """What each tapped layer would have said. taps: depth -> [T, E], the rows of one sequence; target [T], the full
+    model's tokens after the rows at `positions` [T] -> match [n, T] bool, confidence [n, T]: one norm and head over all
+    rows of all layers, under the noise of the draw itself."""
+    n, T = len(taps), len(target)
+    ids, scores = head.candidates(torch.cat(list(taps.values())), 1, draws, positions.repeat(n))
+    return ids.view(n, T) == target, scores.exp().view(n, T)
+
+
+@dataclass
+class DynamicExit(Policy):
+    """DEL. The exit layer is that of the best TPL; the length is ended by confidence, or (`by_length`) is TPL's g. What
+    differs from the paper was measured (bench/LOG.md):
+
+    A round's draft is what its exit layer would have said, so that layer is heard of every round without a second look;
+    what `overhead` buys goes to the others. A layer's counts decay when it is heard of, not every round: a_l and the
+    mean confidences are ratios, which a decay without news would leave as they are.
+
+    A draft ends when the product of its confidences, not the last of them, falls below the threshold: a token is worth
+    something only if all before it are right.
+
+    A round that drafts nothing tells nothing about the layers, and a few bad rows would end drafting for long. So g = 0
+    has to win by PATIENCE; else one token is drafted at least."""
+
+    layers: tuple[int, ...]  # eligible, ascending, below `total`
+    total: int  # L
+    head_cost: float = 0.0  # c_head
+    by_length: bool = False
+    overhead: float = 0.01  # watch only rounds that keep its share of the time below this
+    chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
+    threshold: float | None = field(default=None, init=False)
+    _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
+    _sums: Any = field(init=False, repr=False)  # of confidence, likewise
+    _watching: float = field(default=0.0, init=False)  # seconds
+    _last: float = field(default=0.0, init=False)  # of them, the last time
+    _since: float | None = field(default=None, init=False)  # when the first round began
+    _sure: float = field(default=1.0, init=False)  # product of the confidences of this round's draft
+
+    def __post_init__(self) -> None:
+        self._counts, self._sums = np.zeros((2, len(self.layers), 2))
+
+    @property
+    def confident(self) -> bool:  # type: ignore[override]
+        return not self.by_length
+
+    def budget(self) -> Budget:
+        """The first round, before anything is known, drafts one token with the first eligible layer."""
+        if not self._counts.any():
+            self.chosen, self.threshold = (0, 1), None
+        else:
+            table = self.tokens_per_layer()
+            table[:, 0] *= 1 - PATIENCE
+            best = divmod(int(table.argmax()), table.shape[1])
+            self.chosen, self.threshold = best, self._threshold(best[0])
+        self._sure = 1.0
+        index, g = self.chosen
+        longest = LONGEST + 1 if self.threshold is not None and g else g
+        watched = tuple(n for i, n in enumerate(self.layers) if i != index or not g)
+        return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
+
+    def taken(self, budget: Budget) -> None:
+        """With another sequence's exit layer, that layer's own threshold ends the draft."""
+        index = self.layers.index(budget.exit)
+        if index != self.chosen[0]:
+            self.chosen, self.threshold = (index, budget.depth), self._threshold(index)
+
+    def expected(self, budget: Budget) -> float:
+        """1 + a + .. + a^g, a the match rate of the exit layer; where confidence ends drafts, g is that of the best TPL
+        of this layer."""
+        index = self.layers.index(budget.exit)
+        a = float(self.match_rates()[index])
+        g = budget.depth if self.by_length else min(budget.depth, int(self.tokens_per_layer()[index].argmax()))
+        return sum(a**i for i in range(g + 1))
+
+    def _affordable(self) -> bool:
+        """Whether watching once more, at the last price, stays within its share of the time since the first round."""
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+        return self._watching + self._last <= self.overhead * (now - self._since)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        self._sure *= confidence
+        return self.threshold is None or self._sure >= self.threshold
+
+    def observe(self, outcome: Outcome) -> None:
+        """The exit layer's own rows: the accepted tokens and the first refused one."""
+        if outcome.drafted:
+            heard = min(len(outcome.path), outcome.drafted)
+            match = np.arange(heard) < len(outcome.path) - 1
+            confidence = np.array(outcome.confidence[:heard] or np.zeros(heard))  # unused with `by_length`
+            self._hear([self.chosen[0]], match[None], confidence[None])
+
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        if seconds:
+            self._watching, self._last = self._watching + seconds, seconds
+        self._hear([self.layers.index(n) for n in layers], match, confidence)
+
+    def _hear(self, at: list[int], match: Any, confidence: Any) -> None:
+        """match, confidence [len(at), rows], of layers by their index."""
+        split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
+        self._counts[at] = DECAY * self._counts[at] + split.sum(1)
+        self._sums[at] = DECAY * self._sums[at] + (split * confidence[..., None]).sum(1)
+
+    def match_rates(self) -> Any:
+        """a_l [layers]; 0 where nothing is known."""
+        total = self._counts.sum(1)
+        return np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def tokens_per_layer(self) -> Any:
+        """TPL [layers, g = 0..17]."""
+        a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
+        tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
+        return tokens / (self.total + g * (np.array(self.layers)[:, None] + self.head_cost))
+
+    def _threshold(self, index: int) -> float | None:
+        """Between the mean confidence of a layer's matches and of its mismatches; None while it has but one kind, or
+        where g is to end the draft."""
+        if self.by_length or not self._counts[index].all():
+            return None
+        return float((self._sums[index] / self._counts[index]).mean())
+
+
+def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -> tuple[int, ...]:
+    """At most `count` exit layers, spread over 1..total - 1. Layers whose draft step costs a whole pass are left out,
+    but the first: with l + c_head >= L the TPL of drafts that are always right does not exceed 1 / L."""
+    spread = sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))}) if total > 1 else []
+    return tuple(n for n in spread if n == 1 or n + head_cost < total)
