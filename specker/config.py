@@ -203,6 +203,8 @@ class Options:
         "how ranks' sums are added: fast (default), or ordered, by rank: chains stay bit-equal to plain decoding",
     )
     page_size: int = opt(256, "K/V cache positions per page")
+    batch_size: int = opt(1, "sequences decoded at once")
+    kv_tokens: int | None = opt(None, "positions in the K/V pool that all sequences share")
 
     def __post_init__(self) -> None:
         self._check_strategy()

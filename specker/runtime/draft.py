@@ -1,5 +1,8 @@
-"""What a round asks of a drafter. A draft is a tree of guesses under the root: draft j stands in row j + 1 of the window
-and its parent in row parents[j] <= j, row 0 being the root. A chain, a tree and a trie of paths are all of this form."""
+"""What a round asks of a drafter.
+
+A draft is a tree of guesses under the root: draft j stands in row j + 1 of the window and its parent in row
+parents[j] <= j, row 0 being the root. A chain, a tree and a trie of paths are all of this form.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +12,7 @@ from torch import Tensor
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import Model
+from specker.runtime.sampling import Draws
 
 if TYPE_CHECKING:
     from specker.runtime.policy import Budget
@@ -43,7 +47,7 @@ class Drafter:
     def observe(self, r: "Round", slot: int, path: list[int]) -> None:
         """`path`: the rows kept of the sequence in `slot`, whose text holds their tokens by now."""
 
-    def watch(self, taps: dict[int, Tensor], sampling: object, target: Tensor, positions: Tensor) -> tuple:
+    def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple:
         """What each tapped layer would have said: (match, confidence), numpy [layers, rows]. Only for drafters whose
         policies ask for taps."""
         raise NotImplementedError

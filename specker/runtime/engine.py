@@ -1,7 +1,7 @@
 """An engine: a target, perhaps a drafter, and a strategy composed from them. What `specker.load` (load.py) returns."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,19 +10,22 @@ import torch
 
 from specker import zoo
 from specker.config import Options, Sampling, from_kwargs, given
-from specker.kernels.noise import gumbel
+from specker.runtime import state as states
 from specker.runtime import vocab_scores
+from specker.runtime.check import CheckResult, check
 from specker.runtime.detokenize import Detokenizer
-from specker.runtime.dist import Ranks, SharedDrafter, SharedPolicy
-from specker.runtime.draft import Draft
+from specker.runtime.dist import Ranks
+from specker.runtime.draft import Drafter
+from specker.runtime.graphs import Graphs
 from specker.runtime.head import Kept
-from specker.runtime.loop import Context, Drafter, decode
+from specker.runtime.loop import Batch, Step, decode
 from specker.runtime.model import memory
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.config import CheckpointError, layer_elements
-from specker.runtime.model.decoder import PREFILL_CHUNK, Model, prefill
-from specker.runtime.rounds import StaticRounds
+from specker.runtime.model.decoder import Model
+from specker.runtime.policy import Budget, Fixed, Policy
+from specker.runtime.shared import SharedDrafter
 from specker.runtime.stats import Stats
 from specker.runtime.strategies import (
     SCRATCH,
@@ -32,24 +35,25 @@ from specker.runtime.strategies import (
     early_exit,
     linear,
     longest,
-    met,
     policy,
     shape,
 )
-from specker.runtime.synthetic import agreements
-from specker.runtime.verify import verify
+from specker.runtime.warmup import warm_up
 
 LOST = "a row's bits then depend on how many rows stand beside it: chains are no longer bit-equal to plain decoding"
+
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added."""
+    """What one round added to one prompt's text."""
 
+    prompt: int  # which of the prompts
     tokens: list[int]
     accepted: int  # the first `accepted` of tokens were draft tokens, the rest is the target's own
     pieces: list[tuple[str, bool]]  # the new text in order, and whether it came from a draft token
-    stats: Stats  # running totals
+    stats: Stats  # running totals of this prompt
     finished: str | None  # None, "stop" (a stop id) or "length"
 
     @property
@@ -65,19 +69,6 @@ class Generation:
     finished: str
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """A generation beside plain decoding of the same prompt."""
-
-    ar: Generation
-    identical: bool | None  # None: something stands in for the models' own tokens, so there is nothing to compare
-    ok: bool  # identical or None, or differing where rounding alone explains it
-    message: str
-    first_difference: int | None = None
-    gap: float | None = None  # between the two tokens' (perturbed) logits there, in the target's own row
-    bound: float | None = None
-
-
 @dataclass
 class Engine:
     target: Checkpoint
@@ -90,27 +81,25 @@ class Engine:
     kept: Kept | None = None  # the rows of the draft's head where it is trimmed (strategy vocabtrim)
     notes: dict[str, str] = field(default_factory=dict)  # what loading decided by itself, by its name in `remarks`
     ranks: Ranks | None = None  # that share the target
-    model: Model = field(init=False, repr=False)
+    trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # called with every round
+    model: Model = field(init=False, repr=False)  # the target's
     cache: KVCache = field(init=False, repr=False)
-    drafter: Drafter | None = field(init=False, repr=False)
-    trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # is told of every round
-    _head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
-    _rounds_of: StaticRounds | None = field(init=False, repr=False, default=None)
-    _agrees: tuple[int, torch.Tensor] | None = field(init=False, repr=False, default=None)  # seed, by position
-    _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
+    drafter: Drafter | None = field(init=False, repr=False, default=None)
+    batch: Batch = field(init=False, repr=False)
+    head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
+    _request: object = field(init=False, repr=False, default=None)  # the one that owns the caches
 
     def __post_init__(self) -> None:
         strategy = STRATEGIES[self.options.way]
         self.model = Model(self.target, linear=linear(self.options), ranks=self.ranks)
         self.cache = allocate(self.model, self.options)
-        self.drafter = None
         inner: Any = None
         if strategy.by_itself:
             head = None if self.draft is None else self.draft.weights.head
             if self.ranks is not None and head is None:
                 head = self.target.weights.head  # all of it: a draft step does not wait for the others' candidates
             self.drafter = inner = early_exit(self.model, self.cache, head, self.kept)
-            self._head_cost = self._agreed(inner.price(self.options.exit_cost or "bytes"))
+            self.head_cost = self._agreed(inner.price(self.options.exit_cost or "bytes"))
         elif strategy.drafter is not None:
             if self.draft is not None:
                 tokenizer = self._tokenizer_or_none()
@@ -123,10 +112,23 @@ class Engine:
             raise ValueError("--graphs on over several ranks needs all of them to draft: --draft-ranks as many as --tp")
         if self.options.graphs == "on" and self.device.type == "cuda" and self.dtype == torch.float64:
             raise ValueError("--graphs on needs kernels, which float64 has not: use --graphs off or another --dtype")
-        if (self.options.graphs or self._graphs_by_default()) == "on":
-            most = longest(self.options, self._bundled)
-            capture = self.device.type == "cuda"
-            self._rounds_of = StaticRounds(self.model, self.cache, inner, most.nodes, most.depth, capture)
+        # float64 has no kernels: its references read numbers on the host. Over several ranks graphs hold collectives,
+        # which must be asked for.
+        default = self.device.type == "cuda" and self.dtype != torch.float64 and self.ranks is None
+        fixed = default if self.options.graphs is None else self.options.graphs == "on"
+        acceptance = None if self.options.acceptance is None else given(self.options.acceptance)
+        self.batch = Batch(
+            self.model,
+            self.cache,
+            self.drafter,
+            longest(self.options, self._bundled),
+            fixed,
+            Graphs(fixed and self.device.type == "cuda"),
+            self._cost,
+            SCRATCH,
+            acceptance,
+            self.ranks,
+        )
 
     def _agreed(self, value: float) -> float:
         """Rank 0's."""
@@ -134,16 +136,21 @@ class Engine:
             return value
         return float(self.ranks.first(torch.tensor([value], dtype=torch.float64, device=self.device)))
 
+    def _cost(self, budget: Budget) -> float:
+        """Of a round, in steps of plain decoding: by bytes of weights. A verify pass reads as much as one row does."""
+        if budget.exit:
+            layers = self.target.config.num_layers
+            return 1 + min(budget.nodes, budget.depth) * (budget.exit + self.head_cost) / layers
+        if self.draft is None:
+            return 1.0
+        own = layer_elements(self.draft.config) + self.draft.weights.head.numel()
+        steps = 1 if not self.draft.config.causal else min(budget.nodes, budget.depth)
+        return 1 + steps * own / (layer_elements(self.target.config) + self.target.weights.head.numel())
+
     @property
     def captures(self) -> bool:
         """Whether rounds are CUDA graphs, which `warmup` captures."""
-        return self._rounds_of is not None and self._rounds_of.graphs.capture
-
-    def _graphs_by_default(self) -> str:
-        """float64 has no kernels: its references read numbers on the host. Over several ranks graphs hold collectives,
-        which is to be asked for."""
-        fit = self.device.type == "cuda" and self.dtype != torch.float64 and self.ranks is None
-        return "on" if fit else "off"
+        return self.batch.graphs.capture
 
     @property
     def strategy(self) -> str:
@@ -157,14 +164,21 @@ class Engine:
     def tokenizer(self) -> Any:
         return self.target.tokenizer
 
-    @property
-    def max_context(self) -> int:
-        return self.target.config.max_context
+    def _tokenizer_or_none(self) -> Any:
+        """A checkpoint without a tokenizer decodes ids, and its text is empty."""
+        try:
+            return self.tokenizer
+        except CheckpointError:
+            return None
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts can be text."""
         return self._tokenizer_or_none() is not None
+
+    @property
+    def max_context(self) -> int:
+        return self.target.config.max_context
 
     @property
     def remarks(self) -> dict[str, str]:
@@ -196,8 +210,9 @@ class Engine:
         chain = chain and (self.ranks is None or self.ranks.ordered)
         return self.dtype == torch.float64 or (self.device.type == "cuda" and chain)
 
-    def validate(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's token ids; ValueError if it is empty, fills the context or has ids the target lacks."""
+    def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
+        """A prompt's token ids; ValueError if it is empty, fills the context, has ids the target lacks or could never
+        fit into the K/V pool."""
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("the prompt is empty: there is no token to continue from")
@@ -209,7 +224,111 @@ class Engine:
         vocab = self.target.config.vocab_size
         if min(ids) < 0 or max(ids) >= vocab:
             raise ValueError(f"token ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+        self.batch.check_fits(len(ids), min(len(ids) + max_new_tokens, self.max_context))
         return ids
+
+    def policy(self) -> Policy:
+        """A fresh one: what a policy learns from one request does not leak into the next."""
+        return policy(self.options, self.target.config.num_layers, self.head_cost, self._bundled)
+
+    def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
+        """Do once what a request may meet, so that none is kept waiting. `tell` is called with (done, of)."""
+        warm_up(self, tell)
+
+    # --- decoding
+
+    def request(
+        self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any
+    ) -> states.Sequence:
+        """A request for `serve`, checked. `sampling`: the fields of `specker.config.Sampling`."""
+        params = from_kwargs(Sampling, sampling)
+        if max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+        ids = self.validate(prompt, max_new_tokens)
+        limit = min(len(ids) + max_new_tokens, self.max_context)
+        drafting = drafting and self.drafter is not None
+        return states.Sequence(index, ids, limit, params, self.policy() if drafting else Fixed(0, 0), drafting)
+
+    def serve(self, waiting: deque[states.Sequence], traced: bool = True) -> Iterator[Step]:
+        """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time."""
+        own = () if self.options.stand_ins else self.target.config.eos_ids  # a made-up token ends nothing
+        self._request = request = object()
+        self.batch.trace = self.trace if traced else None
+        with self._in_memory():
+            for step in decode(self.batch, waiting, frozenset(own)):
+                yield step
+                if self._request is not request:
+                    raise RuntimeError("this stream ended when another request began: an engine decodes one at a time")
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], max_new_tokens: Any = 128, **sampling: Any) -> Iterator[Chunk]:
+        """Decode one prompt, or several as a batch, yielding a Chunk a round and prompt. `sampling`: the fields of
+        `specker.config.Sampling`; each, like max_new_tokens, is one value for all prompts or a list with one a prompt.
+
+        Raises ValueError for an empty prompt, one that does not fit, or bad numbers; TypeError for unknown names.
+        """
+        return self._chunks(self._requests(prompts, max_new_tokens, sampling, drafting=True))
+
+    def generate(self, prompts: Any, max_new_tokens: Any = 128, **sampling: Any) -> Any:
+        """Decode to the end: a Generation for one prompt, a list of them for a list of prompts. See `stream`."""
+        return self._generate(prompts, max_new_tokens, sampling, drafting=True)
+
+    def generate_ar(self, prompts: Any, max_new_tokens: Any = 128, **sampling: Any) -> Any:
+        """The same by plain decoding with the same ops and weights: the baseline, and the truth."""
+        return self._generate(prompts, max_new_tokens, sampling, drafting=False)
+
+    def check(self, prompt: Prompt, generation: Generation, max_new_tokens: int = 128, **sampling: Any) -> CheckResult:
+        """Decode the prompt with `ar` and compare (check.py)."""
+        return check(self, prompt, generation, max_new_tokens, **sampling)
+
+    def _requests(
+        self, prompts: Any, max_new_tokens: Any, sampling: dict[str, Any], drafting: bool
+    ) -> deque[states.Sequence]:
+        each = prompts if several(prompts) else [prompts]
+        options = {"max_new_tokens": max_new_tokens, **sampling}
+        for name, value in options.items():
+            if isinstance(value, list | tuple) and len(value) != len(each):
+                raise ValueError(f"{name} has {len(value)} values for {len(each)} prompts")
+        return deque(
+            self.request(
+                i, prompt, drafting=drafting,
+                **{name: v[i] if isinstance(v, list | tuple) else v for name, v in options.items()},
+            )
+            for i, prompt in enumerate(each)
+        )  # fmt: skip
+
+    def _chunks(self, requests: Iterable[states.Sequence]) -> Iterator[Chunk]:
+        texts: dict[int, Detokenizer] = {}
+        for step in self.serve(deque(requests)):
+            yield self.chunk(step, texts)
+
+    def chunk(self, step: Step, texts: dict[int, Detokenizer]) -> Chunk:
+        """What a step of `serve` added, as text; `texts` holds what is yet to be written of each prompt."""
+        s = step.sequence
+        text = texts.setdefault(s.index, Detokenizer(self._tokenizer_or_none()))
+        pieces = [(text.add(token), n < step.accepted) for n, token in enumerate(step.tokens)]
+        if s.finished:
+            pieces.append((texts.pop(s.index).flush(), False))
+        return Chunk(s.index, step.tokens, step.accepted, [p for p in pieces if p[0]], s.stats, s.finished)
+
+    def _generate(self, prompts: Any, max_new_tokens: Any, sampling: dict[str, Any], drafting: bool) -> Any:
+        requests = self._requests(prompts, max_new_tokens, sampling, drafting)
+        sequences, tokens = list(requests), [[] for _ in requests]  # type: list[states.Sequence], list[list[int]]
+        for step in self.serve(requests, traced=drafting or self.options.way == "ar"):
+            tokens[step.sequence.index] += step.tokens
+        out = [
+            Generation(own, self.decode(own), s.stats, s.finished or "length")
+            for s, own in zip(sequences, tokens, strict=True)
+        ]
+        return out if several(prompts) else out[0]
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, without special tokens."""
+        tokenizer = self._tokenizer_or_none()
+        return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _in_memory(self) -> AbstractContextManager[None]:
+        """Memory that runs out in here is reported in a sentence, with the context that would fit."""
+        return room_of(self.target, self.draft, self.options).running()
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost in the decoding that `stats` counted; empty where nothing is trimmed."""
@@ -242,171 +361,13 @@ class Engine:
             gamma = stats.diffusion["passes"]
         return stats.acceptance_length / (drafted / whole * gamma + 1)
 
-    def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Do once what a request may meet, so that none is kept waiting: on a GPU every kernel is compiled and every
-        graph captured (but DEL's verify passes); elsewhere a few tokens are decoded with and without the drafter.
-        `tell` hears (done, of) now and then."""
-        rounds = self._rounds_of
-        if rounds is not None:
-            what = met(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
-            rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
-            with self._in_memory():
-                rounds.warmup(what.budgets, what.verified, what.accepted, rule.confident, self._given(0), tell)
-        filters = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
-        for how in ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters)):
-            self.generate([0, 0], 8, **how)
-            self.generate_ar([0, 0], 2, **how)
-        if (
-            self.captures
-        ):  # a prompt's linears are torch's own: their first call, for a first chunk and a second, is slow
-            for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
-                self.generate([0] * min(length, self.max_context - 2), 2)
 
-    def stream(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Iterator[Chunk]:
-        """Decode, yielding a Chunk a round. `sampling`: the fields of `specker.config.Sampling`.
-
-        Raises ValueError for an empty prompt, one that fills the context, or bad numbers; TypeError for unknown names.
-        """
-        with self._in_memory():
-            return self._stream(self._context(prompt, max_new_tokens, self.drafter, sampling))
-
-    def generate(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
-        """Decode to the end. See `stream`."""
-        with self._in_memory():
-            return self._generate(self._context(prompt, max_new_tokens, self.drafter, sampling))
-
-    def generate_ar(self, prompt: str | list[int], max_new_tokens: int = 128, **sampling: Any) -> Generation:
-        """The same prompt by plain decoding with the same ops and weights: the baseline, and the truth."""
-        with self._in_memory():
-            return self._generate(self._context(prompt, max_new_tokens, None, sampling))
-
-    def check(
-        self, prompt: str | list[int], generation: Generation, max_new_tokens: int = 128, **sampling: Any
-    ) -> CheckResult:
-        """Decode the prompt with `ar` and compare. Where tokens differ the target's logit gap tells rounding from a
-        bug: float64 admits no difference, nor does a chain on a GPU, whose rows do not depend on their neighbours; else
-        it may be one within the bound of `_rounding_bound`. Nothing is compared where something stands in for the
-        models (`--load dummy`, `--acceptance`)."""
-        ar = self.generate_ar(prompt, max_new_tokens, **sampling)
-        if self.options.stand_ins:
-            return CheckResult(ar, None, True, f"not compared with plain decoding: {self.remarks['sizing']}")
-        pairs = zip(generation.tokens, ar.tokens, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if first is None:
-            same = len(generation.tokens) == len(ar.tokens)
-            message = "identical to plain decoding" if same else "a different number of tokens"
-            return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        gap, bound = self._gap(ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
-        ok = not self.bit_equal and gap <= bound
-        verdict = "within" if gap <= bound else "beyond"
-        message = (
-            f"differs from plain decoding at token {first}: the two tokens' logits are {gap:.2e} apart there, "
-            f"{verdict} the rounding bound {bound:.2e} of {str(self.dtype).removeprefix('torch.')}"
-        )
-        if self.bit_equal:
-            message += "; there should be no difference at all"
-        return CheckResult(ar, False, ok, message, first, gap, bound)
-
-    def _context(
-        self, prompt: str | list[int], max_new_tokens: int, drafter: Drafter | None, sampling: dict[str, Any]
-    ) -> Context:
-        params = from_kwargs(Sampling, sampling)
-        if max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-        ids = self.validate(prompt)
-        self.cache.truncate(0)
-        if drafter is not None:
-            drafter.reset()
-        limit = min(len(ids) + max_new_tokens, self.max_context)
-        kept = None if drafter is None or self.kept is None else drafter.head.known
-        trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
-        rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
-        if self.ranks is not None and drafter is not None and rule.layers:
-            rule = SharedPolicy(rule, self.ranks)
-        agrees = None if drafter is None else self._given(params.seed)
-        if self._rounds_of is not None:
-            self._rounds_of.reset()
-        rounds = None if trace else self._rounds_of  # a trace tells what static rounds keep on the device
-        return Context(self.model, self.cache, drafter, rule, params, Stats(), ids, limit, kept, trace, agrees, rounds)
-
-    def _stream(self, ctx: Context) -> Iterator[Chunk]:
-        text = Detokenizer(self._tokenizer_or_none())
-        with self._in_memory():
-            for tokens, accepted, finished in self._rounds(ctx):
-                pieces = [(text.add(token), n < accepted) for n, token in enumerate(tokens)]
-                if finished:
-                    pieces.append((text.flush(), False))
-                yield Chunk(tokens, accepted, [p for p in pieces if p[0]], ctx.stats, finished)
-
-    def _generate(self, ctx: Context) -> Generation:
-        tokens: list[int] = []
-        finished = "length"
-        for new, _, done in self._rounds(ctx):
-            tokens += new
-            finished = done or finished
-        return Generation(tokens, self._decode(tokens), ctx.stats, finished)
-
-    def _decode(self, tokens: list[int]) -> str:
-        tokenizer = self._tokenizer_or_none()
-        return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _tokenizer_or_none(self) -> Any:
-        """A checkpoint without a tokenizer decodes ids, and its text is empty."""
-        try:
-            return self.tokenizer
-        except CheckpointError:
-            return None
-
-    def _rounds(self, ctx: Context) -> Iterator[tuple[list[int], int, str | None]]:
-        own = () if self.options.stand_ins else self.target.config.eos_ids  # a token that is nobody's ends nothing
-        stop_ids = frozenset(own)
-        start = time.perf_counter()
-        self._running = ctx
-        for tokens, accepted in decode(ctx, stop_ids):
-            ctx.stats.wall += time.perf_counter() - start
-            finished = "stop" if tokens[-1] in stop_ids else None
-            if finished is None and len(ctx.committed) >= ctx.limit:
-                finished = "length"
-            yield tokens, accepted, finished
-            if self._running is not ctx:
-                raise RuntimeError("this stream ended when another request began: an engine decodes one at a time")
-            start = time.perf_counter()  # the consumer's time between rounds is not ours
-
-    def _given(self, seed: int) -> torch.Tensor | None:
-        """Which positions' rows agree where acceptance is given: one tensor, written anew when the seed changes."""
-        if self.options.acceptance is None:
-            return None
-        if self._agrees is None or self._agrees[0] != seed:
-            table = agreements(given(self.options.acceptance), seed, self.cache.capacity).to(self.device)
-            self._agrees = seed, table if self._agrees is None else self._agrees[1].copy_(table)
-        return self._agrees[1]
-
-    def _in_memory(self) -> AbstractContextManager[None]:
-        """Memory that runs out in here is told in a sentence, with the context that would fit."""
-        return room_of(self.target, self.draft, self.options).running()
-
-    def _gap(self, ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
-        """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
-        params = from_kwargs(Sampling, sampling)
-        self.cache.truncate(0)
-        prefill(self.model, self.cache, ids[:-1])
-        logits, positions, _ = verify(self.model, self.cache, ids[-1], Draft.empty(self.device))
-        logits = self.model.whole_logits(logits)
-        bound = _rounding_bound(self.dtype, logits[0], params.temperature)
-        row = logits[0]
-        if params.temperature > 0:
-            row = row / params.temperature + gumbel(params.seed, positions, len(row))[0]
-        return abs(float(row[ours] - row[theirs])), bound
+def several(prompts: Any) -> bool:
+    """Whether `prompts` is a list of prompts: of texts or of lists of ids."""
+    return isinstance(prompts, list | tuple) and bool(prompts) and not isinstance(prompts[0], int)
 
 
 def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
     own = [target] if draft is None or STRATEGIES[options.way].by_itself else [target, draft]
     embed = target.weights.embed
     return memory.Room(tuple(c.local for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)
-
-
-def _rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:
-    """How far two tokens' logits may drift apart when a row is computed beside other rows: a few dozen roundings of
-    the dtype at the logits' scale (each of ~10 layers contributes some), divided by the temperature as they are."""
-    return 64 * torch.finfo(dtype).eps * float(logits.abs().max()) / (temperature or 1.0)

@@ -90,6 +90,17 @@ class Batch:
         """That the K/V of a sequence takes whose text has up to `limit` tokens."""
         return limit + self.scratch
 
+    def check_fits(self, prompt: int, limit: int) -> None:
+        """Raise ValueError if no pool could ever hold a text of `limit` tokens, `prompt` of them given."""
+        for cache in self.caches:
+            need, pages = cache.pages_for(self.columns(limit)), cache.k.shape[1] - (self.size > 1)
+            if need > pages:
+                room = pages * cache.page_size - self.scratch
+                raise ValueError(
+                    f"the prompt has {prompt} tokens and {limit - prompt} more are asked for, but the K/V pool holds "
+                    f"at most {max(0, room)} of one sequence: lower --max-new-tokens or raise --kv-tokens"
+                )
+
     def admits(self, sequence: Sequence) -> bool:
         need = self.columns(sequence.limit)
         return len(self.active) < self.size and (

@@ -164,8 +164,8 @@ class KVCache:
         assert sorted(set(pages)) == sorted(pages) and min(pages) >= 0 and max(pages) < self.k.shape[1], pages
         if committed is not None:
             assert length == committed - 1, (length, committed)
-        for cache in (self.k, self.v):
-            rows = cache.flatten(1, 2)[:, self._slots[slot][:length]]
+        for kv in (self.k, self.v):
+            rows = kv.flatten(1, 2)[:, self._slots[slot][:length]]
             assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"
 
     # --- rows

@@ -24,8 +24,7 @@ from specker.runtime.strategies.dynamic_exit import DynamicExit, EarlyExitDrafte
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 from specker.runtime.vocab_scores import VocabScores
 
-if TYPE_CHECKING:  # the loop imports a drafter
-    from specker.runtime.loop import Drafter
+from specker.runtime.draft import Drafter
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
@@ -62,7 +61,13 @@ class Strategy:
 
 def _autoregressive(pair: Pair, kept: Kept | None, options: Options) -> "Drafter":
     model = Model(pair.draft, pack_head=_packable(kept), linear=linear(options))
-    return AutoregressiveDrafter(model, allocate(model, options), _head(model, kept), width=shape(options)[0])
+    return AutoregressiveDrafter(
+        model,
+        allocate(model, options),
+        _head(model, kept),
+        shape(options)[0],
+        depth=longest(options, pair.bundled).depth,
+    )
 
 
 def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> "Drafter":
@@ -72,7 +77,13 @@ def _layer_parallel(pair: Pair, kept: Kept | None, options: Options) -> "Drafter
     cache = allocate(model, options)
     parallel = LayerParallel(model, cache, schedule, pair.ranks, pair.draft.weights)
     return AutoregressiveDrafter(
-        model, cache, _head(model, kept), shape(options)[0], parallel, options.calibrate or "every"
+        model,
+        cache,
+        _head(model, kept),
+        shape(options)[0],
+        parallel,
+        options.calibrate or "every",
+        longest(options, pair.bundled).depth,
     )
 
 
@@ -87,7 +98,8 @@ def _diffusion(pair: Pair, kept: Kept | None, options: Options) -> "Drafter":
     stops = Head(rows, model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
     exact = options.diffusion_prefix == "exact"
     cache, head = allocate(model, options), _head(model, kept)
-    return DiffusionDrafter(model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact)
+    depth = longest(options, pair.bundled).depth
+    return DiffusionDrafter(model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact, depth)
 
 
 def searched(options: Options) -> str | None:
@@ -253,6 +265,9 @@ def linear(options: Options) -> Callable[..., Tensor]:
 
 
 def allocate(model: Model, options: Options) -> KVCache:
-    """A cache for the model's whole context and a round's scratch columns."""
-    capacity = model.config.max_context + SCRATCH
-    return KVCache(model.config, capacity, dtype=model.dtype, device=model.device, page_size=options.page_size)
+    """A cache for sequences of the model's whole context and a round's scratch columns."""
+    columns, page, n = model.config.max_context + SCRATCH, options.page_size, options.batch_size
+    pages = None if options.kv_tokens is None else max(n, 1) * 0 + -(-options.kv_tokens // page)
+    return KVCache(
+        model.config, columns, dtype=model.dtype, device=model.device, page_size=page, sequences=n, pages=pages
+    )

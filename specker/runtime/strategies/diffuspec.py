@@ -60,6 +60,7 @@ class DiffusionDrafter(Drafter):
         self.reads = search is not None
         self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards again
         self._limit = min(model.config.max_context, cache.capacity)
+        self._last = 0  # tokens that the last pass guessed
 
     def prefill(self, slot: int, text: list[int]) -> None:
         """The K/V of all but the root, each chunk of which sees itself and the columns before it."""
@@ -89,8 +90,8 @@ class DiffusionDrafter(Drafter):
                 r.generated = True
                 return
             lengths = [len(s.text) for s in r.sequences]
-            guesses, blocks, _ = self._candidates(r, r.state.hidden[: r.n * depth], lengths)
-            self._searched(r, guesses, [[block] for block in blocks], 1)
+            new, blocks, _ = self._candidates(r, r.state.hidden[: r.n * depth], lengths)
+            self._searched(r, new, [[block] for block in blocks], 1)
             return
         texts = [s.text[: self._limit] for s in r.sequences]
         guesses: list[list[int]] = [[] for _ in texts]
@@ -143,10 +144,10 @@ class DiffusionDrafter(Drafter):
             kept = []
             for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
                 cache.truncate(0, slot)
-                tokens, depth = self._known(text + new) + masks, len(self.model.layers)
-                rows = prefill(self.model, cache, tokens, (depth,), n + 1, chunk=len(tokens), slot=slot)[depth]
+                whole, depth = self._known(text + new) + masks, len(self.model.layers)
+                hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
                 cache.truncate(len(text), slot)
-                kept.append(rows[out])
+                kept.append(hidden[out])
             return torch.cat(kept)
         starts, new_tokens = [], []
         for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
