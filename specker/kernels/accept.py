@@ -5,9 +5,11 @@ row parents[j] <= j. From row r the walk goes to the child whose token is target
 stops where there is none. The emitted tokens are the target's own, so nothing more is needed to be exact. Integers.
 """
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,13 +17,15 @@ from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 
 def accept_walk(
-    tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tensor | None = None
+    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The accepted path in each of B draft trees.
+    """The accepted path in each of B draft trees, which come in one of two forms, all int64.
 
-    tokens, parents [N] int64: the drafts of all trees, one tree after another; parents are rows of the own tree.
-    target [N + B] int64: the target's token after each verify row; tree b's rows start at cu_drafts[b] + b.
-    cu_drafts [B + 1] int32 or int64: where each tree's drafts start, then N; None is one tree. N = 0 is legal.
+    Of one size: tokens [B, N], parents [B, N], target [B, N + 1]: the target's token after each verify row. Row-strided
+    views are read where they are.
+    Ragged: tokens, parents [N]: the drafts of all trees, one tree after another; target [N + B]; tree b's rows start at
+    cu_drafts[b] + b. cu_drafts [B + 1] int32 or int64: where each tree's drafts start, then N; None is one tree.
+    Parents are rows of the own tree; None are chains'. N = 0 is legal.
 
     Returns int64 path [B, N + 1], the rows of the own tree from the root on, padded with -1 (N bounds every tree and is
     known without reading cu_drafts); count [B] = accepted + 1; next [B], the target after the path's last row.
@@ -34,7 +38,7 @@ def accept_walk(
 
 
 def _accept_walk(
-    tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tensor | None
+    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_walk(tokens, parents, target, cu_drafts)
     if tokens.is_cuda:
@@ -43,40 +47,57 @@ def _accept_walk(
 
 
 def accept_walk_ref(
-    tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tensor | None = None
+    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    token, parent, wanted = tokens.tolist(), parents.tolist(), target.tolist()
-    N = len(token)
-    starts = [0, N] if cu_drafts is None else cu_drafts.tolist()
-    if starts[0] != 0 or starts[-1] != N or starts != sorted(starts):
-        raise ValueError(f"cu_drafts must rise from 0 to {N}, got {starts}")
+    N = tokens.shape[-1]
+    token, wanted = tokens.tolist(), target.tolist()
+    parent = None if parents is None else parents.tolist()
+    if tokens.dim() == 2:
+        ups = [None] * len(token) if parent is None else parent
+    else:
+        starts = [0, N] if cu_drafts is None else cu_drafts.tolist()
+        if starts[0] != 0 or starts[-1] != N or starts != sorted(starts):
+            raise ValueError(f"cu_drafts must rise from 0 to {N}, got {starts}")
+        trees = [slice(*ends) for ends in itertools.pairwise(starts)]
+        token = [token[tree] for tree in trees]
+        ups = [None if parent is None else parent[tree] for tree in trees]
+        wanted = [wanted[tree.start + b : tree.stop + b + 1] for b, tree in enumerate(trees)]
     paths, counts, nexts = [], [], []
-    for b in range(len(starts) - 1):
-        first, n = starts[b], starts[b + 1] - starts[b]
-        root = first + b  # of target
-        row, path = 0, [0]
-        for j in range(n):  # parents come before their children, so one pass meets the path's rows in order
-            up = parent[first + j]
-            if not 0 <= up <= j:
-                raise ValueError(f"parents[{first + j}] must be a row in 0..{j}, got {up}")
-            if up == row and token[first + j] == wanted[root + row]:
-                row = j + 1
-                path.append(row)
+    for mine, up, its in zip(token, ups, wanted, strict=True):
+        path = _follow(mine, up, its)
         counts.append(len(path))
-        nexts.append(wanted[root + row])
+        nexts.append(its[path[-1]])
         paths.append(path + [-1] * (N + 1 - len(path)))
-    path_rows = torch.tensor(paths, dtype=torch.int64, device=tokens.device).view(-1, N + 1)  # B = 0 too
-    return path_rows, tokens.new_tensor(counts), tokens.new_tensor(nexts)
+    # Through numpy, which takes a list a third as long as torch does.
+    path_ = torch.from_numpy(np.array(paths, np.int64).reshape(len(paths), N + 1))
+    count, following = (torch.from_numpy(np.array(numbers, np.int64)) for numbers in (counts, nexts))
+    if tokens.is_cpu:
+        return path_, count, following
+    return path_.to(tokens.device), count.to(tokens.device), following.to(tokens.device)
+
+
+def _follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> list[int]:
+    """One tree's path. Parents come before their children, so one pass meets the path's rows in order."""
+    path, row = [0], 0
+    for j, token in enumerate(tokens):
+        up = j if parents is None else parents[j]
+        if not 0 <= up <= j:
+            raise ValueError(f"the parent of draft {j} must be a row in 0..{j}, got {up}")
+        if up == row and token == wanted[row]:
+            row = j + 1
+            path.append(row)
+    return path
 
 
 def accept_walk_cost(
-    tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tensor | None = None
+    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[int, int]:
     """(bytes, operations) of one call: every input once, path, count and next out; two comparisons a draft."""
     N, R = tokens.numel(), target.numel()
     B = R - N
+    given = N + R if parents is None else 2 * N + R
     starts = 0 if cu_drafts is None else cu_drafts.numel() * cu_drafts.element_size()
-    return 8 * (2 * N + R + B * (N + 1) + 2 * B) + starts, 2 * N
+    return 8 * (given + B * (tokens.shape[-1] + 1) + 2 * B) + starts, 2 * N
 
 
 WALK = 256  # drafts at a time
@@ -84,38 +105,48 @@ _NONE = tl.constexpr(2**31 - 1)  # no id
 
 
 @triton.jit(
-    do_not_specialize=["N"],
+    do_not_specialize=["N", "token_stride", "up_stride", "target_stride"],
     do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr", "target_ptr", "cu_drafts_ptr"],
 )
 def _accept_walk_kernel(
-    tokens_ptr,  # [N]
-    parents_ptr,  # [N]
-    target_ptr,  # [N + B]
+    tokens_ptr,  # [B, N], or [N] of all trees
+    parents_ptr,  # like tokens
+    target_ptr,  # [B, N + 1] or [N + B]
     cu_drafts_ptr,  # [B + 1]
     path_ptr,  # [B, N + 1]
     count_ptr,  # [B]
     next_ptr,  # [B]
     N,
-    SEVERAL: tl.constexpr,  # trees; else cu_drafts is not read
+    token_stride,  # from a tree to the next
+    up_stride,
+    target_stride,
+    RAGGED: tl.constexpr,  # else cu_drafts is not read
+    CHAIN: tl.constexpr,  # parents are not read
     WALK: tl.constexpr,
 ):
-    i_b = tl.program_id(0)
-    first, last = 0, N
-    if SEVERAL:  # clamped, so that whatever they hold nothing is read out of bounds
+    i_b = tl.program_id(0).to(tl.int64)
+    n = N
+    if RAGGED:  # clamped, so that whatever they hold nothing is read out of bounds
         first = tl.minimum(tl.maximum(tl.load(cu_drafts_ptr + i_b), 0), N).to(tl.int32)
         last = tl.minimum(tl.maximum(tl.load(cu_drafts_ptr + i_b + 1), first), N).to(tl.int32)
-    n = last - first
-    p_wanted = target_ptr + first + i_b
-    p_path = path_ptr + i_b.to(tl.int64) * (N + 1)
+        n = last - first
+        p_tokens, p_up, p_wanted = tokens_ptr + first, parents_ptr + first, target_ptr + first + i_b
+    else:
+        p_tokens, p_up = tokens_ptr + i_b * token_stride, parents_ptr + i_b * up_stride
+        p_wanted = target_ptr + i_b * target_stride
+    p_path = path_ptr + i_b * (N + 1)
     row = tl.full([], 0, tl.int32)
     count = tl.full([], 1, tl.int32)
     tl.store(p_path, row.to(tl.int64))
     for i in tl.range(0, n, WALK):
         o_j = i + tl.arange(0, WALK)
         m_j = o_j < n
-        b_token = tl.load(tokens_ptr + first + o_j, mask=m_j, other=0)
-        b_parent = tl.load(parents_ptr + first + o_j, mask=m_j, other=-1)
-        m_j = m_j & (b_parent >= 0) & (b_parent <= o_j)
+        b_token = tl.load(p_tokens + o_j, mask=m_j, other=0)
+        if CHAIN:
+            b_parent = o_j.to(tl.int64)
+        else:
+            b_parent = tl.load(p_up + o_j, mask=m_j, other=-1)
+            m_j = m_j & (b_parent >= 0) & (b_parent <= o_j)
         m_j = m_j & (tl.load(p_wanted + b_parent, mask=m_j, other=0) == b_token)
         b_parent = b_parent.to(tl.int32)
         # All comparisons with the target are made; what is left is to follow the rows, in registers.
@@ -133,70 +164,85 @@ def _accept_walk_kernel(
 
 
 @lru_cache
-def _walk_variant(several: bool, starts: torch.dtype) -> Variant:
+def _walk_variant(starts: torch.dtype | None, chain: bool) -> Variant:
     """One program a tree. A step of the walk is a comparison and a minimum in registers; of a single warp, since the
     minimum over several would wait at a barrier."""
     return Variant(
-        name=f"walk {TYPES[starts]} starts" if several else "walk one tree",
+        name=("chain" if chain else "walk") + (f" {TYPES[starts]} starts" if starts else ""),
         kernel=_accept_walk_kernel,
-        arguments=("*i64", "*i64", "*i64", f"*{TYPES[starts]}", "*i64", "*i64", "*i64", "i32"),
-        constexprs={"SEVERAL": several, "WALK": WALK},
+        arguments=("*i64", "*i64", "*i64", f"*{TYPES[starts or torch.int64]}", "*i64", "*i64", "*i64", *("i32",) * 4),
+        constexprs={"RAGGED": starts is not None, "CHAIN": chain, "WALK": WALK},
         num_warps=1,
         wide=False,  # drafts may start anywhere
-        smoke=not several,
+        smoke=starts is None and not chain,
     )
 
 
 def variants(arch: int) -> Iterator[Variant]:
     """What the compile-only checks compile for sm_`arch`; the launcher takes any N."""
-    yield _walk_variant(False, torch.int64)
-    yield _walk_variant(True, torch.int64)
-    yield _walk_variant(True, torch.int32)
+    for starts in (None, torch.int64, torch.int32):
+        for chain in (False, True):
+            yield _walk_variant(starts, chain)
 
 
 def _launch_walk(
-    tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tensor | None
+    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     same_device(tokens, parents=parents, target=target, cu_drafts=cu_drafts)
-    tokens, parents, target = tokens.contiguous(), parents.contiguous(), target.contiguous()
-    starts = tokens if cu_drafts is None else cu_drafts.contiguous()  # without it nothing is read there
-    N = tokens.shape[0]
-    B = target.shape[0] - N
+    N = tokens.shape[-1]
+    tokens, target = (_rowwise(x) for x in (tokens, target))
+    up = tokens if parents is None else _rowwise(parents)  # without them nothing is read there
+    starts = tokens if cu_drafts is None else cu_drafts.contiguous()
+    B = target.shape[0] if tokens.dim() == 2 else target.shape[0] - N
     path, count, following = tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
     if B:
-        variant = _walk_variant(cu_drafts is not None, starts.dtype)
-        variant((B,), tokens, parents, target, starts, path, count, following, N)
+        strides = (x.stride(0) if x.dim() == 2 else 0 for x in (tokens, up, target))
+        variant = _walk_variant(None if cu_drafts is None else starts.dtype, parents is None)
+        variant((B,), tokens, up, target, starts, path, count, following, N, *strides)
     return path, count, following
 
 
-def _check_walk(tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tensor | None) -> None:
-    for name, x in (("tokens", tokens), ("parents", parents), ("target", target)):
-        if x.dim() != 1 or x.dtype != torch.int64:
-            raise ValueError(f"{name} must be a vector of int64, got {tuple(x.shape)} {x.dtype}")
-    if parents.shape != tokens.shape:
-        raise ValueError(f"parents must be [{tokens.shape[0]}] like tokens, got {tuple(parents.shape)}")
-    B = 1
-    if cu_drafts is not None:
-        if cu_drafts.dim() != 1 or cu_drafts.shape[0] < 1 or cu_drafts.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"cu_drafts must be [B + 1] int32 or int64, got {tuple(cu_drafts.shape)} {cu_drafts.dtype}"
-            )
-        B = cu_drafts.shape[0] - 1
-    if target.shape[0] != tokens.shape[0] + B:
+def _rowwise(x: Tensor) -> Tensor:
+    """x with a row's numbers side by side: itself, but for odd views."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _check_walk(tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None) -> None:
+    shape = tokens.shape
+    if not 1 <= len(shape) <= 2 or tokens.dtype != torch.int64:
+        raise ValueError(f"tokens must be [N] or [B, N] int64, got {tuple(shape)} {tokens.dtype}")
+    if parents is not None and (parents.shape != shape or parents.dtype != torch.int64):
+        raise ValueError(f"parents must be {list(shape)} int64 like tokens, got {tuple(parents.shape)} {parents.dtype}")
+    if len(shape) == 2:
+        if cu_drafts is not None:
+            raise ValueError("trees of one size, tokens [B, N], need no cu_drafts")
+        rows: tuple[int, ...] = (shape[0], shape[1] + 1)
+    else:
+        B = 1
+        if cu_drafts is not None:
+            if cu_drafts.dim() != 1 or cu_drafts.shape[0] < 1 or cu_drafts.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"cu_drafts must be [B + 1] int32 or int64, got {tuple(cu_drafts.shape)} {cu_drafts.dtype}"
+                )
+            B = cu_drafts.shape[0] - 1
+        rows = (shape[0] + B,)
+    if target.shape != rows or target.dtype != torch.int64:
         raise ValueError(
-            f"target must have a row for each draft and each root, [{tokens.shape[0]} + {B}], got {tuple(target.shape)}"
+            f"target must have a row for each draft and each root, {list(rows)} int64, got {tuple(target.shape)} "
+            f"{target.dtype}"
         )
 
 
 def _fake_walk(
-    tokens: Tensor, parents: Tensor, target: Tensor, cu_drafts: Tensor | None
+    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_walk(tokens, parents, target, cu_drafts)
-    B = target.shape[0] - tokens.shape[0]
-    return tokens.new_empty(B, tokens.shape[0] + 1), tokens.new_empty(B), tokens.new_empty(B)
+    N = tokens.shape[-1]
+    B = target.shape[0] if tokens.dim() == 2 else target.shape[0] - N
+    return tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
 
 
 _lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define("accept_walk(Tensor tokens, Tensor parents, Tensor target, Tensor? cu_drafts) -> (Tensor, Tensor, Tensor)")
+_lib.define("accept_walk(Tensor tokens, Tensor? parents, Tensor target, Tensor? cu_drafts) -> (Tensor, Tensor, Tensor)")
 _lib.impl("accept_walk", _accept_walk, "CompositeExplicitAutograd")
 torch.library.register_fake("specker::accept_walk", _fake_walk, lib=_lib)

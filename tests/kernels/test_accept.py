@@ -333,6 +333,30 @@ def test_walk_without_drafts():
     assert path.dtype == count.dtype == following.dtype == I64
 
 
+def test_trees_of_one_size_and_chains_without_parents():
+    rng = random.Random(3)
+    for n in (0, 1, 5, 20):
+        for shape in ("chain", "random"):
+            for B in (1, 4):
+                trees = [random_tree(rng, n, shape, 2) for _ in range(B)]
+                expected = [walk(*tree) for tree in trees]
+                tokens, parents, target = (
+                    torch.tensor([tree[i] for tree in trees], dtype=I64).view(B, n + (i == 2)) for i in range(3)
+                )
+                calls = [(tokens, parents, target)]
+                if shape == "chain":
+                    cu = torch.arange(B + 1) * n
+                    calls += [(tokens, None, target), (tokens.flatten(), None, target.flatten(), cu)]
+                for call in calls:
+                    path, count, following = accept_walk(*call)
+                    assert path[:, : n + 1].tolist() == [p + [-1] * (n + 1 - len(p)) for p in expected]
+                    assert bool((path[:, n + 1 :] == -1).all()) and count.tolist() == [len(p) for p in expected]
+                    assert following.tolist() == [tree[2][p[-1]] for tree, p in zip(trees, expected, strict=True)]
+                    assert path.dtype == count.dtype == following.dtype == I64
+    nobody = accept_walk(torch.empty(0, 3, dtype=I64), None, torch.empty(0, 4, dtype=I64))
+    assert [x.shape for x in nobody] == [(0, 4), (0,), (0,)]
+
+
 def test_sampled_targets_are_emitted_whatever_is_drafted():
     """The emitted tokens are the target's own after each accepted row: drafts change their number only."""
     rng = random.Random(0)
@@ -345,20 +369,27 @@ def test_sampled_targets_are_emitted_whatever_is_drafted():
 def test_accept_walk_checks_its_arguments():
     tokens, parents, target = torch.tensor([1, 2]), torch.tensor([0, 1]), torch.tensor([1, 2, 3])
     for arguments, message in [
-        ((tokens.int(), parents, target), r"tokens must be a vector of int64, got \(2,\) torch.int32"),
-        ((tokens, parents[None], target), r"parents must be a vector of int64, got \(1, 2\)"),
-        ((tokens, parents, target.float()), "target must be a vector of int64, got .* torch.float32"),
-        ((tokens, parents[:1], target), r"parents must be \[2\] like tokens, got \(1,\)"),
-        ((tokens, parents, target[:2]), r"target must have a row for each draft and each root, \[2 \+ 1\], got \(2,\)"),
-        ((tokens, parents, target, torch.tensor([0, 1, 2])), r"\[2 \+ 2\], got \(3,\)"),
+        ((tokens.int(), parents, target), r"tokens must be \[N\] or \[B, N\] int64, got \(2,\) torch.int32"),
+        ((tokens, parents[None], target), r"parents must be \[2\] int64 like tokens, got \(1, 2\)"),
+        ((tokens, parents, target.float()), r"each root, \[3\] int64, got \(3,\) torch.float32"),
+        ((tokens, parents[:1], target), r"parents must be \[2\] int64 like tokens, got \(1,\)"),
+        (
+            (tokens, parents, target[:2]),
+            r"each draft and each root, \[3\] int64, got \(2,\)",
+        ),
+        ((tokens, parents, target, torch.tensor([0, 1, 2])), r"\[4\] int64, got \(3,\)"),
         (
             (tokens, parents, target, torch.tensor([0.0, 2.0])),
             r"cu_drafts must be \[B \+ 1\] int32 or int64, got \(2,\)",
         ),
         ((tokens, parents, target, torch.tensor([0, 1])), r"cu_drafts must rise from 0 to 2, got \[0, 1\]"),
         ((tokens, parents, torch.arange(5), torch.tensor([0, 2, 1, 2])), "cu_drafts must rise from 0 to 2"),
-        ((tokens, torch.tensor([0, 2]), target), r"parents\[1\] must be a row in 0..1, got 2"),
-        ((tokens, torch.tensor([-1, 0]), target), r"parents\[0\] must be a row in 0..0, got -1"),
+        ((tokens, torch.tensor([0, 2]), target), r"the parent of draft 1 must be a row in 0..1, got 2"),
+        ((tokens[None], parents[None], target), r"each root, \[1, 3\] int64, got \(3,\)"),
+        ((tokens[None], parents, target[None]), r"parents must be \[1, 2\] int64 like tokens, got \(2,\)"),
+        ((tokens[None, None], None, target), r"tokens must be \[N\] or \[B, N\]"),
+        ((tokens[None], None, target[None], torch.tensor([0, 2])), "need no cu_drafts"),
+        ((tokens, torch.tensor([-1, 0]), target), r"the parent of draft 0 must be a row in 0..0, got -1"),
     ]:
         with pytest.raises(ValueError, match=message):
             accept_walk(*arguments)

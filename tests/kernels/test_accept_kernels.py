@@ -466,6 +466,35 @@ def test_ragged_trees(tiles, sizes, kind):
         room = torch.arange(len(starts) + 5).to(kind)
         room[3 : 3 + len(starts)] = starts
         walks(*(torch.cat([x[:1], x])[1:] for x in tensors), room[3 : 3 + len(starts)])
+        tokens, parents, target, starts = forest(sizes, seed, "chain")
+        chains = _launch_walk(tokens, None, target, starts.to(kind))
+        assert all(map(torch.equal, chains, walks(tokens, parents, target, starts.to(kind))))
+
+
+def strided(x, poison):
+    """[B, n] as a row-strided view with poison around."""
+    around = torch.full((x.shape[0] + 2, x.shape[1] + 3), poison)
+    around[1:-1, 1:-2] = x
+    return around[1:-1, 1:-2]
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("n", [0, 1, 8, 21])
+def test_trees_of_one_size(tiles, n, B, chain):
+    """Each equals its tree alone; what stands around the views would lead the walk on to a 777."""
+    tiles()
+    for seed in range(4):
+        trees = [forest([n], 10 * seed + b, "chain" if chain else "random")[:3] for b in range(B)]
+        tokens, parents, target = (torch.stack(x) for x in zip(*trees, strict=True))
+        up = None if chain else strided(parents, n)
+        views = strided(tokens, 777), up, strided(target, 777)
+        for walk in (_launch_walk, accept_walk):
+            got = walk(*views)
+            for b, tree in enumerate(trees):
+                alone = accept_walk_ref(*tree)
+                assert all(torch.equal(a[b : b + 1], x) for a, x in zip(got, alone, strict=True))
+    torch.library.opcheck(torch.ops.specker.accept_walk, (*views, None))
 
 
 def test_a_chain_longer_than_a_tile_is_wholly_accepted():
@@ -521,6 +550,8 @@ def test_fullgraph():
     assert all(map(torch.equal, compiled(*tensors), accept_walk_ref(*tensors)))
     one = forest([9], 0)[:3]
     assert all(map(torch.equal, compiled(*one), accept_walk_ref(*one)))
+    chains = one[0].view(3, 3), None, at(12).view(3, 4)
+    assert all(map(torch.equal, compiled(*chains), accept_walk_ref(*chains)))
 
 
 def launches():
@@ -540,6 +571,9 @@ def launches():
         _launch_sample(logits, 1, first + 1, 0.9, seed, at)
     for N, first in ((1, 0), (2, 1), (16, 2), (17, 3), (64, 4), (255, 5), (1000, 7)):
         _launch_walk(ids[first : first + N], ids[:N], ids[first : first + N + 1], None)
+        for B in (1, 3):
+            tokens, target = ids[first:][: B * 1100].view(B, 1100), ids[: B * 1100].view(B, 1100)[:, : N + 1]
+            _launch_walk(tokens[:, :N], tokens[:, 2 : N + 2], target)
 
 
 def test_no_length_recompiles():
