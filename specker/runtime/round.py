@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.accept import accept_walk as _walk
+from specker.kernels.accept import accept_walk
 from specker.kernels.kv import kv_commit
 from specker.runtime import state as states
 from specker.runtime.draft import Drafter
@@ -207,17 +207,8 @@ def collect(r: Round) -> tuple[list[tuple[list[int], list[int]]], dict[str, floa
     each = []
     for count, *rest in r.host["report"].tolist()[: len(r.sequences)]:
         each.append((rest[:count], rest[r.size + 1 : r.size + 1 + count]))
-    seconds = {stage: _seconds(a, b) for stage, a, b in zip(STAGES, r.marks, r.marks[1:], strict=True)}
+    seconds = {stage: _seconds(a, b) for stage, a, b in zip(STAGES, r.marks[:-1], r.marks[1:], strict=True)}
     return each, seconds
-
-
-def accept_walk(tokens: Tensor, parents: Tensor | None, target: Tensor) -> tuple:  # interim
-    n, N = tokens.shape
-    out = []
-    for b in range(n):
-        up = torch.arange(N) if parents is None else parents[b].contiguous()
-        out.append(_walk(tokens[b].contiguous(), up, target[b].contiguous()))
-    return tuple(torch.cat(x) for x in zip(*out, strict=True))
 
 
 def to_host(x: Tensor) -> Tensor:

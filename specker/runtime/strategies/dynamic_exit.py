@@ -159,8 +159,8 @@ class DynamicExit(Policy):
     A round that drafts nothing tells nothing about the layers, and a few bad rows would end drafting for long. So g = 0
     has to win by PATIENCE; else one token is drafted at least."""
 
-    layers: tuple[int, ...]  # eligible, ascending, below `total`
-    total: int  # L
+    layers: tuple[int, ...] = field()  # eligible, ascending, below `total`
+    total: int = field()  # L
     head_cost: float = 0.0  # c_head
     by_length: bool = False
     overhead: float = 0.01  # watch only rounds that keep its share of the time below this
