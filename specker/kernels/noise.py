@@ -102,19 +102,27 @@ def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | Non
 
 def pack_draw(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """The numbers of a draw as kernels read them from memory, [4] int64 on the CPU: seed, top_k, and the float64 bits
-    of temperature and top_p. A CUDA graph holds the address, so the next request's numbers need no new graph."""
+    of temperature and top_p. A CUDA graph holds the address, so the next request's numbers need no new graph. The
+    numbers of several sequences are stacked, [B, 4]."""
     return torch.tensor(struct.unpack("4q", struct.pack("Qqdd", check_seed(seed), top_k, temperature, top_p)))
 
 
 def unpack_draw(draw: Tensor) -> tuple[int, float, int, float]:
-    """(seed, temperature, top_k, top_p) of `pack_draw`; reads them on the host."""
+    """(seed, temperature, top_k, top_p) of `pack_draw`, of one sequence; reads them on the host."""
     seed, top_k, temperature, top_p = struct.unpack("Qqdd", struct.pack("4q", *draw.tolist()))
     return seed, temperature, top_k, top_p
 
 
-def check_draw(draw: Tensor | None) -> None:
-    if draw is not None and (draw.shape != (4,) or draw.dtype != torch.int64):
-        raise ValueError(f"draw must be [4] int64, from pack_draw; got {tuple(draw.shape)} {draw.dtype}")
+def check_draw(draw: Tensor | None, rows: int) -> int:
+    """How many of so many rows share each of the draw's sets of numbers: all of them where it is [4]."""
+    if draw is None:
+        return max(rows, 1)
+    if draw.dtype != torch.int64 or not 1 <= draw.dim() <= 2 or draw.shape[-1] != 4 or not draw.numel():
+        raise ValueError(f"draw must be [4] or [B, 4] int64, from pack_draw; got {tuple(draw.shape)} {draw.dtype}")
+    sets = draw.shape[0] if draw.dim() == 2 else 1
+    if rows % sets:
+        raise ValueError(f"{rows} rows cannot be shared evenly by the {sets} sets of numbers of draw")
+    return max(rows // sets, 1)
 
 
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any, Any, Any]:
@@ -194,11 +202,13 @@ _U_MAX = tl.constexpr(U_MAX)
 
 @triton.jit
 def drawn(draw_ptr, seed, temperature, top_p, DRAWN: tl.constexpr):
-    """(seed, temperature, top_p): those given, or with DRAWN those in memory (`pack_draw`)."""
+    """(seed, temperature, top_p): those given, or with DRAWN those in memory (`pack_draw`), of one set or of several,
+    as draw_ptr is. At temperature 0 there is no noise and no filter: top_p is 1."""
     if DRAWN:
         seed = tl.load(draw_ptr)
         temperature = tl.load(draw_ptr + 2).to(tl.float64, bitcast=True).to(tl.float32)
         top_p = tl.load(draw_ptr + 3).to(tl.float64, bitcast=True).to(tl.float32)
+        top_p = tl.where(temperature == 0, 1.0, top_p)
     return seed, temperature, top_p
 
 

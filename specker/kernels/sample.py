@@ -57,7 +57,9 @@ def sample_rows(
 
     temperature 0 or >= 1e-6, top_k >= 0 (0 keeps all), 0 < top_p <= 1, seed in [0, 2^64). ValueError otherwise.
     With `draw` [4] (noise.pack_draw, on the logits' device) the four numbers are read there, and those given only say
-    which of noise and filters there are.
+    which of noise and filters there are. With `draw` [B, 4] rows come in B equal runs, of a sequence each, with its own
+    numbers: greedy, sampled and filtered sequences share a launch. Temperature 0 in memory is greedy; a top_k of 0 or
+    of V and more and a top_p of 1 keep all. A row's token is the one that it would get alone.
     """
     if torch.compiler.is_compiling():
         seed = _signed(check_seed(seed))
@@ -75,15 +77,23 @@ def _sample_rows(
     draw: Tensor | None = None,
 ) -> Tensor:
     _check_sample(logits, temperature, top_k, top_p, seed, positions)
-    check_draw(draw)
+    run = check_draw(draw, logits.shape[0])
     if logits.is_cuda and logits.dtype != torch.float64:
         return _launch_sample(logits, temperature, top_k, top_p, seed, positions, draw)
-    if draw is not None and temperature > 0:
-        seed, temperature, k, p = unpack_draw(draw)
-        top_k, top_p = k if top_k else 0, p if top_p < 1 else 1.0
-    if logits.is_cuda:
-        return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
-    if temperature == 0 or (top_k == 0 and top_p == 1):
+    if draw is None or temperature == 0:
+        return _sample_host(logits, temperature, top_k, top_p, seed, positions)
+    tokens = []
+    for numbers, z, at in zip(draw.view(-1, 4), logits.split(run), positions.split(run), strict=False):
+        seed, temperature, k, p = unpack_draw(numbers)
+        tokens.append(_sample_host(z, temperature, k if top_k else 0, p if top_p < 1 else 1.0, seed, at))
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+
+def _sample_host(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
+    """Without a kernel: on a CPU, or float64."""
+    if top_k >= logits.shape[1]:
+        top_k = 0  # all are kept
+    if logits.is_cuda or temperature == 0 or (top_k == 0 and top_p == 1):
         return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
     return _sample_few(logits, temperature, top_k, top_p, seed, positions)
 
@@ -163,6 +173,7 @@ _LINEAR = tl.constexpr(1024)  # bins of 1/64 nat below the row's largest z: 16 n
 _LINEAR_BITS = tl.constexpr(0x44800000)  # of 1024.0
 _UNIT = tl.constexpr(2.0**40)  # of mass; 2^22 ids of mass 1 fit into an int64
 _NONE = tl.constexpr(2**31 - 1)  # no id
+_KEEP_ALL = tl.constexpr(2**31 - 1)  # a top_k that no row reaches
 _LEAST = tl.constexpr(-(2**31))  # the least key
 
 
@@ -178,7 +189,8 @@ def _scaled(
     """z of a tile; -inf after the row's end."""
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(logits_ptr + i_t * V + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(b_x, temperature) + 0.0  # +0.0 makes zeros equal, keys too
+    b_x = tl.div_rn(b_x, tl.where(temperature == 0, 1.0, temperature))  # 0, in memory: the logits themselves
+    return b_x + 0.0  # makes zeros equal, keys too
 
 
 @triton.jit
@@ -228,16 +240,17 @@ def _best(b_v, o_id, m):
     return best, tl.min(tl.where(m & (b_v == best), o_id, _NONE), axis=0)
 
 
-@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
+@triton.jit(do_not_specialize=["run", "seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
 def _sample_argmax_kernel(
     logits_ptr,  # [T, V]
     positions_ptr,  # [T]
-    draw_ptr,  # [4]
+    draw_ptr,  # [B, 4]: a set for each run of rows
     value_ptr,  # [T, S] fp32: each split's largest
     id_ptr,  # [T, S] int32: where it stands
     out_ptr,  # [T] int64, written where S is 1
     temperature,
     seed: tl.int64,
+    run,  # rows that share a set
     V: tl.constexpr,
     S: tl.constexpr,  # splits of a row
     BLOCK: tl.constexpr,
@@ -245,11 +258,12 @@ def _sample_argmax_kernel(
     DRAWN: tl.constexpr,  # the draw's numbers are in memory
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seed, temperature, _ = drawn(draw_ptr, seed, temperature, 1.0, DRAWN)
+    seed, temperature, _ = drawn(draw_ptr + i_t // run * 4, seed, temperature, 1.0, DRAWN)
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
-    if NOISE:
-        b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
+    if NOISE:  # noqa: SIM102 (the compiler's `and` of a constant and a number is no shortcut)
+        if temperature != 0:
+            b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
     best, i_best = _best(b_z, o_v, o_v < V)
     if S == 1:
         tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # no number: id 0
@@ -274,14 +288,15 @@ def _sample_merge_kernel(
     tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["draw_ptr"])
+@triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["draw_ptr"])
 def _sample_peak_kernel(
     logits_ptr,  # [T, V]
-    draw_ptr,  # [4]
+    draw_ptr,  # [B, 4]: a set for each run of rows
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64: count and mass; zeroed here
     listed_ptr,  # [T] int32: length of the row's list; zeroed here
     temperature,
+    run,  # rows that share a set
     V: tl.constexpr,
     S: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -289,7 +304,7 @@ def _sample_peak_kernel(
     DRAWN: tl.constexpr,
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, temperature, _ = drawn(draw_ptr, 0, temperature, 1.0, DRAWN)
+    _, temperature, _ = drawn(draw_ptr + i_t // run * 4, 0, temperature, 1.0, DRAWN)
     tl.store(peak_ptr + i_t * S + i_s, tl.max(_scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK), axis=0))
     o = i_s * ZERO + tl.arange(0, ZERO)
     tl.store(hist_ptr + i_t * (2 * _BINS) + o, tl.zeros([ZERO], tl.int64), mask=o < 2 * _BINS)
@@ -303,13 +318,14 @@ def _peak(peak_ptr, i_t, S: tl.constexpr, S_PAD: tl.constexpr):
     return tl.max(tl.load(peak_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf")), axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["draw_ptr"])
+@triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["draw_ptr"])
 def _sample_histogram_kernel(
     logits_ptr,  # [T, V]
-    draw_ptr,  # [4]
+    draw_ptr,  # [B, 4]: a set for each run of rows
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64
     temperature,
+    run,  # rows that share a set
     V: tl.constexpr,
     S: tl.constexpr,
     S_PAD: tl.constexpr,
@@ -319,7 +335,7 @@ def _sample_histogram_kernel(
     DRAWN: tl.constexpr,
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, temperature, _ = drawn(draw_ptr, 0, temperature, 1.0, DRAWN)
+    _, temperature, _ = drawn(draw_ptr + i_t // run * 4, 0, temperature, 1.0, DRAWN)
     m_v = i_s * BLOCK + tl.arange(0, BLOCK) < V
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
     b_below = _below(b_z, _peak(peak_ptr, i_t, S, S_PAD))
@@ -333,11 +349,11 @@ def _sample_histogram_kernel(
         tl.atomic_add(p_bin + _BINS, b_mass, mask=m_v & (b_mass > 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["seed", "top_k"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
+@triton.jit(do_not_specialize=["run", "seed", "top_k"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
 def _sample_select_kernel(
     logits_ptr,  # [T, V]
     positions_ptr,  # [T]
-    draw_ptr,  # [4]
+    draw_ptr,  # [B, 4]: a set for each run of rows
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64
     value_ptr,  # [T, S] fp32
@@ -349,6 +365,7 @@ def _sample_select_kernel(
     top_k,
     top_p,
     seed: tl.int64,
+    run,  # rows that share a set
     V: tl.constexpr,
     S: tl.constexpr,
     S_PAD: tl.constexpr,
@@ -358,10 +375,11 @@ def _sample_select_kernel(
     DRAWN: tl.constexpr,
 ):
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, temperature, top_p = drawn(draw_ptr, seed, temperature, top_p, DRAWN)
+    p_draw = draw_ptr + i_t // run * 4
+    _, temperature, top_p = drawn(p_draw, seed, temperature, top_p, DRAWN)
     if DRAWN and TOP_K:
-        top_k = tl.load(draw_ptr + 1)
-        top_k = tl.where((top_k <= 0) | (top_k > V), V, top_k).to(tl.int32)  # as the host does
+        k = tl.load(p_draw + 1)
+        top_k = tl.where((k <= 0) | (k >= V) | (temperature == 0), _KEEP_ALL, k).to(tl.int32)
     # bin_k holds the k-th largest. What is kept of it decides the mass that top_p is a share of, and so where in
     # first..last the other edge lies.
     o_bin = tl.arange(0, _BINS)
@@ -369,7 +387,7 @@ def _sample_select_kernel(
     want_k = tl.full([], 0, tl.int64)
     if TOP_K:
         b_count = tl.load(hist_ptr + i_t * (2 * _BINS) + o_bin)
-        bin_k = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)
+        bin_k = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)  # after the last if all are kept
         want_k = top_k - tl.sum(tl.where(o_bin < bin_k, b_count, 0), axis=0)
     first, last = bin_k, bin_k
     surely = tl.full([], 0, tl.int64)
@@ -379,8 +397,10 @@ def _sample_select_kernel(
         b_reached = tl.cumsum(b_mass, axis=0)
         surely = tl.sum(tl.where(o_bin < bin_k, b_mass, 0), axis=0)
         most = tl.sum(tl.where(o_bin <= bin_k, b_mass, 0), axis=0)
+        # A top_p of 1, in memory, is no filter; a share of 1 would still lose what float64 rounds off.
         first = tl.sum((b_reached < _share(surely, top_p)).to(tl.int32), axis=0)
         last = tl.sum((b_reached < _share(most, top_p)).to(tl.int32), axis=0)
+        first, last = tl.where(top_p < 1, first, bin_k), tl.where(top_p < 1, last, bin_k)
         before = tl.sum(tl.where(o_bin < first, b_mass, 0), axis=0)
     if i_s == 0:
         p_edge = edge_ptr + i_t * 6
@@ -404,8 +424,9 @@ def _sample_select_kernel(
     best, i_best = float("-inf"), tl.full([], _NONE, tl.int32)
     if tl.sum(m_kept.to(tl.int32), axis=0) > 0:
         if DRAWN:
-            seed = tl.load(draw_ptr)  # not before: registers
-        b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
+            seed = tl.load(p_draw)  # not before: registers
+        if temperature != 0:
+            b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
         best, i_best = _best(b_z, o_v, m_kept)
     tl.store(value_ptr + i_t * S + i_s, best)
     tl.store(id_ptr + i_t * S + i_s, i_best)
@@ -456,10 +477,10 @@ def _edge(p_list, n, peak, first, last, least, want, MASS: tl.constexpr, FINISH:
     return least_kept.to(tl.int32), high
 
 
-@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
+@triton.jit(do_not_specialize=["run", "seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
 def _sample_finish_kernel(
     positions_ptr,  # [T]
-    draw_ptr,  # [4]
+    draw_ptr,  # [B, 4]: a set for each run of rows
     peak_ptr,  # [T, S] fp32
     value_ptr,  # [T, S] fp32
     id_ptr,  # [T, S] int32
@@ -469,6 +490,7 @@ def _sample_finish_kernel(
     out_ptr,  # [T] int64
     top_p,
     seed: tl.int64,
+    run,  # rows that share a set
     V: tl.constexpr,
     S: tl.constexpr,
     S_PAD: tl.constexpr,
@@ -478,7 +500,7 @@ def _sample_finish_kernel(
     DRAWN: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
-    seed, _, top_p = drawn(draw_ptr, seed, 1.0, top_p, DRAWN)
+    seed, temperature, top_p = drawn(draw_ptr + i_t // run * 4, seed, 1.0, top_p, DRAWN)
     p_list = list_ptr + i_t * V
     n = tl.load(listed_ptr + i_t)
     peak = _peak(peak_ptr, i_t, S, S_PAD)
@@ -493,8 +515,9 @@ def _sample_finish_kernel(
             mass += _weight(p_list, n, peak, least, most, True, FINISH)
     if TOP_P:
         first, last = tl.load(p_edge + 1).to(tl.int32), tl.load(p_edge + 2).to(tl.int32)
-        want = _share(mass, top_p) - tl.load(p_edge + 5)
-        least, _ = _edge(p_list, n, peak, first, last, least, want, True, FINISH)
+        if top_p < 1:
+            want = _share(mass, top_p) - tl.load(p_edge + 5)
+            least, _ = _edge(p_list, n, peak, first, last, least, want, True, FINISH)
 
     o_s = tl.arange(0, S_PAD)
     b_v = tl.load(value_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf"))
@@ -504,7 +527,9 @@ def _sample_finish_kernel(
     for i in tl.range(0, n, FINISH):
         b_key, o_id, m = _listed(p_list, i, n, FINISH)
         b_z = _z(b_key)
-        value, i_value = _best(b_z + gumbel_of(o_id, position, seed), o_id, m & (b_key >= least))
+        if temperature != 0:
+            b_z += gumbel_of(o_id, position, seed)
+        value, i_value = _best(b_z, o_id, m & (b_key >= least))
         better = (value > best) | ((value == best) & (i_value < i_best))
         best, i_best = tl.where(better, value, best), tl.where(better, i_value, i_best)
     tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # no number: id 0
@@ -535,7 +560,7 @@ def _sample_variants(
         argmax = Variant(
             name,
             _sample_argmax_kernel,
-            (f"*{t}", "*i64", "*i64", "*fp32", "*i32", "*i64", "fp32", "i64"),
+            (f"*{t}", "*i64", "*i64", "*fp32", "*i32", "*i64", "fp32", "i64", "i32"),
             {**row, "BLOCK": block, "NOISE": noise, **held},
             smoke=smoke and noise,
             **fixed,
@@ -552,14 +577,14 @@ def _sample_variants(
     peak = Variant(
         name + " peak",
         _sample_peak_kernel,
-        (f"*{t}", "*i64", "*fp32", "*i64", "*i32", "fp32"),
+        (f"*{t}", "*i64", "*fp32", "*i64", "*i32", "fp32", "i32"),
         {**row, "BLOCK": block, "ZERO": triton.next_power_of_2(-(-2 * BINS // S)), **held},
         **fixed,
     )
     histogram = Variant(
         name + " histogram",
         _sample_histogram_kernel,
-        (f"*{t}", "*i64", "*fp32", "*i64", "fp32"),
+        (f"*{t}", "*i64", "*fp32", "*i64", "fp32", "i32"),
         {**row, **pad, "BLOCK": block, **flags},
         smoke=smoke and top_p and not top_k,
         **fixed,
@@ -582,6 +607,7 @@ def _sample_variants(
             "i32",
             "fp32",
             "i64",
+            "i32",
         ),
         {**row, **pad, "BLOCK": block, **flags},
         smoke=smoke and top_p and not top_k,
@@ -590,7 +616,7 @@ def _sample_variants(
     finish = Variant(
         name + " finish",
         _sample_finish_kernel,
-        ("*i64", "*i64", "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i64", "*i64", "fp32", "i64"),
+        ("*i64", "*i64", "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i64", "*i64", "fp32", "i64", "i32"),
         {**row, **pad, "FINISH": FINISH, **flags},
         num_warps=8,
         wide=False,
@@ -634,13 +660,14 @@ def _launch_sample(
     held = noise and draw is not None
     filters = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # in memory it may be any top_k
     launches = _sample_variants(logits.dtype, V, noise, *filters, drawn=held)
-    numbers = draw if held else positions  # not read there
+    numbers = draw.contiguous() if held and draw is not None else positions  # not read there
+    run = check_draw(draw, T)
     S = launches[0].constexprs["S"]
     scale, key = float(temperature) if noise else 1.0, _signed(seed)
     value = logits.new_empty((T, S), dtype=torch.float32)
     ids = logits.new_empty((T, S), dtype=torch.int32)
     if not any(filters):
-        launches[0]((T, S), logits, positions, numbers, value, ids, out, scale, key)
+        launches[0]((T, S), logits, positions, numbers, value, ids, out, scale, key, run)
         if S > 1:
             launches[1]((T,), value, ids, out)
         return out
@@ -649,8 +676,8 @@ def _launch_sample(
     hist, edge = positions.new_empty(T, 2, BINS), positions.new_empty(T, 6)
     entries, listed = positions.new_empty(T, V), ids.new_empty(T)
     share = float(top_p)
-    peak((T, S), logits, numbers, peaks, hist, listed, scale)
-    histogram((T, S), logits, numbers, peaks, hist, scale)
+    peak((T, S), logits, numbers, peaks, hist, listed, scale, run)
+    histogram((T, S), logits, numbers, peaks, hist, scale, run)
     select(
         (T, S),
         logits,
@@ -667,8 +694,9 @@ def _launch_sample(
         top_k if filters[0] else 0,
         share,
         key,
+        run,
     )
-    finish((T,), positions, numbers, peaks, value, ids, entries, listed, edge, out, share, key)
+    finish((T,), positions, numbers, peaks, value, ids, entries, listed, edge, out, share, key, run)
     return out
 
 
@@ -702,7 +730,7 @@ def _fake_sample(
     positions: Tensor,
     draw: Tensor | None = None,
 ) -> Tensor:
-    check_draw(draw)
+    check_draw(draw, logits.shape[0])
     _check_sample(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions)
     return positions.new_empty(positions.shape)
 

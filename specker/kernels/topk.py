@@ -45,7 +45,9 @@ class Noise(NamedTuple):
     seed: int
     positions: Tensor  # [T] int64
     temperature: float
-    draw: Tensor | None = None  # [4], noise.pack_draw: seed and temperature (not whether there is one) are read there
+    # [4] or [B, 4], noise.pack_draw: seed and temperature are read there, and the one above only says that there is
+    # noise. Rows come in B equal runs, of a sequence each; a temperature of 0 in memory is greedy, without noise.
+    draw: Tensor | None = None
 
 
 Noisy = Noise | tuple[int, Tensor, float]
@@ -97,9 +99,14 @@ def vocab_topk_ref(
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if noise is not None and noise[2] > 0:
         seed, positions, temperature, draw = Noise(*noise)
-        if draw is not None:
-            seed, temperature, _, _ = unpack_draw(draw)
-        z = add_gumbel_(z.div_(temperature), seed, positions, token_ids)
+        if draw is None:
+            add_gumbel_(z.div_(temperature), seed, positions, token_ids)
+        else:
+            run = check_draw(draw, z.shape[0])
+            for numbers, rows, at in zip(draw.view(-1, 4), z.split(run), positions.split(run), strict=False):
+                seed, temperature, _, _ = unpack_draw(numbers)
+                if temperature > 0 and len(rows):
+                    add_gumbel_(rows.div_(temperature), seed, at, token_ids)
     values, columns = (_largest if z.is_cuda else _select)(z, token_ids, k)
     ids = columns if token_ids is None else token_ids.take(columns).long()
     return ids, values, z.logsumexp(-1) if with_lse else z.new_empty(0)
@@ -206,7 +213,7 @@ def _power(z, top):
 
 
 @triton.jit(
-    do_not_specialize=["T", "temperature", "seed"],
+    do_not_specialize=["T", "temperature", "seed", "run"],
     do_not_specialize_on_alignment=["ids_ptr", "positions_ptr", "draw_ptr"],
 )
 def _vocab_topk_kernel(
@@ -214,12 +221,13 @@ def _vocab_topk_kernel(
     w_ptr,  # [K, E]
     ids_ptr,  # [K]
     positions_ptr,  # [T]
-    draw_ptr,  # [4]
+    draw_ptr,  # [B, 4]: a set for each run of rows
     keys_ptr,  # [T, tiles, C]: the tile's largest, descending
     stats_ptr,  # [2, T, tiles]: the tile's maximum, and its sum of exp(z - maximum)
     T,
     temperature,
     seed: tl.int64,
+    run,  # rows that share a set
     K: tl.constexpr,
     E: tl.constexpr,
     M: tl.constexpr,  # rows of x of a program
@@ -242,8 +250,6 @@ def _vocab_topk_kernel(
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
     else:
         b_id = o_n.to(tl.int64)
-    if NOISE:
-        seed, temperature, _ = drawn(draw_ptr, seed, temperature, 1.0, DRAWN)
     b_all, _ = stream_rows(
         x_ptr,
         w_ptr + i_tile.to(tl.int64) * N * E,
@@ -274,7 +280,14 @@ def _vocab_topk_kernel(
         m_r = o_r < T
         if NOISE:
             b_position = tl.load(positions_ptr + o_r, mask=m_r, other=0)
-            b_z = tl.div_rn(b_z, temperature) + gumbel_of(b_id[None, :], b_position[:, None], seed)
+            if DRAWN:
+                p_draw = draw_ptr + tl.minimum(o_r, T - 1) // run * 4
+                b_seed, b_t, _top_p = drawn(p_draw[:, None], seed, temperature, 1.0, DRAWN)
+                b_hot = tl.where(b_t == 0, 1.0, b_t)
+                b_noisy = tl.div_rn(b_z, b_hot) + gumbel_of(b_id[None, :], b_position[:, None], b_seed)
+                b_z = tl.where(b_t == 0, b_z, b_noisy)
+            else:
+                b_z = tl.div_rn(b_z, temperature) + gumbel_of(b_id[None, :], b_position[:, None], seed)
         o_tile = o_r.to(tl.int64) * tiles + i_tile
         if LSE:
             b_z = tl.where(m_n[None, :], b_z, float("-inf"))
@@ -393,7 +406,7 @@ def _variants(
         arguments=(
             *(f"*{t}", f"*{t}", f"*{TYPES[ids]}" if ids else f"*{t}"),
             *(("*i64" if there else f"*{t}") for there in (noise, held)),
-            *("*i64", "*fp32", "i32", "fp32", "i64"),
+            *("*i64", "*fp32", "i32", "fp32", "i64", "i32"),
         ),
         constexprs={
             "K": K,
@@ -492,12 +505,13 @@ def _launch(
         weight.contiguous(),
         hidden if token_ids is None else token_ids.contiguous(),  # neither is read where there is none
         positions.contiguous() if noisy and positions is not None else hidden,
-        draw if held else hidden,
+        draw.contiguous() if held and draw is not None else hidden,
         keys,
         stats,
         T,
         float(temperature),
         seed - (1 << 64) if seed >= 1 << 63 else seed,
+        check_draw(draw, T),
     )
     merge((T,), keys, stats, ids, logits, lse, T)
     return ids, logits, lse
@@ -526,7 +540,7 @@ def _check(
     if noise is not None:
         seed, positions, temperature, draw = Noise(*noise)
         check_seed(seed)
-        check_draw(draw)
+        check_draw(draw, T)
         if positions.shape != (T,) or positions.dtype != torch.int64:
             raise ValueError(f"noise positions must be [{T}] int64, got {tuple(positions.shape)} {positions.dtype}")
         if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):

@@ -116,8 +116,53 @@ def test_a_draw_in_memory(setting, V):
                 held = noise.pack_draw(seed, temperature, all_of_them, top_p)
                 assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), all_of_them
     torch.library.opcheck(torch.ops.specker.sample_rows, (logits, *setting, 1, positions, draw))
-    with pytest.raises(ValueError, match="draw must be"):
-        sample_rows(logits, *setting, seed, positions, draw[:3])
+    for bad in (draw[:3], draw[None, None], draw.float(), draw[None][:0]):
+        with pytest.raises(ValueError, match="draw must be"):
+            sample_rows(logits, *setting, seed, positions, bad)
+    with pytest.raises(ValueError, match="3 rows cannot be shared evenly by the 2 sets"):
+        sample_rows(logits, *setting, seed, positions, draw.repeat(2, 1))
+
+
+# As a request's numbers stand in memory: those that keep all are large, or neutral.
+HELD = [(0.0, 3, 0.2), (0.8, 2**31 - 1, 1.0), (1.0, 7, 1.0), (1.3, 2**31 - 1, 0.9), (0.7, 20, 0.8), (0.9, 0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"), [((9.0, 3, 0.5), 2), ((9.0, 3, 1.0), 1), ((9.0, 0, 0.5), 1), ((9.0, 0, 1.0), 3)]
+)
+@pytest.mark.parametrize("go", [sample_rows, lambda *args: _launch_sample(*args)])
+def test_sequences_with_their_own_numbers_share_a_launch(tiles, go, kind, run):
+    """Greedy, sampled and filtered ones: each draws what it draws alone, without what it does not want. Levels tie, so
+    that greedy has something to choose; one row has infinities, one is far from flat."""
+    tiles()
+    B = len(HELD)
+    logits = torch.cat([rows(B * run, 333, seed=1), rows(B * run, 333, scale=40.0, seed=2)], 1)
+    logits[0] = torch.randint(-3, 4, (666,), generator=torch.Generator().manual_seed(0)).float()
+    logits[-1, ::2] = -math.inf
+    draw = torch.stack([noise.pack_draw(SEEDS[b % 5], *mine) for b, mine in enumerate(HELD)])
+    got = go(logits, *kind, 5, at(B * run), draw)
+    for b, (temperature, top_k, top_p) in enumerate(HELD):
+        its, filters = slice(b * run, (b + 1) * run), (top_k if kind[1] else 0, top_p if kind[2] < 1 else 1.0)
+        if temperature == 0 or filters[0] > 666:
+            filters = (0, filters[1])
+        alone = go(logits[its], temperature, *filters, SEEDS[b % 5], at(B * run)[its])
+        assert torch.equal(got[its], alone), (b, got[its], alone)
+    wide = torch.full((B, 6), -1)
+    wide[:, 1:5] = draw
+    if run == 3:
+        assert torch.equal(go(logits, *kind, 5, at(B * run), wide[:, 1:5]), got)  # a view
+        torch.library.opcheck(torch.ops.specker.sample_rows, (logits, *kind, 5, at(B * run), draw))
+
+
+@pytest.mark.parametrize("go", [sample_rows, lambda *args: _launch_sample(*args)])
+def test_numbers_that_keep_all_filter_nothing(go):
+    """A long flat row with a long tail: a sum of its masses would not fit a float64."""
+    logits = rows(2, 9000, scale=0.01, seed=4)
+    logits[:, ::3] -= 24.0
+    held = noise.pack_draw(3, 1.0, 2**31 - 1, 1.0)
+    want = go(logits, 1.0, 0, 1.0, 3, at(2))
+    for kind in ((1.0, 5, 0.5), (1.0, 0, 0.5), (1.0, 5, 1.0)):
+        assert torch.equal(go(logits, *kind, 0, at(2), held), want)
 
 
 def test_bins_do_not_fall():

@@ -255,6 +255,29 @@ def test_a_draw_in_memory(k):
     )
     with pytest.raises(ValueError, match="draw must be"):
         vocab_topk(hidden, weight, None, k, None, Noise(1, positions, 9.0, torch.zeros(3)))
+    for op in (vocab_topk, lambda *args: _launch(*args, True)):
+        with pytest.raises(ValueError, match="3 rows cannot be shared evenly by the 2 sets"):
+            op(hidden, weight, None, k, None, Noise(1, positions, 9.0, pack_draw(1, 0.5).repeat(2, 1)))
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("rows", [1, 23])
+@pytest.mark.parametrize("op", [vocab_topk, _launch])
+def test_sequences_with_their_own_numbers_share_a_launch(poisoned, op, rows, k):
+    """Greedy and sampled ones: each equals the call with its own numbers alone, bit for bit; 69 rows are two tiles."""
+    numbers = [(7, 0.9), (1, 0.0), ((1 << 64) - 5, 1.7)]
+    hidden, weight = integers(3 * rows, 16, 150, torch.float32)
+    positions = torch.arange(3 * rows) * 5 + (1 << 32) - 8
+    draw = torch.stack([pack_draw(*mine) for mine in numbers])
+    for ids in (None, trimmed(150, 400))[: 1 if rows > 1 else 2]:
+        got = op(hidden, weight, ids, k, None, Noise(0, positions, 9.0, draw), True)
+        for b, (seed, temperature) in enumerate(numbers):
+            its = slice(b * rows, (b + 1) * rows)
+            alone = op(hidden[its], weight, ids, k, None, (seed, positions[its], temperature), True)
+            assert all(torch.equal(x[its], y) for x, y in zip(got, alone, strict=True)), b
+            if temperature == 0:
+                without = op(hidden[its], weight, ids, k, None, None, True)
+                assert all(map(torch.equal, alone, without))
 
 
 @pytest.mark.parametrize("noisy", [False, True])
