@@ -67,7 +67,9 @@ def test_bytes_are_those_of_the_weights(bench):
     for shape, draft in (("tiny", None), ("tiny", "tiny")):
         engine = bench.engine(Case("ar", shape, 64, draft))
         w = engine._model.layers
-        numbers = sum(x.numel() for layer in w for part in layer for x in part if x is not None)
+        numbers = sum(
+            x.numel() for layer in w for part in (layer.attention, *layer.mlps) for x in part if x is not None
+        )
         numbers += engine._model.head.numel() + engine._model.norm.numel()
         assert step_bytes(engine.target.config, 0, 4) == 4 * numbers
 

@@ -12,7 +12,6 @@ import specker
 from specker.config import Options, Sampling
 from specker.runtime.autoregressive import AutoregressiveDrafter
 from specker.runtime.head import Head
-from specker.runtime.model import decoder
 from specker.runtime.model.cache import KVCache, sequence_bounds
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
@@ -149,8 +148,8 @@ def test_bounds_stay_where_graphs_know_them():
 def test_the_stacks_own_the_weights(checkpoints):
     """No second copy: a layer's weights are views of its group's."""
     model, _, parallel = loaded(checkpoints["llama"], ((0,), (1, 2, 3), (4, 5, 6)))
-    for group in parallel.groups[1:]:
-        for i, n in enumerate(group.layers):
+    for group, layers in zip(parallel.groups[1:], parallel.schedule.groups[1:], strict=True):
+        for i, n in enumerate(layers):
             layer, stack = model.layers[n].attention, group.attention
             assert layer.qkv.untyped_storage().data_ptr() == stack.qkv.untyped_storage().data_ptr()
             assert torch.equal(layer.qkv, stack.qkv[i]) and torch.equal(layer.o, stack.o[i])
@@ -161,9 +160,9 @@ def test_the_checkpoint_lets_go_of_what_is_stacked(pair):
     """No second copy: what the engine holds of the draft's grouped layers stands in the stacks alone."""
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
     parallel, weights = engine._drafter.parallel, engine.draft.weights
-    stacked = [g.attention for g in parallel.groups if g is not None]
+    stacked = [g.attention for g in parallel.groups if len(g.mlps) > 1]
     stacks = {x.untyped_storage().data_ptr() for w in stacked for x in (w.qkv, w.o)}
-    grouped = [n for g in parallel.groups if g is not None for n in g.layers]
+    grouped = [n for layers in parallel.schedule.groups if len(layers) > 1 for n in layers]
     assert len(grouped) == 5 and len(stacks) == 4
     for held in (weights.qkv, weights.o):
         assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
@@ -440,7 +439,12 @@ def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
 
 def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
     """A_i added to another layer's residual: the fuzzy pass differs from the paper's."""
-    attention = decoder._attention
-    monkeypatch.setattr(decoder, "_attention", lambda *args: attention(*args).flip(0))
+    steps = LayerParallel._steps
+
+    def flipped(self, rows):
+        for group, kv, batch in steps(self, rows):
+            yield group, kv, batch._replace(join=lambda added: added.flip(0)) if len(group.mlps) > 1 else batch
+
+    monkeypatch.setattr(LayerParallel, "_steps", flipped)
     with pytest.raises(AssertionError):
         test_the_fuzzy_pass_is_the_papers(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))
