@@ -181,10 +181,8 @@ def layer_parallel(i: Inputs, m: Shape, rows: int, ranks: int) -> Cost:
         total += Cost(2 * (share * m.attention + n * m.mlp), launches)
         if n > 1:
             total += all_gather(i, ranks, n * rows * m.hidden * 2)
-    # A layer by itself and the last group end with a sum of their own, one of which stands in `draft_launches`; and the
-    # groups' rows are one launch for all.
-    alone = sum(len(group) == 1 for group in schedule.groups)
-    return total + Cost(launches=alone + 1.0 if alone < len(schedule.groups) else 0.0)
+    # One launch repeats the rows for all groups. `draft_launches` has the sum after the last layer.
+    return total + Cost(launches=1.0 if any(len(group) > 1 for group in schedule.groups) else 0.0)
 
 
 def _shares(schedule: Schedule, ranks: int) -> list[tuple[int, int]]:

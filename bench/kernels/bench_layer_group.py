@@ -87,9 +87,9 @@ def build(shape: tuple[int, int, int, int], T: int) -> Built:
             mixed.append(F.linear(tree_attention(q, k, v, *seen)[0].reshape(T, -1), w.attention.o))
         for w, a in zip(model.layers, mixed, strict=True):
             hidden = hidden + a
-            post = F.rms_norm(hidden, hidden.shape[-1:], w.mlp.norm_post, eps)
-            gate, up = F.linear(post, w.mlp.gate_up).chunk(2, -1)
-            hidden = hidden + F.linear(F.silu(gate) * up, w.mlp.down)
+            (mlp,) = w.mlps
+            gate, up = F.linear(F.rms_norm(hidden, hidden.shape[-1:], mlp.norm_post, eps), mlp.gate_up).chunk(2, -1)
+            hidden = hidden + F.linear(F.silu(gate) * up, mlp.down)
         return hidden
 
     def check() -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
 
+from specker.kernels.attention import ancestor_words
 from specker.runtime.draft import Draft
-from specker.runtime.model.cache import KVCache
+from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Model, after, chain_rows, forward, prefill
 from specker.runtime.verify import verify
@@ -107,16 +108,76 @@ def test_layer_slices_and_taps_compose(tmp_path):
     assert forward(model, cache, rows, x, layers=slice(0, 0)).hidden is x
 
 
-def test_prefill_chunks_do_not_matter(tmp_path, monkeypatch):
+def test_prefill_chunks_do_not_matter(tmp_path):
     model, cache = build(tmp_path)
     ids = tokens_of(model, 30)
     prefill(model, cache, ids)
     whole = [cache.k.flatten(1, 2)[:, :30].clone(), cache.v.flatten(1, 2)[:, :30].clone()]
-    monkeypatch.setattr("specker.runtime.model.decoder.PREFILL_CHUNK", 7)
     cache.truncate(0)
-    prefill(model, cache, ids)
+    cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
+    prefill(model, cache, ids, chunk=7)
     for ours, theirs in zip((cache.k, cache.v), whole, strict=True):
         assert (ours.flatten(1, 2)[:, :30] - theirs).abs().max() < 1e-12
+
+
+def test_prefill_reads_the_page_table_once_a_chunk(tmp_path, monkeypatch):
+    """Wherever the pages stand. On a GPU each such read waits for the device."""
+    ids = list(range(30))
+    model, straight = build(tmp_path, page_size=4, layers=3)
+    prefill(model, straight, ids)
+    _, mixed = build(tmp_path, page_size=4, layers=3, permute=True)
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    prefill(model, mixed, ids, chunk=20)
+    assert len(reads) == 2
+    for ours, theirs in ((mixed.k, straight.k), (mixed.v, straight.v)):
+        a, b = (x.flatten(1, 2)[:, c.slot_of[:30]] for x, c in ((ours, mixed), (theirs, straight)))
+        assert (a - b).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("pages", "adjacent"),
+    [([0, 1, 2, 3], 4), ([2, 3, 0, 1], 2), ([3, 2, 1, 0], 1), ([1, 2, 3, 0], 3), ([0, 2, 1, 3], 1)],
+)
+def test_a_span_is_a_slice_while_pages_are_adjacent(tmp_path, pages, adjacent):
+    config = load(make(tmp_path, layers=1), dtype=F64, device="cpu").config
+    cache = KVCache(config, 16, dtype=F64, device="cpu", page_size=4, pages=torch.tensor(pages, dtype=torch.int32))
+    for length in range(17):
+        span = cache.span(length)
+        assert isinstance(span, slice) == (length <= adjacent * 4)
+        assert torch.equal(torch.arange(16)[span], cache.slot_of[:length])
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_sequences_in_one_forward_equal_each_alone(tmp_path, arch):
+    """A chain of 3 rows after 5 tokens and a tree of 5 after 19, their pages mixed in one allocation."""
+    model, pool = build(tmp_path, page_size=4, arch=arch, layers=3, max_context=64)
+    ids, caches, each, alone = tokens_of(model, 32), [], [], []
+    for pages in ([9, 0, 4, 15, 2, 7, 11], [8, 1, 13, 3, 12, 6, 10]):
+        pages = torch.tensor(pages, dtype=torch.int32)
+        cache = KVCache(model.config, 28, dtype=F64, device="cpu", page_size=4, pages=pages)
+        cache.k, cache.v, cache.layers = pool.k, pool.v, pool.layers
+        caches.append(cache)
+    prefill(model, caches[0], ids[:5])
+    prefill(model, caches[1], ids[5:24])
+    first, second = (chain_rows(model, cache, count) for cache, count in zip(caches, (3, 5), strict=True))
+    words = ancestor_words(torch.tensor([0, 0, 1, 2]))
+    second = second._replace(positions=torch.tensor([0, 1, 1, 2, 2]) + 19, ancestors=words)
+    for rows, tokens in ((first, ids[24:27]), (second, ids[27:])):
+        each.append(model.embed_tokens(torch.tensor(tokens)))
+        alone.append(forward(model, pool, rows, each[-1], taps=(1, 3)))
+    written = pool.k.clone(), pool.v.clone()
+    slots = torch.cat((first.slots, second.slots))
+    for x in (pool.k, pool.v):
+        x.flatten(1, 2)[:, slots] = float("nan")
+    joined = dict(zip(Rows._fields, map(torch.cat, zip(first, second, strict=True)), strict=True))
+    rows = Rows(**{**joined, "cu_rows": torch.tensor([0, 3, 8], dtype=torch.int32)})
+    together = forward(model, pool, rows, torch.cat(each), taps=(1, 3))
+    for n in (1, 3):
+        assert (together.taps[n] - torch.cat([out.taps[n] for out in alone])).abs().max() < 1e-12
+    assert (together.hidden - torch.cat([out.hidden for out in alone])).abs().max() < 1e-12
+    for x, want in zip((pool.k, pool.v), written, strict=True):
+        assert (x.flatten(1, 2)[:, slots] - want.flatten(1, 2)[:, slots]).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])

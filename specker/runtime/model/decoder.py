@@ -6,6 +6,7 @@ takes few rows (a decoding step, a verify pass, a tree level) of one or several 
 """
 
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -51,23 +52,23 @@ class FeedForward(NamedTuple):
     down_bias: Tensor | None
 
 
-class LayerWeights(NamedTuple):
-    attention: Attention
-    mlp: FeedForward
-
-
 class Group(NamedTuple):
-    """N layers that attend side by side, and the T rows that enter them: one step of `run_layers`. An ordinary layer is
-    a group of one."""
+    """Weights of N layers that attend side by side from one input. An ordinary layer is a group of one."""
 
-    attention: Attention  # stacked if N > 1; fewer layers than `mlps`, or none, if other ranks attend for the rest
+    attention: Attention  # stacked if N > 1; if ranks share the group, those of this rank's layers alone
     mlps: tuple[FeedForward, ...]  # [N]
-    positions: Tensor  # [N * T] int64, layer by layer
-    slots: Tensor  # [N * T] int64, of k and v
-    k: Tensor  # [pages, page_size, Hkv, D]
-    v: Tensor
+
+
+class Batch(NamedTuple):
+    """T rows in each of a group's N layers, layer by layer."""
+
+    positions: Tensor  # [N * T] int64
+    slots: Tensor  # [N * T] int64, where their K/V goes
     attend: Attend
-    join: Callable[[Tensor], Tensor]  # what each layer's attention adds: of this rank -> of all ranks
+    join: Callable[[Tensor], Tensor]  # o linear of this rank -> of all ranks, [T, E] or [N, T, E]
+
+
+Step = tuple[Group, tuple[Tensor, Tensor], Batch]  # and K and V [pages, page_size, Hkv, D] that `slots` index
 
 
 class Output(NamedTuple):
@@ -127,9 +128,9 @@ class Model:
 
 
 def run_layers(
-    model: Model, groups: Iterable[Group], hidden: Tensor, first: int = 0, taps: tuple[int, ...] = ()
+    model: Model, steps: Iterable[Step], hidden: Tensor, first: int = 0, taps: tuple[int, ...] = ()
 ) -> Output:
-    """Run the groups of layers one after another, from depth `first` on, over rows whose residual stream is `hidden`
+    """Run groups of layers one after another, from depth `first` on, over rows whose residual stream is `hidden`
     [T, E]. Writes the rows' K/V. A group's layers all attend from the group's own input h, then their feed-forwards
     follow one another:
 
@@ -141,16 +142,27 @@ def run_layers(
     eps, linear = model.config.rms_norm_eps, model.linear
     kept: dict[int, Tensor] = {}
     delta = None  # the last feed-forward's output, not yet added to `hidden`
-    for group in groups:
-        w = group.attention
-        hidden, normed = _merge(hidden, delta, w.norm_in, eps)
+    for (w, mlps), (k, v), batch in steps:
+        several = w.norm_in.dim() == 2
+        hidden, normed = (_merge if several else add_norm)(hidden, delta, w.norm_in, eps)
         if first in taps:
             kept[first] = hidden
-        first += len(group.mlps)
-        added = group.join(_attention(model, group, normed) if len(normed) else normed)
-        delta, *others = (added,) if added.dim() == 2 else added.unbind(0)
-        for mlp, other in zip(group.mlps, (None, *others), strict=True):
-            hidden, normed = _merge(hidden, delta, mlp.norm_post, eps, other)
+        first += len(mlps)
+        if normed.numel():
+            qkv = linear(normed, w.qkv, w.qkv_bias)
+            q = qkv.flatten(0, 1) if several else qkv
+            q = kv_calibrate(q, batch.positions, batch.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
+            mixed = batch.attend(q, k, v).flatten(1)
+            added = linear(mixed.view(*qkv.shape[:2], -1) if several else mixed, w.o, w.o_bias)
+        else:  # other ranks attend for the whole group
+            added = normed
+        added = batch.join(added)
+        delta = added[0] if several else added
+        for i, mlp in enumerate(mlps):
+            if i == 0:
+                hidden, normed = add_norm(hidden, delta, mlp.norm_post, eps)
+            else:
+                hidden, (normed,) = _merge(hidden, delta, mlp.norm_post.unsqueeze(0), eps, added[i])
             up = linear(normed, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
             delta = model.summed(linear(up, mlp.down, mlp.down_bias))
     if delta is not None:
@@ -160,28 +172,12 @@ def run_layers(
     return Output(hidden, kept)
 
 
-def _attention(model: Model, group: Group, normed: Tensor) -> Tensor:
-    """normed [T, E] or [N, T, E], each layer's own -> what each layer's attention adds, of the same shape."""
-    w = group.attention
-    qkv = model.linear(normed, w.qkv, w.qkv_bias)
-    if qkv.dim() == 3:
-        qkv = qkv.flatten(0, 1)
-    eps = model.config.rms_norm_eps
-    q = kv_calibrate(qkv, group.positions, group.slots, model.rope, group.k, group.v, w.q_norm, w.k_norm, eps)
-    mixed = group.attend(q, group.k, group.v).reshape(*normed.shape[:-1], -1)
-    return model.linear(mixed, w.o, w.o_bias)
-
-
 def _merge(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, other: Tensor | None = None
+    x: Tensor, delta: Tensor | None, norms: Tensor, eps: float, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, E] + delta [T, E] + other [T, E] -> y [T, E] and its RMSNorm: [T, E] for norm [E], [N, T, E] for N norms
-    [N, E]."""
-    if other is None and norm.dim() == 1:
-        return add_norm(x, delta, norm, eps)
+    """`add_norm` with N norms [N, E]: y = x + delta + other, all [T, E], and its RMSNorms [N, T, E]."""
     deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-    y, normed = residual_merge(x, deltas, norm.view(-1, norm.shape[-1]), eps, other)
-    return y, normed if norm.dim() == 2 else normed[0]
+    return residual_merge(x, deltas, norms, eps, other)
 
 
 def forward(
@@ -195,26 +191,17 @@ def forward(
     """Run `layers` over T rows of one or several sequences. `hidden` [T, E] is the residual stream entering the first
     of them (the embedding for layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the
     stream."""
-    span = range(*layers.indices(len(model.layers)))
-    attend = over_pages(model, rows)
-    groups = (one_layer(model, cache, n, rows.positions, rows.slots, attend) for n in span)
-    return run_layers(model, groups, hidden, span.start, taps)
-
-
-def one_layer(model: Model, cache: KVCache, n: int, positions: Tensor, slots: Tensor, attend: Attend) -> Group:
-    """Layer n as a group of one, over rows at `positions` [T] whose K/V goes to `slots` [T] of the layer."""
-    w, (k, v) = model.layers[n], cache.layers[n]
-    return Group(w.attention, (w.mlp,), positions, slots, k, v, attend, model.summed)
+    batch = Batch(rows.positions, rows.slots, over_pages(model, rows), model.summed)
+    steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
+    return run_layers(model, steps, hidden, layers.indices(len(model.layers))[0], taps)
 
 
 def over_pages(model: Model, rows: Rows) -> Attend:
     """The attention of few rows: each sees its sequence's pages up to kv_len, the window through its ancestors."""
-    table, kv_len, window, cu_rows, words, scale = (
-        rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors, model.scale,
-    )  # fmt: skip
+    _, _, kv_len, window, words, cu_rows, table = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, scale, with_lse=False)[0]
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, with_lse=False)[0]
 
     return attend
 
@@ -229,14 +216,14 @@ def prefill(
     chunk: int = PREFILL_CHUNK,
     slot: int = 0,
 ) -> dict[int, Tensor]:
-    """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model see the columns
-    before them; rows of a bidirectional model see their whole chunk and the columns before it. Returns the residual
+    """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
+    see the columns before them; rows of a bidirectional model see their whole chunk and the columns before it. Returns the residual
     stream of the last chunk's last `last` rows, or of all its rows if it has fewer, at the depths `taps`."""
     kept: dict[int, Tensor] = {}
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
-        chunk_tokens = torch.tensor(now, device=model.device)
-        kept = _prefill_chunk(model, cache, slot, chunk_tokens, () if tokens else taps, last)
+        now_tokens = torch.tensor(now, device=model.device)
+        kept = _prefill_chunk(model, cache, slot, now_tokens, () if tokens else taps, last)
     return kept
 
 
@@ -260,9 +247,9 @@ def _prefill_chunk(
             enable_gqa=True,
         )[0].transpose(0, 1)
 
-    positions, slots = model.positions[start:end], cache.slots(slot, start, end)
-    groups = (one_layer(model, cache, n, positions, slots, attend) for n in range(len(model.layers)))
-    kept = run_layers(model, groups, model.embed_tokens(tokens), taps=taps).taps
+    batch = Batch(model.positions[start:end], cache.slots(slot, start, end), attend, model.summed)
+    steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
+    kept = run_layers(model, steps, model.embed_tokens(tokens), taps=taps).taps
     cache.exact_len[slot] = end
     return {n: hidden[-last:] for n, hidden in kept.items()}
 
@@ -275,7 +262,7 @@ def after(rows: int, end: int, device: torch.device) -> Tensor:
     return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
 
 
-def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
+def _layers(weights: Weights, count: int, packed: bool) -> list[Group]:
     """Each layer's weights. With `packed`, linear weights are packed one at a time, in place of those in `weights`."""
     for stack in (weights.qkv, weights.o, weights.gate_up, weights.down):
         if packed and isinstance(stack, list):
@@ -288,7 +275,7 @@ def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
         return None if stack is None else stack[n].unsqueeze(0)
 
     return [
-        LayerWeights(
+        Group(
             Attention(
                 norm_in=weights.norm_in[n],
                 qkv=weights.qkv[n],
@@ -298,12 +285,14 @@ def _layers(weights: Weights, count: int, packed: bool) -> list[LayerWeights]:
                 o=weights.o[n],
                 o_bias=at(weights.o_bias, n),
             ),
-            FeedForward(
-                norm_post=weights.norm_post[n],
-                gate_up=weights.gate_up[n],
-                gate_up_bias=at(weights.gate_up_bias, n),
-                down=weights.down[n],
-                down_bias=at(weights.down_bias, n),
+            (
+                FeedForward(
+                    norm_post=weights.norm_post[n],
+                    gate_up=weights.gate_up[n],
+                    gate_up_bias=at(weights.gate_up_bias, n),
+                    down=weights.down[n],
+                    down_bias=at(weights.down_bias, n),
+                ),
             ),
         )
         for n in range(count)

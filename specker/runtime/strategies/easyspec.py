@@ -18,7 +18,7 @@ from specker.config import groups
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
 from specker.runtime.model.checkpoint import Weights
-from specker.runtime.model.decoder import Attention, Group, Model, one_layer, over_pages, run_layers
+from specker.runtime.model.decoder import Attention, Batch, Group, Model, Step, over_pages, run_layers
 from specker.runtime.ops.repeat import repeat_rows
 
 
@@ -57,15 +57,6 @@ class Schedule:
         return json.dumps(self.groups, separators=(",", ":"))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A group of several layers. Its stacks own the attention weights; the model's layers are views of them."""
-
-    layers: tuple[int, ...]
-    own: tuple[int, ...]  # the neighbours among them that this rank attends for
-    attention: Attention  # theirs, stacked
-
-
 class LayerParallel:
     """A model whose layers run by a schedule over one cache. Where several ranks draft, each rank attends for its own
     layers of a group and gathers the results; every rank does all other work itself, so no hidden row is sent. Only
@@ -83,58 +74,63 @@ class LayerParallel:
         the checkpoint it was made from, keep views of them."""
         self.model, self.cache, self.schedule, self._weights = model, cache, schedule, weights
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
-        self.k, self.v = (x.flatten(0, 1) for x in (cache.k, cache.v))  # views: [L * pages, page, Hkv, D]
+        self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         self._first_pages = torch.arange(len(model.layers), device=model.device)[:, None, None] * cache.k.shape[1]
-        self.groups = [self._group(layers) if len(layers) > 1 else None for layers in schedule.groups]
+        self.groups = [self._group(layers) for layers in schedule.groups]
 
     def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
         """hidden [T, E], the embedding -> [T, E], the residual stream after all layers, by the schedule. Writes the
         rows' K/V, fuzzy in groups of several layers."""
         return run_layers(self.model, self._steps(rows), hidden).hidden
 
-    def _steps(self, rows: Rows) -> Iterator[Group]:
-        model, layers = self.model, self.model.layers
-        batch = self._repeated(rows) if any(self.groups) else rows
-        attend = over_pages(model, rows)
-        for numbers, group in zip(self.schedule.groups, self.groups, strict=True):
-            if group is None:
-                yield one_layer(model, self.cache, numbers[0], rows.positions, rows.slots, attend)
+    def _steps(self, rows: Rows) -> Iterator[Step]:
+        model, cache = self.model, self.cache
+        one = Batch(rows.positions, rows.slots, over_pages(model, rows), model.summed)
+        every = self._repeated(rows) if any(len(group.mlps) > 1 for group in self.groups) else rows
+        for layers, group in zip(self.schedule.groups, self.groups, strict=True):
+            if len(layers) == 1:
+                yield group, cache.layers[layers[0]], one
                 continue
-            own = _of_layers(batch, group.own, len(layers))
-            join = model.summed if self.ranks is None else partial(self._gathered, group, self.ranks)
-            mlps = tuple(layers[n].mlp for n in numbers)
-            over = own.positions, own.slots, self.k, self.v, over_pages(model, own)
-            yield Group(group.attention, mlps, *over, join)
+            own = _of_layers(every, self._own(layers), len(model.layers))
+            join = model.summed if self.ranks is None else partial(self._gathered, layers, self.ranks)
+            yield group, self.kv, Batch(own.positions, own.slots, over_pages(model, own), join)
 
     def _repeated(self, rows: Rows) -> Rows:
-        """The rows of B sequences once for each of L layers: L * B sequences, layer by layer, over `self.k`."""
+        """The rows of B sequences once for each of L layers: L * B sequences, layer by layer, over `self.kv`."""
         L, T, (pages, page) = len(self.model.layers), len(rows.positions), self.cache.k.shape[1:3]
         B = len(rows.kv_len)
         repeated = repeat_rows(*rows[:5], L, pages * page)
         table = (rows.table + self._first_pages).int().flatten(0, 1)
         return Rows(*repeated, sequence_bounds(T // B, self.model.device, L * B), table)
 
-    def _gathered(self, group: _Group, ranks: Ranks, added: Tensor) -> Tensor:
-        """added [own, T, E] of every rank -> [N, T, E]."""
-        N, R = len(group.layers), ranks.drafting
+    def _gathered(self, layers: tuple[int, ...], ranks: Ranks, added: Tensor) -> Tensor:
+        """added [own, T, E] of every rank -> [N, T, E], of a group's `layers`."""
+        N, R = len(layers), ranks.drafting
         if N % R == 0:  # every rank has as many neighbours: the ranks' order is the layers'
             return ranks.gather(added).flatten(0, 1)
         most = -(-N // R)  # a rank with fewer layers sends padding
         sent = added.new_zeros(most, *added.shape[1:])
-        sent[: len(group.own)] = added
+        sent[: len(added)] = added
         every = ranks.gather(sent)  # [R, most, T, E]
-        owners = [self.schedule.owner(layer, R) for layer in group.layers]
+        owners = [self.schedule.owner(layer, R) for layer in layers]
         return torch.stack([every[r, owners[:i].count(r)] for i, r in enumerate(owners)])
 
-    def _group(self, layers: tuple[int, ...]) -> _Group:
-        own = layers
-        if self.ranks is not None:
-            own = tuple(n for n in layers if self.schedule.owner(n, self.ranks.drafting) == self.ranks.rank)
-        if own:
-            return _Group(layers, own, Attention._make(self._stack(own, name) for name in Attention._fields))
-        one = self.model.layers[0].attention  # this rank only waits for the others: stacks of no layers
-        stacks = (None if x is None else self.model.embed.new_empty(0, *x.shape) for x in one)
-        return _Group(layers, own, Attention._make(stacks))
+    def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """The neighbours among a group's layers that this rank attends for."""
+        if self.ranks is None:
+            return layers
+        return tuple(n for n in layers if self.schedule.owner(n, self.ranks.drafting) == self.ranks.rank)
+
+    def _group(self, layers: tuple[int, ...]) -> Group:
+        """Its stacks own the attention weights; the model's layers become views of them."""
+        if len(layers) == 1:
+            return self.model.layers[layers[0]]
+        if own := self._own(layers):
+            attention = Attention._make(self._stack(own, name) for name in Attention._fields)
+        else:  # this rank only waits for the others: stacks of no layers
+            one = self.model.layers[0].attention
+            attention = Attention._make(x if x is None else self.model.embed.new_empty(0, *x.shape) for x in one)
+        return Group(attention, tuple(mlp for n in layers for mlp in self.model.layers[n].mlps))
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
         """Stack the layers' attention weights of one name, [N, ...], and make the layers' own weights views of it."""
