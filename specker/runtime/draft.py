@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specker.runtime.stats import Found
+from specker.runtime.stats import DiffusionStats
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Draft:
     is_chain: bool = False  # parents == 0..N-1
     resume: Resume | None = None
     confidence: tuple[float, ...] = ()  # of each token, where a policy asked for it
-    found: Found | None = None  # of a diffusion drafter
+    found: DiffusionStats | None = None  # of a diffusion drafter
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -40,7 +40,7 @@ class Draft:
     def empty(cls, device: torch.device | str = "cpu") -> "Draft":
         return cls.chain(torch.empty(0, dtype=torch.int64, device=device))
 
-    def with_found(self, found: Found) -> "Draft":
+    def with_found(self, found: DiffusionStats) -> "Draft":
         return replace(self, found=found)
 
     def depths(self) -> list[int]:

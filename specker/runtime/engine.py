@@ -9,35 +9,23 @@ from typing import Any
 import torch
 
 from specker import zoo
-from specker.config import Options, Sampling, from_kwargs, given
-from specker.kernels.noise import gumbel
-from specker.runtime import vocab_scores
+from specker.config import Options, Sampling, from_kwargs
+from specker.runtime import check, strategies, vocab_scores
+from specker.runtime.check import CheckResult
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.dist import Ranks, SharedDrafter, SharedPolicy
-from specker.runtime.draft import Draft
 from specker.runtime.head import Kept
 from specker.runtime.loop import Context, Drafter, decode
 from specker.runtime.model import memory
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.config import CheckpointError, layer_elements
-from specker.runtime.model.decoder import PREFILL_CHUNK, Model, prefill
+from specker.runtime.model.decoder import PREFILL_CHUNK, Model
+from specker.runtime.policy import Policy
 from specker.runtime.rounds import StaticRounds
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import (
-    SCRATCH,
-    STRATEGIES,
-    Pair,
-    allocate,
-    early_exit,
-    linear,
-    longest,
-    met,
-    policy,
-    shape,
-)
+from specker.runtime.strategies import vocabtrim
+from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, Strategy, allocate, linear
 from specker.runtime.synthetic import agreements
-from specker.runtime.verify import verify
 
 LOST = "a row's bits then depend on how many rows stand beside it: chains are no longer bit-equal to plain decoding"
 
@@ -65,19 +53,6 @@ class Generation:
     finished: str
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """A generation beside plain decoding of the same prompt."""
-
-    ar: Generation
-    identical: bool | None  # None: something stands in for the models' own tokens, so there is nothing to compare
-    ok: bool  # identical or None, or differing where rounding alone explains it
-    message: str
-    first_difference: int | None = None
-    gap: float | None = None  # between the two tokens' (perturbed) logits there, in the target's own row
-    bound: float | None = None
-
-
 @dataclass
 class Engine:
     target: Checkpoint
@@ -93,43 +68,54 @@ class Engine:
     model: Model = field(init=False, repr=False)
     cache: KVCache = field(init=False, repr=False)
     drafter: Drafter | None = field(init=False, repr=False)
-    trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # is told of every round
-    _head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
+    plan: Plan = field(init=False, repr=False)  # what `warmup` runs
+    trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # called with every round
+    _strategy: Strategy = field(init=False, repr=False)
+    _policies: PolicyContext = field(init=False, repr=False)
     _rounds_of: StaticRounds | None = field(init=False, repr=False, default=None)
     _agrees: tuple[int, torch.Tensor] | None = field(init=False, repr=False, default=None)  # seed, by position
     _running: Context | None = field(init=False, repr=False, default=None)  # the request that owns the caches
 
     def __post_init__(self) -> None:
-        strategy = STRATEGIES[self.options.way]
-        self.model = Model(self.target, linear=linear(self.options), ranks=self.ranks)
+        strategy, ranks = strategies.of(self.options), self.ranks
+        self._strategy = strategy
+        self.model = Model(self.target, linear=linear(self.options), ranks=ranks)
         self.cache = allocate(self.model, self.options)
-        self.drafter = None
+        alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
         inner: Any = None
-        if strategy.by_itself:
-            head = None if self.draft is None else self.draft.weights.head
-            if self.ranks is not None and head is None:
-                head = self.target.weights.head  # all of it: a draft step does not wait for the others' candidates
-            self.drafter = inner = early_exit(self.model, self.cache, head, self.kept)
-            self._head_cost = self._agreed(inner.price(self.options.exit_cost or "bytes"))
-        elif strategy.drafter is not None:
-            if self.draft is not None:
-                tokenizer = self._tokenizer_or_none()
-                digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
-                pair = Pair(self.target, self.draft, self._bundled, digest, self.ranks)
-                inner = strategy.drafter(pair, self.kept, self.options)
-            self.drafter = inner if self.ranks is None else SharedDrafter(inner, self.ranks)
-        apart = isinstance(self.drafter, SharedDrafter) and self.drafter.ranks.drafting < self.drafter.ranks.size
-        if self.options.graphs == "on" and apart:
+        if alone or (ranks is not None and ranks.drafts):
+            inner = strategy.drafter(self._draft_context())
+        self.drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
+        cost = 0.0 if inner is None else strategy.head_cost(self.options, inner)
+        if strategy.self_drafting:
+            cost = self._agreed(cost)
+        self._policies = PolicyContext(self.options, self.target.config.num_layers, self._bundled, cost)
+        self.plan = strategy.plan(self._policies)
+        if self.options.graphs == "on" and not alone and ranks is not None and ranks.drafting < ranks.size:
             raise ValueError("--graphs on over several ranks needs all of them to draft: --draft-ranks as many as --tp")
         if self.options.graphs == "on" and self.device.type == "cuda" and self.dtype == torch.float64:
             raise ValueError("--graphs on needs kernels, which float64 has not: use --graphs off or another --dtype")
         if (self.options.graphs or self._graphs_by_default()) == "on":
-            most = longest(self.options, self._bundled)
-            capture = self.device.type == "cuda"
+            most, capture = self.plan.largest, self.device.type == "cuda"
             self._rounds_of = StaticRounds(self.model, self.cache, inner, most.nodes, most.depth, capture)
 
+    def _draft_context(self) -> DraftContext:
+        tokenizer = self.target.tokenizer_or_none
+        digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
+        return DraftContext(
+            self.options,
+            self.target,
+            self.model,
+            self.cache,
+            self.draft,
+            self.kept,
+            self._bundled,
+            digest,
+            self.ranks,
+        )
+
     def _agreed(self, value: float) -> float:
-        """Rank 0's."""
+        """Rank 0's value."""
         if self.ranks is None:
             return value
         return float(self.ranks.first(torch.tensor([value], dtype=torch.float64, device=self.device)))
@@ -150,6 +136,11 @@ class Engine:
         return self.options.strategy
 
     @property
+    def speculates(self) -> bool:
+        """Whether anything is drafted."""
+        return self._strategy.drafts
+
+    @property
     def _bundled(self) -> bool:
         return self.target.folder == zoo.path("code-target")
 
@@ -164,11 +155,11 @@ class Engine:
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts can be text."""
-        return self._tokenizer_or_none() is not None
+        return self.target.tokenizer_or_none is not None
 
     @property
     def remarks(self) -> dict[str, str]:
-        """What a reader of any result has to know first, in sentences; the keys are those of `--json`."""
+        """What a reader of the results must know, in sentences; the keys are those of `--json`."""
         said = dict(self.notes)
         if self.options.stand_ins:
             earned = "text, acceptance" if self.options.acceptance is None else "text"
@@ -191,8 +182,7 @@ class Engine:
     @property
     def bit_equal(self) -> bool:
         """Whether tokens may not even differ within rounding: in float64, and of chains on a GPU."""
-        o = self.options
-        chain = o.tree is None and o.cps != "tree" and o.linear != "cublas"
+        chain = self._strategy.chains(self.options) and self.options.linear != "cublas"
         chain = chain and (self.ranks is None or self.ranks.ordered)
         return self.dtype == torch.float64 or (self.device.type == "cuda" and chain)
 
@@ -213,52 +203,26 @@ class Engine:
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost in the decoding that `stats` counted; empty where nothing is trimmed."""
-        if self.kept is None or self.draft is None:
-            return {}
-        return {
-            "kept_rows": len(self.kept.ids),
-            "text_rows": self.kept.text,
-            "vocab_size": self.target.config.vocab_size,
-            "coverage": stats.kept / max(1, stats.tokens),
-            "rounds_lost": stats.lost,
-            "head_bytes_per_draft_step": self.draft.weights.head.numel() * self.dtype.itemsize,
-            "mbsu": self.mbsu(stats),
-        }
+        return vocabtrim.report(self, stats)
 
-    def mbsu(self, stats: Stats) -> float:
-        """tau / (c * gamma + 1), the memory-bound speed-up of arXiv 2506.22694: tau acceptance length, c the bytes of
-        weights of a draft step over a target step's, gamma draft steps a round. A model, not a measurement."""
-        if self.draft is None:
-            return 1.0
-        drafted = float(layer_elements(self.draft.config))
-        if stats.exits:  # by the target's own first layers
-            mean = sum(n * times for n, times in stats.exits.items()) / stats.rounds
-            drafted *= mean / self.target.config.num_layers
-        drafted += self.draft.weights.head.numel()
-        whole = layer_elements(self.target.config) + self.target.weights.head.numel()
-        width, depth = shape(self.options)
-        gamma = depth if width > 1 else stats.drafted / max(1, stats.rounds)
-        if stats.found:  # a pass guesses a whole block
-            gamma = stats.diffusion["passes"]
-        return stats.acceptance_length / (drafted / whole * gamma + 1)
+    def policy(self) -> Policy:
+        """A fresh policy for one request."""
+        return self._strategy.policy(self._policies)
 
     def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Do once what a request may meet, so that none is kept waiting: on a GPU every kernel is compiled and every
-        graph captured (but DEL's verify passes); elsewhere a few tokens are decoded with and without the drafter.
-        `tell` hears (done, of) now and then."""
+        """Run what requests will run, so that none of them waits: on a GPU this compiles every kernel and captures the
+        graphs of `plan`; elsewhere it decodes a few tokens with and without the drafter. `tell` is called with
+        (done, of) now and then."""
         rounds = self._rounds_of
         if rounds is not None:
-            what = met(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
-            rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
+            plan, confident, agrees = self.plan, self.policy().confident, self._given(0)
             with self._in_memory():
-                rounds.warmup(what.budgets, what.verified, what.accepted, rule.confident, self._given(0), tell)
+                rounds.warmup(list(plan.budgets), list(plan.verified), list(plan.accepted), confident, agrees, tell)
         filters = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
         for how in ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters)):
             self.generate([0, 0], 8, **how)
             self.generate_ar([0, 0], 2, **how)
-        if (
-            self.captures
-        ):  # a prompt's linears are torch's own: their first call, for a first chunk and a second, is slow
+        if self.captures:  # a prompt uses torch's own linears, whose first call is slow for a first and a second chunk
             for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
                 self.generate([0] * min(length, self.max_context - 2), 2)
 
@@ -283,30 +247,8 @@ class Engine:
     def check(
         self, prompt: str | list[int], generation: Generation, max_new_tokens: int = 128, **sampling: Any
     ) -> CheckResult:
-        """Decode the prompt with `ar` and compare. Where tokens differ the target's logit gap tells rounding from a
-        bug: float64 admits no difference, nor does a chain on a GPU, whose rows do not depend on their neighbours; else
-        it may be one within the bound of `_rounding_bound`. Nothing is compared where something stands in for the
-        models (`--load dummy`, `--acceptance`)."""
-        ar = self.generate_ar(prompt, max_new_tokens, **sampling)
-        if self.options.stand_ins:
-            return CheckResult(ar, None, True, f"not compared with plain decoding: {self.remarks['sizing']}")
-        pairs = zip(generation.tokens, ar.tokens, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if first is None:
-            same = len(generation.tokens) == len(ar.tokens)
-            message = "identical to plain decoding" if same else "a different number of tokens"
-            return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        gap, bound = self._gap(ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
-        ok = not self.bit_equal and gap <= bound
-        verdict = "within" if gap <= bound else "beyond"
-        message = (
-            f"differs from plain decoding at token {first}: the two tokens' logits are {gap:.2e} apart there, "
-            f"{verdict} the rounding bound {bound:.2e} of {str(self.dtype).removeprefix('torch.')}"
-        )
-        if self.bit_equal:
-            message += "; there should be no difference at all"
-        return CheckResult(ar, False, ok, message, first, gap, bound)
+        """Decode the prompt with `ar` and compare; see check.py."""
+        return check.check(self, prompt, generation, max_new_tokens, **sampling)
 
     def _context(
         self, prompt: str | list[int], max_new_tokens: int, drafter: Drafter | None, sampling: dict[str, Any]
@@ -320,18 +262,18 @@ class Engine:
             drafter.reset()
         limit = min(len(ids) + max_new_tokens, self.max_context)
         kept = None if drafter is None or self.kept is None else drafter.head.known
-        trace = self.trace if drafter is not None or self.options.way == "ar" else None  # not of the `ar` beside
-        rule = policy(self.options, self.target.config.num_layers, self._head_cost, self._bundled)
+        trace = self.trace if drafter is self.drafter else None  # not of the plain decoding that --check compares with
+        rule = self.policy()
         if self.ranks is not None and drafter is not None and rule.layers:
             rule = SharedPolicy(rule, self.ranks)
         agrees = None if drafter is None else self._given(params.seed)
         if self._rounds_of is not None:
             self._rounds_of.reset()
-        rounds = None if trace else self._rounds_of  # a trace tells what static rounds keep on the device
+        rounds = None if trace else self._rounds_of  # a trace needs what static rounds keep on the device
         return Context(self.model, self.cache, drafter, rule, params, Stats(), ids, limit, kept, trace, agrees, rounds)
 
     def _stream(self, ctx: Context) -> Iterator[Chunk]:
-        text = Detokenizer(self._tokenizer_or_none())
+        text = Detokenizer(self.target.tokenizer_or_none)
         with self._in_memory():
             for tokens, accepted, finished in self._rounds(ctx):
                 pieces = [(text.add(token), n < accepted) for n, token in enumerate(tokens)]
@@ -348,15 +290,8 @@ class Engine:
         return Generation(tokens, self._decode(tokens), ctx.stats, finished)
 
     def _decode(self, tokens: list[int]) -> str:
-        tokenizer = self._tokenizer_or_none()
+        tokenizer = self.target.tokenizer_or_none
         return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _tokenizer_or_none(self) -> Any:
-        """A checkpoint without a tokenizer decodes ids, and its text is empty."""
-        try:
-            return self.tokenizer
-        except CheckpointError:
-            return None
 
     def _rounds(self, ctx: Context) -> Iterator[tuple[list[int], int, str | None]]:
         own = () if self.options.stand_ins else self.target.config.eos_ids  # a token that is nobody's ends nothing
@@ -378,7 +313,7 @@ class Engine:
         if self.options.acceptance is None:
             return None
         if self._agrees is None or self._agrees[0] != seed:
-            table = agreements(given(self.options.acceptance), seed, self.cache.capacity).to(self.device)
+            table = agreements(self.options.acceptance, seed, self.cache.capacity).to(self.device)
             self._agrees = seed, table if self._agrees is None else self._agrees[1].copy_(table)
         return self._agrees[1]
 
@@ -386,27 +321,8 @@ class Engine:
         """Memory that runs out in here is told in a sentence, with the context that would fit."""
         return room_of(self.target, self.draft, self.options).running()
 
-    def _gap(self, ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
-        """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
-        params = from_kwargs(Sampling, sampling)
-        self.cache.truncate(0)
-        prefill(self.model, self.cache, ids[:-1])
-        logits, positions, _ = verify(self.model, self.cache, ids[-1], Draft.empty(self.device))
-        logits = self.model.whole_logits(logits)
-        bound = _rounding_bound(self.dtype, logits[0], params.temperature)
-        row = logits[0]
-        if params.temperature > 0:
-            row = row / params.temperature + gumbel(params.seed, positions, len(row))[0]
-        return abs(float(row[ours] - row[theirs])), bound
-
 
 def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
-    own = [target] if draft is None or STRATEGIES[options.way].by_itself else [target, draft]
+    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
     embed = target.weights.embed
     return memory.Room(tuple(c.local for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)
-
-
-def _rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:
-    """How far two tokens' logits may drift apart when a row is computed beside other rows: a few dozen roundings of
-    the dtype at the logits' scale (each of ~10 layers contributes some), divided by the temperature as they are."""
-    return 64 * torch.finfo(dtype).eps * float(logits.abs().max()) / (temperature or 1.0)

@@ -96,3 +96,10 @@ class DraftAndVerify(Fixed):
             self.accepted = 0.5 * self.accepted + 0.5 * (len(path) - 1) / len(draft)
             step = 0.01 if self.accepted <= self.goal else -0.01
             self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
+
+
+GENERAL: dict[str, type[Fixed]] = {  # the policies that suit any strategy; made from nodes, depth and exit
+    "fixed": Fixed,
+    "plus-minus-one": PlusMinusOne,
+    "draft-and-verify": DraftAndVerify,
+}

@@ -35,7 +35,7 @@ from specker.runtime.model.decoder import Model
 from specker.runtime.ops.rounds import advance
 from specker.runtime.policy import Budget
 from specker.runtime.sampling import Held, kind, pack
-from specker.runtime.stats import Found
+from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.diffuspec import DiffusionDrafter
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 from specker.runtime.strategies.dynamic_exit import EarlyExitDrafter
@@ -125,7 +125,7 @@ class Flight:
     exit: int
     tree: bool
     confidence: tuple[float, ...]
-    found: Found | None
+    found: DiffusionStats | None
     report: Tensor  # on the host, once `done`
     tokens: Tensor | None  # the draft, likewise, where a policy asks what it was
     done: Any  # the event after the copy
@@ -280,7 +280,7 @@ class StaticRounds:
         count, *rest = flight.report.tolist()
         rows = len(rest) // 2
         if flight.tokens is not None:
-            flight.found = Found(self.drafter.stopped(flight.tokens.tolist()))
+            flight.found = DiffusionStats(self.drafter.stopped(flight.tokens.tolist()))
         between = zip(flight.marks, flight.marks[1:], strict=False)
         seconds = {stage: self._seconds(a, b) for stage, (a, b) in zip(STAGES, between, strict=True)}
         self._collected, self._seconds_of = self._collected + 1, self._seconds_of + sum(seconds.values())

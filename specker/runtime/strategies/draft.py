@@ -1,5 +1,12 @@
-"""A small model drafts: a chain token by token, or a tree level by level (the best `width` nodes of each level, by
-cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
+"""Strategy `draft`: a small model drafts (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+
+It drafts a chain token by token, or a tree level by level: each level keeps the `width` nodes with the largest
+cumulative probability
+
+    score(child) = score(parent) + log q(child | path)
+
+as EAGLE-2 and EasySpec grow theirs. Above temperature 0, q is perturbed with the target's own noise (runtime/head.py).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +22,7 @@ from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Rows, Start
 from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
 from specker.runtime.policy import Budget
+from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:  # easyspec.py builds on this file
     from specker.runtime.strategies.easyspec import LayerParallel
@@ -223,3 +231,13 @@ def _own_bits(first: int, count: int, nodes: int, device: torch.device) -> Tenso
     words = torch.zeros(count, min(MAX_WORDS, -(-nodes // 64)), dtype=torch.int64, device=device)
     words[node - first, node // 64] = torch.ones_like(node) << (node % 64)
     return words
+
+
+class SmallModel(Strategy):
+    name = "draft"
+    summary = "a small model drafts a chain or a tree"
+    bundled_draft = "code-draft"
+
+    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
+        model = context.draft_model()
+        return AutoregressiveDrafter(model, context.allocate(model), context.head(model), width=context.options.width)

@@ -1,0 +1,79 @@
+"""Compare a generation with plain decoding of the same prompt (`--check`).
+
+Where two tokens differ, the target's logits tell rounding from a bug. float64 admits no difference, nor does a chain on
+a GPU, whose rows do not depend on their neighbours. Elsewhere the two tokens' logits may be as far apart as
+`rounding_bound`.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specker.config import Sampling, from_kwargs
+from specker.kernels.noise import gumbel
+from specker.runtime.draft import Draft
+from specker.runtime.model.decoder import prefill
+from specker.runtime.verify import verify
+
+if TYPE_CHECKING:
+    from specker.runtime.engine import Engine, Generation
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A generation beside plain decoding of the same prompt."""
+
+    ar: "Generation"
+    identical: bool | None  # None: not compared, because random weights or a given acceptance replace the real models
+    ok: bool  # identical or None, or differing where rounding alone explains it
+    message: str
+    first_difference: int | None = None
+    gap: float | None = None  # between the two tokens' (perturbed) logits there, in the target's own row
+    bound: float | None = None
+
+
+def check(
+    engine: "Engine", prompt: str | list[int], generation: "Generation", max_new_tokens: int, **sampling: Any
+) -> CheckResult:
+    """Decode the prompt with `ar` and compare the tokens."""
+    ar = engine.generate_ar(prompt, max_new_tokens, **sampling)
+    if engine.options.stand_ins:
+        return CheckResult(ar, None, True, f"not compared with plain decoding: {engine.remarks['sizing']}")
+    pairs = zip(generation.tokens, ar.tokens, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if first is None:
+        same = len(generation.tokens) == len(ar.tokens)
+        message = "identical to plain decoding" if same else "a different number of tokens"
+        return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
+    ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    between, bound = gap(engine, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
+    ok = not engine.bit_equal and between <= bound
+    verdict = "within" if between <= bound else "beyond"
+    message = (
+        f"differs from plain decoding at token {first}: the two tokens' logits are {between:.2e} apart there, "
+        f"{verdict} the rounding bound {bound:.2e} of {str(engine.dtype).removeprefix('torch.')}"
+    )
+    if engine.bit_equal:
+        message += "; there should be no difference at all"
+    return CheckResult(ar, False, ok, message, first, between, bound)
+
+
+@torch.inference_mode()
+def gap(engine: "Engine", ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
+    """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
+    params = from_kwargs(Sampling, sampling)
+    engine.cache.truncate(0)
+    prefill(engine.model, engine.cache, ids[:-1])
+    logits, positions, _ = verify(engine.model, engine.cache, ids[-1], Draft.empty(engine.device))
+    row = engine.model.whole_logits(logits)[0]
+    bound = rounding_bound(engine.dtype, row, params.temperature)
+    if params.temperature > 0:
+        row = row / params.temperature + gumbel(params.seed, positions, len(row))[0]
+    return abs(float(row[ours] - row[theirs])), bound
+
+
+def rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:
+    """How far two tokens' logits may drift apart when a row is computed beside other rows: a few dozen roundings of
+    the dtype at the logits' scale (each of ~10 layers contributes some), divided by the temperature as they are."""
+    return 64 * torch.finfo(dtype).eps * float(logits.abs().max()) / (temperature or 1.0)
