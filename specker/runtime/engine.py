@@ -136,6 +136,11 @@ class Engine:
         return self.options.strategy
 
     @property
+    def head_cost(self) -> float:
+        """What a draft step costs beside its layers, in layers of the target, where the strategy counts it."""
+        return self._policies.head_cost
+
+    @property
     def speculates(self) -> bool:
         """Whether anything is drafted."""
         return self._strategy.drafts

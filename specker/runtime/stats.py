@@ -12,7 +12,7 @@ STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
 
 @dataclass(frozen=True)
 class DiffusionStats:
-    """What a diffusion drafter's passes and its search found, for policies and stats."""
+    """One draft of a diffusion model: what its passes and the search found."""
 
     generated: int  # tokens before the first stop token in the raw argmax
     passes: int = 1
@@ -32,9 +32,7 @@ class Stats:
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, where the target drafts by itself
     kept: int = 0  # emitted tokens that a trimmed drafter could have proposed
     lost: int = 0  # rounds whose draft ended at a token that it could not
-    found: dict[str, float] = field(
-        default_factory=dict
-    )  # sums over rounds of what a diffusion draft was (`DiffusionStats`)
+    found: dict[str, float] = field(default_factory=dict)  # sums of `DiffusionStats` over rounds
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
