@@ -48,7 +48,8 @@ from bench import harness, shapes
 from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
-from specker.config import Options, Sampling
+from specker.config import Sampling
+from specker.runtime import strategies
 from specker.runtime.engine import Engine
 from specker.runtime.loop import Context, proceed
 from specker.runtime.model.cache import Start
@@ -432,7 +433,7 @@ KINDS: dict[str, Callable[[Bench, Case], Found]] = {
 
 def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
     """The rows of a case: one a way, or a single one with the reason why it was not measured."""
-    remarks = {"sizing": "; ".join(Options(**bench.options(case)).stand_ins)}
+    remarks = {"sizing": "; ".join(strategies.options(**bench.options(case)).stand_ins)}
     failed = {}
     try:
         if late:

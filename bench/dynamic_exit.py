@@ -111,7 +111,7 @@ class EarlyExit:
 def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[list[dict], dict[str, list[dict]]]:
     plain = load(args, strategy="ar")
     layers = plain.target.config.num_layers
-    head = load(args, strategy="del")._head_cost
+    head = load(args, strategy="del").head_cost
     texts = [plain.generate(p, args.max_new_tokens, temperature=temperature).tokens for p in prompts]
     sweep = fixed([matches(plain, p, t, temperature) for p, t in zip(prompts, texts, strict=True)], layers, head)
     best = max(sweep, key=lambda row: row["etpl"])
@@ -167,7 +167,7 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
                     how,  # type: ignore[arg-type]
                 )
             loads = sum(layers + len(r["draft"]) * r["exit"] for r in traces[name])
-            heads = sum(len(r["draft"]) for r in traces[name]) * (engine._head_cost or head)
+            heads = sum(len(r["draft"]) for r in traces[name]) * (engine.head_cost or head)
             emitted = sum(len(r["tokens"]) for r in traces[name])
             row |= {"etpl": emitted / loads, "etpl_head": emitted / (loads + heads)}
         rows.append(row)

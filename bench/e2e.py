@@ -27,9 +27,9 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
+from specker.runtime import strategies
 from specker.runtime.engine import Engine, Generation
 from specker.runtime.stats import Stats
-from specker.runtime.strategies.dynamic_exit import EarlyExitDrafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "ar": {"strategy": "ar"},
@@ -69,7 +69,7 @@ def share_target(engines: Sequence[Engine]) -> None:
     base = engines[0]
     for engine in engines[1:]:
         engine.target, engine.model, engine.cache = base.target, base.model, base.cache
-        if isinstance(engine.drafter, EarlyExitDrafter):
+        if engine.drafter is not None and strategies.of(engine.options).self_drafting:
             engine.drafter.model, engine.drafter.cache = base.model, base.cache
         if engine._rounds_of is not None:
             engine._rounds_of.target, engine._rounds_of.cache = base.model, base.cache

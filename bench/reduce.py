@@ -16,8 +16,7 @@ from rich.table import Table
 from transformers import HfArgumentParser
 
 from bench import harness
-from specker.config import Options
-from specker.runtime import dist
+from specker.runtime import dist, strategies
 
 SHAPES = ((1, 4096), (8, 4096), (64, 4096), (8, 8192), (64, 8192))
 
@@ -34,7 +33,7 @@ def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     torch.set_num_threads(1)
     device = dist.own_device(torch.device(args.device))
-    fast = dist.join(Options(), device)
+    fast = dist.join(strategies.options(), device)
     if fast is None:
         raise SystemExit("reduce: there is one process; start it with torchrun --nproc-per-node 2 bench/reduce.py")
     ordered = replace(fast, ordered=True)

@@ -29,6 +29,7 @@ from bench.e2e import differing, joined, ours, row_of, share_target
 from specker import calibrate
 from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
+from specker.runtime.strategies import vocabtrim
 from specker.zoo.corpus import is_held_out
 
 SOURCES = ("bundled", "target", "draft", "text")
@@ -101,7 +102,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
             "over_draft": timing.times_as_fast(timings["draft"])["median"],
             "over_draft_rounds": timing.times_as_fast(timings["draft"]),
             "acceptance_length": done.stats.acceptance_length,
-            "mbsu": engine.mbsu(done.stats),
+            "mbsu": vocabtrim.mbsu(engine, done.stats),
         }
         if engine.strategy != "ar":
             row["differing_within_rounding"] = differing(

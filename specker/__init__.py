@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 __all__ = ["load", "zoo"]
 
 
-def load(target: Any = None, draft: Any = None, strategy: str = "draft", **options: Any) -> Any:
+def load(target: Any = None, draft: Any = None, strategy: Any = "draft", **options: Any) -> Any:
     """Load an engine; see `specker.runtime.load.load`, which this calls (imported on use: it needs torch)."""
     from specker.runtime.load import load
 

@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specker.config import DTYPES, Keep, Sampling
-from specker.flags import Parser, ended, make, opt
+from specker.config import DTYPES, Sampling
+from specker.flags import Parser, ended, make, opt, settle
 from specker.report import probe, write_file
 from specker.run import Job, read_talks
+from specker.runtime.vocab_scores import Keep
 
 SAVE_EVERY = 5.0  # seconds
 ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
@@ -35,18 +36,20 @@ class Calibration:
     draft: str | None = opt(None, "writes the text with --source draft, else makes the target faster", "DIR|HUB_ID")
     prompts: str | None = opt(None, "JSON lines with `prompt` or `turns`, to be continued", "FILE|-")
     text: tuple[str, ...] = opt((), "count these files as they are, without any model", "FILE")
-    source: str = opt("target", "who continues the prompts: target or draft")
-    max_new_tokens: int = opt(128, "tokens to write after each prompt")
+    source: str = opt("target", "who continues the prompts: target or draft", choices=("target", "draft"))
+    max_new_tokens: int = opt(128, "tokens to write after each prompt", least=1)
     chat: bool = opt(False, "wrap prompts in the target's chat template")
     out: str | None = opt(None, "the score file to write, .safetensors", "FILE")
     ngram: str | None = opt(None, "the n-gram model to write, .safetensors (for --strategy diffuspec)", "FILE")
-    ngram_least: int = opt(2, "with --ngram: leave out what was seen fewer times")
+    ngram_least: int = opt(2, "with --ngram: leave out what was seen fewer times", least=1)
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
-    vocab_keep: str | None = opt(None, "with --export: 8192 rows, 0.25 of the vocabulary or coverage:0.98")
+    vocab_keep: Keep | None = opt(
+        None, "with --export: 8192 rows, 0.25 of the vocabulary or coverage:0.98", parse=Keep.parse
+    )
     export: str | None = opt(
         None, "with --scores: the kept ids as .pt (FR-Spec), .npy or .safetensors (EAGLE-3)", "FILE"
     )
-    dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: as python -m specker.run)")
+    dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: as python -m specker.run)", choices=DTYPES)
     device: str | None = opt(None, "cpu or cuda (default: cuda where there is one)")
 
     def __post_init__(self) -> None:
@@ -57,8 +60,6 @@ class Calibration:
             raise ValueError("--out and --ngram are for counting; with --scores, --export FILE converts")
         if self.export and (not self.scores or self.vocab_keep is None):
             raise ValueError("--export needs --scores FILE and --vocab-keep")
-        if self.vocab_keep is not None:
-            Keep.parse(self.vocab_keep)
         written = [name for name in (self.out, self.ngram) if name is not None]
         if not self.scores and (not written or any(Path(name).suffix != ".safetensors" for name in written)):
             raise ValueError(
@@ -66,14 +67,7 @@ class Calibration:
             )
         if len(set(written)) < len(written):
             raise ValueError(f"--out and --ngram are both {self.out}: two files")
-        if self.ngram_least < 1:
-            raise ValueError(f"--ngram-least must be at least 1, got {self.ngram_least}")
-        if self.source not in ("target", "draft"):
-            raise ValueError(f"--source must be target or draft, got {self.source!r}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        settle(self)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
@@ -282,8 +276,8 @@ def _export(job: Calibration, scores: Any) -> None:
     config, tokenizer = read_config(target), read_tokenizer(target)
     scores.check(config.vocab_size, vocab_scores.tokenizer_hash(tokenizer), job.scores)
     always = {*config.eos_ids, *vocab_scores.special_ids(tokenizer)}
-    ids = scores.kept(Keep.parse(job.vocab_keep or ""), always, config.vocab_size)
-    assert job.export is not None
+    assert job.export is not None and job.vocab_keep is not None
+    ids = scores.kept(job.vocab_keep, always, config.vocab_size)
     write_file(job.export, vocab_scores.exported(job.export, ids, scores.ranked(ids), config.vocab_size))
     print(f"{len(ids):,} ids of {config.vocab_size:,} in {job.export}", file=sys.stderr)
 

@@ -5,20 +5,54 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any, NoReturn
 
 T = typing.TypeVar("T")
 
 
-def opt(default: Any, help: str, metavar: str | None = None) -> Any:
-    """A dataclass field with its flag's help."""
-    return field(default=default, metadata={"help": help, "metavar": metavar})
+def opt(
+    default: Any,
+    help: str,
+    metavar: str | None = None,
+    *,
+    parse: Callable[[Any], Any] | None = None,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A dataclass field that becomes a flag. `settle` applies what is declared here: `parse` turns a string, or a value
+    that is parsed already, into the field's type; `choices` and the bounds `least` and `most` limit it."""
+    about = {"help": help, "metavar": metavar, "parse": parse, "choices": choices, "least": least, "most": most}
+    return field(default=default, metadata=about)
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def settle(options: Any) -> None:
+    """Parse and check every field of a frozen dataclass, as its `opt` says. Call it from `__post_init__`. Raises
+    ValueError with a sentence that names the flag. None means that the flag was left out and is never checked."""
+    for f in fields(options):
+        about, value = f.metadata, getattr(options, f.name)
+        if value is None:
+            continue
+        if about.get("parse"):
+            value = about["parse"](value)
+            object.__setattr__(options, f.name, value)
+        if about.get("choices") and value not in about["choices"]:
+            raise ValueError(f"{flag(f.name)} must be one of {', '.join(about['choices'])}, got {value!r}")
+        least, most = about.get("least"), about.get("most")
+        if least is not None and not (least <= value and (most is None or value <= most)):
+            bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise ValueError(f"{flag(f.name)} must be {bounds}, got {value}")
 
 
 class JobError(RuntimeError):
-    """What neither specker nor the command is to blame for, one sentence; exit code 1."""
+    """A failure of the job's surroundings, not of specker or the command: one sentence, exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,22 +61,24 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:  # argparse would print the usage too and exit from here
         raise ValueError(f"{message} (see --help)")
 
-    def add(self, cls: type, title: str, names: Iterable[str] | None = None) -> None:
-        """The fields of `cls`, or those of `names`, as a group of flags."""
-        group = self.add_argument_group(title)
+    def add(self, cls: type, title: str, description: str | None = None, **words: str) -> None:
+        """The fields of `cls` as a group of flags. `words` replace their {names} in the help texts. A flag that is left
+        out leaves no value: the dataclass owns the defaults."""
+        group = self.add_argument_group(title, description)
         hints = typing.get_type_hints(cls)
         for f in fields(cls):
-            if names is not None and f.name not in names:
-                continue
-            kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t not in (types.NoneType, ...))
-            flag, about = "--" + f.name.replace("_", "-"), f.metadata["help"]
+            types_ = (*typing.get_args(hints[f.name]), hints[f.name])
+            kind = str if f.metadata["parse"] else next(t for t in types_ if t not in (types.NoneType, ...))
+            about = f.metadata["help"].format(**words) if words else f.metadata["help"]
             if kind is bool:
-                group.add_argument(flag, action="store_true", help=about)
+                group.add_argument(flag(f.name), action="store_true", default=argparse.SUPPRESS, help=about)
                 continue
-            metavar = f.metadata.get("metavar") or {int: "N", float: "X"}.get(kind, "TEXT")
+            metavar = f.metadata["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
             several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(hints[f.name]) is tuple else {}
             about += "" if f.default in (None, ()) else f" (default: {f.default})"
-            group.add_argument(flag, type=kind, default=f.default, metavar=metavar, help=about, **several)
+            group.add_argument(
+                flag(f.name), type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about, **several
+            )
 
 
 def make(cls: type[T], values: dict[str, Any]) -> T:
@@ -52,9 +88,9 @@ def make(cls: type[T], values: dict[str, Any]) -> T:
 
 
 def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True) -> int:
-    """Run a command; its errors become one line on stderr, SPECKER_DEBUG=1 shows where they came from. Returns the exit
-    code: 0; 1 where specker itself or the job failed; 2 for what the user can put right; 130 after Ctrl-C. `speaks`:
-    whether this process is to say so, asked when there is something to say."""
+    """Run a command and turn its errors into one line on stderr; with SPECKER_DEBUG=1 they are raised. Returns the exit
+    code: 0; 1 where specker itself or the job failed; 2 for an error that the user can correct; 130 after Ctrl-C.
+    `speaks` says whether this process, of several, prints the error; it is called only when there is one."""
     try:
         code = command()
         sys.stdout.flush()

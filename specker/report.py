@@ -59,7 +59,7 @@ class Result:
     tokens: list[int]
     text: str
     stats: Stats
-    check: Any = None  # runtime.engine.CheckResult
+    check: Any = None  # runtime.check.CheckResult
 
 
 def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Screen:
                     "passes: plain decoding is probably faster here, try --check",
                     "yellow",
                 )
-        if plain and engine.strategy != "ar" and speedup < 1:
+        if plain and engine.speculates and speedup < 1:
             self.note(f"warning: slower than plain decoding here ({speedup:.2f}x); try --strategy ar", "yellow")
 
 

@@ -12,19 +12,20 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from specker.config import DTYPES, Options, Sampling
-from specker.flags import Parser, ended, make, opt
+from specker.flags import Parser, ended, make, opt, settle
 from specker.report import Result, Screen, probe, report, write_file
+from specker.runtime import strategies
 from specker.runtime.stats import Stats
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to decode, where, and what to tell about it; the other flags are config.Options and config.Sampling."""
+    """What to decode and where, and where the results go. The other flags belong to strategies and sampling."""
 
     target: str | None = opt(None, "the model that decides (default: the bundled code-target)", "DIR|HUB_ID")
     draft: str | None = opt(None, "the model that drafts (default with no --target: the family's own)", "DIR|HUB_ID")
@@ -35,8 +36,10 @@ class Job:
         "FILE|-",
     )
     chat: bool = opt(False, "wrap prompts in the target's chat template")
-    max_new_tokens: int = opt(128, "tokens to decode for each prompt")
-    dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)")
+    max_new_tokens: int = opt(128, "tokens to decode for each prompt", least=1)
+    dtype: str | None = opt(
+        None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)", choices=DTYPES
+    )
     device: str | None = opt(None, "cpu or cuda (default: cuda where there is one)")
     check: bool = opt(False, "decode with ar too: compare the tokens, print both speeds")
     trace: str | None = opt(None, "write one JSON line a round: what was drafted, what the target said", "FILE")
@@ -45,32 +48,32 @@ class Job:
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("--prompt and --prompts exclude each other")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        settle(self)
 
 
 def parser() -> Parser:
     top = Parser(prog="specker", description="Speculative decoding that never changes the output.", allow_abbrev=False)
     top.add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt - does")
-    for cls, title in ((Job, "job"), (Options, "strategy"), (Sampling, "sampling")):
-        top.add(cls, title)
+    top.add(Job, "job")
+    strategies.add_flags(top)
+    top.add(Sampling, "sampling")
     return top
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
     """The three dataclasses; raises ValueError with a sentence for the user."""
     values = vars(parser().parse_args(argv))
-    stdin = values.pop("stdin")
+    stdin = values.pop("stdin", None)
     if stdin is not None:
         if stdin != "-":
             raise ValueError(f"unexpected argument {stdin!r}; a prompt is given with --prompt")
-        if values["prompt"] is not None or values["prompts"] is not None:
+        if "prompt" in values or "prompts" in values:
             raise ValueError("- reads the prompt from stdin and excludes --prompt and --prompts")
         values["prompt"] = "-"
 
-    return make(Job, values), make(Options, values), make(Sampling, values)
+    job, sampling = make(Job, values), make(Sampling, values)
+    others = {f.name for cls in (Job, Sampling) for f in fields(cls)}
+    return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), sampling
 
 
 # --- the prompts
@@ -201,19 +204,19 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     first = os.environ.get("RANK", "0") == "0" or world == 1
     if world > 1 and "-" in (job.prompt, job.prompts):
         raise ValueError("several processes cannot share stdin: give the prompts in a file")
-    if (options.dp or 1) > 1 and job.trace is not None:
+    if options.dp > 1 and job.trace is not None:
         raise ValueError("--trace tells of one replica: leave out --dp")
     talks = read_talks(job)
     if job.json is not None and job.json != "-":
         probe(job.json)
-    screen = Screen(job.json == "-", quiet=not first or (options.dp or 1) > 1)
+    screen = Screen(job.json == "-", quiet=not first or options.dp > 1)
     if job.trace is not None:
         probe(job.trace, "--trace")
 
     import specker
     from specker.runtime.dist import collect
 
-    engine = specker.load(job.target, job.draft, device=job.device, dtype=job.dtype, **asdict(options))
+    engine = specker.load(job.target, job.draft, options, device=job.device, dtype=job.dtype)
     ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer
@@ -251,7 +254,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.trace is not None:
         engine.trace = lambda row: rounds.append(json.dumps({"prompt": len(results) - 1, **row, **sizing}))
     interrupted = False
-    if screen.terminal and engine.strategy != "ar" and not sizing:
+    if screen.terminal and engine.speculates and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
     try:
         for talk in mine:

@@ -208,7 +208,10 @@ def test_show_and_export(pair, tmp_path, capsys):
         (["--text", "a", "--ngram", "n.safetensors", "--ngram-least", "0"], "--ngram-least must be at least 1"),
         (["--scores", "s.safetensors"], "no such vocabulary score file"),
         (["--scores", "s.safetensors", "--export", "a.pt"], "--export needs --scores FILE and --vocab-keep"),
-        (["--prompts", "p", "--out", "s.safetensors", "--source", "me"], "--source must be target or draft"),
+        (
+            ["--prompts", "p", "--out", "s.safetensors", "--source", "me"],
+            "--source must be one of target, draft",
+        ),
         (["--prompts", "p", "--out", "/nowhere/s.safetensors"], "--out /nowhere/s.safetensors: cannot be written"),
         (["--prompts", "p", "--out", "s.safetensors", "--max-new-tokens", "0"], "at least 1"),
         (["--prompts", "p", "--out", "s.safetensors", "--temperature", "-1"], "--temperature"),

@@ -17,9 +17,14 @@ import pytest
 from make_checkpoint import edit, make
 
 from specker import report, run
-from specker.config import Options, Sampling
+from specker.config import Common, Sampling, Tree
+from specker.flags import opt, settle
 from specker.report import Result, Screen
+from specker.runtime import strategies
 from specker.runtime.stats import Stats
+from specker.runtime.strategies.base import Strategy
+from specker.runtime.strategies.vocabtrim import TrimOptions
+from specker.runtime.vocab_scores import Keep
 
 ROOT = Path(__file__).parent.parent
 ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position", "lengths"}
@@ -52,9 +57,10 @@ def test_flags_are_the_dataclasses() -> None:
     argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
     job, options, sampling = run.parse([*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"])
     assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, 128)
-    assert options == Options("draft", 7, "2x3", max_context=99, page_size=16)
+    assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, page_size=16)
+    assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3)
-    assert run.parse([]) == (run.Job(), Options(), Sampling())
+    assert run.parse([]) == (run.Job(), strategies.options(), Sampling())
     assert run.parse(["-"])[0].prompt == "-"
 
 
@@ -90,6 +96,8 @@ def test_flags_are_the_dataclasses() -> None:
         ("--tree 65x1", ["too large"]),
         ("--max-context 0", ["--max-context must be at least 1"]),
         ("--page-size 0", ["--page-size must be at least 1"]),
+        ("--batch-size 257", ["--batch-size must be between 1 and 256", "got 257"]),
+        ("--kv-tokens 0", ["--kv-tokens must be at least 1", "got 0"]),
         ("--load lazily", ["--load must be one of weights, dummy", "'lazily'"]),
         ("--linear fast", ["--linear must be one of rows, cublas", "'fast'"]),
         ("--acceptance 0.8", ["--acceptance must be synthetic:PROBABILITY", "'0.8'"]),
@@ -102,8 +110,48 @@ def test_refused_flags(capsys: pytest.CaptureFixture[str], argv: str, words: lis
     refused(capsys, argv.split(), *words)
 
 
-def test_usage_needs_no_torch() -> None:
-    code = "import sys; from specker import run; run.parse([]); print({'torch', 'transformers'} & {*sys.modules})"
+def test_values_are_parsed_once() -> None:
+    argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5 --acceptance synthetic:0.8"
+    options = run.parse(argv.split())[1]
+    assert (options.base, options.policy, options.acceptance) == ("diffuspec", "adl", 0.8)
+    assert (options.own.adl, options.own.search, options.trim.vocab_keep) == ((2, 5), "tree", Keep(coverage=0.5))
+    typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": Keep(coverage=0.5), "acceptance": 0.8, "tree": None}
+    assert strategies.options(strategy="diffuspec+vocabtrim", **typed) == options
+    assert strategies.options(strategy="easyspec", layer_parallel=2, tree=Tree(2, 3)).own.layer_parallel == 2
+    groups = strategies.options(strategy="easyspec", layer_parallel="[[0],[1,2]]").own.layer_parallel
+    assert groups == ((0,), (1, 2))
+
+
+@pytest.mark.parametrize("name", ["draft", "del", "lookup"])
+def test_a_strategy_is_one_registered_object(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags, help and refusals of a new strategy follow from its options."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        suffix: int = opt(3, "tokens of the longest suffix", least=1, most=8)
+
+        def __post_init__(self) -> None:
+            settle(self)
+
+    class Lookup(Strategy):
+        name, options = "lookup", Own
+
+    every = (*strategies.STRATEGIES.values(), Lookup())
+    monkeypatch.setattr(strategies, "_ALL", every)
+    monkeypatch.setattr(strategies, "STRATEGIES", {s.name: s for s in every})
+    monkeypatch.setattr(strategies, "NAMES", (*strategies.STRATEGIES, "vocabtrim"))
+    argv = ["--strategy", name, "--suffix", "5"]
+    if name == "lookup":
+        assert run.parse(argv)[1].own == Own(5) and run.parse(argv[:2])[1].own == Own()
+        with pytest.raises(ValueError, match="--suffix must be between 1 and 8, got 9"):
+            run.parse([*argv[:3], "9"])
+    else:
+        with pytest.raises(ValueError, match=f"--suffix is for strategy lookup, not '{name}'"):
+            run.parse(argv)
+
+
+def test_usage_reads_no_checkpoint() -> None:
+    code = "import sys; from specker import run; run.parse([]); print({'transformers', 'safetensors'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -113,7 +161,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         run.main(["--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    for cls in (run.Job, Options, Sampling):
+    own = [s.options for s in strategies.STRATEGIES.values() if s.options is not None]
+    for cls in (run.Job, Common, *own, TrimOptions, Sampling):
         for f in dataclasses.fields(cls):
             assert "--" + f.name.replace("_", "-") in out
 
@@ -394,9 +443,7 @@ def test_given_acceptance(capsys: pytest.CaptureFixture[str], pair: tuple[str, s
 def test_a_sizing_check_never_fails(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specker.runtime.engine import Engine
-
-    monkeypatch.setattr(Engine, "_gap", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("specker.runtime.check.gap", lambda *_: pytest.fail("compared"))
     argv = models(pair, "--prompt", "x", "--check", "--dtype", "float64", "--acceptance", "synthetic:0.5")
     assert run.main(argv) == 0
     assert "speedup" in capsys.readouterr().err
@@ -460,7 +507,7 @@ def fake_stats(tokens: int, wall: float) -> Stats:
 @pytest.mark.parametrize(("wall", "words"), [(2.0, ["2.00x"]), (8.0, ["0.50x", "warning: slower than plain decoding"])])
 def test_table(capsys: pytest.CaptureFixture[str], wall: float, words: list[str]) -> None:
     engine = SimpleNamespace(strategy="draft", target_name="t", draft_name="d", device="cpu", dtype="torch.float32")
-    engine.trim_report, engine.remarks = lambda stats: {}, {}
+    engine.trim_report, engine.remarks, engine.speculates = lambda stats: {}, {}, True
     plain = Stats(tokens=100, rounds=100, wall=4.0)
     check = SimpleNamespace(identical=True, ok=True, ar=SimpleNamespace(stats=plain))
     Screen(json_to_stdout=False).table(engine, [Result([], "", fake_stats(100, wall), check)])

@@ -17,7 +17,7 @@ from specker.runtime.draft import Draft
 from specker.runtime.loop import _prefill, step
 from specker.runtime.ngram import NGram, NGramCounts
 from specker.runtime.policy import Budget
-from specker.runtime.stats import Found, Stats
+from specker.runtime.stats import DiffusionStats, Stats
 from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
@@ -298,7 +298,7 @@ def test_adaptive_length_follows_the_formula():
     rng = np.random.default_rng(0)
     for _ in range(60):
         generated, accepted = int(rng.integers(0, 31)), int(rng.integers(0, 31))
-        draft = Draft.chain(torch.zeros(30, dtype=torch.int64)).with_found(Found(generated))
+        draft = Draft.chain(torch.zeros(30, dtype=torch.int64)).with_found(DiffusionStats(generated))
         rule.observe(draft, list(range(accepted + 1)))
         gen, acc = 0.5 * gen + 0.5 * generated, 0.5 * acc + 0.5 * accepted
         assert rule.budget().depth == min(max(int(np.floor(gen)) + 10 * (acc >= gen), 20), 30)

@@ -240,7 +240,7 @@ from specker import run
 from specker.runtime import dist, loop
 dist.TIMEOUT = 8.0
 join = dist.join
-dist.join = lambda options, device: join(options, device, 8.0)
+dist.join = lambda options, device, divides: join(options, device, divides, 8.0)
 step, count = loop.step, [0]
 def lost(ctx):
     count[0] += 1

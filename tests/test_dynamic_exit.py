@@ -13,8 +13,7 @@ from make_checkpoint import make
 
 import specker
 from specker import run
-from specker.config import Options
-from specker.runtime import loop, verify
+from specker.runtime import loop, strategies, verify
 from specker.runtime.draft import Draft
 from specker.runtime.policy import DraftAndVerify, Fixed, PlusMinusOne
 from specker.runtime.strategies.dynamic_exit import DynamicExit, eligible_layers
@@ -58,7 +57,9 @@ def engine(target, **options):
 @pytest.fixture(autouse=True)
 def watch_every_round(monkeypatch):
     """What DEL drafts must not depend on how busy this machine is."""
-    monkeypatch.setattr("specker.runtime.strategies.DynamicExit", functools.partial(DynamicExit, overhead=1e9))
+    monkeypatch.setattr(
+        "specker.runtime.strategies.dynamic_exit.DynamicExit", functools.partial(DynamicExit, overhead=1e9)
+    )
 
 
 @pytest.mark.parametrize(("name", "how"), list(itertools.product(POLICIES, SAMPLING)))
@@ -147,7 +148,7 @@ def test_a_trimmed_head_joins(target, tmp_path):
     fast = engine(target, strategy="del+vocabtrim", vocab_scores=str(path), vocab_keep="100", vocab_text=0)
     assert fast.drafter.head.weight.shape == (100, 64) and fast.model.head.shape == (128, 64)
     whole = engine(target)
-    assert fast._head_cost == pytest.approx(whole._head_cost * 100 / 128)
+    assert fast.head_cost == pytest.approx(whole.head_cost * 100 / 128)
     drafted = []
     fast.trace = lambda row: drafted.extend(row["draft"])
     got = fast.generate(PROMPTS[0], 60, temperature=0.7)
@@ -404,7 +405,7 @@ def test_eligible_layers():
 )
 def test_refuses(options, words):
     with pytest.raises(ValueError, match=words):
-        Options(**{"strategy": "del", **options})
+        strategies.options(**{"strategy": "del", **options})
 
 
 def test_refuses_what_the_target_lacks(target, tmp_path):

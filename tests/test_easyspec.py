@@ -9,7 +9,8 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker.config import Options, Sampling
+from specker.config import Sampling
+from specker.runtime import strategies
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load as load_checkpoint
@@ -392,9 +393,7 @@ def test_schedules():
     assert Schedule.parallel(9, 4).groups == ((0,), (1, 2, 3, 4), (5, 6, 7), (8,))
     assert Schedule.parallel(9, 1).groups == tuple((n,) for n in range(9))
     assert [Schedule.parallel(n, 4).groups for n in (1, 2)] == [((0,),), ((0,), (1,))]
-    assert (
-        Schedule.parse("[[0,1],[2]]", 3).groups == ((0, 1), (2,)) and str(Schedule.parse("2", 4)) == "[[0],[1,2],[3]]"
-    )
+    assert Schedule.of(((0, 1), (2,)), 3).groups == ((0, 1), (2,)) and str(Schedule.of(2, 4)) == "[[0],[1,2],[3]]"
     s = Schedule.parallel(10, 4)
     assert [s.owner(n, 2) for n in range(10)] == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0]
     assert [s.owner(n, 8) for n in range(1, 5)] == [0, 2, 4, 6]
@@ -417,7 +416,7 @@ def test_schedules():
 )
 def test_refuses(options, words):
     with pytest.raises(ValueError, match=words):
-        Options(**{"strategy": "easyspec", **options})
+        strategies.options(**{"strategy": "easyspec", **options})
 
 
 def test_a_schedule_of_another_depth_is_refused(pair):

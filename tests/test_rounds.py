@@ -1,6 +1,7 @@
 """Rounds of static shape: the tokens of plain decoding on a CPU, without graphs; what they launch; what they read."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 
@@ -17,7 +18,6 @@ from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import prefill
 from specker.runtime.policy import Budget
 from specker.runtime.rounds import KINDS
-from specker.runtime.strategies import met
 
 SHAPES = {
     "chain-1": {"draft_tokens": 1},
@@ -172,7 +172,7 @@ def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
     engine = load(pairs)
     with monkeypatch.context() as m, pytest.raises(ValueError, match="--graphs on needs kernels"):
         m.setattr(engine, "device", torch.device("cuda"))
-        m.setattr(engine, "options", engine.options.__class__(graphs="on"))
+        m.setattr(engine, "options", dataclasses.replace(engine.options, graphs="on"))
         engine.__post_init__()
 
 
@@ -260,12 +260,11 @@ class Recorded:
         how = {"device": "cpu", "dtype": "bfloat16", "graphs": "on"}
         self.engine = specker.load(*models, strategy=strategy, **how, **options)
         self.rounds, self.reads = self.engine._rounds_of, 0
-        layers = self.engine.target.config.num_layers
-        self.met = met(self.engine.options, layers, self.engine._head_cost, not models)
-        self.budgets = self.met.budgets
+        self.plan = self.engine.plan
+        self.budgets = self.plan.budgets
         self.rounds._read_confidence = self.read
         policy = self.engine.options.policy
-        self.asking = policy == "draft-and-verify" or (self.engine.strategy == "del" and policy is None)
+        self.asking = policy == "draft-and-verify" or policy == "del"
 
     def read(self):
         self.reads += 1
@@ -334,7 +333,8 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name):
     """Every kernel that a round launches, at any length and with any filter, was launched in the warm-up."""
     world = recorded(name)
     with recording() as log:
-        world.rounds.warmup(*world.met, world.asking, world.engine._given(0))
+        plan = world.plan
+        world.rounds.warmup(plan.budgets, plan.verified, plan.accepted, world.asking, world.engine._given(0))
     warm = set(kernels(log))
     for budget in world.budgets or [Budget(0, 0)]:
         for length, sampling in itertools.product((50, 800 if name == "vocabtrim" else 5000), KINDS):

@@ -1,4 +1,9 @@
-"""A generation beside plain decoding of the same prompt: the promise, checked."""
+"""Compare a generation with plain decoding of the same prompt (`--check`).
+
+Where two tokens differ, the target's logits tell rounding from a bug. float64 admits no difference, nor does a chain on
+a GPU, whose rows do not depend on their neighbours. Elsewhere the two tokens' logits may be as far apart as
+`rounding_bound`.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,8 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckResult:
+    """A generation beside plain decoding of the same prompt."""
+
     ar: "Generation"
-    identical: bool | None  # None: something stands in for the models' own tokens, so there is nothing to compare
+    identical: bool | None  # None: not compared, because random weights or a given acceptance replace the real models
     ok: bool  # identical or None, or differing where rounding alone explains it
     message: str
     first_difference: int | None = None
@@ -25,12 +32,9 @@ class CheckResult:
 
 
 def check(
-    engine: "Engine", prompt: str | list[int], generation: "Generation", max_new_tokens: int = 128, **sampling: Any
+    engine: "Engine", prompt: str | list[int], generation: "Generation", max_new_tokens: int, **sampling: Any
 ) -> CheckResult:
-    """Decode the prompt with `ar` and compare. Where tokens differ, the target's logit gap tells rounding from a bug:
-    float64 admits no difference, nor does a chain on a GPU, whose rows do not depend on their neighbours; any other
-    difference must be within `rounding_bound`. Nothing is compared where something stands in for the models (`--load
-    dummy`, `--acceptance`)."""
+    """Decode the prompt with `ar` and compare the tokens."""
     ar = engine.generate_ar(prompt, max_new_tokens, **sampling)
     return compare(engine, prompt, generation, ar, **sampling)
 
@@ -48,22 +52,20 @@ def compare(
         message = "identical to plain decoding" if same else "a different number of tokens"
         return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
     ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    gap, bound = logit_gap(engine, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
-    ok = not engine.bit_equal and gap <= bound
-    verdict = "within" if gap <= bound else "beyond"
+    between, bound = gap(engine, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
+    ok = not engine.bit_equal and between <= bound
+    verdict = "within" if between <= bound else "beyond"
     message = (
-        f"differs from plain decoding at token {first}: the two tokens' logits are {gap:.2e} apart there, "
+        f"differs from plain decoding at token {first}: the two tokens' logits are {between:.2e} apart there, "
         f"{verdict} the rounding bound {bound:.2e} of {str(engine.dtype).removeprefix('torch.')}"
     )
     if engine.bit_equal:
         message += "; there should be no difference at all"
-    return CheckResult(ar, False, ok, message, first, gap, bound)
+    return CheckResult(ar, False, ok, message, first, between, bound)
 
 
 @torch.inference_mode()
-def logit_gap(
-    engine: "Engine", ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]
-) -> tuple[float, float]:
+def gap(engine: "Engine", ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
     """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
     params, model, cache, batch = from_kwargs(Sampling, sampling), engine.model, engine.cache, engine.batch
     batch.clear()

@@ -179,10 +179,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(options: Options, device: torch.device, timeout: float = TIMEOUT) -> Ranks | None:
-    """This process's place among the job's; None where there is one process. Joins them first if nobody has. Raises
-    ValueError where the numbers of processes do not fit."""
-    world, dp = world_size(), options.dp or 1
+def join(options: Options, device: torch.device, divides: bool = False, timeout: float = TIMEOUT) -> Ranks | None:
+    """This process's place among the job's; None where there is one process. Joins them first if nobody has. `divides`:
+    whether the ranks of --tp divide a draft among them unless --draft-ranks says otherwise. Raises ValueError where the
+    numbers of processes do not fit."""
+    world, dp = world_size(), options.dp
     tp = options.tp or max(world // dp, 1)
     if tp * dp != world:
         raise ValueError(
@@ -204,7 +205,7 @@ def join(options: Options, device: torch.device, timeout: float = TIMEOUT) -> Ra
     with answered(timeout):
         mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
         part = Part(mesh.get_local_rank("tp"), tp)
-        drafting = options.draft_ranks or (tp if options.way == "easyspec" else 1)
+        drafting = options.draft_ranks or (tp if divides else 1)
         drafters = None
         for replica in range(dp):  # every process makes every group
             members = [replica * tp + r for r in range(drafting)]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from specker import zoo
-from specker.config import Options, Sampling, from_kwargs, given
+from specker.config import Options, Sampling, from_kwargs
+from specker.runtime import check, strategies, vocab_scores
 from specker.runtime import state as states
-from specker.runtime import vocab_scores
-from specker.runtime.check import CheckResult, check
+from specker.runtime.check import CheckResult
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
@@ -22,22 +22,13 @@ from specker.runtime.loop import Batch, Step, decode
 from specker.runtime.model import memory
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.config import CheckpointError, layer_elements
+from specker.runtime.model.config import layer_elements
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget, Fixed, Policy
 from specker.runtime.shared import SharedDrafter
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import (
-    SCRATCH,
-    STRATEGIES,
-    Pair,
-    allocate,
-    early_exit,
-    linear,
-    longest,
-    policy,
-    shape,
-)
+from specker.runtime.strategies import vocabtrim
+from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, Strategy, allocate, linear
 from specker.runtime.warmup import warm_up
 
 LOST = "a row's bits then depend on how many rows stand beside it: chains are no longer bit-equal to plain decoding"
@@ -86,52 +77,42 @@ class Engine:
     cache: KVCache = field(init=False, repr=False)
     drafter: Drafter | None = field(init=False, repr=False, default=None)
     batch: Batch = field(init=False, repr=False)
-    head_cost: float = field(init=False, repr=False, default=0.0)  # of a draft step's LM head, in target layers
+    plan: Plan = field(init=False, repr=False)  # what `warmup` runs
+    _strategy: Strategy = field(init=False, repr=False)
+    _policies: PolicyContext = field(init=False, repr=False)
     _request: object = field(init=False, repr=False, default=None)  # the one that owns the caches
 
     def __post_init__(self) -> None:
-        strategy = STRATEGIES[self.options.way]
-        self.model = Model(self.target, linear=linear(self.options), ranks=self.ranks)
-        self.cache = allocate(self.model, self.options)
-        inner: Any = None
-        if strategy.by_itself:
-            head = None if self.draft is None else self.draft.weights.head
-            if self.ranks is not None and head is None:
-                head = self.target.weights.head  # all of it: a draft step does not wait for the others' candidates
-            self.drafter = inner = early_exit(self.model, self.cache, head, self.kept)
-            self.head_cost = self._agreed(inner.price(self.options.exit_cost or "bytes"))
-        elif strategy.drafter is not None:
-            if self.draft is not None:
-                tokenizer = self._tokenizer_or_none()
-                digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
-                pair = Pair(self.target, self.draft, self._bundled, digest, self.ranks)
-                inner = strategy.drafter(pair, self.kept, self.options)
-            self.drafter = inner if self.ranks is None else SharedDrafter(inner, self.ranks)
-        apart = isinstance(self.drafter, SharedDrafter) and self.drafter.ranks.drafting < self.drafter.ranks.size
-        if self.options.graphs == "on" and apart:
+        o, ranks, gpu = self.options, self.ranks, self.device.type == "cuda"
+        self._strategy = strategy = strategies.of(o)
+        self.model = Model(self.target, linear=linear(o), ranks=ranks)
+        self.cache = allocate(self.model, o)
+        alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
+        inner = strategy.drafter(self._draft_context()) if alone or (ranks is not None and ranks.drafts) else None
+        self.drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
+        cost = 0.0 if inner is None else strategy.head_cost(o, inner)
+        if strategy.self_drafting:
+            cost = self._agreed(cost)
+        self._policies = PolicyContext(o, self.target.config.num_layers, self._bundled, cost)
+        self.plan = strategy.plan(self._policies)
+        if o.graphs == "on" and not alone and ranks is not None and ranks.drafting < ranks.size:
             raise ValueError("--graphs on over several ranks needs all of them to draft: --draft-ranks as many as --tp")
-        if self.options.graphs == "on" and self.device.type == "cuda" and self.dtype == torch.float64:
+        if o.graphs == "on" and gpu and self.dtype == torch.float64:
             raise ValueError("--graphs on needs kernels, which float64 has not: use --graphs off or another --dtype")
         # float64 has no kernels: its references read numbers on the host. Over several ranks graphs hold collectives,
         # which must be asked for.
-        default = self.device.type == "cuda" and self.dtype != torch.float64 and self.ranks is None
-        fixed = default if self.options.graphs is None else self.options.graphs == "on"
-        acceptance = None if self.options.acceptance is None else given(self.options.acceptance)
-        self.batch = Batch(
-            self.model,
-            self.cache,
-            self.drafter,
-            longest(self.options, self._bundled),
-            fixed,
-            Graphs(fixed and self.device.type == "cuda"),
-            self._cost,
-            SCRATCH,
-            acceptance,
-            self.ranks,
-        )
+        fixed = gpu and self.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
+        models, graphs = (self.model, self.cache, self.drafter), Graphs(fixed and gpu)
+        self.batch = Batch(*models, self.plan.largest, fixed, graphs, self._cost, SCRATCH, o.acceptance, ranks)
+
+    def _draft_context(self) -> DraftContext:
+        tokenizer = self.target.tokenizer_or_none
+        digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
+        models = self.target, self.model, self.cache, self.draft, self.kept
+        return DraftContext(self.options, *models, self._bundled, digest, self.ranks)
 
     def _agreed(self, value: float) -> float:
-        """Rank 0's."""
+        """Rank 0's value."""
         if self.ranks is None:
             return value
         return float(self.ranks.first(torch.tensor([value], dtype=torch.float64, device=self.device)))
@@ -157,6 +138,16 @@ class Engine:
         return self.options.strategy
 
     @property
+    def head_cost(self) -> float:
+        """What a draft step costs beside its layers, in layers of the target, where the strategy counts it."""
+        return self._policies.head_cost
+
+    @property
+    def speculates(self) -> bool:
+        """Whether anything is drafted."""
+        return self._strategy.drafts
+
+    @property
     def _bundled(self) -> bool:
         return self.target.folder == zoo.path("code-target")
 
@@ -164,17 +155,10 @@ class Engine:
     def tokenizer(self) -> Any:
         return self.target.tokenizer
 
-    def _tokenizer_or_none(self) -> Any:
-        """A checkpoint without a tokenizer decodes ids, and its text is empty."""
-        try:
-            return self.tokenizer
-        except CheckpointError:
-            return None
-
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts can be text."""
-        return self._tokenizer_or_none() is not None
+        return self.target.tokenizer_or_none is not None
 
     @property
     def max_context(self) -> int:
@@ -205,8 +189,7 @@ class Engine:
     @property
     def bit_equal(self) -> bool:
         """Whether tokens may not even differ within rounding: in float64, and of chains on a GPU."""
-        o = self.options
-        chain = o.tree is None and o.cps != "tree" and o.linear != "cublas"
+        chain = self._strategy.chains(self.options) and self.options.linear != "cublas"
         chain = chain and (self.ranks is None or self.ranks.ordered)
         return self.dtype == torch.float64 or (self.device.type == "cuda" and chain)
 
@@ -229,7 +212,7 @@ class Engine:
 
     def policy(self) -> Policy:
         """A fresh one: what a policy learns from one request does not leak into the next."""
-        return policy(self.options, self.target.config.num_layers, self.head_cost, self._bundled)
+        return self._strategy.policy(self._policies)
 
     def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
         """Do once what a request may meet, so that none is kept waiting. `tell` is called with (done, of)."""
@@ -278,7 +261,7 @@ class Engine:
 
     def check(self, prompt: Prompt, generation: Generation, max_new_tokens: int = 128, **sampling: Any) -> CheckResult:
         """Decode the prompt with `ar` and compare (check.py)."""
-        return check(self, prompt, generation, max_new_tokens, **sampling)
+        return check.check(self, prompt, generation, max_new_tokens, **sampling)
 
     def _requests(
         self, prompts: Any, max_new_tokens: Any, sampling: dict[str, Any], drafting: bool
@@ -304,7 +287,7 @@ class Engine:
     def chunk(self, step: Step, texts: dict[int, Detokenizer]) -> Chunk:
         """What a step of `serve` added, as text; `texts` holds what is yet to be written of each prompt."""
         s = step.sequence
-        text = texts.setdefault(s.index, Detokenizer(self._tokenizer_or_none()))
+        text = texts.setdefault(s.index, Detokenizer(self.target.tokenizer_or_none))
         pieces = [(text.add(token), n < step.accepted) for n, token in enumerate(step.tokens)]
         if s.finished:
             pieces.append((texts.pop(s.index).flush(), False))
@@ -313,7 +296,7 @@ class Engine:
     def _generate(self, prompts: Any, max_new_tokens: Any, sampling: dict[str, Any], drafting: bool) -> Any:
         requests = self._requests(prompts, max_new_tokens, sampling, drafting)
         sequences, tokens = list(requests), [[] for _ in requests]  # type: list[states.Sequence], list[list[int]]
-        for step in self.serve(requests, traced=drafting or self.options.way == "ar"):
+        for step in self.serve(requests, traced=drafting):
             tokens[step.sequence.index] += step.tokens
         out = [
             Generation(own, self.decode(own), s.stats, s.finished or "length")
@@ -323,7 +306,7 @@ class Engine:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, without special tokens."""
-        tokenizer = self._tokenizer_or_none()
+        tokenizer = self.target.tokenizer_or_none
         return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _in_memory(self) -> AbstractContextManager[None]:
@@ -332,34 +315,7 @@ class Engine:
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost in the decoding that `stats` counted; empty where nothing is trimmed."""
-        if self.kept is None or self.draft is None:
-            return {}
-        return {
-            "kept_rows": len(self.kept.ids),
-            "text_rows": self.kept.text,
-            "vocab_size": self.target.config.vocab_size,
-            "coverage": stats.kept / max(1, stats.tokens),
-            "rounds_lost": stats.lost,
-            "head_bytes_per_draft_step": self.draft.weights.head.numel() * self.dtype.itemsize,
-            "mbsu": self.mbsu(stats),
-        }
-
-    def mbsu(self, stats: Stats) -> float:
-        """tau / (c * gamma + 1), the memory-bound speed-up of arXiv 2506.22694: tau acceptance length, c the bytes of
-        weights of a draft step over a target step's, gamma draft steps a round. A model, not a measurement."""
-        if self.draft is None:
-            return 1.0
-        drafted = float(layer_elements(self.draft.config))
-        if stats.exits:  # by the target's own first layers
-            mean = sum(n * times for n, times in stats.exits.items()) / stats.rounds
-            drafted *= mean / self.target.config.num_layers
-        drafted += self.draft.weights.head.numel()
-        whole = layer_elements(self.target.config) + self.target.weights.head.numel()
-        width, depth = shape(self.options)
-        gamma = depth if width > 1 else stats.drafted / max(1, stats.rounds)
-        if stats.found:  # a pass guesses a whole block
-            gamma = stats.diffusion["passes"]
-        return stats.acceptance_length / (drafted / whole * gamma + 1)
+        return vocabtrim.report(self, stats)
 
 
 def several(prompts: Any) -> bool:
@@ -368,6 +324,6 @@ def several(prompts: Any) -> bool:
 
 
 def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
-    own = [target] if draft is None or STRATEGIES[options.way].by_itself else [target, draft]
+    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
     embed = target.weights.embed
     return memory.Room(tuple(c.local for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)

@@ -1,4 +1,4 @@
-"""Checkpoints -> an Engine: what may be asked for, what fits together, what is trimmed, what the memory holds."""
+"""Checkpoints -> an Engine: checks that models and options fit together, and sizes the context to the memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,20 +7,18 @@ from typing import Any
 import torch
 
 from specker import zoo
-from specker.config import DTYPES, Keep, Options, Tree, from_kwargs
-from specker.runtime import dist, vocab_scores
+from specker.config import DTYPES, Options
+from specker.runtime import dist, strategies
 from specker.runtime.engine import Engine, room_of
-from specker.runtime.head import Kept
 from specker.runtime.model.checkpoint import WHOLE, Checkpoint
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.config import CheckpointError
-from specker.runtime.strategies import STRATEGIES, VOCAB_KEEP, VOCAB_TEXT, default_keep, shape
+from specker.runtime.strategies import vocabtrim
 
 
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    strategy: str = "draft",
+    strategy: str | Options = "draft",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     **options: Any,
@@ -28,14 +26,17 @@ def load(
     """An Engine from checkpoints: local folders or hub ids in Hugging Face format, the bundled family by default.
 
     `dtype` is a torch dtype or one of float32, bfloat16, float16, float64: float32 by default on a CPU, bfloat16 on a
-    GPU. `options` are the fields of `specker.config.Options`. Raises TypeError for an unknown option and ValueError
+    GPU. `strategy` is a name as in --strategy, and `options` are the flags by name, as strings or parsed values; or
+    `strategy` is an `Options`, which holds them all. Raises TypeError for an unknown option and ValueError
     (CheckpointError) for a checkpoint or a combination that cannot be run, saying why.
     """
-    opts: Options = from_kwargs(Options, {"strategy": strategy, **options})
+    if isinstance(strategy, Options) and options:
+        raise TypeError(f"parsed options and further ones ({', '.join(options)}) exclude each other")
+    opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
+    parts = strategies.of(opts)
     where = dist.own_device(_device(device))
-    ranks = dist.join(opts, where)
+    ranks = dist.join(opts, where, parts.divides)
     kind = _dtype(dtype, where)
-    parts = STRATEGIES[opts.way]
     if draft is not None and parts.bundled_draft is None:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
     dummy = opts.load == "dummy"
@@ -55,7 +56,7 @@ def load(
         max_context=opts.max_context,
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
-        whole_head=parts.by_itself,
+        whole_head=parts.self_drafting,
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
@@ -76,24 +77,17 @@ def load(
             raise ValueError(
                 f"{draft_source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one"
             )
-        if opts.shifted_logits is not None:
-            side = replace(side, config=replace(side.config, shifted_logits=opts.shifted_logits == "yes"))
+        side = parts.adapt(opts, side)
         ids = min(side.config.vocab_size, main.config.vocab_size)
-        ids -= opts.acceptance is not None  # one that is no child's, to disagree with
-        if opts.tree and Tree.parse(opts.tree).width > ids:
+        ids -= opts.acceptance is not None  # the target needs a token that is no child's to disagree with
+        if opts.width > ids:
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy)
     kept = None
-    if opts.exit_layer is not None and opts.exit_layer >= main.config.num_layers:
-        raise ValueError(f"--exit-layer must be below the target's {main.config.num_layers} layers")
-    if parts.by_itself and main.config.num_layers < 2:
-        raise ValueError(f"strategy {opts.strategy!r} needs a target of at least 2 layers")
-    if opts.trimmed and (ranks is None or ranks.drafts or parts.by_itself):
-        if opts.vocab_scores is None and target is not None and not dummy:
-            raise ValueError(
-                f"strategy {opts.strategy!r} needs --vocab-scores for {target}: python -m specker.calibrate makes them"
-            )
-        side, kept = _trimmed(main, side or main, opts, target is None)
+    parts.check_target(opts, main.config.num_layers)
+    if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
+        vocabtrim.check(opts, target, bundled=target is None)
+        side, kept = vocabtrim.trimmed(main, side or main, opts, bundled=target is None)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = room_of(main, side, opts).sized(opts.max_context)
     if ranks is not None:
@@ -114,42 +108,12 @@ def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
     return replace(checkpoint, config=replace(checkpoint.config, max_context=context))
 
 
-def _trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool) -> tuple[Checkpoint, Kept]:
-    """The draft with the kept rows of its head alone, copied once and contiguous, and which they are: the fixed ones
-    ascending, then those that follow the text. Its embedding stays whole: any token may stand in the text. Random
-    weights that come without scores know no frequent tokens: the first ids are as good as any."""
-    vocab, tokens = target.config.vocab_size, _vocabulary(target)
-    if options.vocab_scores is None and not bundled:
-        scores = vocab_scores.VocabScores(torch.arange(vocab), None)
-        keep = Keep.parse(options.vocab_keep or VOCAB_KEEP)
-    else:
-        path = options.vocab_scores or zoo.vocab_scores()
-        scores = vocab_scores.read(path)
-        scores.check(vocab, None if tokens is None else vocab_scores.tokenizer_hash(target.tokenizer), path)
-        keep = Keep.parse(options.vocab_keep) if options.vocab_keep else default_keep(scores)
-    whole = draft.weights.head
-    rows = min(vocab, len(whole))  # a draft may know fewer ids than a padded target
-    special = vocab_scores.special_ids(target.tokenizer) if tokens is not None else set()
-    fixed = scores.kept(keep, {*target.config.eos_ids, *special}, rows)
-    text = VOCAB_TEXT if options.vocab_text is None else options.vocab_text
-    if len(fixed) + text >= rows:  # nothing is left to follow
-        fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
-    also = scores.kept(Keep(rows=len(fixed) + text), fixed.tolist(), rows)  # the next in rank, until there is a text
-    spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
-    width = shape(options)[0]
-    ids = torch.cat((fixed, spare)).to(whole.device)
-    if width > len(ids):
-        raise ValueError(f"--tree {options.tree} is wider than the {len(ids)} rows that --vocab-keep leaves")
-    head = whole[ids]
-    return replace(draft, weights=replace(draft.weights, head=head)), Kept(ids, len(spare), whole if text else None)
-
-
 def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool) -> Checkpoint:
     """The draft with its head cut to the target's ids. Refused unless the two speak of the same tokens: the same size
     or one padded, and the same tokenizer where both have one. A diffusion drafter may have further tokens of its own,
     such as its mask: those behind the target's are cut off too. Random weights speak of no tokens: only sizes count."""
     sizes = target.config.vocab_size, draft.config.vocab_size
-    tokens = [_vocabulary(checkpoint) for checkpoint in (target, draft)]
+    tokens = [target.vocabulary, draft.vocabulary]
     ours, theirs = tokens
     if ours is not None and theirs is not None and not draft.config.causal and ours.items() <= theirs.items():
         rows = min(sizes) if len(ours) == len(theirs) else min(*sizes, max(ours.values()) + 1)
@@ -172,13 +136,6 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool) -> Chec
 def _cut(draft: Checkpoint, rows: int) -> Checkpoint:
     head = draft.weights.head
     return draft if rows == len(head) else replace(draft, weights=replace(draft.weights, head=head[:rows]))
-
-
-def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
-    try:
-        return checkpoint.tokenizer.get_vocab()
-    except CheckpointError:
-        return None
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -4,7 +4,7 @@ its strategy's file."""
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specker.runtime.stats import Found
+from specker.runtime.stats import DiffusionStats
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; a draft that confidence ends may be one longer
 MAX_NODES = 255  # of a draft: with the root, the window of a verify pass
@@ -30,7 +30,7 @@ class Outcome:
     drafted: int  # tokens
     path: list[int]  # rows kept, row 0 (the root) first
     confidence: list[float] = field(default_factory=list)  # of each draft token, where policies are asked
-    found: Found | None = None  # of a diffusion drafter
+    found: DiffusionStats | None = None  # of a diffusion drafter
 
 
 class Policy:
@@ -112,3 +112,10 @@ class DraftAndVerify(Fixed):
             self.accepted = 0.5 * self.accepted + 0.5 * (len(outcome.path) - 1) / outcome.drafted
             step = 0.01 if self.accepted <= self.goal else -0.01
             self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
+
+
+GENERAL: dict[str, type[Fixed]] = {  # the policies that suit any strategy; made from nodes, depth and exit
+    "fixed": Fixed,
+    "plus-minus-one": PlusMinusOne,
+    "draft-and-verify": DraftAndVerify,
+}

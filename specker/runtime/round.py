@@ -32,7 +32,7 @@ from specker.runtime.ops.rounds import advance
 from specker.runtime.policy import Budget
 from specker.runtime.sampling import Draws
 from specker.runtime.state import State
-from specker.runtime.stats import Found
+from specker.runtime.stats import DiffusionStats
 from specker.runtime.synthetic import synthetic
 
 STAGES = ("draft", "verify", "accept")
@@ -57,7 +57,7 @@ class Round:
     tree: bool = False
     depth: int = 0  # tokens of the longest path
     confidence: list[list[float]] = field(default_factory=list)  # of each draft token, of every sequence
-    found: list[Found] = field(default_factory=list)  # of a diffusion drafter, one a sequence
+    found: list[DiffusionStats] = field(default_factory=list)  # of a diffusion drafter, one a sequence
     generated: bool = False  # whether `found` follows from the draft's tokens (`Drafter.observe`)
     hidden: Tensor | None = None  # [n, size, E], rows 0..size-1 at the exit of a self-drafted chain
     taps: dict[int, Tensor] = field(default_factory=dict)  # depth of the target -> [n * rows, E]
@@ -230,7 +230,7 @@ def _seconds(a: Any, b: Any) -> float:
 
 
 def best_shape(proposals: Sequence[Budget], promise: Callable[[Budget], float]) -> Budget:
-    """Each sequence's policy proposes a shape; the round takes the one that promises most tokens for its cost, the first
-    of equals. `promise`: tokens over cost for all sequences."""
+    """Each sequence's policy proposes a shape; the round takes the one with the most expected tokens for its cost, the
+    first of equals. `promise`: tokens over cost for all sequences."""
     distinct = list(dict.fromkeys(proposals))
     return distinct[0] if len(distinct) == 1 else max(distinct, key=promise)

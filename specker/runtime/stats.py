@@ -11,8 +11,8 @@ STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a diffusion drafter's passes and its search found, for policies and stats."""
+class DiffusionStats:
+    """One draft of a diffusion model: what its passes and the search found."""
 
     generated: int  # tokens before the first stop token in the raw argmax
     passes: int = 1
@@ -32,7 +32,7 @@ class Stats:
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, where the target drafts by itself
     kept: int = 0  # emitted tokens that a trimmed drafter could have proposed
     lost: int = 0  # rounds whose draft ended at a token that it could not
-    found: dict[str, float] = field(default_factory=dict)  # sums over rounds of what a diffusion draft was (`Found`)
+    found: dict[str, float] = field(default_factory=dict)  # sums of `DiffusionStats` over rounds
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
@@ -60,7 +60,7 @@ class Stats:
         if exit:
             self.exits[exit] = self.exits.get(exit, 0) + 1
 
-    def observe_found(self, found: Found, length: int, accepted: int) -> None:
+    def observe_found(self, found: DiffusionStats, length: int, accepted: int) -> None:
         """One round of a diffusion drafter: a draft of `length` tokens a path, `accepted` of them kept."""
         self.seconds["draft"] -= found.seconds
         self.seconds["search"] += found.seconds

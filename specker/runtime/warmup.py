@@ -23,11 +23,9 @@ DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0
 def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) -> None:
     """On a GPU every kernel is compiled and every graph captured (but DEL's verify passes, exits times lengths, which
     are captured when they are met twice); elsewhere a few tokens are decoded with and without the drafter."""
-    from specker.runtime.strategies import met
-
     batch = engine.batch
     if batch.fixed:
-        plan = met(engine.options, engine.target.config.num_layers, engine.head_cost, engine._bundled)
+        plan = engine.plan
         with engine._in_memory():
             warm_rounds(batch, plan.budgets, plan.verified, plan.accepted, engine.policy().confident, tell)
     filters = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})

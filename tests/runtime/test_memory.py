@@ -9,7 +9,7 @@ from specker import run
 from specker.runtime import loop
 from specker.runtime.model import checkpoint, memory
 from specker.runtime.model.memory import Cost, gib, largest, needed, sized
-from specker.runtime.strategies import SCRATCH
+from specker.runtime.strategies.base import SCRATCH
 
 EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # of an 8B model in bfloat16
 SMALL = Cost(position=114_688, passing=66_048, limit=32_768)

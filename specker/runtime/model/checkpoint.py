@@ -87,6 +87,20 @@ class Checkpoint:
         """The checkpoint's tokenizer and chat template, read on first use. Raises CheckpointError if there is none."""
         return _tokenizer(self.folder, self.config.architecture)
 
+    @property
+    def tokenizer_or_none(self) -> Any:
+        """Without a tokenizer a checkpoint takes and gives token ids alone."""
+        try:
+            return self.tokenizer
+        except CheckpointError:
+            return None
+
+    @property
+    def vocabulary(self) -> dict[str, int] | None:
+        """The tokenizer's tokens with their ids; None without a tokenizer."""
+        tokenizer = self.tokenizer_or_none
+        return None if tokenizer is None else tokenizer.get_vocab()
+
 
 def load(
     source: str | Path,

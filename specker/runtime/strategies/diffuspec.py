@@ -1,17 +1,24 @@
-"""A diffusion language model drafts: one denoising step over the text and a block of masks (DiffuSpec, 2510.02358).
+"""Strategy `diffuspec`: a diffusion language model drafts a block in one denoising step over the text and a block of
+masks (DiffuSpec, arXiv 2510.02358).
 
 A round forwards the committed tokens that the cache lacks (the root among them) and k masks; all of these see each
 other and the cached columns. The masks' columns are dropped, the tokens' stay, so a round costs accepted + 1 + k rows
-and not the whole text. The tokens' K/V saw other masks than the next round's: an approximation, which the target's
-check makes harmless; `exact` forwards the whole text every round instead.
+and not the whole text. What stays saw other masks than the next round's: an approximation, which the target's check
+makes harmless; `exact` forwards the whole text every round instead.
+
+CPS, the search for a path through the block's candidates, stands in lattice.py. ADL, the block's adaptive length, is
+`AdaptiveLength` below: with L_gen the guesses before the first stop token and L_acc the accepted ones,
+
+    ema <- (1 - rho) ema + rho L          k = clip(floor(ema_gen) + step [ema_acc >= ema_gen], shortest, longest)
 
 Row i predicts position i + 1 in Dream's checkpoints (shifted logits) and position i in plain masked-diffusion ones.
 """
 
 import math
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -20,21 +27,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.config import Sampling
+from specker import zoo
+from specker.config import Options, Sampling
+from specker.flags import opt, settle
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
+from specker.runtime import ngram
 from specker.runtime import state as states
 from specker.runtime.draft import Drafter
-from specker.runtime.head import Head
+from specker.runtime.head import Head, Kept
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model, forward, prefill
-from specker.runtime.policy import Budget, Fixed, Outcome, Policy
+from specker.runtime.policy import GENERAL, LONGEST, MAX_NODES, Budget, Fixed, Outcome, Policy
 from specker.runtime.round import Round
-from specker.runtime.stats import Found
+from specker.runtime.stats import DiffusionStats
+from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 CATCH_UP_ROWS = 64  # more tokens that the cache lacks are a prompt: prefill them
 WINDOW = 64 * MAX_WORDS  # columns that the rows of one pass may hold
+# The winners on the bundled pair, and the paper's range for models of the paper's size.
+BLOCK = 4
+ADL_BUNDLED = (3, 8)
+ADL = (20, 30)
+CHUNK = (4, 0.5)
+CPS_LAMBDA = 0.85  # the paper has 0.5
+LONGEST_CHUNKS = 32  # tokens that chunks may add up to
 
 
 class DiffusionDrafter(Drafter):
@@ -121,7 +140,7 @@ class DiffusionDrafter(Drafter):
         kept = [g[: self.stopped(g) + 1] for g in guesses]
         r.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.asks else []
         self._write(r, kept, [list(range(len(k))) for k in kept])
-        r.found = [Found(self.stopped(g), passes) for g in guesses]
+        r.found = [DiffusionStats(self.stopped(g), passes) for g in guesses]
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """No draft token's K/V is kept: it was a mask's, or a guess's beside masks."""
@@ -129,7 +148,7 @@ class DiffusionDrafter(Drafter):
             length = len(r.sequences[slot].text)
             self.cache.exact_len[slot] = max(0, min(length, self._limit) - self.catch_up)
         if r.generated:
-            r.found.append(Found(self.stopped(r.host["draft"][slot].tolist())))
+            r.found.append(DiffusionStats(self.stopped(r.host["draft"][slot].tolist())))
 
     def _padded(self, positions: Tensor, count: int) -> Tensor:
         return positions if len(positions) == count else torch.nn.functional.pad(positions, (0, count - len(positions)))
@@ -249,7 +268,7 @@ class DiffusionDrafter(Drafter):
                 tokens.append(found_tokens)
                 parents.append(found_parents)
             seconds = time.perf_counter() - start
-            r.found.append(Found(self.stopped(own), passes, whole.width, score, seconds))
+            r.found.append(DiffusionStats(self.stopped(own), passes, whole.width, score, seconds))
         self._write(r, tokens, parents)
 
     def _write(self, r: Round, tokens: list[list[int]], parents: list[list[int]]) -> None:
@@ -345,3 +364,189 @@ class Chunks(Fixed):
 
     def keep_drafting(self, confidence: float) -> bool:
         return confidence >= self.threshold
+
+
+def span(value: str | tuple[int, int]) -> tuple[int, int]:
+    """--adl: the shortest and the longest block, `20-30`."""
+    text = value if isinstance(value, str) else "-".join(map(str, value))
+    match = re.fullmatch(r"(\d{1,3})-(\d{1,3})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= 255:
+        raise ValueError(f"--adl must be SHORTEST-LONGEST within 1-255, such as 20-30, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def chunked(value: str | tuple[int, float]) -> tuple[int, float]:
+    """--chunk: tokens of a pass, and the probability below which a token ends the draft, `8:0.5`."""
+    text = value if isinstance(value, str) else f"{value[0]}:{value[1]:f}"
+    match = re.fullmatch(r"(\d{1,3}):(0|1|0?\.\d+|1\.0*)", text)
+    if not match or not 1 <= int(match[1]) <= 128:
+        raise ValueError(f"--chunk must be TOKENS:PROBABILITY within 1-128 and 0-1, such as 8:0.5, got {text!r}")
+    return int(match[1]), float(match[2])
+
+
+@dataclass(frozen=True)
+class DiffuSpecOptions:
+    cps: str | None = opt(
+        None,
+        "off: take the argmax of each position (default, if no search option is given); chain: search the lattice of "
+        "candidates for the best path; tree: verify its best paths as one tree",
+        choices=("off", "chain", "tree"),
+    )
+    cps_paths: int | None = opt(None, "width of the search's beam (default 3)", least=1, most=64)
+    cps_candidates: int | None = opt(None, "candidates of a position at most (default 15)", least=1, most=64)
+    cps_mass: float | None = opt(
+        None, "keep the fewest candidates of a position with this probability (default 0.8)", least=0, most=1
+    )
+    cps_lambda: float | None = opt(
+        None, "weight of the diffusion model against the n-gram model (default 0.85)", least=0, most=1
+    )
+    ngram: str | None = opt(
+        None, "the search's n-gram model (default: the bundled family's); see python -m specker.calibrate"
+    )
+    diffusion_prefix: str = opt(
+        "reuse",
+        "reuse the text's K/V of earlier rounds, or run the whole text every round: exact",
+        choices=("reuse", "exact"),
+    )
+    shifted_logits: str | None = opt(
+        None, "whether row i predicts position i + 1: yes (default for Dream) or no (for others)", choices=("yes", "no")
+    )
+    adl: tuple[int, int] | None = opt(
+        None,
+        "shortest and longest block of --policy adl (default 20-30; 3-8 with the bundled pair)",
+        parse=span,
+    )
+    chunk: tuple[int, float] | None = opt(
+        None,
+        "tokens a pass of --policy chunk, and the probability below which a token ends the draft (default 4:0.5)",
+        parse=chunked,
+    )
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if self.cps == "off" and self._search_options:
+            raise ValueError("--cps off searches nothing: the other --cps-... flags and --ngram do not apply")
+
+    @property
+    def _search_options(self) -> bool:
+        names = ("cps_paths", "cps_candidates", "cps_mass", "cps_lambda", "ngram")
+        return any(getattr(self, name) is not None for name in names)
+
+    @property
+    def search(self) -> str:
+        """Whether and how paths through a block are searched: off, chain or tree."""
+        return self.cps or ("chain" if self._search_options else "off")
+
+    def lengths(self, bundled: bool) -> tuple[int, int]:
+        """The shortest and the longest block of --policy adl."""
+        return self.adl or (ADL_BUNDLED if bundled else ADL)
+
+
+class DiffuSpec(Strategy):
+    name = "diffuspec"
+    summary = "a diffusion language model drafts a block in one pass"
+    options = DiffuSpecOptions
+    policies = ("adl", "chunk")
+    bundled_draft = "code-diffusion"
+    causal = False
+
+    def default_policy(self, options: Options) -> str:
+        return "adl" if options.draft_tokens is None else "fixed"
+
+    def check(self, options: Options) -> None:
+        own: DiffuSpecOptions = options.own
+        policy = options.policy or self.default_policy(options)
+        if options.tree is not None:
+            raise ValueError("strategy diffuspec drafts a block: --tree does not apply, but --cps tree does")
+        if policy == "draft-and-verify":
+            raise ValueError("--policy draft-and-verify ends a draft token by token, but diffuspec drafts a block")
+        if policy == "plus-minus-one" and own.search == "tree":
+            raise ValueError("--policy plus-minus-one is for chains: leave out --cps tree")
+        for name in self.policies:
+            if getattr(own, name) is not None and policy != name:
+                raise ValueError(f"--{name} is for --policy {name}")
+        if policy == "adl" and options.draft_tokens is not None:
+            raise ValueError("--policy adl chooses the block's length: --adl bounds it, --draft-tokens does not apply")
+
+    def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
+        shifted = options.own.shifted_logits
+        if shifted is None:
+            return draft
+        return replace(draft, config=replace(draft.config, shifted_logits=shifted == "yes"))
+
+    def chains(self, options: Options) -> bool:
+        return options.own.search != "tree"
+
+    def drafter(self, context: DraftContext) -> DiffusionDrafter:
+        own: DiffuSpecOptions = context.options.own
+        assert context.draft is not None
+        search = _search(context, own)
+        rows, kept = context.draft.weights.head, context.kept
+        stop_ids = () if context.options.stand_ins else context.target.config.eos_ids
+        row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
+        ids = [token for token in stop_ids if token in row_of]
+        at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
+        rows = rows[at]  # copied before the model packs the head
+        model = context.draft_model()
+        cache, head = context.allocate(model), context.head(model)
+        stops = Head(rows, model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
+        exact = own.diffusion_prefix == "exact"
+        return DiffusionDrafter(
+            model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact, context.depth(self)
+        )
+
+    def policy(self, context: PolicyContext) -> Policy:
+        """The paths of a block share its length, so the block's depth is limited and its nodes only by room."""
+        options, own = context.options, context.options.own
+        length, rule = options.draft_tokens or BLOCK, options.policy or "fixed"
+        if rule == "adl":
+            return AdaptiveLength(*own.lengths(context.bundled))
+        if rule == "chunk":
+            block, threshold = own.chunk or CHUNK
+            return Chunks(MAX_NODES, options.draft_tokens or LONGEST_CHUNKS, block=block, threshold=threshold)
+        return GENERAL[rule](MAX_NODES if rule == "fixed" else length, length)
+
+    def plan(self, context: PolicyContext) -> Plan:
+        """A searched path may end anywhere, so drafts of every size are verified."""
+        options, own = context.options, context.options.own
+        rule, shortest, longest = options.policy, 1, options.draft_tokens or BLOCK
+        if rule == "adl":
+            shortest, longest = own.lengths(context.bundled)
+        elif rule == "plus-minus-one":
+            longest = max(longest, LONGEST)
+        elif rule == "fixed":
+            shortest = longest
+        elif rule == "chunk":  # its passes are never of fixed shape
+            longest = options.draft_tokens or LONGEST_CHUNKS
+            return Plan(Budget(min(longest * (own.cps_paths or Search.paths), MAX_NODES), longest), (), (0,), (0,))
+        paths = (own.cps_paths or Search.paths) if own.search == "tree" else 1
+        nodes = min(paths * longest, MAX_NODES)
+        sizes = (0,) if own.search == "off" else tuple(range(nodes + 1))
+        lengths = tuple(Budget(nodes, n) for n in range(shortest, longest + 1))
+        return Plan(Budget(nodes, longest), lengths, sizes, sizes)
+
+
+def _search(context: DraftContext, own: DiffuSpecOptions) -> Search | None:
+    """The path search, or None for the argmax, which is faster on the bundled pair."""
+    how, target = own.search, context.target
+    if how == "off":
+        return None
+    path = own.ngram or (zoo.ngram() if context.bundled else None)
+    weight = CPS_LAMBDA if own.cps_lambda is None else own.cps_lambda
+    if path is None and weight < 1:
+        raise ValueError(
+            f"--cps {how} needs --ngram for {target.folder} (python -m specker.calibrate --ngram makes one), "
+            "or --cps-lambda 1 to go without, or --cps off"
+        )
+    model = None
+    if path is not None and weight < 1:
+        model = ngram.read(path)
+        model.check(target.config.vocab_size, context.tokenizer, path)
+    return Search(
+        model,
+        own.cps_paths or Search.paths,
+        how == "tree",
+        own.cps_candidates or Search.candidates,
+        Search.mass if own.cps_mass is None else own.cps_mass,
+        weight,
+    )

@@ -1,5 +1,12 @@
-"""A small model drafts: a chain token by token, or a tree level by level (the best `width` nodes of each level, by
-cumulative probability, as EAGLE-2 and EasySpec grow theirs)."""
+"""Strategy `draft`: a small model drafts (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+
+It drafts a chain token by token, or a tree level by level: each level keeps the `width` nodes with the largest
+cumulative probability
+
+    score(child) = score(parent) + log q(child | path)
+
+as EAGLE-2 and EasySpec grow theirs. Above temperature 0, q is perturbed with the target's own noise (runtime/head.py).
+"""
 
 from typing import TYPE_CHECKING
 
@@ -12,11 +19,12 @@ from specker.runtime.model.cache import KVCache, Lengths, Rows
 from specker.runtime.model.decoder import Model, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
+from specker.runtime.strategies.base import DraftContext, Strategy
 
 if TYPE_CHECKING:  # easyspec.py builds on this file
     from specker.runtime.strategies.easyspec import LayerParallel
 
-CATCH_UP_ROWS = 64  # more tokens than this that the cache lacks are a prompt: prefill them
+CATCH_UP_ROWS = 64  # more uncommitted-to tokens than this are a prompt: prefill them
 
 
 class AutoregressiveDrafter(Drafter):
@@ -190,3 +198,15 @@ class AutoregressiveDrafter(Drafter):
         """Ids the draft's (unpadded) vocabulary lacks become its last one: a draft may be anything."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
+
+
+class SmallModel(Strategy):
+    name = "draft"
+    summary = "a small model drafts a chain or a tree"
+    bundled_draft = "code-draft"
+
+    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
+        model = context.draft_model()
+        return AutoregressiveDrafter(
+            model, context.allocate(model), context.head(model), context.options.width, depth=context.depth(self)
+        )

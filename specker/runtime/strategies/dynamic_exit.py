@@ -1,17 +1,18 @@
-"""The target drafts with its own first layers (self-speculation: LayerSkip, arXiv 2404.16710; DEL, arXiv 2504.05598).
+"""Strategy `del`: the target drafts with its own first layers (LayerSkip, arXiv 2404.16710), and DEL (arXiv 2504.05598)
+picks the exit layer and the length each round.
 
 One set of weights, one K/V cache. A draft step runs layers [0, E) on one row, whose K/V stays where the verify pass
 wants it; the rows that left layer E - 1 travel with the draft (`Round.hidden`), so that verification runs [0, E) on the
 last row alone and [E, L) on all.
 
-DEL (arXiv 2504.05598) models a target of L layers that drafts g tokens with its first l layers. With a_l the share of
-positions at which layer l's own ("shadow") token is the full model's, a round yields (1 - a_l^(g+1)) / (1 - a_l) tokens
-on average and loads g * l + L layers:
+DEL models a target of L layers that drafts g tokens with its first l layers. With a_l the share of positions at which
+layer l's own ("shadow") token is the full model's, a round yields (1 - a_l^(g+1)) / (1 - a_l) tokens on average and
+loads g * l + L layers:
 
     TPL(l, g) = ((1 - a_l^(g+1)) / (1 - a_l)) / (L + g * (l + c_head))       g in 0..17
 
-c_head, the LM head in layers, is 0 in the paper; a draft step reads it as well, so it counts here unless asked not to.
-Where it is measured, it also holds what one more row costs the verify pass.
+c_head is the cost of the LM head in layers. The paper sets it to 0; here it counts by default, because a draft step
+reads the head as well. Where it is measured, it also holds what one more row costs the verify pass.
 """
 
 import time
@@ -23,14 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specker.config import Options
+from specker.flags import opt, settle
+from specker.kernels.linear import pack
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.config import layer_elements
 from specker.runtime.model.decoder import Model, forward
-from specker.runtime.policy import LONGEST, Budget, Outcome, Policy
+from specker.runtime.policy import GENERAL, LONGEST, Budget, Outcome, Policy
 from specker.runtime.round import Round
 from specker.runtime.sampling import GREEDY, Draws
+from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 DECAY = 0.95  # of a layer's statistics, each time the policy hears of the layer
 PATIENCE = 0.1  # drafting nothing must beat the best TPL by this share
@@ -263,3 +268,78 @@ def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -
     but the first: with l + c_head >= L the TPL of drafts that are always right does not exceed 1 / L."""
     spread = sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))}) if total > 1 else []
     return tuple(n for n in spread if n == 1 or n + head_cost < total)
+
+
+@dataclass(frozen=True)
+class DynamicExitOptions:
+    exit_layer: int | None = opt(
+        None, "layers that draft, for the policies that do not choose them (default: half)", least=1
+    )
+    exit_cost: str = opt(
+        "bytes",
+        "what a draft token costs beside its layers: layers (nothing, as in the paper), bytes (the LM head's) or "
+        "measured (seconds of the LM head and of one more row in the verify pass)",
+        choices=("layers", "bytes", "measured"),
+    )
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+    def exit(self, layers: int) -> int:
+        """The exit layer of a target of `layers` where the policy does not choose it."""
+        return self.exit_layer or max(1, layers // 2)
+
+
+class SelfDrafting(Strategy):
+    name = "del"
+    summary = "the target drafts with its own first layers"
+    options = DynamicExitOptions
+    policies = ("del", "del-length")
+    self_drafting = True
+
+    def check(self, options: Options) -> None:
+        if options.tree is not None:
+            raise ValueError("strategy del drafts a chain: --tree does not apply")
+        if options.own.exit_layer is not None and options.policy in (None, *self.policies):
+            raise ValueError("--exit-layer is for --policy fixed, plus-minus-one and draft-and-verify; del chooses")
+
+    def check_target(self, options: Options, layers: int) -> None:
+        exit_layer = options.own.exit_layer
+        if exit_layer is not None and exit_layer >= layers:
+            raise ValueError(f"--exit-layer must be below the target's {layers} layers")
+        if layers < 2:
+            raise ValueError(f"strategy {options.strategy!r} needs a target of at least 2 layers")
+
+    def drafter(self, context: DraftContext) -> EarlyExitDrafter:
+        """With the target's head, or with the rows of it that trimming keeps."""
+        rows = None
+        if context.draft is not None:
+            rows = context.draft.weights.head
+        elif context.ranks is not None:
+            rows = context.target.weights.head  # all of it: a draft step does not wait for the other ranks' candidates
+        if rows is not None and context.packable:
+            rows = pack(rows)
+        return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows))
+
+    def head_cost(self, options: Options, drafter: EarlyExitDrafter) -> float:
+        return drafter.price(options.own.exit_cost)
+
+    def policy(self, context: PolicyContext) -> Policy:
+        layers, rule = context.layers, context.options.policy or "del"
+        if rule in self.policies:
+            eligible = eligible_layers(layers, context.head_cost)
+            return DynamicExit(eligible, layers, context.head_cost, by_length=rule == "del-length")
+        size = self.size(context.options)
+        return GENERAL[rule](size.nodes, size.depth, context.options.own.exit(layers))
+
+    def plan(self, context: PolicyContext) -> Plan:
+        """Draft steps are captured one by one, so only a fixed length is warmed up as a whole."""
+        size, rule = self.size(context.options), context.options.policy or "del"
+        exits: tuple[int, ...] = (context.options.own.exit(context.layers),)
+        if rule in self.policies:
+            exits, size = eligible_layers(context.layers, context.head_cost), Budget(LONGEST + 1, LONGEST + 1)
+        elif rule == "plus-minus-one":
+            size = Budget(max(size.depth, LONGEST), max(size.depth, LONGEST))
+        length = size.depth if rule == "fixed" else 1
+        sizes = (0,) if rule == "fixed" else tuple(range(size.nodes + 1))
+        return Plan(size, tuple(Budget(length, length, exit) for exit in exits), (0,), sizes)

@@ -1,25 +1,85 @@
-"""Which of a drafter's layers run side by side, and the forward pass that runs them so (EasySpec, arXiv 2502.02493).
+"""Strategy `easyspec`: a small model drafts with groups of its layers side by side (EasySpec, arXiv 2502.02493).
 
 A schedule is an ordered list of groups of neighbouring layers. The layers of a group all attend from the group's own
-input, in one batch; their feed-forwards then follow one another (`run_layers` has the equations). A group of several
-layers writes "fuzzy" K/V, which differs from the K/V of the same layers in sequence. A group of one is an ordinary
-layer.
+input h; their feed-forwards then follow one another:
+
+    a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
+    h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
+
+The K/V that a group of several layers writes is "fuzzy": the layers in sequence would write something else. Bonus
+calibration drops it: the first drafting pass of the next round runs the accepted tokens and the target's own token
+through the layers in sequence, so of d drafting passes one is exact and d - 1 are fuzzy. A group of one layer is exact.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specker.config import groups
+from specker.flags import opt, settle
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
 from specker.runtime.model.checkpoint import Weights
 from specker.runtime.model.decoder import Attention, Batch, Group, Model, Step, over_pages, run_layers
 from specker.runtime.ops.repeat import repeat_rows
+from specker.runtime.strategies.base import DraftContext
+from specker.runtime.strategies.draft import AutoregressiveDrafter, SmallModel
+
+Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
+
+
+def groups(value: Any) -> Groups:
+    """--layer-parallel: a group's width, `4`, or all groups, `[[0],[1,2,3],[4]]`: every layer once, in order."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if type(value) is int and value >= 1:
+        return value
+    lists = isinstance(value, list) and value and all(isinstance(group, list) and group for group in value)
+    if not lists or any(type(n) is not int for group in value for n in group):
+        raise ValueError(f"--layer-parallel must be a width (4) or all groups ([[0],[1,2],[3]]), got {text!r}")
+    if (order := [n for group in value for n in group]) != list(range(len(order))):
+        raise ValueError(f"--layer-parallel must hold every layer from 0 on once and in order, got {text}")
+    return tuple(map(tuple, value))
+
+
+@dataclass(frozen=True)
+class EasySpecOptions:
+    layer_parallel: Groups = opt(
+        4, "layers side by side in a group, or all groups, such as [[0],[1,2,3],[4]]", parse=groups
+    )  # the paper recommends 4
+    calibrate: str = opt(
+        "every",
+        "when the layers in sequence rewrite the K/V of accepted tokens: every round, on a mismatch, never",
+        choices=("every", "mismatch", "never"),
+    )
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+class EasySpec(SmallModel):
+    name = "easyspec"
+    summary = "a small model drafts with groups of its layers side by side"
+    options = EasySpecOptions
+    bundled_draft = "code-draft-deep"
+    divides = True
+
+    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
+        own: EasySpecOptions = context.options.own
+        assert context.draft is not None
+        schedule = Schedule.of(own.layer_parallel, context.draft.config.num_layers)
+        model = context.draft_model(packed=False)  # a group's weights are stacked instead
+        cache = context.allocate(model)
+        parallel = LayerParallel(model, cache, schedule, context.ranks, context.draft.weights)
+        width, depth = context.options.width, context.depth(self)
+        return AutoregressiveDrafter(model, cache, context.head(model), width, parallel, own.calibrate, depth)
 
 
 @dataclass(frozen=True)
@@ -39,14 +99,13 @@ class Schedule:
         return cls(((0,), *groups, (layers - 1,)) if layers > 1 else ((0,),))
 
     @classmethod
-    def parse(cls, text: str, layers: int) -> "Schedule":
+    def of(cls, groups: Groups, layers: int) -> "Schedule":
         """--layer-parallel for a model of `layers`."""
-        value = groups(text)
-        if isinstance(value, int):
-            return cls.parallel(layers, value)
-        if (count := sum(map(len, value))) != layers:
-            raise ValueError(f"--layer-parallel {text} has {count} layers, but the draft has {layers}")
-        return cls(value)
+        if isinstance(groups, int):
+            return cls.parallel(layers, groups)
+        if (count := sum(map(len, groups))) != layers:
+            raise ValueError(f"--layer-parallel {cls(groups)} has {count} layers, but the draft has {layers}")
+        return cls(groups)
 
     def owner(self, layer: int, ranks: int) -> int:
         """The rank that runs `layer` within its group, where several share the work: neighbours stay together."""

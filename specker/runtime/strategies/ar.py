@@ -1,0 +1,30 @@
+"""Plain decoding: nothing is drafted. The baseline runs the same ops and weights as every other strategy."""
+
+from specker.config import Options
+from specker.runtime.policy import Budget, Fixed, Policy
+from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+
+
+class PlainDecoding(Strategy):
+    name = "ar"
+    summary = "plain decoding, drafts nothing"
+    drafts = False
+    no_head = "ar drafts nothing, so it has no draft head"
+
+    def check(self, options: Options) -> None:
+        if any(x is not None for x in (options.tree, options.draft_tokens, options.policy)):
+            raise ValueError("strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply")
+        if options.acceptance is not None:
+            raise ValueError("strategy 'ar' drafts nothing: --acceptance does not apply")
+
+    def default_policy(self, options: Options) -> None:
+        return None
+
+    def drafter(self, context: DraftContext) -> None:
+        return None
+
+    def policy(self, context: PolicyContext) -> Policy:
+        return Fixed(0, 0)
+
+    def plan(self, context: PolicyContext) -> Plan:
+        return Plan(Budget(0, 0), (), (0,), (0,))

@@ -1,0 +1,124 @@
+"""Strategy `vocabtrim`: the drafter's LM head keeps only the rows of frequent tokens (VocabTrim, arXiv 2506.22694).
+
+It does not draft by itself: it makes the head of another strategy's drafter smaller, and joins that strategy with `+`.
+Alone it means draft+vocabtrim. The paper's measure is the memory-bound speed-up
+
+    MBSU = tau / (c gamma + 1)
+
+with tau the acceptance length, c the bytes of a draft step over those of a target step and gamma the draft steps of a
+round. Noise belongs to a token's id in the full vocabulary, so trimming can cost acceptance and never changes the text.
+Beyond the paper, a few rows follow the text (runtime/head.py).
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specker import zoo
+from specker.config import Options
+from specker.flags import opt, settle
+from specker.runtime import vocab_scores
+from specker.runtime.head import Kept
+from specker.runtime.model.checkpoint import Checkpoint
+from specker.runtime.model.config import layer_elements
+from specker.runtime.stats import Stats
+from specker.runtime.vocab_scores import Keep, VocabScores
+
+if TYPE_CHECKING:  # engine.py imports this package
+    from specker.runtime.engine import Engine
+
+TRIM = "vocabtrim"
+VOCAB_KEEP = Keep(fraction=0.125)  # the measured winner on the bundled pair
+
+
+@dataclass(frozen=True)
+class TrimOptions:
+    vocab_scores: str | None = opt(
+        None, "how often each token occurs (default: the bundled family's); see python -m specker.calibrate"
+    )
+    vocab_keep: Keep | None = opt(
+        None,
+        "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of the counted tokens (default: 0.125, "
+        "or all that a file without counts lists)",
+        parse=Keep.parse,
+    )
+    vocab_text: int = opt(256, "further rows for tokens of the text that are not among those kept; 0: none", least=0)
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+def default_keep(scores: VocabScores) -> Keep:
+    """All that another's file keeps; of our own, which ranks everything, the measured winner on the bundled pair."""
+    return Keep(rows=len(scores.ids)) if scores.counts is None else VOCAB_KEEP
+
+
+def check(options: Options, target: object, bundled: bool) -> None:
+    """Refuse to trim without scores, but for random weights."""
+    if options.trim.vocab_scores is None and not bundled and options.load != "dummy":
+        raise ValueError(
+            f"strategy {options.strategy!r} needs --vocab-scores for {target}: python -m specker.calibrate makes them"
+        )
+
+
+def trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool) -> tuple[Checkpoint, Kept]:
+    """The draft with the kept rows of its head alone, copied once and contiguous, and which rows those are: the fixed
+    ones ascending, then those that follow the text. The embedding stays whole: any token may stand in the text. Random
+    weights without a score file keep the first ids, which are as good as any."""
+    trim: TrimOptions = options.trim
+    vocab, has_tokenizer = target.config.vocab_size, target.vocabulary is not None
+    if trim.vocab_scores is None and not bundled:
+        scores = VocabScores(torch.arange(vocab), None)
+        keep = trim.vocab_keep or VOCAB_KEEP
+    else:
+        path = trim.vocab_scores or zoo.vocab_scores()
+        scores = vocab_scores.read(path)
+        scores.check(vocab, vocab_scores.tokenizer_hash(target.tokenizer) if has_tokenizer else None, path)
+        keep = trim.vocab_keep or default_keep(scores)
+    whole = draft.weights.head
+    rows = min(vocab, len(whole))  # a draft may know fewer ids than a padded target
+    special = vocab_scores.special_ids(target.tokenizer) if has_tokenizer else set()
+    fixed = scores.kept(keep, {*target.config.eos_ids, *special}, rows)
+    text = trim.vocab_text
+    if len(fixed) + text >= rows:  # nothing is left to follow
+        fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
+    also = scores.kept(Keep(rows=len(fixed) + text), fixed.tolist(), rows)  # the next in rank, until there is a text
+    spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
+    ids = torch.cat((fixed, spare)).to(whole.device)
+    if options.width > len(ids):
+        raise ValueError(f"--tree {options.tree} is wider than the {len(ids)} rows that --vocab-keep leaves")
+    head = whole[ids]
+    return replace(draft, weights=replace(draft.weights, head=head)), Kept(ids, len(spare), whole if text else None)
+
+
+def report(engine: "Engine", stats: Stats) -> dict[str, Any]:
+    """What trimming saved and cost in the decoding that `stats` counted; empty where nothing is trimmed."""
+    if engine.kept is None or engine.draft is None:
+        return {}
+    return {
+        "kept_rows": len(engine.kept.ids),
+        "text_rows": engine.kept.text,
+        "vocab_size": engine.target.config.vocab_size,
+        "coverage": stats.kept / max(1, stats.tokens),
+        "rounds_lost": stats.lost,
+        "head_bytes_per_draft_step": engine.draft.weights.head.numel() * engine.dtype.itemsize,
+        "mbsu": mbsu(engine, stats),
+    }
+
+
+def mbsu(engine: "Engine", stats: Stats) -> float:
+    """The memory-bound speed-up, from counted rounds and the models' sizes. A model, not a measurement."""
+    if engine.draft is None:
+        return 1.0
+    drafted = float(layer_elements(engine.draft.config))
+    if stats.exits:  # by the target's own first layers
+        mean = sum(n * times for n, times in stats.exits.items()) / stats.rounds
+        drafted *= mean / engine.target.config.num_layers
+    drafted += engine.draft.weights.head.numel()
+    whole = layer_elements(engine.target.config) + engine.target.weights.head.numel()
+    tree = engine.options.tree
+    gamma = tree.depth if tree is not None and tree.width > 1 else stats.drafted / max(1, stats.rounds)
+    if stats.found:  # a pass guesses a whole block
+        gamma = stats.diffusion["passes"]
+    return stats.acceptance_length / (drafted / whole * gamma + 1)
