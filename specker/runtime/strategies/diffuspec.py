@@ -106,7 +106,7 @@ class DiffusionDrafter(Drafter):
             r.run(("block", depth), lambda: self._fixed_block(r, depth))
             if self.search is None:
                 r.size = r.depth = depth
-                r.generated = True
+                r.generated, r.found = True, [DiffusionStats(0)] * len(r.sequences)
                 return
             lengths = [len(s.text) for s in r.sequences]
             new, blocks, _ = self._candidates(r, r.state.hidden[: r.n * depth], lengths)
@@ -148,7 +148,7 @@ class DiffusionDrafter(Drafter):
             length = len(r.sequences[slot].text)
             self.cache.exact_len[slot] = max(0, min(length, self._limit) - self.catch_up)
         if r.generated:
-            r.found.append(DiffusionStats(self.stopped(r.host["draft"][slot].tolist())))
+            r.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
 
     def _padded(self, positions: Tensor, count: int) -> Tensor:
         return positions if len(positions) == count else torch.nn.functional.pad(positions, (0, count - len(positions)))

@@ -74,7 +74,7 @@ class EarlyExitDrafter(Drafter):
         return r.state.hidden.view(-1, r.window.shape[1], self.model.config.hidden_size)[: r.n]
 
     def _step(self, r: Round, n: int, hidden: list[Tensor], tapped: dict[int, list[Tensor]]) -> None:
-        """Draft token n of each sequence. Where work is captured n stands in the state, so that one graph serves all."""
+        """Draft token n of each sequence. Captured work reads n from the state, so that one graph serves all n."""
         s = r.state
         if r.fixed:
             tokens, rows = s.window.index_select(1, s.step)[:, 0], self.cache.place(s.length + s.step, 1, 0, 1)
