@@ -45,6 +45,7 @@ PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
         ("vocabtrim", {"tree": "3x3", "vocab_text": 32}),
         ("easyspec+vocabtrim", {"tree": "2x4"}),
         ("del", {}),
+        ("del", {"draft_tokens": 2}),
         ("del+vocabtrim", {"vocab_keep": "2048"}),
         ("diffuspec", {}),
         ("diffuspec+vocabtrim", {"cps": "tree"}),

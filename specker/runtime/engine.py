@@ -10,7 +10,7 @@ import torch
 
 from specker import zoo
 from specker.config import Options, Sampling, from_kwargs
-from specker.runtime import check, strategies, vocab_scores
+from specker.runtime import check, strategies
 from specker.runtime.check import CheckResult
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.dist import Ranks, SharedDrafter, SharedPolicy
@@ -84,7 +84,11 @@ class Engine:
         alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
         inner: Any = None
         if alone or (ranks is not None and ranks.drafts):
-            inner = strategy.drafter(self._draft_context())
+            inner = strategy.drafter(
+                DraftContext(
+                    self.options, self.target, self.model, self.cache, self.draft, self.kept, self._bundled, ranks
+                )
+            )
         self.drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
         cost = 0.0 if inner is None else strategy.head_cost(self.options, inner)
         if strategy.self_drafting:
@@ -98,21 +102,6 @@ class Engine:
         if (self.options.graphs or self._graphs_by_default()) == "on":
             most, capture = self.plan.largest, self.device.type == "cuda"
             self._rounds_of = StaticRounds(self.model, self.cache, inner, most.nodes, most.depth, capture)
-
-    def _draft_context(self) -> DraftContext:
-        tokenizer = self.target.tokenizer_or_none
-        digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
-        return DraftContext(
-            self.options,
-            self.target,
-            self.model,
-            self.cache,
-            self.draft,
-            self.kept,
-            self._bundled,
-            digest,
-            self.ranks,
-        )
 
     def _agreed(self, value: float) -> float:
         """Rank 0's value."""

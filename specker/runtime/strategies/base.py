@@ -18,6 +18,7 @@ from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import GENERAL, LONGEST, Budget, Policy
+from specker.runtime.vocab_scores import tokenizer_hash
 
 if TYPE_CHECKING:  # loop.py imports a drafter
     from specker.runtime.loop import Drafter
@@ -38,8 +39,13 @@ class DraftContext:
     draft: Checkpoint | None  # with the kept rows of the head alone where it is trimmed
     kept: Kept | None  # which rows those are; None: all
     bundled: bool  # whether the target is the bundled one
-    tokenizer: str | None  # the hash of the target's tokenizer, if it has one
     ranks: Ranks | None = None  # the ranks that share the target, as this one sees them
+
+    @property
+    def tokenizer_hash(self) -> str | None:
+        """Of the target's tokenizer, if it has one."""
+        tokenizer = self.target.tokenizer_or_none
+        return None if tokenizer is None else tokenizer_hash(tokenizer)
 
     @property
     def packable(self) -> bool:
