@@ -209,7 +209,7 @@ class Engine:
         (done, of) now and then."""
         rounds = self._rounds_of
         if rounds is not None:
-            plan, confident, agrees = self.plan, self.policy().confident, self._given(0)
+            plan, confident, agrees = self.plan, self.policy().confident, self._agreement(0)
             with self._in_memory():
                 rounds.warmup(list(plan.budgets), list(plan.verified), list(plan.accepted), confident, agrees, tell)
         filters = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
@@ -260,7 +260,7 @@ class Engine:
         rule = self.policy()
         if self.ranks is not None and drafter is not None and rule.layers:
             rule = SharedPolicy(rule, self.ranks)
-        agrees = None if drafter is None else self._given(params.seed)
+        agrees = None if drafter is None else self._agreement(params.seed)
         if self._rounds_of is not None:
             self._rounds_of.reset()
         rounds = None if trace else self._rounds_of  # a trace needs what static rounds keep on the device
@@ -302,8 +302,8 @@ class Engine:
                 raise RuntimeError("this stream ended when another request began: an engine decodes one at a time")
             start = time.perf_counter()  # the consumer's time between rounds is not ours
 
-    def _given(self, seed: int) -> torch.Tensor | None:
-        """Which positions' rows agree where acceptance is given: one tensor, written anew when the seed changes."""
+    def _agreement(self, seed: int) -> torch.Tensor | None:
+        """With --acceptance, the positions at which the target agrees: one tensor, rewritten when the seed changes."""
         if self.options.acceptance is None:
             return None
         if self._agrees is None or self._agrees[0] != seed:
@@ -312,7 +312,7 @@ class Engine:
         return self._agrees[1]
 
     def _in_memory(self) -> AbstractContextManager[None]:
-        """Memory that runs out in here is told in a sentence, with the context that would fit."""
+        """Turns an out-of-memory error into a sentence that names the context that would fit."""
         return room_of(self.target, self.draft, self.options).running()
 
 
