@@ -45,6 +45,7 @@ PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
         ("vocabtrim", {"tree": "3x3", "vocab_text": 32}),
         ("easyspec+vocabtrim", {"tree": "2x4"}),
         ("del", {}),
+        ("del", {"draft_tokens": 2}),
         ("del+vocabtrim", {"vocab_keep": "2048"}),
         ("diffuspec", {}),
         ("diffuspec+vocabtrim", {"cps": "tree"}),
@@ -275,7 +276,7 @@ class Recorded:
         with recording() as log:
             self.rounds.reset()
             text = [5] * length  # nothing new for a trimmed head to follow, which is no part of a graph
-            self.rounds.load(text, 10_000, sampling, self.engine._given(0))
+            self.rounds.load(text, 10_000, sampling, self.engine._agreement(0))
             log.clear()
             keep = (lambda _: True) if self.asking else None
             self.rounds.launch(text, budget, sampling, keep, bool(self.budgets))
@@ -314,7 +315,7 @@ def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name):
     with recording():
         for sampling, budget in itertools.product(KINDS, world.budgets or [Budget(0, 0)]):
             world.rounds.reset()
-            world.rounds.load([5] * 60, 10_000, sampling, world.engine._given(0))
+            world.rounds.load([5] * 60, 10_000, sampling, world.engine._agreement(0))
             for _ in range(2):
                 keep = (lambda _: True) if world.asking else None
                 world.rounds.launch([5] * 60, budget, sampling, keep, bool(world.budgets))
@@ -334,7 +335,7 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name):
     world = recorded(name)
     with recording() as log:
         plan = world.plan
-        world.rounds.warmup(plan.budgets, plan.verified, plan.accepted, world.asking, world.engine._given(0))
+        world.rounds.warmup(plan.budgets, plan.verified, plan.accepted, world.asking, world.engine._agreement(0))
     warm = set(kernels(log))
     for budget in world.budgets or [Budget(0, 0)]:
         for length, sampling in itertools.product((50, 800 if name == "vocabtrim" else 5000), KINDS):

@@ -180,7 +180,7 @@ def world_size() -> int:
 
 
 def join(options: Options, device: torch.device, divides: bool = False, timeout: float = TIMEOUT) -> Ranks | None:
-    """This process's place among the job's; None where there is one process. Joins them first if nobody has. `divides`:
+    """This process's place among the job's; None where there is one process. Joins the processes first. `divides`:
     whether the ranks of --tp divide a draft among them unless --draft-ranks says otherwise. Raises ValueError where the
     numbers of processes do not fit."""
     world, dp = world_size(), options.dp

@@ -10,7 +10,7 @@ import torch
 
 from specker import zoo
 from specker.config import Options, Sampling, from_kwargs
-from specker.runtime import check, strategies, vocab_scores
+from specker.runtime import check, strategies
 from specker.runtime import state as states
 from specker.runtime.check import CheckResult
 from specker.runtime.detokenize import Detokenizer
@@ -88,7 +88,9 @@ class Engine:
         self.model = Model(self.target, linear=linear(o), ranks=ranks)
         self.cache = allocate(self.model, o)
         alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
-        inner = strategy.drafter(self._draft_context()) if alone or (ranks is not None and ranks.drafts) else None
+        models = self.target, self.model, self.cache, self.draft, self.kept
+        context = DraftContext(o, *models, self._bundled, ranks)
+        inner = strategy.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
         self.drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
         cost = 0.0 if inner is None else strategy.head_cost(o, inner)
         if strategy.self_drafting:
@@ -102,14 +104,8 @@ class Engine:
         # float64 has no kernels: its references read numbers on the host. Over several ranks graphs hold collectives,
         # which must be asked for.
         fixed = gpu and self.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
-        models, graphs = (self.model, self.cache, self.drafter), Graphs(fixed and gpu)
-        self.batch = Batch(*models, self.plan.largest, fixed, graphs, self._cost, SCRATCH, o.acceptance, ranks)
-
-    def _draft_context(self) -> DraftContext:
-        tokenizer = self.target.tokenizer_or_none
-        digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
-        models = self.target, self.model, self.cache, self.draft, self.kept
-        return DraftContext(self.options, *models, self._bundled, digest, self.ranks)
+        rest = self.plan.largest, fixed, Graphs(fixed and gpu), self._cost, SCRATCH, o.acceptance, ranks
+        self.batch = Batch(self.model, self.cache, self.drafter, *rest)
 
     def _agreed(self, value: float) -> float:
         """Rank 0's value."""

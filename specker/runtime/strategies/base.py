@@ -19,6 +19,7 @@ from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import GENERAL, LONGEST, Budget, Policy
+from specker.runtime.vocab_scores import tokenizer_hash
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
@@ -36,8 +37,13 @@ class DraftContext:
     draft: Checkpoint | None  # with the kept rows of the head alone where it is trimmed
     kept: Kept | None  # which rows those are; None: all
     bundled: bool  # whether the target is the bundled one
-    tokenizer: str | None  # the hash of the target's tokenizer, if it has one
     ranks: Ranks | None = None  # the ranks that share the target, as this one sees them
+
+    @property
+    def tokenizer_hash(self) -> str | None:
+        """Of the target's tokenizer, if it has one."""
+        tokenizer = self.target.tokenizer_or_none
+        return None if tokenizer is None else tokenizer_hash(tokenizer)
 
     @property
     def packable(self) -> bool:

@@ -541,7 +541,7 @@ def _search(context: DraftContext, own: DiffuSpecOptions) -> Search | None:
     model = None
     if path is not None and weight < 1:
         model = ngram.read(path)
-        model.check(target.config.vocab_size, context.tokenizer, path)
+        model.check(target.config.vocab_size, context.tokenizer_hash, path)
     return Search(
         model,
         own.cps_paths or Search.paths,
