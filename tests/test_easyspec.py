@@ -15,7 +15,7 @@ from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.decoder import Model, chain_rows, forward, prefill, sequence_bounds
-from specker.runtime.ops.repeat import Repeated, repeat_rows
+from specker.runtime.ops.repeat import repeat_rows
 from specker.runtime.policy import Budget
 from specker.runtime.schedule import LayerParallel, Schedule
 
@@ -219,7 +219,7 @@ def kernels(monkeypatch):
         "schedule.residual_merge": merge._launch,
         "schedule.kv_calibrate": kv._launch,
         "schedule.tree_attention": attention,
-        "schedule.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "schedule.repeat_rows": repeat._launch,
         "head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
     }.items():

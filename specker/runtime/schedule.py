@@ -76,7 +76,6 @@ class _Group:
     k_norm: Tensor | None
     o: Tensor  # [N, E, Hq * D]
     o_bias: Tensor | None  # [N, E]
-    block_table: Tensor  # [N, P] int32, pages of the cache's flattened view
 
 
 class LayerParallel:
@@ -105,7 +104,9 @@ class LayerParallel:
         model, eps = self.model, self.model.config.rms_norm_eps
         pending = hidden.unsqueeze(0)[:0]  # [P, T, E], what is yet to be added to `hidden`
         pages, page = self.cache.k.shape[1:3]
-        batch = repeat_rows(*rows, len(model.layers), pages * page) if any(self.groups) else None
+        batch = None
+        if any(self.groups):
+            batch = repeat_rows(*rows, self.cache.table, len(model.layers), pages * page, pages)
         for layers, group in zip(self.schedule.groups, self.groups, strict=True):
             if group is None:
                 if len(pending):
@@ -148,7 +149,7 @@ class LayerParallel:
     def _attend(self, group: _Group, batch: Repeated, normed: Tensor) -> Tensor:
         """normed [N, T, E], each layer's own -> [N, T, E], what each layer's attention adds. N layers are a batch of N
         sequences, whose K/V stand in the same columns of their own layers' pages; `batch` has the rows of all layers,
-        alike but for the slots."""
+        alike but for the slots and pages."""
         N, T, _ = normed.shape
         config, model, first = self.model.config, self.model, group.own[0]
         qkv = model.linear(normed, group.qkv, group.qkv_bias).flatten(0, 1)
@@ -167,7 +168,7 @@ class LayerParallel:
             q,
             self.k,
             self.v,
-            group.block_table[:, : self.cache.table.shape[1]],
+            batch.table[first : first + N],
             batch.kv_len[:N],
             batch.window[:N],
             sequence_bounds(T, q.device, N),
@@ -185,8 +186,6 @@ class LayerParallel:
         else:
             for name in ("norm_in", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias"):
                 yield self._stack(layers, name)
-        first = torch.tensor(layers, dtype=torch.int64, device=self.model.device)[:, None] * self.cache.k.shape[1]
-        yield (self.cache.block_table + first).int()
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
         """The layers' tensors of one name in one, [N, ...], and the layers' own as views of it."""
