@@ -1,22 +1,25 @@
-"""repeat_rows: the rows of one sequence for L layers that run side by side, as L sequences of a batch.
+"""repeat_rows: the rows of B sequences for L layers that run side by side, as L * B sequences of one batch.
 
-Contract: positions [T] and slots [T] int64, kv_len [1] and window [1] int32, ancestors [T, W] int64, W <= 4 ->
+Contract: positions [T] and slots [T] int64, kv_len [B] and window [B] int32, ancestors [T, W] int64, W <= 4,
+block_table [B, P] int32, which may be a row-strided view -> layer-major, for layer l:
 
-    positions [L * T]      positions[t]
-    slots     [L * T]      slots[t] + l * apart      (layer l's pages lie `apart` slots further on)
-    kv_len    [L]          kv_len[0]
-    window    [L]          window[0]
-    ancestors [L * T, W]   ancestors[t]              for row l * T + t
+    positions [L * T]      positions[t]                 row l * T + t
+    slots     [L * T]      slots[t] + l * apart         layer l's pages lie `pages` pages, `apart` slots further on
+    kv_len    [L * B]      kv_len[b]                    sequence l * B + b
+    window    [L * B]      window[b]
+    ancestors [L * T, W]   ancestors[t]
+    table     [L * B, P]   block_table[b] + l * pages
 
-A batch over the layers l..l + N - 1 takes the first N * T rows, or N numbers, of each, and N * T slots from l * T on.
-One launch before the layers, where every batch would need six. Integers, 16 + 8 W bytes a row and layer; no number is
-read on the host.
+A batch over the layers l..l + N - 1 takes the first N * T rows, or N * B numbers, of each, but N * T slots from l * T
+and N * B rows of the table from l * B on. One launch before the layers, where every batch would need seven. Integers,
+16 + 8 W bytes a row and layer and 4 a page; on a GPU no number is read on the host.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,92 +30,121 @@ from specker.kernels.variant import Variant, same_device, tl, triton
 class Repeated(NamedTuple):
     positions: Tensor  # [L * T] int64
     slots: Tensor  # [L * T] int64
-    kv_len: Tensor  # [L] int32
-    window: Tensor  # [L] int32
+    kv_len: Tensor  # [L * B] int32
+    window: Tensor  # [L * B] int32
     ancestors: Tensor  # [L * T, W] int64
+    table: Tensor  # [L * B, P] int32
 
 
 def repeat_rows(
-    positions: Tensor, slots: Tensor, kv_len: Tensor, window: Tensor, ancestors: Tensor, layers: int, apart: int
+    positions: Tensor,
+    slots: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    ancestors: Tensor,
+    block_table: Tensor,
+    layers: int,
+    apart: int,
+    pages: int,
 ) -> Repeated:
-    """The rows `layers` times, each time `apart` slots further on; see the module for the contract. Raises ValueError
-    on other shapes and dtypes."""
-    if torch.compiler.is_compiling():
-        return Repeated(*torch.ops.specker.repeat_rows(positions, slots, kv_len, window, ancestors, layers, apart))
-    return Repeated(*_repeat_rows(positions, slots, kv_len, window, ancestors, layers, apart))
+    """The rows `layers` times, each time `pages` pages, `apart` slots, further on; see the module for the contract.
+    Raises ValueError on other shapes and dtypes."""
+    T, B = positions.shape, kv_len.shape
+    if len(T) != 1 or not positions.dtype == slots.dtype == ancestors.dtype == torch.int64:
+        raise ValueError(
+            f"positions must be [T], and like slots and ancestors int64: {tuple(T)}, {positions.dtype}, "
+            f"{slots.dtype}, {ancestors.dtype}"
+        )
+    if slots.shape != T:
+        raise ValueError(f"slots must be as many as positions, {T[0]}, got {tuple(slots.shape)}")
+    if ancestors.dim() != 2 or ancestors.shape[:1] != T or not 1 <= ancestors.shape[1] <= MAX_WORDS:
+        raise ValueError(f"ancestors must be [{T[0]}, 1..{MAX_WORDS}], got {tuple(ancestors.shape)}")
+    if not kv_len.dtype == window.dtype == block_table.dtype == torch.int32:
+        raise ValueError(
+            f"kv_len, window and block_table must be int32: {kv_len.dtype}, {window.dtype}, {block_table.dtype}"
+        )
+    P = block_table.shape
+    if len(B) != 1 or window.shape != B or len(P) != 2 or P[:1] != B or 0 in P:
+        raise ValueError(
+            f"expected kv_len [B], window [B] and block_table [B, P], none empty: {tuple(B)}, {tuple(window.shape)}, "
+            f"{tuple(P)}"
+        )
+    if layers < 1:
+        raise ValueError(f"rows are for at least one layer, got {layers}")
+    if positions.is_cuda:
+        return _launch(positions, slots, kv_len, window, ancestors, block_table, layers, apart, pages)
+    given = (x.numpy() for x in (positions, slots, kv_len, window, ancestors, block_table))
+    further = (None, apart, None, None, None, pages)
+    return Repeated(*(_repeat(x, layers, step) for x, step in zip(given, further, strict=True)))
 
 
-def _repeat_rows(
-    positions: Tensor, slots: Tensor, kv_len: Tensor, window: Tensor, ancestors: Tensor, layers: int, apart: int
-) -> tuple[Tensor, ...]:
-    _check(positions, slots, kv_len, window, ancestors, layers)
-    go = _launch if positions.is_cuda else repeat_rows_ref
-    return go(positions, slots, kv_len, window, ancestors, layers, apart)
-
-
-def repeat_rows_ref(
-    positions: Tensor, slots: Tensor, kv_len: Tensor, window: Tensor, ancestors: Tensor, layers: int, apart: int
-) -> tuple[Tensor, ...]:
-    further = torch.arange(layers, device=slots.device)[:, None] * apart
-    return (
-        positions.repeat(layers),
-        (slots + further).flatten(),
-        kv_len.repeat(layers),
-        window.repeat(layers),
-        ancestors.repeat(layers, 1),
-    )
+def _repeat(x: Any, layers: int, further: int | None) -> Tensor:
+    out = np.empty((layers, *x.shape), x.dtype)  # a third of what torch's repeat costs
+    out[:] = x
+    if further and layers > 1:
+        out += (np.arange(layers, dtype=x.dtype) * further).reshape(-1, *(1,) * x.ndim)
+    return torch.from_numpy(out.reshape(-1, *x.shape[1:]))
 
 
 def repeat_rows_cost(positions: Tensor, *rest: Tensor | int) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    ancestors, layers = rest[3], int(rest[4])
-    assert isinstance(ancestors, Tensor)
-    row = 8 * (2 + ancestors.shape[1])
-    return (layers + 1) * (len(positions) * row + 8), layers * len(positions)
+    ancestors, table, layers = rest[3], rest[4], int(rest[5])
+    assert isinstance(ancestors, Tensor) and isinstance(table, Tensor)
+    row, sequence = 8 * (2 + ancestors.shape[1]), 4 * (2 + table.shape[1])
+    return (layers + 1) * (len(positions) * row + len(table) * sequence), layers * (len(positions) + table.numel())
 
 
 @triton.jit(
-    do_not_specialize=["T", "apart"],
-    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr", "kv_len_ptr", "window_ptr", "words_ptr"],
+    do_not_specialize=["T", "B", "P", "table_stride", "apart", "pages"],
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr", "kv_len_ptr", "window_ptr", "words_ptr", "table_ptr"],
 )
 def _repeat_rows_kernel(
     positions_ptr,  # [T]
     slots_ptr,  # [T]
-    kv_len_ptr,  # [1]
-    window_ptr,  # [1]
+    kv_len_ptr,  # [B]
+    window_ptr,  # [B]
     words_ptr,  # [T, W]
+    table_ptr,  # [B, P]
     positions_out,  # [L * T]
     slots_out,  # [L * T]
-    kv_len_out,  # [L]
-    window_out,  # [L]
+    kv_len_out,  # [L * B]
+    window_out,  # [L * B]
     words_out,  # [L * T, W]
+    table_out,  # [L * B, P]
     T,
+    B,
+    P,
+    table_stride,
     apart,
+    pages,
     W: tl.constexpr,
-    BLOCK: tl.constexpr,  # rows at a time
+    BLOCK: tl.constexpr,  # rows, sequences and pages of a program
 ):
-    i_l = tl.program_id(0)
-    o_b = tl.arange(0, BLOCK)
-    for i_t in tl.range(0, T, BLOCK):
-        o_t = i_t + o_b
-        m_t = o_t < T
-        o_out = i_l * T + o_t
-        tl.store(positions_out + o_out, tl.load(positions_ptr + o_t, mask=m_t), mask=m_t)
-        tl.store(slots_out + o_out, tl.load(slots_ptr + o_t, mask=m_t) + i_l.to(tl.int64) * apart, mask=m_t)
-        for w in tl.static_range(W):
-            tl.store(words_out + o_out * W + w, tl.load(words_ptr + o_t * W + w, mask=m_t), mask=m_t)
-    tl.store(kv_len_out + i_l, tl.load(kv_len_ptr))
-    tl.store(window_out + i_l, tl.load(window_ptr))
+    i_l = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_t = o < T
+    o_t = i_l * T + o
+    tl.store(positions_out + o_t, tl.load(positions_ptr + o, mask=m_t), mask=m_t)
+    tl.store(slots_out + o_t, tl.load(slots_ptr + o, mask=m_t) + i_l * apart, mask=m_t)
+    for w in tl.static_range(W):
+        tl.store(words_out + o_t * W + w, tl.load(words_ptr + o.to(tl.int64) * W + w, mask=m_t), mask=m_t)
+    m_b = o < B
+    tl.store(kv_len_out + i_l * B + o, tl.load(kv_len_ptr + o, mask=m_b), mask=m_b)
+    tl.store(window_out + i_l * B + o, tl.load(window_ptr + o, mask=m_b), mask=m_b)
+    m_p = o < B * P
+    b_page = tl.load(table_ptr + (o // P).to(tl.int64) * table_stride + o % P, mask=m_p)
+    tl.store(table_out + i_l * B * P + o, b_page + i_l.to(tl.int32) * pages, mask=m_p)
 
 
 @lru_cache
 def _variant(words: int) -> Variant:
-    """A program a layer, one warp: a chain has one row, the widest trees a few dozen."""
+    """Programs of one warp: a chain has one row, a table some hundreds of pages, so there is nothing to wait for but
+    the loads, all of which are asked for at once."""
     return Variant(
         name=f"W{words}",
         kernel=_repeat_rows_kernel,
-        arguments=(*("*i64",) * 2, *("*i32",) * 2, *("*i64",) * 3, *("*i32",) * 2, "*i64", "i32", "i32"),
-        constexprs={"W": words, "BLOCK": 32},
+        arguments=(*(("*i64",) * 2 + ("*i32",) * 2 + ("*i64", "*i32")) * 2, *("i32",) * 6),
+        constexprs={"W": words, "BLOCK": 128},
         num_warps=1,
         wide=False,
         smoke=words == 1,
@@ -125,47 +157,15 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(words)
 
 
-def _launch(
-    positions: Tensor, slots: Tensor, kv_len: Tensor, window: Tensor, ancestors: Tensor, layers: int, apart: int
-) -> tuple[Tensor, ...]:
-    same_device(positions, slots=slots, kv_len=kv_len, window=window, ancestors=ancestors)
-    given = [x.contiguous() for x in (positions, slots, kv_len, window, ancestors)]
-    out = tuple(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in given)
-    _variant(ancestors.shape[1])((layers,), *given, *out, len(positions), apart)
+def _launch(*given: Any) -> Repeated:
+    tensors, (layers, apart, pages) = given[:6], given[6:]
+    positions, slots, kv_len, window, ancestors, table = tensors
+    same_device(positions, slots=slots, kv_len=kv_len, window=window, ancestors=ancestors, block_table=table)
+    (B, P), T = table.shape, len(positions)
+    out = Repeated(*(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in tensors))
+    table = table if P == 1 or table.stride(1) == 1 else table.contiguous()
+    variant = _variant(ancestors.shape[1])
+    grid = layers, -(-max(T, B * P) // variant.constexprs["BLOCK"])
+    its = (*(x.contiguous() for x in tensors[:5]), table)
+    variant(grid, *its, *out, T, B, P, table.stride(0), apart, pages)
     return out
-
-
-def _check(positions: Tensor, slots: Tensor, kv_len: Tensor, window: Tensor, ancestors: Tensor, layers: int) -> None:
-    for name, x in (("positions", positions), ("slots", slots)):
-        if x.dim() != 1 or x.dtype != torch.int64:
-            raise ValueError(f"{name} must be [T] int64, got {tuple(x.shape)} {x.dtype}")
-    if slots.shape != positions.shape:
-        raise ValueError(f"slots must be as many as positions, {len(positions)}, got {len(slots)}")
-    for name, x in (("kv_len", kv_len), ("window", window)):
-        if x.shape != (1,) or x.dtype != torch.int32:
-            raise ValueError(f"{name} must be [1] int32, got {tuple(x.shape)} {x.dtype}")
-    if ancestors.dim() != 2 or ancestors.shape[0] != positions.shape[0] or ancestors.dtype != torch.int64:
-        raise ValueError(
-            f"ancestors must be [{positions.shape[0]}, W] int64, got {tuple(ancestors.shape)} {ancestors.dtype}"
-        )
-    if not 1 <= ancestors.shape[1] <= MAX_WORDS:
-        raise ValueError(f"ancestors have 1..{MAX_WORDS} words a row, got {ancestors.shape[1]}")
-    if layers < 1:
-        raise ValueError(f"rows are for at least one layer, got {layers}")
-
-
-def _fake(
-    positions: Tensor, slots: Tensor, kv_len: Tensor, window: Tensor, ancestors: Tensor, layers: int, apart: int
-) -> tuple[Tensor, ...]:
-    _check(positions, slots, kv_len, window, ancestors, layers)
-    given = positions, slots, kv_len, window, ancestors
-    return tuple(x.new_empty(layers * x.shape[0], *x.shape[1:]) for x in given)
-
-
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define(
-    "repeat_rows(Tensor positions, Tensor slots, Tensor kv_len, Tensor window, Tensor ancestors, int layers, "
-    "int apart) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_lib.impl("repeat_rows", _repeat_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::repeat_rows", _fake, lib=_lib)

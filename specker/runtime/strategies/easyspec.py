@@ -134,7 +134,6 @@ class LayerParallel:
         self.model, self.cache, self.schedule, self._weights = model, cache, schedule, weights
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
-        self._first_pages = torch.arange(len(model.layers), device=model.device)[:, None, None] * cache.k.shape[1]
         self.groups = [self._group(layers) for layers in schedule.groups]
 
     def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
@@ -158,8 +157,7 @@ class LayerParallel:
         """The rows of B sequences once for each of L layers: L * B sequences, layer by layer, over `self.kv`."""
         L, T, (pages, page) = len(self.model.layers), len(rows.positions), self.cache.k.shape[1:3]
         B = len(rows.kv_len)
-        repeated = repeat_rows(*rows[:5], L, pages * page)
-        table = (rows.table + self._first_pages).int().flatten(0, 1)
+        *repeated, table = repeat_rows(*rows[:5], rows.table, L, pages * page, pages)
         return Rows(*repeated, sequence_bounds(T // B, self.model.device, L * B), table)
 
     def _gathered(self, layers: tuple[int, ...], ranks: Ranks, added: Tensor) -> Tensor:
