@@ -157,8 +157,8 @@ class LayerParallel:
         """The rows of B sequences once for each of L layers: L * B sequences, layer by layer, over `self.kv`."""
         L, T, (pages, page) = len(self.model.layers), len(rows.positions), self.cache.k.shape[1:3]
         B = len(rows.kv_len)
-        *repeated, table = repeat_rows(*rows[:5], rows.table, L, pages * page, pages)
-        return Rows(*repeated, sequence_bounds(T // B, self.model.device, L * B), table)
+        every = repeat_rows(*rows[:5], rows.table, L, pages * page, pages)
+        return Rows(*every[:5], sequence_bounds(T // B, self.model.device, L * B), every.table)
 
     def _gathered(self, layers: tuple[int, ...], ranks: Ranks, added: Tensor) -> Tensor:
         """added [own, T, E] of every rank -> [N, T, E], of a group's `layers`."""
