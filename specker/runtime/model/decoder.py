@@ -226,7 +226,7 @@ def prefill(
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
     see the columns before them; rows of a bidirectional model see their whole chunk and the columns before it. Returns
-    the residual stream of the last chunk's last `last` rows, or of all its rows if it has fewer, at the depths `taps`."""
+    the residual stream at the depths `taps` of the last chunk's last `last` rows, or of all its rows if it has fewer."""
     kept: dict[int, Tensor] = {}
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]

@@ -163,9 +163,10 @@ class DiffusionDrafter(Drafter):
             kept = []
             for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
                 cache.truncate(0, slot)
-                whole, depth = self._known(text + new) + masks, len(self.model.layers)
+                # Beyond the drafter's context the end of the text is all it sees: a draft of no use, and no harm.
+                whole, depth = (self._known(text + new) + masks)[-self._limit :], len(self.model.layers)
                 hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
-                cache.truncate(len(text), slot)
+                cache.truncate(min(len(text), len(whole)), slot)
                 kept.append(hidden[out])
             return torch.cat(kept)
         starts, new_tokens = [], []
