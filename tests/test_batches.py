@@ -29,6 +29,8 @@ STRATEGIES = {
     "diffuspec": {"strategy": "diffuspec", "adl": "2-5", "cps": "off"},
     "diffuspec-tree": {"strategy": "diffuspec", "draft_tokens": 4, "cps": "tree", "cps_lambda": 1.0},
     "chunk": {"strategy": "diffuspec", "policy": "chunk", "chunk": "3:0.1", "cps": "off"},
+    "lookup": {"strategy": "lookup"},
+    "lookup-tree": {"strategy": "lookup", "tree": "3x4", "ngram_most": 3},
     "exact": {"strategy": "diffuspec", "draft_tokens": 3, "cps": "off", "diffusion_prefix": "exact"},
 }
 DRAWS = [
@@ -67,7 +69,9 @@ def world(tmp_path_factory):
 def load(world, name, **options):
     how = {**STRATEGIES[name], **options}
     strategy = how.get("strategy", "draft")
-    drafts = {"ar": [], "del": [], "diffuspec": [world["models"]["dream"]]}.get(strategy, [world["models"]["draft"]])
+    drafts = {"ar": [], "del": [], "lookup": [], "diffuspec": [world["models"]["dream"]]}.get(
+        strategy, [world["models"]["draft"]]
+    )
     engine = specker.load(world["target"], *drafts, dtype="float64", device="cpu", **how)
     config = dataclasses.replace(engine.target.config, eos_ids=(world["stop"],))
     engine.target = dataclasses.replace(engine.target, config=config)
@@ -98,7 +102,9 @@ def test_tokens_do_not_depend_on_the_batch(world, name, size):
         assert size == 1 or cache.free_pages == cache.spare, "every page is back in the pool"
 
 
-@pytest.mark.parametrize("name", ["ar", "chain", "tree", "easyspec", "del", "diffuspec", "diffuspec-tree"])
+@pytest.mark.parametrize(
+    "name", ["ar", "chain", "tree", "easyspec", "del", "diffuspec", "diffuspec-tree", "lookup-tree"]
+)
 def test_tokens_do_not_depend_on_who_places_the_rows(world, name):
     """Rounds of fixed shape, as a GPU captures them: 5 slots, padded to 8 where fewer than 8 but more than 4 decode."""
     engine = load(world, name, batch_size=5, graphs="on")

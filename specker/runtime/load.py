@@ -13,6 +13,7 @@ from specker.runtime.engine import Engine, room_of
 from specker.runtime.model.checkpoint import WHOLE, Checkpoint
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.strategies import vocabtrim
+from specker.runtime.strategies.base import SCRATCH
 
 
 def load(
@@ -97,6 +98,12 @@ def load(
     if lowered is not None:
         notes["context"] = lowered
         main, side = _within(main, context), None if side is None else _within(side, context)
+    pool, note = room_of(main, side, opts).pool(opts.batch_size, opts.kv_tokens)
+    if ranks is not None and opts.batch_size > 1:
+        pool = ranks.least(pool or opts.batch_size * (main.config.max_context + SCRATCH))
+    if note is not None:
+        notes["kv_pool"] = note
+    opts = replace(opts, kv_tokens=pool)
     with room_of(main, side, opts).allocating():
         return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks)
 

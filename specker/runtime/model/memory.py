@@ -124,6 +124,26 @@ class Room:
         """The context to run with, as `sized`, once the weights are in place."""
         return sized(self._costs, free(self.device), self._spare, self.page_size, self.scratch, asked)
 
+    def pool(self, sequences: int, asked: int | None) -> tuple[int | None, str | None]:
+        """Positions of the K/V pool of so many sequences, None where each has a whole context, and a note where memory
+        holds fewer contexts. ValueError if the pool that was asked for does not fit."""
+        context = self.configs[0].max_context + self.scratch
+        if sequences == 1:
+            return None, None
+        limit, spare = free(self.device), self._spare
+        each = sum(cost.position for cost in self._costs)
+        most = sequences * context
+        if limit is not None:
+            first = needed(self._costs, self.configs[0].max_context, self.page_size, self.scratch)
+            most = min(most, context + max(0, limit - spare - first) // each)
+        if asked is not None:
+            if asked > most and most < sequences * context:
+                raise ValueError(f"--kv-tokens {asked} does not fit: the largest that does is {most}")
+            return asked, None
+        if most == sequences * context:
+            return None, None
+        return most, f"{most} positions for {sequences} sequences: the memory holds no more, so some may have to wait"
+
     def allocating(self) -> AbstractContextManager[None]:
         """Around what allocates the caches."""
         return told(lambda: self._too_long(0))

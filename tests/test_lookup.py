@@ -1,0 +1,93 @@
+"""Strategy `lookup`: what it drafts is the continuation of the longest suffix that occurred before."""
+
+import random
+
+import pytest
+from make_checkpoint import make
+
+import specker
+from specker.runtime.strategies.lookup import Index
+
+
+def drafts(text: list[int], least: int, most: int, length: int) -> list[tuple[int, ...]]:
+    """By definition, the slow way: for each suffix, longest first, its earlier occurrences, latest first."""
+    out = []
+    for n in range(min(most, len(text) - 1), least - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[len(text) - n :]:
+                out.append(tuple(text[end : end + length]))
+    return out
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_finds_what_the_definition_says(seed):
+    """In a text that grows by one to five tokens a round."""
+    rng = random.Random(seed)
+    index, text = Index(1, 3), [rng.randrange(4)]
+    while len(text) < 60:
+        index.follow(text)
+        assert list(index.continuations(text, 5)) == drafts(text, 1, 3, 5)
+        text += [rng.randrange(4) for _ in range(rng.randint(1, 5))]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("target"), layers=2)
+
+
+def rounds_of(engine, prompt, count=24, **sampling):
+    rows = []
+    engine.trace = rows.append
+    out = engine.generate(prompt, count, **sampling)
+    return out, rows
+
+
+def test_it_drafts_what_followed_before(target):
+    """The first draft continues the prompt's own repetition; without a repetition nothing is drafted."""
+    engine = specker.load(target, strategy="lookup", draft_tokens=4, dtype="float64", device="cpu")
+    _, rows = rounds_of(engine, [5, 9, 40, 77, 8, 5, 9, 40])
+    assert rows[0]["draft"] == [77, 8, 5, 9] and rows[0]["parents"] == [0, 1, 2, 3]
+    out, rows = rounds_of(engine, [5, 9, 40, 77])
+    assert rows[0]["draft"] == [] and out.stats.lengths[0] >= 1
+
+
+def test_a_tree_merges_what_continuations_share(target):
+    engine = specker.load(target, strategy="lookup", tree="2x3", dtype="float64", device="cpu")
+    _, rows = rounds_of(engine, [7, 1, 2, 3, 7, 1, 5, 6, 7])
+    assert rows[0]["draft"] == [1, 5, 6, 2, 3] and rows[0]["parents"] == [0, 1, 2, 1, 4]
+    capped = specker.load(target, strategy="lookup", tree="2x3", draft_tokens=4, dtype="float64", device="cpu")
+    assert rounds_of(capped, [7, 1, 2, 3, 7, 1, 5, 6, 7])[1][0]["draft"] == [1, 5, 6, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": "3x4"}, {"policy": "plus-minus-one"}, {"graphs": "on"}])
+def test_tokens_equal_plain_decoding(target, options):
+    plain = specker.load(target, strategy="ar", dtype="float64", device="cpu")
+    engine = specker.load(target, strategy="lookup", dtype="float64", device="cpu", **options)
+    for prompt in ([3], [5, 9, 40, 5, 9], list(range(40)) * 2):
+        for how in ({}, {"temperature": 0.7, "seed": 4}, {"temperature": 1.0, "top_p": 0.8}):
+            out = engine.generate(prompt, 60, **how)
+            assert out.tokens == plain.generate(prompt, 60, **how).tokens
+    text = plain.generate([5, 9], 100).tokens
+    assert engine.generate([5, 9, *text], 60).stats.accepted > 0, "a looping text is never accepted: proves little"
+
+
+def test_one_requests_text_is_not_anothers(target):
+    engine = specker.load(target, strategy="lookup", dtype="float64", device="cpu")
+    rounds_of(engine, [5, 9, 40, 77, 8], 1)
+    _, rows = rounds_of(engine, [60, 5, 9])
+    assert rows[0]["draft"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ngram_least": 5, "ngram_most": 2}, "--ngram-least must be at most --ngram-most, got 5 and 2"),
+        ({"ngram_most": 0}, "--ngram-most must be between 1 and 64, got 0"),
+        ({"policy": "draft-and-verify"}, "lookup runs none"),
+        ({"strategy": "lookup+vocabtrim"}, "lookup runs no draft model"),
+        ({"strategy": "draft", "ngram_most": 3}, "--ngram-most is for strategy lookup, not 'draft'"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        specker.load(**{"strategy": "lookup", "device": "cpu", **options})
