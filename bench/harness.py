@@ -34,7 +34,7 @@ class Timing:
     last: Any
 
     def quantile(self, q: float) -> float:
-        return _quantile(self.seconds, q)
+        return quantile(self.seconds, q)
 
     @property
     def median(self) -> float:
@@ -52,7 +52,7 @@ class Timing:
         """As `other`: the ratios of the same rounds, in which a slow machine was slow for both, and how many are above
         one."""
         each = [theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)]
-        named = {name: _quantile(each, q) for name, q in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
+        named = {name: quantile(each, q) for name, q in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
         return named | {"rounds_above_1": sum(ratio > 1 for ratio in each)}
 
 
@@ -107,7 +107,7 @@ def ratios(timings: dict[str, Timing]) -> dict[str, float]:
     return {name: base / timing.median for name, timing in timings.items()}
 
 
-def _quantile(values: Iterable[float], q: float) -> float:
+def quantile(values: Iterable[float], q: float) -> float:
     values = sorted(values)
     place = q * (len(values) - 1)
     low = int(place)

@@ -1,0 +1,124 @@
+"""Is this commit as fast as that one? Two checkouts decode the same prompts in turn, each in a process of its own.
+
+`python bench/versus.py COMMIT` compares the working tree with COMMIT, which is checked out into a temporary folder.
+Every prompt is decoded by one and then the other, and who goes first alternates, so that a slow second of the machine
+hits both. Reported for each strategy and temperature: the median of the prompts' ratios of seconds (above 1: the
+working tree is faster) with p20 and p80, and whether both emitted the same tokens.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import HfArgumentParser
+
+from bench import harness
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ar": {"strategy": "ar"},
+    "draft": {"draft_tokens": 4},
+    "draft tree 4x4": {"tree": "4x4"},
+    **{name: {"strategy": name} for name in ("easyspec", "del", "diffuspec", "vocabtrim")},
+}
+
+WORKER = """
+import json, sys, time
+import torch, specker
+options, threads = json.loads(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(threads)
+engine = specker.load(device="cpu", **options)
+engine.warmup()
+for line in sys.stdin:
+    prompt, count, temperature = json.loads(line)
+    start = time.perf_counter()
+    out = engine.generate(prompt, count, temperature=temperature)
+    print(json.dumps([time.perf_counter() - start, out.tokens]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Args:
+    commit: str = field(metadata={"help": "what to compare the working tree with"})
+    prompts: int = 8
+    max_new_tokens: int = 64
+    rounds: int = 5
+    temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
+    strategies: str = field(default=",".join(STRATEGIES), metadata={"help": "comma-separated"})
+    threads: int = 2
+    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+
+
+class Worker:
+    """A checkout that decodes in a process of its own."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], threads: int):
+        command = [sys.executable, "-c", WORKER, json.dumps(options), str(threads)]
+        env = {**os.environ, "PYTHONPATH": str(folder)}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
+
+    def decode(self, *request: Any) -> tuple[float, list[int]]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        seconds, tokens = json.loads(self.process.stdout.readline())
+        return seconds, tokens
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str]) -> list[dict[str, Any]]:
+    """A row for each temperature; `folders`: the old checkout and the new one."""
+    workers = [Worker(folder, STRATEGIES[name], args.threads) for folder in folders]
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        ratios, same = [], True
+        for n, prompt in itertools.product(range(-1, args.rounds), prompts):
+            order = (0, 1) if (n + len(ratios)) % 2 else (1, 0)
+            found = {i: workers[i].decode(prompt, args.max_new_tokens, temperature) for i in order}
+            same &= found[0][1] == found[1][1]
+            if n >= 0:  # the round before is a warm-up
+                ratios.append(found[0][0] / found[1][0])
+        ratios.sort()
+        quantiles = {q: harness.quantile(ratios, p) for q, p in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
+        rows.append({"strategy": name, "temperature": temperature, "against": args.commit, "same": same, **quantiles})
+    for worker in workers:
+        worker.close()
+    return rows
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
+    from specker import zoo
+
+    new = Path(__file__).resolve().parents[1]
+    prompts = zoo.heldout(args.prompts)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        old = Path(folder) / "old"
+        subprocess.run(["git", "worktree", "add", "--detach", str(old), args.commit], cwd=new, check=True)
+        try:
+            for name in args.strategies.split(","):
+                rows += compare((old, new), name, args, prompts)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(old)], cwd=new, check=True)
+    table = Table("strategy", "T", "speed, new over old", "p20", "p80", "same tokens")
+    for row in rows:
+        numbers = [f"{row[name]:.3f}" for name in ("median", "p20", "p80")]
+        table.add_row(row["strategy"], f"{row['temperature']:g}", *numbers, "yes" if row["same"] else "NO")
+    Console().print(table)
+    if args.save:
+        print(harness.save("versus", rows))
+
+
+if __name__ == "__main__":
+    main()
