@@ -88,7 +88,7 @@ def tree_attention(
 
 
 def _tree_attention(q: Tensor, *rest: Any, with_lse: bool = True) -> tuple[Tensor, Tensor]:
-    if (done := _few_rows(q, *rest, with_lse=with_lse)) is not None:
+    if (done := _few_rows(q, *(*rest, with_lse))) is not None:
         return done
     _check(q, *rest)
     if q.is_cuda and q.dtype != torch.float64:
