@@ -83,11 +83,13 @@ def tree_attention(
         return torch.ops.specker.tree_attention(
             q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
         )
-    args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
-    return _few_rows(*args, with_lse) or _tree_attention(*args)
+    args = k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
+    return _tree_attention(q, *args, with_lse=with_lse)
 
 
-def _tree_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _tree_attention(q: Tensor, *rest: Any, with_lse: bool = True) -> tuple[Tensor, Tensor]:
+    if (done := _few_rows(q, *(*rest, with_lse))) is not None:
+        return done
     _check(q, *rest)
     if q.is_cuda and q.dtype != torch.float64:
         return _launch(q, *rest)
