@@ -60,6 +60,7 @@ class Batch:
     host_seconds: float = field(init=False, default=0.0)  # that it took to launch those
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
+    _idle: set[int] = field(init=False, default_factory=set)  # slots that rounds may run over
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
 
     def __post_init__(self) -> None:
@@ -137,6 +138,7 @@ class Batch:
             if self.drafter is not None:
                 self.drafter.move(last, slot)
         self.active.pop()
+        self._idle.discard(last)
         if not self.active and self.drafter is not None and self.drafter.head is not None:
             self.drafter.head.reset()
 
@@ -211,8 +213,9 @@ class Batch:
         n = len(self.active)
         padded = min(self.size, 1 << (n - 1).bit_length()) if fixed else n
         state = self._views.get(padded) or self._views.setdefault(padded, self.state.first(padded))
-        for slot in range(n, padded):
+        for slot in set(range(n, padded)) - self._idle:  # what is copied from the host would be waited for
             self.state.idle(slot, self.largest.depth + 1)
+            self._idle.add(slot)
         longest = max(len(s.text) for s in self.active) + ahead
         bucket = self.see(longest + self.beyond) if fixed else self.see(0)
         draws = Draws.of([s.sampling for s in self.active], state.draw, fixed)
