@@ -60,6 +60,7 @@ class Batch:
     host_seconds: float = field(init=False, default=0.0)  # that it took to launch those
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
+    _idle: set[int] = field(init=False, default_factory=set)  # slots that rounds may run over
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
 
     def __post_init__(self) -> None:
@@ -137,6 +138,7 @@ class Batch:
             if self.drafter is not None:
                 self.drafter.move(last, slot)
         self.active.pop()
+        self._idle.discard(last)
         if not self.active and self.drafter is not None and self.drafter.head is not None:
             self.drafter.head.reset()
 
@@ -186,13 +188,16 @@ class Batch:
                 cache.bucket(bucket or cache.capacity)
         return bucket
 
-    def start(self, ahead: int = 0) -> Round:
-        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text."""
+    def start(self, ahead: int = 0) -> Round | None:
+        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text; None if
+        there are any and the host must know where the texts end."""
         began = time.perf_counter()
         drafting = self.drafter is not None and self.active[0].drafting
         budget = self._shape() if drafting else Budget(0, 0)
         fixed = self.fixed and self._can_be_fixed(budget, drafting)
         if not fixed:
+            if ahead:
+                return None
             budget = self._clipped(budget)
         r = self.new_round(budget, fixed, ahead)
         r.asks = drafting and self.active[0].policy.confident
@@ -208,8 +213,9 @@ class Batch:
         n = len(self.active)
         padded = min(self.size, 1 << (n - 1).bit_length()) if fixed else n
         state = self._views.get(padded) or self._views.setdefault(padded, self.state.first(padded))
-        for slot in range(n, padded):
+        for slot in set(range(n, padded)) - self._idle:  # what is copied from the host would be waited for
             self.state.idle(slot, self.largest.depth + 1)
+            self._idle.add(slot)
         longest = max(len(s.text) for s in self.active) + ahead
         bucket = self.see(longest + self.beyond) if fixed else self.see(0)
         draws = Draws.of([s.sampling for s in self.active], state.draw, fixed)
@@ -354,7 +360,9 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
                 break
             if all(len(s.text) + len(pending) >= s.limit for s in batch.active):
                 break  # the rounds on their way end every text
-            pending.append(batch.start(ahead))
+            if (r := batch.start(ahead)) is None:
+                break
+            pending.append(r)
         r = pending.popleft()
         running = [s for s in r.sequences if not s.finished]
         steps = [_emitted(batch, r, *each, stop_ids) for each in batch.finish(r) if each[0] in running and each[2]]

@@ -82,10 +82,11 @@ class Round:
         """[n, R] int64: the root, then the draft."""
         return self.state.window
 
-    def run(self, name: Any, work: Callable[[], None]) -> None:
+    def run(self, name: Any, work: Callable[[], None], attends: bool = True, draws: bool = True) -> None:
         """A stretch of work; captured where shapes are fixed. `name` says what, besides the number of sequences, the KV
-        bucket and the kind of draws, its launches depend on."""
-        self.graphs.run((name, self.n, self.bucket, self.draws.kind) if self.fixed else None, work)
+        bucket (if it `attends`) and the kind of draws (if it `draws`), its launches depend on."""
+        key = name, self.n, self.bucket if attends else 0, self.draws.kind if draws else ""
+        self.graphs.run(key if self.fixed else None, work)
 
     def keep(self, place: Tensor, value: Tensor) -> Tensor:
         """`value` for a later stretch of work: where work is captured, copied to its place in the state."""
@@ -150,7 +151,7 @@ def verify(r: Round, model: Model, cache: KVCache) -> None:
     """One target forward over the root and the draft of every sequence: the logits after each row. A self-drafted chain
     ran layers [0, exit) on all rows but the last already."""
     exit = r.budget.exit if r.size else 0
-    r.run(("verify", r.size, r.tree, exit), lambda: _verify(r, model, cache, exit))
+    r.run(("verify", r.size, r.tree, exit), lambda: _verify(r, model, cache, exit), draws=False)
 
 
 def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
@@ -179,7 +180,7 @@ def _beside(rows: Tensor, last: Tensor) -> Tensor:
 
 def accept(r: Round, model: Model, cache: KVCache) -> None:
     """The target's own tokens, the path that agrees with them, the text's growth, and the K/V of the path in place."""
-    r.run(("accept", r.size, r.tree), lambda: _accept(r, model, cache))
+    r.run(("accept", r.size, r.tree), lambda: _accept(r, model, cache), attends=False)
 
 
 def _accept(r: Round, model: Model, cache: KVCache) -> None:
