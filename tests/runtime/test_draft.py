@@ -4,6 +4,7 @@ import pytest
 import torch
 from make_checkpoint import make, oracle
 from one_round import accept, apart, draft, new_round, parents, tokens
+from safetensors.torch import load_file, save_file
 
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
@@ -22,7 +23,11 @@ DEPTH = 6  # of the longest draft: rounds of fixed shape forward one token more 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
+    """Sure of some tokens, so that a capped tree is deep in one place and lacks others."""
     folder = make(tmp_path_factory.mktemp("draft"), layers=2, max_context=64)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return Model(load(folder, dtype=torch.float64, device="cpu")), oracle(folder, torch.float64)
 
 
@@ -81,6 +86,7 @@ def test_a_capped_tree_keeps_the_best_nodes(world, fixed):
     want, up, scores = grown(reference, Sampling(), 4, 3)
     r = draft(drafter(model, 4), PROMPT, Budget(7, 3), fixed=fixed)
     kept = sorted(sorted(range(12), key=lambda n: -scores[n])[:7])
+    assert kept != list(range(7))
     assert tokens(r) == [want[n] for n in kept] and r.nodes.tolist() == [kept]
     row = {0: 0, **{n + 1: i + 1 for i, n in enumerate(kept)}}
     assert parents(r) == [row[up[n]] for n in kept]
@@ -120,15 +126,15 @@ def test_the_draft_ends_at_its_models_context(world):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
-@pytest.mark.parametrize("width", [1, 3])
-def test_catch_up_is_exact_after_any_acceptance(world, width, fixed):
+@pytest.mark.parametrize(("width", "nodes"), [(1, 4), (3, 12), (3, 7)])
+def test_catch_up_is_exact_after_any_acceptance(world, width, nodes, fixed):
     """Whatever was accepted, the next draft is the one a fresh drafter would make, and the columns that the cache calls
     exact are those of a pass over the text."""
     model, _ = world
     mine, text = drafter(model, width), list(PROMPT)
     for take in (0, 1, 2, 4, 3, 0):
-        r = draft(mine, text, Budget(width * 4, 4), fixed=fixed)
-        fresh = draft(drafter(model, width), text, Budget(width * 4, 4))
+        r = draft(mine, text, Budget(nodes, 4), fixed=fixed)
+        fresh = draft(drafter(model, width), text, Budget(nodes, 4))
         assert tokens(r) == tokens(fresh) and parents(r) == parents(fresh)
         path = [0]
         while len(path) <= take:
