@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,9 @@ class Result:
     text: str
     stats: Stats
     check: Any = None  # runtime.check.CheckResult
+    ids: list[int] = field(default_factory=list)  # of the prompt
+    seed: int = 0
+    finished: str | None = None  # "stop" or "length"
 
 
 def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, Any]:
@@ -72,7 +75,8 @@ def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, A
         "draft": engine.draft_name,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "prompts": [_row(r, [r] if r.check else []) for r in results],
+        "batch_size": engine.options.batch_size,
+        "prompts": [{"seed": r.seed, **_row(r, [r] if r.check else [])} for r in results],
         "total": _row(total, checked),
     }
     trim = engine.trim_report(total.stats)

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ class Job:
     )
     chat: bool = opt(False, "wrap prompts in the target's chat template")
     max_new_tokens: int = opt(128, "tokens to decode for each prompt", least=1)
+    samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
         None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)", choices=DTYPES
     )
@@ -173,29 +175,126 @@ class _Stop:
             signal.signal(signal.SIGINT, self.old)
 
 
-def decode(engine: Any, ids: list[int], job: Job, sampling: Sampling, screen: Screen, results: list[Result]) -> None:
-    """Stream one turn into `results`; raises KeyboardInterrupt at a chunk's end, with what there is in place."""
-    from specker.runtime.engine import Generation
+@dataclass(eq=False)
+class Line:
+    """One sample of one talk: its turns are decoded one after another."""
 
-    result = Result([], "", Stats())
-    results.append(result)
-    options = {"max_new_tokens": job.max_new_tokens, **asdict(sampling)}
-    with _Stop() as stop, contextlib.closing(engine.stream(ids, **options)) as stream:
-        for chunk in stream:
-            result.tokens += chunk.tokens
-            result.text += chunk.text
-            result.stats = chunk.stats
-            screen.pieces(chunk.pieces)
-            if stop.asked:
+    talk: Talk
+    sampling: Sampling
+    first: int  # the number of its first turn among all results
+    said: list[dict[str, str]] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)  # of the turns so far
+    shown: list[tuple[str, bool | None]] = field(
+        default_factory=list
+    )  # text that waits for earlier lines; None: prompt
+
+    @property
+    def done(self) -> bool:
+        return len(self.results) == len(self.talk.turns) and self.results[-1].finished is not None
+
+
+def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
+    """Every talk as often as --samples says."""
+    lines: list[Line] = []
+    first = 0
+    for talk in talks:
+        for n in range(job.samples):
+            lines.append(Line(talk, replace(sampling, seed=(sampling.seed + n) % 2**64), first))
+            first += len(talk.turns)
+    return lines
+
+
+class Decoding:
+    """Decodes lines, as many at once as --batch-size says, and shows them one after another."""
+
+    def __init__(self, engine: Any, job: Job, screen: Screen, encode: Callable[[Line], list[int]]):
+        self.engine, self.job, self.screen, self.encode = engine, job, screen, encode
+
+    def run(self, lines: list[Line]) -> None:
+        """Every turn of the lines, checked against plain decoding where that was asked for. Raises KeyboardInterrupt
+        at a chunk's end, with what there is in place."""
+        if self.engine.options.batch_size > 1:
+            self._together(lines)
+            return
+        for line in lines:
+            for _ in line.talk.turns:
+                self._together([line], 1)
+
+    def _together(self, lines: list[Line], turns: int | None = None) -> None:
+        """The lines side by side; of each the next turn, or all that are left."""
+        owners: dict[int, Line] = {}
+        started: list[tuple[Line, Result]] = []
+        waiting: deque[Any] = deque()
+
+        def begin(line: Line) -> None:
+            number = line.first + len(line.results)
+            turn = line.talk.turns[len(line.results)]
+            line.said.append({"role": "user", "content": turn})
+            ids = self.encode(line)
+            line.results.append(Result([], "", Stats(), ids=ids, seed=line.sampling.seed))
+            owners[number] = line
+            started.append((line, line.results[-1]))
+            line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
+            options = {"max_new_tokens": self.job.max_new_tokens, **asdict(line.sampling)}
+            waiting.appendleft(self.engine.request(number, ids, **options))
+
+        for line in reversed(lines):
+            begin(line)
+        self._show(lines)
+        texts: dict[int, Any] = {}
+        with _Stop() as stop, contextlib.closing(self.engine.serve(waiting)) as steps:
+            for step in steps:
+                chunk = self.engine.chunk(step, texts)
+                line = owners[chunk.prompt]
+                result = line.results[-1]
+                result.tokens += chunk.tokens
+                result.text += chunk.text
+                result.stats, result.finished = chunk.stats, chunk.finished
+                line.shown += chunk.pieces
+                if chunk.finished:
+                    line.shown.append(("\n", False))
+                    line.said.append({"role": "assistant", "content": result.text})
+                    if turns is None and not line.done:
+                        begin(line)
+                self._show(lines)
+                if stop.asked:
+                    break
+        if stop.asked:
+            for line in lines:
+                self._put(line)
+            self.screen.pieces([("\n", False)])
+            raise KeyboardInterrupt
+        if self.job.check:
+            self._check(started)
+
+    def _show(self, lines: list[Line]) -> None:
+        """The first unfinished line as it grows; the others wait for it."""
+        for line in lines:
+            self._put(line)
+            if not line.done:
                 break
-    screen.pieces([("\n", False)])
-    if stop.asked:
-        raise KeyboardInterrupt
-    if job.check:
-        generation = Generation(result.tokens, result.text, result.stats, chunk.finished)
-        result.check = engine.check(ids, generation, **options)
-        if result.check.identical is False:
-            screen.note(result.check.message, "yellow" if result.check.ok else "red")
+
+    def _put(self, line: Line) -> None:
+        for text, drafted in line.shown:
+            if drafted is None:
+                self.screen.prompt(text)
+            else:
+                self.screen.pieces([(text, drafted)])
+        line.shown.clear()
+
+    def _check(self, started: list[tuple[Line, Result]]) -> None:
+        """Plain decoding of the same prompts, as many at once."""
+        from specker.runtime.check import compare
+        from specker.runtime.engine import Generation
+
+        options = {f.name: [getattr(line.sampling, f.name) for line, _ in started] for f in fields(Sampling)}
+        prompts = [result.ids for _, result in started]
+        plain = self.engine.generate_ar(prompts, self.job.max_new_tokens, **options)
+        for (line, result), ar in zip(started, plain, strict=True):
+            generation = Generation(result.tokens, result.text, result.stats, result.finished or "length")
+            result.check = compare(self.engine, result.ids, generation, ar, **asdict(line.sampling))
+            if result.check.identical is False:
+                self.screen.note(result.check.message, "yellow" if result.check.ok else "red")
 
 
 def run(job: Job, options: Options, sampling: Sampling) -> int:
@@ -228,53 +327,44 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
             "prompt and --chat, and made-up ids are decoded"
         )
 
-    def encode(said: list[dict[str, str]], where: str) -> list[int]:
+    def encode(line: Line) -> list[int]:
         if bare:
             return made_up(engine.target.config.vocab_size, min(MADE_UP, engine.max_context // 2))
-        ids = engine.encode_chat(said) if job.chat else engine.encode(said[-1]["content"])
+        ids = engine.encode_chat(line.said) if job.chat else engine.encode(line.said[-1]["content"])
         try:
-            return engine.validate(ids)
+            return engine.validate(ids, job.max_new_tokens)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{line.talk.where}: {error}") from None
 
     for talk in talks:
-        encode([{"role": "user", "content": talk.turns[0]}], talk.where)
+        encode(Line(talk, sampling, 0, [{"role": "user", "content": talk.turns[0]}]))
     screen.remarks(engine.remarks)
     if bare:
-        count = len(encode([], ""))
+        count = len(encode(Line(talks[0], sampling, 0)))
         screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
     if job.check or engine.captures:  # neither a printed speed nor a first token should carry the first calls
         with screen.progress("warming up") as tell:
             engine.warmup(tell)
-    results: list[Result] = []
-    dealt: list[list[Result]] = []  # of each talk
-    mine = talks if ranks is None else talks[ranks.replica :: ranks.replicas]
+    lines = lines_of(talks, job, sampling)
+    mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
     rounds: list[str] = []
     sizing = {name: said for name, said in engine.remarks.items() if name == "sizing"}
     if job.trace is not None:
-        engine.trace = lambda row: rounds.append(json.dumps({"prompt": len(results) - 1, **row, **sizing}))
+        engine.trace = lambda row: rounds.append(json.dumps({**row, **sizing}))
     interrupted = False
     if screen.terminal and engine.speculates and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
     try:
-        for talk in mine:
-            said: list[dict[str, str]] = []
-            before = len(results)
-            for turn in talk.turns:
-                said.append({"role": "user", "content": turn})
-                ids = encode(said, talk.where)
-                screen.prompt(f"{turn}\n" if job.chat else turn)
-                decode(engine, ids, job, sampling, screen, results)
-                said.append({"role": "assistant", "content": results[-1].text})
-            dealt.append(results[before:])
+        Decoding(engine, job, screen, encode).run(mine)
     except KeyboardInterrupt:
         interrupted = True
+    results = [result for line in mine for result in line.results if result.stats.rounds or not interrupted]
     if ranks is not None and ranks.replicas > 1 and not interrupted:
-        dealt = collect(ranks, dealt) or []
+        dealt = collect(ranks, [line.results for line in mine]) or []
         results = [result for each in dealt for result in each]
         screen = Screen(job.json == "-", quiet=not first)
-        for talk, each in zip(talks, dealt, strict=first):
-            for turn, result in zip(talk.turns, each, strict=True):
+        for line, each in zip(lines, dealt, strict=first):
+            for turn, result in zip(line.talk.turns, each, strict=True):
                 screen.prompt(f"{turn}\n" if job.chat else turn)
                 screen.pieces([(result.text, False), ("\n", False)])
     if not first:

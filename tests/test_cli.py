@@ -269,11 +269,12 @@ def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str,
     out, err = capsys.readouterr()
     got = json.loads((tmp_path / "o.json").read_text())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "p.jsonl"]  # no temporary file
-    assert set(got) == {"strategy", "target", "draft", "device", "dtype", "prompts", "total"}
+    assert set(got) == {"strategy", "target", "draft", "device", "dtype", "batch_size", "prompts", "total"}
     assert (got["strategy"], got["target"], got["draft"]) == ("draft", "tiny-target", "tiny-draft")
     assert (got["device"], got["dtype"]) == ("cpu", "float32")
+    assert all("seed" in row for row in got["prompts"])
     for row in (*got["prompts"], got["total"]):
-        assert set(row) == ROW | CHECKED
+        assert set(row) - {"seed"} == ROW | CHECKED
         assert set(row["seconds"]) >= {"prefill", "draft", "verify", "accept", "commit"}
         assert row["identical"] is True
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["ar_tokens_per_second"])
@@ -317,13 +318,39 @@ def test_unwritable_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, mak
     assert list(tmp_path.iterdir()) == []
 
 
+def test_batches_and_samples(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path) -> None:
+    """Prompts decoded side by side, each several times: the same tokens, text and order as one by one."""
+    lines = [{"prompt": "one"}, {"turns": ["two", "three"]}, {"prompt": "four, longer"}]
+    (tmp_path / "p.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = {}
+    for size in ("1", "3"):
+        argv = [*models(pair, "--prompts", str(tmp_path / "p.jsonl"), "--chat", "--batch-size", size, "--check")]
+        argv += ["--samples", "2", "--seed", "5", "--temperature", "0.9", "--dtype", "float64"]
+        trace, out = tmp_path / f"t{size}", tmp_path / f"o{size}"
+        assert run.main([*argv, "--json", str(out), "--trace", str(trace)]) == 0
+        found[size] = capsys.readouterr().out, json.loads(out.read_text())
+        rounds = [json.loads(line) for line in trace.read_text().splitlines()]
+        emitted = [[t for row in rounds if row["prompt"] == n for t in row["tokens"]] for n in range(8)]
+        assert emitted == [row["tokens"] for row in found[size][1]["prompts"]]
+    (text, one), (same, three) = found.values()
+    assert text == same and [row["tokens"] for row in one["prompts"]] == [row["tokens"] for row in three["prompts"]]
+    assert [row["seed"] for row in three["prompts"]] == [5, 6, 5, 5, 6, 6, 5, 6] and three["total"]["identical"]
+    assert one["prompts"][0]["tokens"] != one["prompts"][1]["tokens"], "two samples are two draws"
+    assert three["total"]["tokens"] == sum((row["tokens"] for row in three["prompts"]), [])
+
+
+def test_a_prompt_that_can_never_fit(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+    argv = models(pair, "--prompt", "x" * 40, "--batch-size", "2", "--page-size", "16", "--kv-tokens", "288")
+    refused(capsys, argv, "the prompt has 40 tokens and 8 more are asked for", "lower --max-new-tokens or raise")
+
+
 def test_failure_leaves_the_old_json(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(run, "decode", broken)
+    monkeypatch.setattr(run.Decoding, "run", broken)
     (tmp_path / "o.json").write_text("old")
     argv = models(pair, "--prompt", "x", "--json", str(tmp_path / "o.json"))
     monkeypatch.delenv("SPECKER_DEBUG", raising=False)
@@ -358,18 +385,18 @@ def test_write_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failed_check(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specker.runtime.engine import Engine
+    from specker.runtime import check
 
-    real = Engine.check
+    real = check.compare
 
     def differs(ok: bool) -> Any:
-        def check(*args: Any, **options: Any) -> Any:
+        def compare(*args: Any, **options: Any) -> Any:
             return dataclasses.replace(real(*args, **options), identical=False, ok=ok, message="differs at token 3")
 
-        return check
+        return compare
 
     for ok, code in ((False, 1), (True, 0)):
-        monkeypatch.setattr(Engine, "check", differs(ok))
+        monkeypatch.setattr(check, "compare", differs(ok))
         assert run.main(models(pair, "--prompt", "x", "--check", "--json", "-")) == code
         out, err = capsys.readouterr()
         assert json.loads(out)["total"]["identical"] is False
@@ -401,7 +428,7 @@ def test_config_json_is_enough(capsys: pytest.CaptureFixture[str], bare: str, tm
     assert "bare has no tokenizer: the prompt is 128 made-up ids" in err
     assert "the draft has the shape of bare" in err and (got["target"], got["draft"]) == ("bare", "bare")
     for row in (*got["prompts"], got["total"]):
-        assert set(row) == ROW | CHECKED - {"identical"}
+        assert set(row) - {"seed"} == ROW | CHECKED - {"identical"}
         assert len(row["tokens"]) == 8 and row["text"] == ""
     assert "identical" not in err and "speedup" in err
     traced = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]

@@ -30,10 +30,10 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specker.kernels import few
 from specker.kernels.ancestors import (
     MAX_WORDS,
     ancestor_mask,
@@ -42,6 +42,7 @@ from specker.kernels.ancestors import (
     pack_bits,
     unpack_words,
 )
+from specker.kernels.cpu import FEW_ROWS, plain
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 __all__ = [
@@ -58,6 +59,8 @@ __all__ = [
 ]
 
 _LOG2E = 1 / math.log(2)
+NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product; from here OpenBLAS wakes threads of its own, which
+# torch's waiting ones keep off the cores: 20 us become 3,700
 
 
 def tree_attention(
@@ -81,7 +84,7 @@ def tree_attention(
             q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
         )
     args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
-    return few.tree_attention(*args, with_lse) or _tree_attention(*args)
+    return _few_rows(*args, with_lse) or _tree_attention(*args)
 
 
 def _tree_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -120,6 +123,168 @@ def tree_attention_ref(
     if not outs:
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.cat(outs), torch.cat(lses)
+
+
+def _few_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    kv_len: Tensor,
+    window: Tensor,
+    cu_rows: Tensor,
+    ancestors: Tensor,
+    scale: float,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """On a CPU, of pages one after another. Rows, and the query heads that share a KV head, are the rows of a product.
+    Sequences that differ in their pages alone, evenly apart, as the layers of a group do, are worked on together,
+    others one by one: a sequence's bits are those that it has alone."""
+    if not plain(q):
+        return None
+    x, k, v, table, words = q.numpy(), k_cache.numpy(), v_cache.numpy(), block_table.numpy(), ancestors.numpy()
+    lengths, windows = kv_len.numpy(), window.numpy()
+    if x.ndim != 3 or k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype:
+        return None
+    (T, Hq, D), (_, page, Hkv, _) = x.shape, k.shape
+    if k.shape[3] != D or Hq % Hkv or not (k.flags.c_contiguous and v.flags.c_contiguous):
+        return None
+    B = len(table)
+    if not lengths.shape == windows.shape == (B,) or table.ndim != 2 or not scale > 0:
+        return None
+    if not lengths.dtype == windows.dtype == table.dtype == np.int32 or cu_rows.dtype != torch.int32:
+        return None
+    if words.ndim != 2 or words.dtype != np.int64 or len(words) != T or cu_rows.shape[0] != B + 1 or not T:
+        return None
+    if not 1 <= words.shape[1] <= MAX_WORDS:
+        return None
+    if not B:
+        return None
+    slots = k.shape[0] * page
+    if B == 1:
+        S, w = int(lengths[0]), int(windows[0])
+        first = _first_slot(table[0], S, page, slots)
+        if first is None or T > FEW_ROWS:
+            return None
+        if x.size * S // Hkv >= NUMPY_PRODUCTS:
+            return _fused(q, k_cache, v_cache, first, S, _mask(words.tobytes(), T, S, w, x.dtype), scale)
+        out, lse = _products(x, k, v, first, S, 1, S, w, words, scale, with_lse)
+        return torch.from_numpy(out), q.new_empty(0) if lse is None else torch.from_numpy(lse)
+    apart = _apart(table, lengths, windows, cu_rows.numpy(), words, page, slots)
+    if apart and x.size * int(lengths[0]) // (B * Hkv) < NUMPY_PRODUCTS and T <= B * FEW_ROWS:
+        S, first = int(lengths[0]), int(table[0, 0]) * page
+        out, lse = _products(x, k, v, first, apart, B, S, int(windows[0]), words, scale, with_lse)
+        return torch.from_numpy(out), q.new_empty(0) if lse is None else torch.from_numpy(lse)
+    bounds = cu_rows.tolist()
+    if bounds[0] != 0 or bounds[-1] != T or bounds != sorted(bounds):
+        return None
+    every, lses = torch.empty_like(q), q.new_empty((T, Hq) if with_lse else 0)
+    out, lse = every.numpy(), lses.numpy()
+    for b, (S, w, start, end) in enumerate(zip(lengths.tolist(), windows.tolist(), bounds, bounds[1:], strict=False)):
+        if start == end:
+            continue
+        its, first = slice(start, end), _first_slot(table[b], S, page, slots)
+        if first is None or end - start > FEW_ROWS:
+            one = slice(b, b + 1)
+            sequence = block_table[one], kv_len[one], window[one], _bounds(end - start), ancestors[its], scale
+            done = tree_attention_ref(q[its], k_cache, v_cache, *sequence)
+        elif x[its].size * S // Hkv >= NUMPY_PRODUCTS:
+            mask = _mask(words[its].tobytes(), end - start, S, w, x.dtype)
+            done = _fused(q[its], k_cache, v_cache, first, S, mask, scale)
+        else:
+            out[its], some = _products(x[its], k, v, first, S, 1, S, w, words[its], scale, with_lse)
+            if some is not None:
+                lse[its] = some
+            continue
+        every[its] = done[0]
+        if with_lse:
+            lses[its] = done[1]
+    return every, lses
+
+
+def _products(
+    x: Any, k: Any, v: Any, first: int, apart: int, B: int, S: int, w: int, words: Any, scale: float, with_lse: bool
+) -> tuple[Any, Any]:
+    """Of B sequences of S columns from slot `first` on and each `apart` slots further, all arrays of numpy."""
+    (T, Hq, D), Hkv = x.shape, k.shape[2]
+    t = T // B
+    k, v = (c.reshape(-1, Hkv, D)[first : first + B * apart].reshape(B, apart, Hkv, D)[:, :S] for c in (k, v))
+    rows = x.reshape(B, t, Hkv, -1, D).swapaxes(1, 2).reshape(B, Hkv, -1, D)  # [B, Hkv, t * G, D]
+    scores = np.matmul(rows, k.transpose(0, 2, 3, 1))  # [B, Hkv, t * G, S]
+    scores *= scale
+    mask = _mask(words[:t].tobytes(), t, w, w, x.dtype)
+    if mask is not None:
+        scores.reshape(B, Hkv, t, -1, S)[..., S - w :] += mask[:, None]
+    top = np.maximum.reduce(scores, -1, keepdims=True)
+    scores -= top
+    np.exp(scores, out=scores)
+    total = np.add.reduce(scores, -1, keepdims=True)
+    out = np.matmul(scores, v.swapaxes(1, 2))
+    out /= total
+    out = out.reshape(B, Hkv, t, -1, D).swapaxes(1, 2).reshape(T, Hq, D)
+    if not with_lse:
+        return out, None
+    top += np.log(total)
+    return out, top.reshape(B, Hkv, t, -1).swapaxes(1, 2).reshape(T, Hq)
+
+
+@lru_cache(maxsize=256)
+def _bounds(rows: int) -> Tensor:
+    return torch.tensor([0, rows], dtype=torch.int32)
+
+
+def _first_slot(table: Any, S: int, page: int, slots: int) -> int | None:
+    """Where a sequence's S columns begin in a cache of so many slots, if its pages [P] lie one after another."""
+    if not 0 < S <= len(table) * page:
+        return None
+    pages = table[: -(-S // page)]
+    first = int(pages[0]) * page
+    if first < 0 or first + S > slots or (len(pages) > 1 and not np.array_equal(pages[1:], pages[:-1] + 1)):
+        return None
+    return first
+
+
+def _apart(table: Any, lengths: Any, windows: Any, bounds: Any, words: Any, page: int, slots: int) -> int:
+    """How many slots lie between sequences that differ in nothing else; 0 if they differ or overlap."""
+    B, S = len(table), int(lengths[0])
+    first = _first_slot(table[0], S, page, slots)
+    apart = 0 if first is None else int(table[1, 0] - table[0, 0]) * page
+    if first is None or apart < S or first + B * apart > slots or len(words) % B:
+        return 0
+    return apart if _alike(table[:, : -(-S // page)], lengths, windows, bounds, words) else 0
+
+
+def _alike(table: Any, lengths: Any, windows: Any, cu_rows: Any, words: Any) -> bool:
+    """Whether sequences have equal lengths, windows, numbers of rows and words, and pages evenly apart."""
+    B, t = len(table), len(words) // len(table)
+    return (
+        bool((lengths == lengths[0]).all() and (windows == windows[0]).all())
+        and np.array_equal(cu_rows, np.arange(0, len(words) + 1, t))
+        and bool((words.reshape(B, t, -1) == words[:t]).all())
+        and bool((table == table[0] + (np.arange(B) * (table[1, 0] - table[0, 0]))[:, None]).all())
+    )
+
+
+@lru_cache(maxsize=64)
+def _mask(words: bytes, rows: int, columns: int, window: int, dtype: Any) -> Any:
+    """The additive mask of int64 ancestor words, as numpy; every layer of a forward asks for the same one."""
+    bits = unpack_words(np.frombuffer(words, np.int64).reshape(rows, -1).tolist())
+    mask = ancestor_mask(bits, columns, window, torch.float64 if dtype == np.float64 else torch.float32)
+    return None if mask is None else mask.numpy()
+
+
+def _fused(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, first: int, S: int, mask: Any, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's fused attention of q [T, Hq, D] over S slots from `first` on, a view apart from the reference's."""
+    (T, Hq, D), (Hkv, width) = q.shape, (k_cache.shape[2], k_cache.shape[2] * k_cache.shape[3])
+    x = q.as_strided((1, Hq, T, D), (0, q.stride(1), q.stride(0), q.stride(2)), q.storage_offset())
+    k, v = (
+        c.as_strided((1, Hkv, S, D), (0, D, width, 1), c.storage_offset() + first * width) for c in (k_cache, v_cache)
+    )
+    seen = None if mask is None else torch.from_numpy(mask)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, k, v, attn_mask=seen, scale=scale)
+    return out[0].transpose(0, 1), lse.view(Hq, T).t()
 
 
 def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows: Sequence[int]) -> tuple[int, int]:

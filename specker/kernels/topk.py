@@ -25,11 +25,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels import few
+from specker.kernels.cpu import few, normed
 from specker.kernels.linear import MAX_ROWS, SMS, row_linear, stream_rows
 from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, unpack_draw
@@ -93,8 +94,8 @@ def vocab_topk_ref(
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if norm is not None:
-        normed = few.normed(hidden, *norm)
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm) if normed is None else normed
+        done = normed(hidden, *norm)
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm) if done is None else done
     z = row_linear(hidden, weight)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if noise is not None and noise[2] > 0:
@@ -147,12 +148,12 @@ def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tenso
 def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """`_largest` on a CPU: selects, and orders by id only where there is a tie (torch.topk orders ties anyhow)."""
     if k == 1:
-        best = few.largest(z)
+        best = _largest_few(z)
         if best is None:
             columns = first_argmax(z)[:, None]
             best = z.gather(1, columns), columns
         values, columns = best
-        if token_ids is None or few.count_equal(z, values) == z.shape[0]:  # no tie
+        if token_ids is None or _count_equal(z, values) == z.shape[0]:  # no tie
             return values, columns
     m = min(k + 1, z.shape[1])  # one more shows a tie at the edge
     values, columns = z.topk(m)
@@ -166,6 +167,20 @@ def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
             values[t], order = (x[:k] for x in z[t, at].sort(descending=True, stable=True))
             columns[t] = at[order]
     return values, columns
+
+
+def _largest_few(z: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The largest value of each row of z [T, K] and its column, both [T, 1], the lower column of equals."""
+    if not few(z):
+        return None
+    rows = z.numpy()
+    column = rows.argmax(-1)[:, None]
+    return torch.from_numpy(np.take_along_axis(rows, column, -1)), torch.from_numpy(column)
+
+
+def _count_equal(z: Tensor, values: Tensor) -> int:
+    """How many elements of z [T, K] on a CPU equal their row's value, values [T, 1]."""
+    return int(np.count_nonzero(z.detach().numpy() == values.detach().numpy()))
 
 
 _NONE = tl.constexpr(-(1 << 63))  # no candidate: below every key

@@ -98,6 +98,23 @@ class Round:
         s = self.state
         return s.committed.gather(1, s.length[:, None] + torch.arange(-count, 0, device=s.length.device))
 
+    def write(self, tokens: list[list[int]], parents: list[list[int]]) -> None:
+        """Drafts made on the host, of each sequence tokens and parents (rows), of any size. Shorter ones are padded;
+        padding is a guess like any other, and a bad one."""
+        n, N = len(tokens), max(map(len, tokens))
+        self.size, self.drafted = N, [len(each) for each in tokens]
+        self.tree = any(up != list(range(len(up))) for up in parents)
+        self.depth = max(path_length(up) for up in parents)
+        if not N:
+            return
+        device = self.window.device
+        padded = [each + [0] * (N - len(each)) for each in tokens]
+        self.window[:n, 1 : N + 1] = torch.tensor(padded, device=device)
+        if self.tree:
+            rows = [up + list(range(len(up), N)) for up in parents]
+            self.state.parents[:n, :N] = torch.tensor(rows, device=device)
+            self.state.parents[n:, :N] = 0
+
     def heard(self, scores: Tensor) -> None:
         """Keep the log-probabilities [n] of the newest draft tokens for `goes_on`."""
         self._scores = self.keep(self.state.confidence, scores)
@@ -209,6 +226,14 @@ def collect(r: Round) -> tuple[list[tuple[list[int], list[int]]], dict[str, floa
         each.append((rest[:count], rest[r.size + 1 : r.size + 1 + count]))
     seconds = {stage: _seconds(a, b) for stage, a, b in zip(STAGES, r.marks[:-1], r.marks[1:], strict=True)}
     return each, seconds
+
+
+def path_length(parents: Sequence[int]) -> int:
+    """Tokens of the longest path of a tree."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
 
 
 def to_host(x: Tensor) -> Tensor:

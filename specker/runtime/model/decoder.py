@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from specker.kernels.attention import tree_attention
-from specker.kernels.few import FEW_ROWS
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import pack, row_linear
 from specker.kernels.merge import add_norm, residual_merge
@@ -143,10 +142,9 @@ def run_layers(
     eps, linear = model.config.rms_norm_eps, model.linear
     kept: dict[int, Tensor] = {}
     delta = None  # the last feed-forward's output, not yet added to `hidden`
-    merge = _add_norm if hidden.is_cpu and hidden.shape[0] > FEW_ROWS else add_norm
     for (w, mlps), (k, v), batch in steps:
         several = w.norm_in.dim() == 2
-        hidden, normed = (_add_norms if several else merge)(hidden, delta, w.norm_in, eps)
+        hidden, normed = (_add_norms if several else add_norm)(hidden, delta, w.norm_in, eps)
         if first in taps:
             kept[first] = hidden
         first += len(mlps)
@@ -162,7 +160,7 @@ def run_layers(
         delta = added[0] if several else added
         for i, mlp in enumerate(mlps):
             if i == 0:
-                hidden, normed = merge(hidden, delta, mlp.norm_post, eps)
+                hidden, normed = add_norm(hidden, delta, mlp.norm_post, eps)
             else:
                 hidden, (normed,) = _add_norms(hidden, delta, mlp.norm_post.unsqueeze(0), eps, added[i])
             up = linear(normed, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
@@ -180,12 +178,6 @@ def _add_norms(
     """`add_norm` with N norms [N, E]: y = x + delta + other, all [T, E], and its RMSNorms [N, T, E]."""
     deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
     return residual_merge(x, deltas, norms, eps, other)
-
-
-def _add_norm(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_norm` of many rows on a CPU, without its checks and views: they cost 6% of a prefill of 100 rows."""
-    y = x if delta is None else x + delta
-    return y, F.rms_norm(y, norm.shape, norm, eps)
 
 
 def forward(
@@ -226,7 +218,7 @@ def prefill(
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
     see the columns before them; rows of a bidirectional model see their whole chunk and the columns before it. Returns
-    the residual stream of the last chunk's last `last` rows, or of all its rows if it has fewer, at the depths `taps`."""
+    the residual stream at the depths `taps` of the last chunk's last `last` rows (all its rows if it has fewer)."""
     kept: dict[int, Tensor] = {}
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]

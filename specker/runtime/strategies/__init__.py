@@ -10,7 +10,7 @@ from typing import Any
 from specker.config import Common, Options, refuse_unknown
 from specker.flags import Parser, flag, make
 from specker.runtime.policy import GENERAL
-from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec
+from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup
 from specker.runtime.strategies.base import Strategy
 from specker.runtime.strategies.vocabtrim import TRIM, TrimOptions
 
@@ -20,6 +20,7 @@ _ALL: tuple[Strategy, ...] = (
     easyspec.EasySpec(),
     dynamic_exit.SelfDrafting(),
     diffuspec.DiffuSpec(),
+    lookup.Lookup(),
 )
 STRATEGIES = {strategy.name: strategy for strategy in _ALL}
 NAMES = (*STRATEGIES, TRIM)

@@ -139,7 +139,7 @@ class DiffusionDrafter(Drafter):
             return
         kept = [g[: self.stopped(g) + 1] for g in guesses]
         r.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.asks else []
-        self._write(r, kept, [list(range(len(k))) for k in kept])
+        r.write(kept, [list(range(len(k))) for k in kept])
         r.found = [DiffusionStats(self.stopped(g), passes) for g in guesses]
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
@@ -163,9 +163,10 @@ class DiffusionDrafter(Drafter):
             kept = []
             for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
                 cache.truncate(0, slot)
-                whole, depth = self._known(text + new) + masks, len(self.model.layers)
+                # Beyond the drafter's context the end of the text is all it sees: a draft of no use, and no harm.
+                whole, depth = (self._known(text + new) + masks)[-self._limit :], len(self.model.layers)
                 hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
-                cache.truncate(len(text), slot)
+                cache.truncate(min(len(text), len(whole)), slot)
                 kept.append(hidden[out])
             return torch.cat(kept)
         starts, new_tokens = [], []
@@ -269,21 +270,7 @@ class DiffusionDrafter(Drafter):
                 parents.append(found_parents)
             seconds = time.perf_counter() - start
             r.found.append(DiffusionStats(self.stopped(own), passes, whole.width, score, seconds))
-        self._write(r, tokens, parents)
-
-    def _write(self, r: Round, tokens: list[list[int]], parents: list[list[int]]) -> None:
-        """Drafts of unequal sizes; the shorter ones are padded. Padding is a guess like any other, and a bad one."""
-        N = max(map(len, tokens))
-        r.drafted = [len(each) for each in tokens]
-        r.tree = any(up != list(range(len(up))) for up in parents)
-        r.size, n = N, len(tokens)
-        r.depth = max(_depth(up) for up in parents)
-        padded = [each + [0] * (N - len(each)) for each in tokens]
-        r.window[:n, 1 : N + 1] = torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(n, N)
-        if r.tree:
-            up = [each + list(range(len(each), N)) for each in parents]
-            r.state.parents[:n, :N] = torch.tensor(up, device=self.model.device)
-            r.state.parents[n:, :N] = 0
+        r.write(tokens, parents)
 
     def stopped(self, guesses: list[int]) -> int:
         """Guesses before the first stop token; all of them if there is none."""
@@ -293,13 +280,6 @@ class DiffusionDrafter(Drafter):
         """Ids that the drafter's vocabulary lacks become its last one: a draft may be anything."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
-
-
-def _depth(parents: list[int]) -> int:
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return max(depths)
 
 
 def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any, Any]:

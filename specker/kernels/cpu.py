@@ -1,0 +1,46 @@
+"""cpu: what the forms for few rows share. Beside its reference an op may have a form in numpy,
+for few rows on a CPU. It equals the reference, and returns None for arguments that are not its own to
+handle: many rows, a GPU, half precision, or shapes that the op's check must speak about.
+
+A decoding step is some hundreds of operations on a few kilobytes each, and between them the weights sweep the caches:
+what an operation costs is the code that has to be fetched again. A numpy view or ufunc costs a third of a torch one
+(bench/LOG.md has the step's time with and without). More rows are torch's, which has threads.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FEW_ROWS = 64
+_TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float16 is slow
+
+
+def few(x: Tensor) -> bool:
+    """Whether x [T, ..] has few rows of a type that numpy handles."""
+    return x.shape[0] <= FEW_ROWS and plain(x)
+
+
+def plain(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype in _TYPES and not x.requires_grad
+
+
+def rms_norm(x: Any, weight: Any, eps: float) -> Any:
+    """RMSNorm over the last dimension of a numpy array: x / sqrt(mean(x^2) + eps) * weight."""
+    if x.ndim == 2 and len(x) == 1 and x.size <= 8192:  # a decoding step: the factor is one number
+        y = x * ((float(x[0] @ x[0]) / x.shape[1] + eps) ** -0.5)
+        y *= weight
+        return y
+    scale = np.vecdot(x, x)[..., None]
+    scale /= x.shape[-1]
+    scale += eps
+    np.sqrt(scale, out=scale)
+    return x / scale * weight
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    """RMSNorm of x [T, E]."""
+    if not few(x) or weight.dtype != x.dtype or weight.requires_grad:
+        return None
+    return torch.from_numpy(rms_norm(x.numpy(), weight.numpy(), eps))

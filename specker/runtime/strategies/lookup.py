@@ -1,0 +1,123 @@
+"""Strategy `lookup`: the text itself drafts (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487; the n-gram
+drafters of other engines). It needs no second model.
+
+The draft continues the longest recent suffix of the text that occurred before. With n tokens of suffix,
+
+    draft = text[p : p + k]     p = the latest position with text[p - n : p] = text[-n:], for the largest n that has one
+
+A tree takes the latest occurrences with different continuations, of the longest suffix first, and merges what they
+share.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from specker.config import Options
+from specker.flags import opt, settle
+from specker.runtime.draft import Drafter
+from specker.runtime.policy import Budget
+from specker.runtime.round import Round
+from specker.runtime.state import Sequence
+from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+
+LENGTH = 8  # tokens of a draft chain; a wrong one costs rows of a verify pass and nothing else
+
+
+@dataclass(frozen=True)
+class LookupOptions:
+    ngram_most: int = opt(8, "longest suffix of the text to look for", least=1, most=64)
+    ngram_least: int = opt(1, "shortest suffix to look for", least=1, most=64)
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if self.ngram_least > self.ngram_most:
+            raise ValueError(
+                f"--ngram-least must be at most --ngram-most, got {self.ngram_least} and {self.ngram_most}"
+            )
+
+
+@dataclass
+class Index:
+    """Where every n-gram of one text ended, grown with the text."""
+
+    least: int
+    most: int
+    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> positions behind it, ascending
+    seen: int = 0  # tokens whose n-grams are indexed
+
+    def follow(self, text: list[int]) -> None:
+        """Index the n-grams that end before the text does: a suffix must not find itself."""
+        for end in range(max(self.seen, self.least), len(text)):
+            for n in range(self.least, min(self.most, end) + 1):
+                self.ends.setdefault(tuple(text[end - n : end]), []).append(end)
+        self.seen = max(self.seen, len(text))
+
+    def continuations(self, text: list[int], length: int) -> Iterator[tuple[int, ...]]:
+        """What followed the longest suffix that occurred before, then shorter ones; the latest occurrence first."""
+        for n in range(min(self.most, len(text) - 1), self.least - 1, -1):
+            for end in reversed(self.ends.get(tuple(text[-n:]), ())):
+                yield tuple(text[end : end + length])
+
+
+class LookupDrafter(Drafter):
+    reads = True  # a draft needs the text that the round before added
+
+    def __init__(self, options: LookupOptions, width: int):
+        self.options, self.width = options, width
+        self._indices: dict[Sequence, Index] = {}
+
+    def fixed(self, length: int, budget: Budget) -> bool:
+        return True
+
+    def draft(self, r: Round) -> None:
+        """Texts without a match draft nothing; where only some have one, their drafts are padded."""
+        depth, new = min(r.budget.depth, r.budget.nodes), Index(self.options.ngram_least, self.options.ngram_most)
+        self._indices = {s: self._indices.get(s) or replace(new, ends={}) for s in r.sequences}
+        found = [self._tree(sequence, depth, r.budget.nodes) for sequence in r.sequences]
+        r.write([tokens for tokens, _ in found], [parents for _, parents in found])
+
+    def _tree(self, sequence: Sequence, depth: int, nodes: int) -> tuple[list[int], list[int]]:
+        """tokens and parents (rows) of a sequence's draft."""
+        text = sequence.text
+        index = self._indices[sequence]
+        index.follow(text)
+        row_of: dict[tuple[int, ...], int] = {(): 0}
+        tokens: list[int] = []
+        parents: list[int] = []
+        paths = 0
+        for path in index.continuations(text, depth):
+            known = path in row_of
+            for n in range(1, len(path) + 1):
+                if path[:n] not in row_of and len(tokens) < nodes:
+                    tokens.append(path[n - 1])
+                    parents.append(row_of[path[: n - 1]])
+                    row_of[path[:n]] = len(tokens)
+            paths += not known
+            if paths == self.width or len(tokens) == nodes:
+                break
+        return tokens, parents
+
+
+class Lookup(Strategy):
+    name = "lookup"
+    summary = "the text itself drafts: it continues what followed the longest suffix that occurred before"
+    options = LookupOptions
+    no_head = "lookup runs no draft model, so it has no draft head"
+
+    def check(self, options: Options) -> None:
+        if options.policy == "draft-and-verify":
+            raise ValueError("--policy draft-and-verify needs the confidence of a model, but lookup runs none")
+
+    def drafter(self, context: DraftContext) -> LookupDrafter:
+        return LookupDrafter(context.options.own, context.options.width)
+
+    def plan(self, context: PolicyContext) -> Plan:
+        """A continuation may be short, so drafts of every size are verified."""
+        largest = super().plan(context).largest
+        sizes = tuple(range(largest.nodes + 1))
+        return Plan(largest, (), sizes, sizes)
+
+    def size(self, options: Options) -> Budget:
+        if options.tree is None and options.draft_tokens is None:
+            return Budget(LENGTH, LENGTH)
+        return super().size(options)

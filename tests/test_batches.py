@@ -1,0 +1,189 @@
+"""Batch invariance: a request's tokens do not depend on what else is in the batch, on the batch's size, on when the
+request was admitted, or on what drafts."""
+
+import dataclasses
+import random
+from collections import deque
+
+import pytest
+from make_checkpoint import make
+from pairs import perturbed
+
+import specker
+from specker.runtime.stats import Stats
+
+STRATEGIES = {
+    "ar": {"strategy": "ar"},
+    "chain": {"draft_tokens": 4},
+    "tree": {"tree": "3x3"},
+    "capped": {"tree": "4x3", "draft_tokens": 7},
+    "plus-minus-one": {"policy": "plus-minus-one"},
+    "draft-and-verify": {"policy": "draft-and-verify"},
+    "easyspec": {"strategy": "easyspec", "layer_parallel": "2"},
+    "easyspec-tree": {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3"},
+    "mismatch": {"strategy": "easyspec", "layer_parallel": "2", "calibrate": "mismatch"},
+    "never": {"strategy": "easyspec", "layer_parallel": "2", "calibrate": "never"},
+    "del": {"strategy": "del"},
+    "del-length": {"strategy": "del", "policy": "del-length"},
+    "del-fixed": {"strategy": "del", "policy": "fixed", "exit_layer": 2},
+    "diffuspec": {"strategy": "diffuspec", "adl": "2-5", "cps": "off"},
+    "diffuspec-tree": {"strategy": "diffuspec", "draft_tokens": 4, "cps": "tree", "cps_lambda": 1.0},
+    "chunk": {"strategy": "diffuspec", "policy": "chunk", "chunk": "3:0.1", "cps": "off"},
+    "exact": {"strategy": "diffuspec", "draft_tokens": 3, "cps": "off", "diffusion_prefix": "exact"},
+}
+DRAWS = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
+    {"temperature": 0.0, "seed": 9},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "seed": 2**63},
+    {"temperature": 1.2, "top_k": 5, "seed": 1},
+]
+LENGTHS = (1, 300, 20, 2, 77, 130, 5, 41, 64, 3)
+COUNTS = (30, 12, 1, 25, 40, 18, 33, 7, 22, 28)
+SIZES = (1, 2, 5, 8)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Models, requests and their tokens by plain decoding one by one. Some texts end early, with a stop id."""
+    folder = tmp_path_factory.mktemp("batches")
+    target = make(folder / "target", "qwen2", layers=4, max_context=400)
+    models = {"draft": perturbed(target, folder / "draft", amount=0.05), "dream": make(folder / "dream", "dream")}
+    rng = random.Random(1)
+    requests = []
+    for n, (length, count) in enumerate(zip(LENGTHS, COUNTS, strict=True)):
+        prompt = [rng.randrange(3, 90) for _ in range(length)]
+        requests.append((prompt, {"max_new_tokens": count, **DRAWS[n % len(DRAWS)]}))
+    plain = specker.load(target, strategy="ar", dtype="float64", device="cpu")
+    texts = [plain.generate(prompt, **how).tokens for prompt, how in requests]
+    stop = texts[4][9]
+    cut = [text[: text.index(stop) + 1] if stop in text else text for text in texts]
+    assert sum(len(a) < len(b) for a, b in zip(cut, texts, strict=True)) >= 1
+    return {"target": target, "models": models, "requests": requests, "stop": stop, "texts": cut}
+
+
+def load(world, name, **options):
+    how = {**STRATEGIES[name], **options}
+    strategy = how.get("strategy", "draft")
+    drafts = {"ar": [], "del": [], "diffuspec": [world["models"]["dream"]]}.get(strategy, [world["models"]["draft"]])
+    engine = specker.load(world["target"], *drafts, dtype="float64", device="cpu", **how)
+    config = dataclasses.replace(engine.target.config, eos_ids=(world["stop"],))
+    engine.target = dataclasses.replace(engine.target, config=config)
+    return engine
+
+
+def served(engine, requests, every=3, **options):
+    """The tokens of each request; a few are there from the start, then one more arrives every so many chunks."""
+    waiting = deque(engine.request(n, prompt, **how, **options) for n, (prompt, how) in enumerate(requests))
+    queue = deque([waiting.popleft(), waiting.popleft()])
+    tokens, steps = [[] for _ in requests], 0
+    for step in engine.serve(queue):
+        tokens[step.sequence.index] += step.tokens
+        steps += 1
+        if waiting and (steps % every == 0 or not queue):
+            queue.append(waiting.popleft())
+    assert not waiting and not queue
+    return tokens
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_tokens_do_not_depend_on_the_batch(world, name, size):
+    engine = load(world, name, batch_size=size, page_size=16 if size == 5 else 256)
+    assert served(engine, world["requests"]) == world["texts"]
+    assert not engine.batch.active or engine.batch.size == 1
+    for cache in engine.batch.caches:
+        assert size == 1 or cache.free_pages == cache.spare, "every page is back in the pool"
+
+
+@pytest.mark.parametrize("name", ["ar", "chain", "tree", "easyspec", "del", "diffuspec", "diffuspec-tree"])
+def test_tokens_do_not_depend_on_who_places_the_rows(world, name):
+    """Rounds of fixed shape, as a GPU captures them: 5 slots, padded to 8 where fewer than 8 but more than 4 decode."""
+    engine = load(world, name, batch_size=5, graphs="on")
+    assert served(engine, world["requests"]) == world["texts"] and engine.batch.launched > 5
+
+
+@pytest.mark.parametrize("name", ["chain", "del"])
+def test_plain_decoding_in_a_batch_too(world, name):
+    engine = load(world, name, batch_size=5)
+    assert served(engine, world["requests"], drafting=False) == world["texts"]
+
+
+def test_vocabtrim_follows_all_texts_of_the_batch():
+    """Rows that follow the text hold tokens of every prompt in the batch, and go when the batch is empty."""
+    plain = specker.load(strategy="ar", dtype="float64", device="cpu")
+    engine = specker.load(strategy="vocabtrim", vocab_keep="64", dtype="float64", device="cpu", batch_size=4)
+    head = engine.drafter.head
+    before = set(head.known)
+    prompts = [plain.encode(text) for text in ("class Zebra:", "import zlib, gzip", "def quux(xyzzy):")]
+    prompts = [ids + ids for ids in prompts]
+    rare = [next(t for t in ids if t not in before) for ids in prompts]
+    stream = engine.stream(prompts, 20, temperature=0.7)
+    for _ in range(4):
+        next(stream)
+    assert all(token in head.known for token in rare)
+    stream.close()
+    out = engine.generate(prompts, 20, temperature=0.7)
+    assert [o.tokens for o in out] == [plain.generate(ids, 20, temperature=0.7).tokens for ids in prompts]
+    assert head.known == before
+
+
+def test_admission_by_free_pages(world):
+    """A pool smaller than the batch's contexts: requests wait until pages are free, and nothing else changes."""
+    engine = load(world, "chain", batch_size=8, page_size=16, kv_tokens=700)
+    most = 0
+    requests = deque(engine.request(n, prompt, **how) for n, (prompt, how) in enumerate(world["requests"]))
+    tokens = [[] for _ in world["requests"]]
+    for step in engine.serve(requests):
+        tokens[step.sequence.index] += step.tokens
+        most = max(most, len(engine.batch.active))
+    assert tokens == world["texts"] and 1 <= most < 4
+    with pytest.raises(
+        ValueError, match=r"the prompt has 390 tokens and 10 more are asked for, but the K/V pool holds"
+    ):
+        load(world, "chain", batch_size=8, page_size=16, kv_tokens=400).generate([5] * 390, 20)
+
+
+def test_batches_of_generate_and_stream(world):
+    engine = load(world, "tree", batch_size=3)
+    prompts = [prompt for prompt, _ in world["requests"]]
+    columns = {
+        name: [how.get(name, 0 if name != "top_p" else 1.0) for _, how in world["requests"]] for name in DRAWS[2]
+    }
+    columns["max_new_tokens"] = list(COUNTS)
+    out = engine.generate(prompts, **columns)
+    assert [o.tokens for o in out] == world["texts"]
+    assert {o.finished for o in out} == {"stop", "length"} and all(o.stats.rounds for o in out)
+    chunks = list(engine.stream(prompts, **columns))
+    assert [[t for c in chunks if c.prompt == n for t in c.tokens] for n in range(len(prompts))] == world["texts"]
+    last = {c.prompt: c.finished for c in chunks}
+    assert [last[n] for n in range(len(prompts))] == [o.finished for o in out]
+    with pytest.raises(ValueError, match="seed has 2 values for 10 prompts"):
+        engine.generate(prompts, seed=[1, 2])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.generate([[1, 2], []])
+
+
+def test_seconds_of_a_batch_add_up(world):
+    """Each sequence bears its share of a round, so that sums over requests are the machine's time."""
+    import time
+
+    engine = load(world, "chain", batch_size=5)
+    start = time.perf_counter()
+    out = engine.generate([prompt for prompt, _ in world["requests"]], 10)
+    elapsed = time.perf_counter() - start
+    total = sum((o.stats for o in out), Stats())
+    assert 0.5 * elapsed < total.wall <= elapsed and total.tokens == sum(len(o.tokens) for o in out)
+    assert sum(total.seconds.values()) <= total.wall * 1.001
+
+
+def test_a_left_stream_frees_its_pages(world):
+    engine = load(world, "chain", batch_size=3, page_size=16)
+    stream = engine.stream([[5, 9], [7] * 30, [8] * 60, [4]], 20)
+    next(stream)
+    assert engine.batch.active
+    stream.close()
+    out = engine.generate([prompt for prompt, _ in world["requests"][:4]], 12)
+    assert len(out) == 4 and engine.cache.free_pages == engine.cache.spare
