@@ -186,13 +186,16 @@ class Batch:
                 cache.bucket(bucket or cache.capacity)
         return bucket
 
-    def start(self, ahead: int = 0) -> Round:
-        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text."""
+    def start(self, ahead: int = 0) -> Round | None:
+        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text. None
+        where the host places the rows, for which it has to know those tokens first."""
         began = time.perf_counter()
         drafting = self.drafter is not None and self.active[0].drafting
         budget = self._shape() if drafting else Budget(0, 0)
         fixed = self.fixed and self._can_be_fixed(budget, drafting)
         if not fixed:
+            if ahead:
+                return None
             budget = self._clipped(budget)
         r = self.new_round(budget, fixed, ahead)
         r.asks = drafting and self.active[0].policy.confident
@@ -354,7 +357,9 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
                 break
             if all(len(s.text) + len(pending) >= s.limit for s in batch.active):
                 break  # the rounds on their way end every text
-            pending.append(batch.start(ahead))
+            if (started := batch.start(ahead)) is None:
+                break
+            pending.append(started)
         r = pending.popleft()
         running = [s for s in r.sequences if not s.finished]
         steps = [_emitted(batch, r, *each, stop_ids) for each in batch.finish(r) if each[0] in running and each[2]]
