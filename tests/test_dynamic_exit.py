@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from make_checkpoint import make
+from one_round import after_every_round, apart, outcome
 
 import specker
 from specker import run
-from specker.runtime import loop, strategies, verify
-from specker.runtime.draft import Draft
-from specker.runtime.policy import DraftAndVerify, Fixed, PlusMinusOne
+from specker.runtime import round, strategies
+from specker.runtime.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
 from specker.runtime.strategies.dynamic_exit import DynamicExit, eligible_layers
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
@@ -62,31 +62,26 @@ def watch_every_round(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize(("name", "how"), list(itertools.product(POLICIES, SAMPLING)))
-def test_tokens_equal_plain_decoding(target, name, how):
-    fast = engine(target, **POLICIES[name])
+def test_tokens_equal_plain_decoding(target, monkeypatch, name, how, graphs):
+    """With rounds of fixed shape, every third round watches other layers and is placed by the host, in the middle of
+    others placed by the device."""
+    if graphs == "on":
+        calls = itertools.count()
+        monkeypatch.setattr(DynamicExit, "_affordable", lambda policy: next(calls) % 3 == 0)
+    plain, fast = engine(target), engine(target, graphs=graphs, **POLICIES[name])
     drafted = accepted = 0
+    kinds = set()
     for prompt in PROMPTS:
-        got = fast.generate(prompt, 60, **SAMPLING[how])
-        assert got.tokens == fast.generate_ar(prompt, 60, **SAMPLING[how]).tokens
+        with after_every_round(monkeypatch, lambda _, r: kinds.add(r.fixed)):
+            got = fast.generate(prompt, 60, **SAMPLING[how])
+        assert got.tokens == plain.generate_ar(prompt, 60, **SAMPLING[how]).tokens
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
     if name != "del-measured":  # what it drafts depends on the machine's mood
         assert 0 < accepted < drafted
-
-
-@pytest.mark.parametrize(("name", "how"), list(itertools.product(POLICIES, SAMPLING)))
-def test_rounds_of_static_shape(target, monkeypatch, name, how):
-    """Every third round watches other layers and runs as loop.py's own step, in the middle of static ones."""
-    calls = itertools.count()
-    monkeypatch.setattr(DynamicExit, "_affordable", lambda policy: next(calls) % 3 == 0)
-    plain, fast = engine(target), engine(target, graphs="on", **POLICIES[name])
-    drafted = accepted = 0
-    for prompt in PROMPTS:
-        got = fast.generate(prompt, 60, **SAMPLING[how])
-        assert got.tokens == plain.generate_ar(prompt, 60, **SAMPLING[how]).tokens
-        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
-    if name != "del-measured":
-        assert 0 < accepted < drafted
+    watches = name.startswith("del")
+    assert kinds == ({False} if graphs == "off" else {True, False} if watches else {True})
 
 
 @pytest.mark.parametrize("name", ["plus-minus-one", "draft-and-verify"])
@@ -99,24 +94,18 @@ def test_policies_serve_a_draft_model_too(pair, name, how):
         assert len(got.stats.lengths) > 1, "the length never changed"
 
 
-def test_the_cache_is_the_plain_one(target, monkeypatch):
-    from specker.runtime.model.cache import KVCache
-    from specker.runtime.model.decoder import prefill
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_the_cache_is_the_plain_one(target, monkeypatch, graphs):
+    def sound(batch, r):
+        [sequence] = r.sequences
+        length = len(sequence.text) - 1
+        batch.cache.check(committed=length + 1)
+        assert apart(batch.target, batch.cache, sequence.text, length) < 1e-12
 
-    step = loop.step
-
-    def checked(ctx):
-        taken = step(ctx)
-        ctx.cache.check(committed=len(ctx.committed))
-        fresh = KVCache(ctx.target.config, ctx.cache.capacity, dtype=torch.float64, device="cpu", page_size=16)
-        prefill(ctx.target, fresh, ctx.committed[:-1])
-        for ours, theirs in ((ctx.cache.k, fresh.k), (ctx.cache.v, fresh.v)):
-            n = ctx.cache.exact_len
-            assert (ours.flatten(1, 2)[:, :n] - theirs.flatten(1, 2)[:, :n]).abs().max() < 1e-12
-        return taken
-
-    monkeypatch.setattr(loop, "step", checked)
-    engine(target).generate(PROMPTS[0], 50, temperature=0.7)
+    with after_every_round(monkeypatch, sound) as sizes:
+        engine(target, graphs=graphs, policy="del-length").generate(PROMPTS[0], 50, temperature=0.7)
+        engine(target, graphs=graphs).generate(PROMPTS[0], 50, temperature=0.7)
+    assert len(sizes) > 30 and len(set(sizes)) > 2
 
 
 def test_no_layer_row_runs_twice(target, monkeypatch):
@@ -125,7 +114,7 @@ def test_no_layer_row_runs_twice(target, monkeypatch):
 
     done = []
     rounds = []
-    for module in (dynamic_exit, verify):
+    for module in (dynamic_exit, round):
 
         def counted(model, cache, rows, hidden, layers=slice(None), taps=(), forward=module.forward):
             done.append(len(hidden) * len(range(*layers.indices(len(model.layers)))))
@@ -238,13 +227,36 @@ def test_a_draft_is_what_its_layer_would_have_said(accepted):
     assert del_.budget().exit == 4
     counts, sums = del_._counts.copy(), del_._sums.copy()
     confidence = (0.5, 0.25, 0.125, 0.75)
-    del_.observe(Draft.chain(torch.arange(4), confidence=confidence), list(range(accepted + 1)))
+    del_.observe(outcome(4, accepted, confidence))
     refused = confidence[accepted : accepted + 1]
     counts[at] = 0.95 * counts[at] + [accepted, len(refused)]
     sums[at] = 0.95 * sums[at] + [sum(confidence[:accepted]), sum(refused)]
     assert np.allclose(del_._counts, counts) and np.allclose(del_._sums, sums)
-    del_.observe(Draft.empty(), [0])
+    del_.observe(outcome(0, 0))
     assert np.allclose(del_._counts, counts)
+
+
+def test_a_round_with_another_sequences_exit_layer():
+    """Its own threshold ends the draft, the tokens promised are that layer's, and so is what the round tells."""
+    del_ = DynamicExit((2, 4), 6)
+    match = np.array([[True, True, False, False], [True, True, True, False]])
+    del_.learn((2, 4), match, np.array([[0.8, 0.8, 0.2, 0.2], [0.9, 0.9, 0.9, 0.5]]))
+    mine = del_.budget()
+    other, own = (Budget(18, 18, exit) for exit in (({2, 4} - {mine.exit}).pop(), mine.exit))
+    thresholds, rates = {2: 0.5, 4: 0.7}, {2: 0.5, 4: 0.75}
+    assert del_.threshold == pytest.approx(thresholds[mine.exit])
+    longest = {n: int(del_.tokens_per_layer()[i].argmax()) for i, n in enumerate((2, 4))}
+    for budget in (own, other):
+        want = sum(rates[budget.exit] ** i for i in range(longest[budget.exit] + 1))
+        assert del_.expected(budget) == pytest.approx(want)
+    del_.taken(own)
+    assert del_.threshold == pytest.approx(thresholds[own.exit])
+    del_.taken(other)
+    assert del_.threshold == pytest.approx(thresholds[other.exit])
+    before = del_._counts.copy()
+    del_.observe(outcome(1, 1, (0.5,)))
+    changed = (del_._counts != before).any(1).tolist()
+    assert changed == [n == other.exit for n in (2, 4)]
 
 
 def test_confidence_ends_a_draft_by_its_product():
@@ -295,7 +307,7 @@ def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkey
     """Shadow tokens against layers run afresh over the committed text; rows past the first mismatch are not heard."""
     from specker.kernels.sample import sample_rows
     from specker.runtime.model.cache import KVCache
-    from specker.runtime.model.decoder import chain_rows, forward
+    from specker.runtime.model.decoder import forward
 
     fast = engine(target)
     heard = []
@@ -313,7 +325,7 @@ def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkey
     def said(first, count):
         """What every watched layer and the target say after text[first : first + count], and how surely."""
         cache = KVCache(model.config, 256, dtype=torch.float64, device="cpu", page_size=16)
-        rows = chain_rows(model, cache, len(text))
+        rows = cache.after([0], [len(text)])
         out = forward(model, cache, rows, model.embed_tokens(torch.tensor(text)), taps=(*layers, 6))
         ids, sure = {}, {}
         for n, hidden in out.taps.items():
@@ -347,18 +359,14 @@ def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkey
 # --- the other rules
 
 
-def chain(n):
-    return Draft.chain(torch.arange(n))
-
-
 def test_plus_minus_one():
     p = PlusMinusOne(4, 4)
     seen = []
     for accepted in (4, 5, 2, 0, 0, 0, 0, 0):
-        p.observe(chain(p.budget().depth), list(range(accepted + 1)))
+        p.observe(outcome(p.budget().depth, accepted))
         seen.append(p.budget().depth)
     assert seen == [5, 6, 5, 4, 3, 2, 1, 1]
-    p.observe(chain(0), [0])
+    p.observe(outcome(0, 0))
     assert p.budget().depth == 1
 
 
@@ -366,7 +374,7 @@ def test_draft_and_verify_moves_its_threshold_towards_the_goal():
     p = DraftAndVerify(18, 18)
     accepted, threshold = 0.9, 0.6
     for kept, drafted in ((3, 3), (1, 4), (4, 4), (0, 2)):
-        p.observe(chain(drafted), list(range(kept + 1)))
+        p.observe(outcome(drafted, kept))
         accepted = 0.5 * accepted + 0.5 * kept / drafted
         threshold = 0.9 * threshold + 0.1 * (threshold + (0.01 if accepted <= 0.9 else -0.01))
         assert p.threshold == pytest.approx(threshold)
@@ -375,9 +383,22 @@ def test_draft_and_verify_moves_its_threshold_towards_the_goal():
 
 def test_fixed_learns_nothing():
     p = Fixed(3, 2, 5)
-    p.observe(chain(2), [0])
+    p.observe(outcome(2, 0))
     p.learn((), None, None)
     assert (p.budget().nodes, p.budget().depth, p.budget().exit, p.keep_drafting(0.0)) == (3, 2, 5, True)
+
+
+@pytest.mark.parametrize("policy", [Fixed(4, 4), PlusMinusOne(4, 4), DraftAndVerify(4, 4)])
+def test_expected_tokens_follow_what_was_accepted(policy):
+    """1 + a + a^2 + ..; a moves by a tenth a token that was right or the first that was wrong."""
+    rate = 0.8
+    assert policy.expected(Budget(9, 2)) == pytest.approx(1 + rate + rate**2) and policy.expected(Budget(0, 3)) == 1
+    for drafted, accepted in ((4, 4), (4, 1), (2, 0), (0, 0)):
+        policy.observe(outcome(drafted, accepted))
+        if drafted:
+            seen = min(accepted + 1, drafted)
+            rate += 0.1 * seen * (accepted / seen - rate)
+        assert policy.expected(Budget(1, 5)) == pytest.approx(1 + rate)
 
 
 def test_eligible_layers():

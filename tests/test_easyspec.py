@@ -6,15 +6,17 @@ import math
 import pytest
 import torch
 from make_checkpoint import make
+from one_round import accept, apart, draft, parents
 from pairs import perturbed
 
 import specker
 from specker.config import Sampling
 from specker.runtime import strategies
 from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache
+from specker.runtime.model import decoder
+from specker.runtime.model.cache import KVCache, sequence_bounds
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.decoder import Model, chain_rows, forward, prefill, sequence_bounds
+from specker.runtime.model.decoder import Model, forward, prefill
 from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
 from specker.runtime.strategies.draft import AutoregressiveDrafter
@@ -106,7 +108,7 @@ def test_the_fuzzy_pass_is_the_papers(checkpoints, name, groups):
     for position, token in enumerate(PROMPT):
         fuzzy(w, model.config, [(n,) for n in range(7)], w.embed[token], position, memory)
     prefill(model, cache, PROMPT)
-    rows = chain_rows(model, cache, 3)
+    rows = cache.after([len(PROMPT)], [3])
     got = parallel.forward(rows, model.embed_tokens(torch.tensor([7, 8, 99])))
     for i, token in enumerate([7, 8, 99]):
         want = fuzzy(w, model.config, groups, w.embed[token], len(PROMPT) + i, memory)
@@ -121,7 +123,7 @@ def test_the_fuzzy_pass_is_the_papers(checkpoints, name, groups):
 def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
     model, cache, parallel = loaded(checkpoints[name], tuple((n,) for n in range(7)))
     prefill(model, cache, PROMPT)
-    rows, hidden = chain_rows(model, cache, 4), model.embed_tokens(torch.tensor([1, 2, 3, 4]))
+    rows, hidden = cache.after([len(PROMPT)], [4]), model.embed_tokens(torch.tensor([1, 2, 3, 4]))
     got = parallel.forward(rows, hidden)
     written = cache.k[:, :1, : len(PROMPT) + 4]
     before = written.clone()
@@ -136,7 +138,7 @@ def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monke
     for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
         model, cache, parallel = loaded(checkpoints["llama"], groups)
         calls.clear()
-        parallel.forward(chain_rows(model, cache, 2), model.embed_tokens(torch.tensor([1, 2])))
+        parallel.forward(cache.after([0], [2]), model.embed_tokens(torch.tensor([1, 2])))
         assert len(calls) == count
 
 
@@ -151,25 +153,26 @@ def test_bounds_stay_where_graphs_know_them():
 def test_the_stacks_own_the_weights(checkpoints):
     """No second copy: a layer's weights are views of its group's."""
     model, _, parallel = loaded(checkpoints["llama"], ((0,), (1, 2, 3), (4, 5, 6)))
-    for group in parallel.groups[1:]:
-        for i, n in enumerate(group.layers):
-            layer = model.layers[n]
-            assert layer.qkv.untyped_storage().data_ptr() == group.qkv.untyped_storage().data_ptr()
-            assert torch.equal(layer.qkv, group.qkv[i]) and torch.equal(layer.o, group.o[i])
-            assert torch.equal(layer.norm_in, group.norm_in[i])
+    for layers, group in zip(parallel.schedule.groups[1:], parallel.groups[1:], strict=True):
+        for i, n in enumerate(layers):
+            own, stack = model.layers[n].attention, group.attention
+            assert own.qkv.untyped_storage().data_ptr() == stack.qkv.untyped_storage().data_ptr()
+            assert torch.equal(own.qkv, stack.qkv[i]) and torch.equal(own.o, stack.o[i])
+            assert torch.equal(own.norm_in, stack.norm_in[i])
+    assert [len(group.mlps) for group in parallel.groups] == [1, 3, 3]
 
 
 def test_the_checkpoint_lets_go_of_what_is_stacked(pair):
     """No second copy: what the engine holds of the draft's grouped layers stands in the stacks alone."""
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
     parallel, weights = engine.drafter.parallel, engine.draft.weights
-    stacks = {g.qkv.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
-    stacks |= {g.o.untyped_storage().data_ptr() for g in parallel.groups if g is not None}
-    grouped = [n for g in parallel.groups if g is not None for n in g.layers]
+    wide = [(layers, g) for layers, g in zip(parallel.schedule.groups, parallel.groups, strict=True) if len(layers) > 1]
+    stacks = {x.untyped_storage().data_ptr() for _, g in wide for x in (g.attention.qkv, g.attention.o)}
+    grouped = [n for layers, _ in wide for n in layers]
     assert len(grouped) == 5 and len(stacks) == 4
     for held in (weights.qkv, weights.o):
         assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
-    assert torch.equal(weights.qkv[2], engine.drafter.model.layers[2].qkv)
+    assert torch.equal(weights.qkv[2], engine.drafter.model.layers[2].attention.qkv)
 
 
 @pytest.mark.parametrize("groups", [(), ((0,), ()), ((1,), (0,)), ((0,), (2,)), ((0, 0),)])
@@ -185,14 +188,14 @@ def test_neighbours_in_one_storage_are_not_copied():
     view = _in_one([stacked[1], stacked[2], stacked[3]])
     assert torch.equal(view, stacked[1:]) and view.data_ptr() == stacked[1].data_ptr()
     padded = torch.arange(32.0).view(4, 4, 2)[:, :3]
-    for apart in (
+    for separate in (
         [stacked[0], stacked[2], stacked[3]],
         [stacked[1], stacked[0]],
         [stacked[0].clone(), stacked[1]],
         list(padded),  # evenly, but not one behind another
         list(torch.arange(24.0).view(2, 4, 3).mT),
     ):
-        assert torch.equal(_in_one(apart), torch.stack(apart)) and _in_one(apart).is_contiguous()
+        assert torch.equal(_in_one(separate), torch.stack(separate)) and _in_one(separate).is_contiguous()
 
 
 @pytest.fixture
@@ -219,9 +222,7 @@ def kernels(monkeypatch):
         "model.decoder.add_norm": add_norm,
         "model.decoder.kv_calibrate": kv._launch,
         "model.decoder.tree_attention": attention,
-        "strategies.easyspec.residual_merge": merge._launch,
-        "strategies.easyspec.kv_calibrate": kv._launch,
-        "strategies.easyspec.tree_attention": attention,
+        "model.decoder.residual_merge": merge._launch,
         "strategies.easyspec.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
         "head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
@@ -245,8 +246,9 @@ def tiny_cache(model):
 
 def catch_up(model, cache, tokens):
     """The layers in sequence over `tokens` after the cache's columns."""
-    forward(model, cache, chain_rows(model, cache, len(tokens)), model.embed_tokens(torch.tensor(tokens)))
-    cache.exact_len += len(tokens)
+    rows = cache.after(cache.exact_len, [len(tokens)])
+    forward(model, cache, rows, model.embed_tokens(torch.tensor(tokens)))
+    cache.exact_len[0] += len(tokens)
 
 
 def columns(cache, first, end):
@@ -254,10 +256,10 @@ def columns(cache, first, end):
     return torch.stack((cache.k, cache.v)).flatten(2, 3)[:, :, cache.slot_of[first:end]]
 
 
-def deepest(draft):
+def deepest(r):
     """The rows of a longest path of the draft, row 0 first."""
     paths = [[0]]
-    for row, parent in enumerate(draft.parents.tolist(), 1):
+    for row, parent in enumerate(parents(r), 1):
         paths.append([*paths[parent], row])
     return max(paths, key=len)
 
@@ -273,22 +275,22 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
     head = Head(model.head, model.norm, model.config.rms_norm_eps)
     parallel = LayerParallel(model, cache, Schedule(((0, 1), (2, 3))))
     drafter = AutoregressiveDrafter(model, cache, head, width, parallel)
-    committed, fuzzy = PROMPT[:3], None
+    text, fuzzy = PROMPT[:3], None
+    drafter.prefill = lambda slot, text: None  # the first catch-up takes all of it
     for accepted, depth in ((3, 3), (1, 2), (0, 1)):  # the last draft is there for its catch-up
-        draft = drafter.propose(committed, Budget(depth * width, depth), Sampling(temperature=0.7))
-        before, n = sequential.exact_len, len(committed)
-        catch_up(plain, sequential, committed[before:])
+        r = draft(drafter, text, Budget(depth * width, depth), Sampling(temperature=0.7))
+        [before], n = sequential.exact_len, len(text)
+        catch_up(plain, sequential, text[before:])
         assert torch.equal(columns(cache, 0, n), columns(sequential, 0, n))
         if fuzzy is not None:
             error = (fuzzy - columns(sequential, before, before + 1)).abs().amax((0, 2, 3, 4))
             assert error[0] < 1e-5 and (error[1:] > 1e-3).all(), "only the first layer's input is the exact one"
-        path = deepest(draft)[: accepted + 1]
+        path = deepest(r)[: accepted + 1]
         if accepted:
-            node = drafter._nodes[path[1] - 1]
+            node = path[1] - 1 if r.nodes is None else int(r.nodes[0, path[1] - 1])
             fuzzy = columns(cache, n + node, n + node + 1)
-        drafter.observe(path)
-        assert cache.exact_len == n, "no fuzzy column is kept"
-        committed = committed + [int(draft.tokens[row - 1]) for row in path[1:]] + [7]
+        text = accept(drafter, r, path, 7)
+        assert cache.exact_len == [n], "no fuzzy column is kept"
 
 
 def test_calibrated_together_or_one_by_one_under_the_kernels(tmp_path, kernels):
@@ -332,27 +334,27 @@ def test_tokens_equal_plain_decoding(pair, shape, calibrate, how):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_after_calibration_the_draft_cache_is_the_sequential_one(pair, shape, monkeypatch):
-    """At the start of every draft, once the catch-up has run; and with `never` it is not, so the test can fail."""
+    """At the start of every draft, once the catch-up has run, placed by the host or by the device; and with `never` it
+    is not, so the test can fail."""
     differences = {}
-    for calibrate in ("every", "never"):
-        fast = engine(pair, calibrate=calibrate, layer_parallel="3", **SHAPES[shape])
+    for calibrate, graphs in (("every", "off"), ("every", "on"), ("never", "off")):
+        fast = engine(pair, calibrate=calibrate, graphs=graphs, layer_parallel="3", **SHAPES[shape])
         worst = []
 
-        def checked(self, committed, catch_up=AutoregressiveDrafter._catch_up, worst=worst):
-            hidden = catch_up(self, committed)
-            fresh = KVCache(self.model.config, self.cache.capacity, dtype=F64, device="cpu", page_size=16)
-            prefill(self.model, fresh, committed)
-            n = len(committed)
-            assert self.cache.exact_len == n
-            pairs = ((self.cache.k, fresh.k), (self.cache.v, fresh.v))
-            worst += [float((a.flatten(1, 2)[:, :n] - b.flatten(1, 2)[:, :n]).abs().max()) for a, b in pairs]
-            return hidden
+        def checked(self, r, catch_up=AutoregressiveDrafter._catch_up, worst=worst):
+            caught = catch_up(self, r)
+            n = int(r.state.length[0])
+            assert r.fixed or self.cache.exact_len == [n]
+            worst.append(apart(self.model, self.cache, r.state.committed[0, :n].tolist(), n))
+            return caught
 
         with monkeypatch.context() as patch:
             patch.setattr(AutoregressiveDrafter, "_catch_up", checked)
             fast.generate(PROMPT, 40, temperature=0.7)
-        differences[calibrate] = max(worst)
-    assert differences["every"] < 1e-12 < 1e-6 < differences["never"]
+        assert len(worst) > 5 and (fast.batch.launched > 5) == (graphs == "on")
+        differences[calibrate, graphs] = max(worst)
+    *exact, fuzzy = differences.values()
+    assert max(exact) < 1e-12 < 1e-6 < fuzzy
 
 
 def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
@@ -361,11 +363,11 @@ def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
     seen = []
     observe = drafter.observe
 
-    def watched(path):
-        before = drafter.cache.exact_len
-        observe(path)
-        if drafter._depth == 2:
-            seen.append((len(path) == 3, before, drafter.cache.exact_len, drafter._calibrated))
+    def watched(r, slot, path):
+        [before] = drafter.cache.exact_len
+        observe(r, slot, path)
+        if r.depth == 2:
+            seen.append((len(path) == 3, before, drafter.cache.exact_len[0], drafter._calibrated[0]))
 
     drafter.observe = watched
     fast.generate(PROMPT, 60, temperature=0.7)
@@ -431,9 +433,9 @@ def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
     """No truncation of fuzzy K/V: the cache check sees it."""
     observe = AutoregressiveDrafter.observe
 
-    def kept(self, path):
+    def kept(self, r, slot, path):
         self.calibrate = "never"
-        observe(self, path)
+        observe(self, r, slot, path)
 
     monkeypatch.setattr(AutoregressiveDrafter, "observe", kept)
     with pytest.raises(AssertionError):
@@ -442,7 +444,15 @@ def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
 
 def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
     """A_i added to another layer's residual: the fuzzy pass differs from the paper's."""
-    attend = LayerParallel._attend
-    monkeypatch.setattr(LayerParallel, "_attend", lambda self, *args: attend(self, *args).flip(0))
+    run = decoder.run_layers
+
+    def swapped(model, steps, hidden):
+        def flipped(batch):
+            return batch._replace(join=lambda added: batch.join(added).flip(0))
+
+        steps = [(group, kv, flipped(batch) if len(group.mlps) > 1 else batch) for group, kv, batch in steps]
+        return run(model, steps, hidden)
+
+    monkeypatch.setattr("specker.runtime.strategies.easyspec.run_layers", swapped)
     with pytest.raises(AssertionError):
         test_the_fuzzy_pass_is_the_papers(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 from make_checkpoint import make
+from one_round import after_every_round, apart
 from pairs import perturbed
 
 import specker
@@ -59,29 +60,20 @@ def test_tokens_equal_plain_decoding(pairs, arch, shape, how):
 def test_every_step_leaves_the_caches_sound(pairs, monkeypatch, shape):
     """Invariants after each round: the target holds all committed tokens but the root; the drafter's exact columns
     hold what a sequential pass over the committed tokens writes."""
-    from specker.runtime import loop
-    from specker.runtime.model.cache import KVCache
-    from specker.runtime.model.decoder import prefill
-
     _, fast = engines(pairs["llama"], **shape)
-    step = loop.step
 
-    def checked(ctx):
-        taken = step(ctx)
-        ctx.cache.check(committed=len(ctx.committed))
-        ctx.drafter.cache.check()
-        for model, cache in ((ctx.target, ctx.cache), (ctx.drafter.model, ctx.drafter.cache)):
-            assert cache.exact_len <= len(ctx.committed)
-            fresh = KVCache(model.config, cache.capacity, dtype=model.dtype, device="cpu", page_size=16)
-            prefill(model, fresh, ctx.committed[: cache.exact_len])
-            for ours, theirs in ((cache.k, fresh.k), (cache.v, fresh.v)):
-                a, b = (c.flatten(1, 2)[:, : cache.exact_len] for c in (ours, theirs))
-                assert (a - b).abs().max() < 1e-12
-        return taken
+    def sound(batch, r):
+        [sequence] = r.sequences
+        batch.cache.check(committed=len(sequence.text))
+        batch.drafter.cache.check()
+        for model, cache in ((batch.target, batch.cache), (batch.drafter.model, batch.drafter.cache)):
+            [length] = cache.exact_len
+            assert length <= len(sequence.text) and apart(model, cache, sequence.text, length) < 1e-12
 
-    monkeypatch.setattr(loop, "step", checked)
-    fast.generate([5, 9, 40], max_new_tokens=40)
-    fast.generate([5, 9, 40], max_new_tokens=40, temperature=0.7)
+    with after_every_round(monkeypatch, sound) as sizes:
+        fast.generate([5, 9, 40], max_new_tokens=40)
+        fast.generate([5, 9, 40], max_new_tokens=40, temperature=0.7)
+    assert len(sizes) > 20 and max(sizes) > 2
 
 
 def test_stop_id_inside_an_accepted_path_ends_the_text(pairs):

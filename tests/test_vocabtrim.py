@@ -54,16 +54,14 @@ def test_tokens_equal_plain_decoding_at_every_size(family, keep, temperature, sh
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_only_kept_tokens_are_drafted_and_the_whole_vocabulary_is_no_trimming(family, tied, shape, monkeypatch):
-    from specker.runtime import loop
-
-    seen = []
-    monkeypatch.setattr(loop, "verify", lambda *a, verify=loop.verify: seen.append(a[3]) or verify(*a))
+def test_only_kept_tokens_are_drafted_and_the_whole_vocabulary_is_no_trimming(family, tied, shape):
+    drafted = set()
     trimmed = load(family, 24, tied, **SHAPES[shape])
+    trimmed.trace = lambda row: drafted.update(row["draft"])
     kept = set(trimmed.kept.ids.tolist())
     for prompt in PROMPTS:
         trimmed.generate(prompt, 40, temperature=0.7)
-    assert len(kept) == 24 and {t for draft in seen for t in draft.tokens.tolist()} <= kept
+    assert len(kept) == 24 and len(drafted) > 5 and drafted <= kept
 
     target, draft, _ = family[tied]
     whole, full = (

@@ -3,32 +3,44 @@
 import pytest
 import torch
 from make_checkpoint import make, oracle
+from one_round import accept, apart, draft, new_round, parents, tokens
+from safetensors.torch import load_file, save_file
 
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
-from specker.runtime.draft import Draft, top_nodes
+from specker.runtime.draft import top_nodes
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Model
+from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.policy import Budget
+from specker.runtime.round import launch
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 
-PROMPT = [7, 3, 99, 12]
+PROMPT = [7, 3, 99, 12, 50, 8, 61]
+DEPTH = 6  # of the longest draft: rounds of fixed shape forward one token more again
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
+    """Sure of some tokens, so that a capped tree is deep in one place and lacks others."""
     folder = make(tmp_path_factory.mktemp("draft"), layers=2, max_context=64)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return Model(load(folder, dtype=torch.float64, device="cpu")), oracle(folder, torch.float64)
 
 
+def new_cache(model):
+    return KVCache(model.config, 128, dtype=torch.float64, device="cpu", page_size=8)
+
+
 def drafter(model, width):
-    cache = KVCache(model.config, 128, dtype=torch.float64, device="cpu", page_size=8)
-    return AutoregressiveDrafter(model, cache, Head(model.head, model.norm, model.config.rms_norm_eps), width)
+    head = Head(model.head, model.norm, model.config.rms_norm_eps)
+    return AutoregressiveDrafter(model, new_cache(model), head, width, depth=DEPTH)
 
 
-def grown(model, sampling, width, depth):
+def grown(model, sampling, width, depth, text=PROMPT):
     """Level 1: the root's best; each later level the best `width` of all children, by cumulative probability."""
 
     def children(ids):
@@ -43,7 +55,7 @@ def grown(model, sampling, width, depth):
     for _ in range(depth):
         candidates = []
         for path, row, score in level:
-            logp = children(PROMPT + path)
+            logp = children(text + path)
             for token in logp.topk(width).indices.tolist():
                 candidates.append((score + float(logp[token]), path + [token], row))
         candidates.sort(key=lambda c: -c[0])
@@ -56,64 +68,83 @@ def grown(model, sampling, width, depth):
     return tokens, parents, scores
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
 @pytest.mark.parametrize("shape", [(1, 6), (3, 4), (8, 1), (5, 2)])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)], ids=["greedy", "T0.8"])
-def test_the_tree_is_the_one_defined(world, shape, sampling):
+def test_the_tree_is_the_one_defined(world, shape, sampling, fixed):
     model, reference = world
     width, depth = shape
-    draft = drafter(model, width).propose(PROMPT, Budget(width * depth, depth), sampling)
-    tokens, parents, _ = grown(reference, sampling, width, depth)
-    assert draft.tokens.tolist() == tokens and draft.parents.tolist() == parents
-    assert draft.is_chain == (width == 1)
+    r = draft(drafter(model, width), PROMPT, Budget(width * depth, depth), sampling, fixed=fixed)
+    want, up, _ = grown(reference, sampling, width, depth)
+    assert tokens(r) == want and parents(r) == up
+    assert r.tree == (width > 1) and r.depth == depth
 
 
-def test_a_capped_tree_keeps_the_best_nodes(world):
+@pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
+def test_a_capped_tree_keeps_the_best_nodes(world, fixed):
     model, reference = world
-    tokens, parents, scores = grown(reference, Sampling(), 4, 3)
-    draft = drafter(model, 4).propose(PROMPT, Budget(7, 3), Sampling())
+    want, up, scores = grown(reference, Sampling(), 4, 3)
+    r = draft(drafter(model, 4), PROMPT, Budget(7, 3), fixed=fixed)
     kept = sorted(sorted(range(12), key=lambda n: -scores[n])[:7])
-    assert draft.tokens.tolist() == [tokens[n] for n in kept]
+    assert kept != list(range(7))
+    assert tokens(r) == [want[n] for n in kept] and r.nodes.tolist() == [kept]
     row = {0: 0, **{n + 1: i + 1 for i, n in enumerate(kept)}}
-    assert draft.parents.tolist() == [row[parents[n]] for n in kept]
+    assert parents(r) == [row[up[n]] for n in kept]
 
 
 def test_equal_scores_keep_the_parent_first():
-    draft = Draft(torch.arange(4), torch.tensor([0, 1, 2, 0]))
-    kept, nodes = top_nodes(draft, torch.zeros(4), 2)
-    assert list(nodes) == [0, 1]
-    assert kept.tokens.tolist() == [0, 1] and kept.parents.tolist() == [0, 1]
+    """Of each tree for itself: the second one keeps its best node and the first of the others."""
+    ids, up = torch.arange(8).view(2, 4), torch.tensor([[0, 1, 2, 0], [0, 0, 0, 3]])
+    kept, parents, nodes = top_nodes(ids, up, torch.tensor([[0.0] * 4, [-1.0, -1.0, 0.0, -1.0]]), 2)
+    assert nodes.tolist() == [[0, 1], [0, 2]]
+    assert kept.tolist() == [[0, 1], [4, 6]] and parents.tolist() == [[0, 1], [0, 0]]
+    whole = top_nodes(ids, up, torch.zeros(2, 4), 4)
+    assert [x.tolist() for x in whole] == [ids.tolist(), up.tolist(), [[0, 1, 2, 3]] * 2]
 
 
 @pytest.mark.parametrize("budget", [Budget(0, 3), Budget(5, 0)])
 def test_no_budget_no_draft(world, budget):
-    draft = drafter(world[0], 1).propose(PROMPT, budget, Sampling())
-    assert len(draft) == 0 and draft.depths() == [0]
+    """The drafter is not asked, and the round is a step of plain decoding."""
+    model, reference = world
+    cache, mine = new_cache(model), drafter(model, 1)
+    with torch.inference_mode():
+        prefill(model, cache, PROMPT[:-1])
+        r = new_round(mine, PROMPT, budget)
+        launch(r, model, cache, mine)
+    [want], *_ = grown(reference, Sampling(), 1, 1)
+    assert r.size == 0 and mine.cache.exact_len == [0] and r.report.tolist() == [[1, 0, want]]
 
 
 def test_the_draft_ends_at_its_models_context(world):
-    model, _ = world
-    d = drafter(model, 1)
-    committed = (PROMPT * 20)[:62]
-    assert len(d.propose(committed, Budget(9, 9), Sampling())) == 3  # rows at positions 61, 62, 63
-    assert len(drafter(model, 1).propose((PROMPT * 20)[:65], Budget(9, 9), Sampling())) == 0
+    model, reference = world
+    text = (PROMPT * 20)[:62]
+    mine = drafter(model, 1)
+    assert [mine.room(n) for n in (62, 64, 65)] == [3, 1, 0]  # rows at positions 61, 62, 63
+    want, *_ = grown(reference, Sampling(), 1, 3, text)
+    assert tokens(draft(mine, text, Budget(3, 3))) == want
+    assert [mine.fixed(n, Budget(3, 3)) for n in (6, 7, 50, 51)] == [False, True, True, False]
 
 
-def test_catch_up_is_exact_after_any_acceptance(world):
-    """Whatever was accepted, the next draft is the one a fresh drafter would make."""
+@pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
+@pytest.mark.parametrize(("width", "nodes"), [(1, 4), (3, 12), (3, 7)])
+def test_catch_up_is_exact_after_any_acceptance(world, width, nodes, fixed):
+    """Whatever was accepted, the next draft is the one a fresh drafter would make, and the columns that the cache calls
+    exact are those of a pass over the text."""
     model, _ = world
-    for width in (1, 3):
-        d = drafter(model, width)
-        committed = list(PROMPT)
-        for take in (0, 1, 2, 4, 3, 0):
-            draft = d.propose(committed, Budget(width * 4, 4), Sampling())
-            fresh = drafter(model, width).propose(committed, Budget(width * 4, 4), Sampling())
-            assert torch.equal(draft.tokens, fresh.tokens) and torch.equal(draft.parents, fresh.parents)
-            path = [0]
-            while len(path) <= take:
-                following = [r + 1 for r, parent in enumerate(draft.parents.tolist()) if parent == path[-1]]
-                if not following:
-                    break
-                path.append(following[-1])  # the last child: in a tree seldom where it stands already
-            committed += [int(draft.tokens[row - 1]) for row in path[1:]] + [5]
-            d.observe(path)
-            d.cache.check()
+    mine, text = drafter(model, width), list(PROMPT)
+    for take in (0, 1, 2, 4, 3, 0):
+        r = draft(mine, text, Budget(nodes, 4), fixed=fixed)
+        fresh = draft(drafter(model, width), text, Budget(nodes, 4))
+        assert tokens(r) == tokens(fresh) and parents(r) == parents(fresh)
+        path = [0]
+        while len(path) <= take:
+            following = [row + 1 for row, parent in enumerate(parents(r)) if parent == path[-1]]
+            if not following:
+                break
+            path.append(following[-1])  # the last child: in a tree seldom where it stands already
+        length = len(text)
+        text = accept(mine, r, path, 5)
+        mine.cache.check()
+        exact = mine.cache.exact_len[0]
+        assert apart(model, mine.cache, text, exact) < 1e-12
+        assert exact == (len(text) - mine.catch_up if fixed else length + min(len(path) - 1, 3))

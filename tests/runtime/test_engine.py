@@ -234,7 +234,7 @@ def test_cache_invariants_are_checked(pair):
     with pytest.raises(ValueError, match="cannot truncate a cache of 0 exact columns to 3"):
         cache.truncate(3)
     cache.k.zero_(), cache.v.zero_()
-    cache.exact_len = 9
+    cache.exact_len = [9]
     cache.check(committed=10)
     with pytest.raises(AssertionError):
         cache.check(committed=11)

@@ -1,0 +1,103 @@
+"""One round by hand: what a drafter drafts behind a text, and caches looked at between rounds."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from specker.config import Sampling
+from specker.runtime import loop
+from specker.runtime import state as states
+from specker.runtime.draft import Drafter
+from specker.runtime.graphs import Graphs
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.decoder import Model, prefill
+from specker.runtime.policy import Budget, Fixed, Outcome, Policy
+from specker.runtime.round import Round
+from specker.runtime.sampling import Draws
+from specker.runtime.stats import DiffusionStats
+
+
+def new_round(
+    drafter: Drafter,
+    text: list[int],
+    budget: Budget,
+    sampling: Sampling | None = None,
+    policy: Policy | None = None,
+    fixed: bool = False,
+) -> Round:
+    """A round of one sequence, not yet drafted. `policy`: who is asked after each token; by default nobody."""
+    assert drafter.model is not None
+    sampling = sampling or Sampling()
+    state = states.State.empty(
+        drafter.model, 1, budget.nodes + 1, drafter.model.config.hidden_size, drafter.model.config.max_context, False
+    )
+    sequence = states.Sequence(0, list(text), 1 << 30, sampling, policy or Fixed(budget.nodes, budget.depth))
+    state.load(0, sequence)
+    draws = Draws.of([sequence.sampling], state.draw, fixed)
+    lengths = state.length if fixed else [len(text)]
+    return Round([sequence], state, budget, Graphs(False), fixed, draws, lengths, asks=sequence.policy.confident)
+
+
+@torch.inference_mode()
+def draft(drafter: Drafter, *args: Any, **more: Any) -> Round:
+    """The round of `new_round`, drafted. A drafter whose cache is empty prefills the text first, as it does when a
+    request is admitted."""
+    r = new_round(drafter, *args, **more)
+    if drafter.cache.exact_len == [0]:
+        drafter.prefill(0, r.sequences[0].text)
+    drafter.draft(r)
+    return r
+
+
+def tokens(r: Round) -> list[int]:
+    return r.window[0, 1 : r.size + 1].tolist()
+
+
+def parents(r: Round) -> list[int]:
+    return r.state.parents[0, : r.size].tolist() if r.tree else list(range(r.size))
+
+
+def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]:
+    """Let the target keep the rows `path` and add `token` of its own; the text."""
+    text = r.sequences[0].text
+    text += [int(r.window[0, row]) for row in path[1:]] + [token]
+    drafter.observe(r, 0, path)
+    return text
+
+
+def outcome(
+    drafted: int, accepted: int, confidence: tuple[float, ...] = (), found: DiffusionStats | None = None
+) -> Outcome:
+    """Of a chain."""
+    return Outcome(drafted, list(range(accepted + 1)), list(confidence), found)
+
+
+def apart(model: Model, cache: KVCache, text: list[int], length: int, slot: int = 0) -> float:
+    """How far the K/V of the first `length` columns is from what a pass over the text writes."""
+    fresh = KVCache(model.config, max(length, 1), dtype=model.dtype, device="cpu")
+    prefill(model, fresh, [min(token, model.config.vocab_size - 1) for token in text[:length]])
+    own = cache.slots(slot, 0, length)
+    pairs = ((cache.k, fresh.k), (cache.v, fresh.v))
+    return max(
+        (float((a.flatten(1, 2)[:, own] - b.flatten(1, 2)[:, :length]).abs().max()) for a, b in pairs if length),
+        default=0.0,
+    )
+
+
+@contextmanager
+def after_every_round(patch: Any, look: Any) -> Iterator[list[int]]:
+    """Call look(batch, round) whenever a round is over and its texts have grown, of sequences that go on; yields a
+    list with one entry a call."""
+    finish, seen = loop.Batch.finish, []
+
+    def finished(self: loop.Batch, r: Round) -> Any:
+        out = finish(self, r)
+        look(self, r)
+        seen.append(r.size)
+        return out
+
+    with patch.context() as now:
+        now.setattr(loop.Batch, "finish", finished)
+        yield seen
