@@ -1,5 +1,5 @@
-"""Does a batch pay? Total tokens per second of `ar` and of `draft` for several batch sizes, beside transformers' batched
-`generate` of the same target.
+"""Does a batch pay? Total tokens per second of `ar` and of `draft` for several batch sizes, beside transformers'
+batched `generate` of the same target.
 
 All prompts are decoded to the same length, the ways in turn, medians of rounds. Tokens must equal those of plain
 decoding one by one (in float32 up to a tie within rounding, which is counted), or the row has the reason and no times.
@@ -85,7 +85,7 @@ def main() -> None:
     sizes, how = [int(n) for n in args.sizes.split(",")], {"temperature": args.temperature}
     engines = {(way, n): specker.load(device="cpu", batch_size=n, **WAYS[way]) for way in WAYS for n in sizes}
     plain = specker.load(strategy="ar", device="cpu")
-    prompts = [plain.encode(text) for text in specker.zoo.heldout(args.prompts)]
+    prompts = [plain.encode(row["prompt"]) for row in specker.zoo.heldout()[: args.prompts]]
     count = args.max_new_tokens
     want = [plain.generate(prompt, count, **how) for prompt in prompts]
 

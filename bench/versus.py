@@ -101,7 +101,7 @@ def main() -> None:
     from specker import zoo
 
     new = Path(__file__).resolve().parents[1]
-    prompts = zoo.heldout(args.prompts)
+    prompts = [row["prompt"] for row in zoo.heldout()[: args.prompts]]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "old"
