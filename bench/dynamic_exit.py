@@ -167,7 +167,7 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
                     how,  # type: ignore[arg-type]
                 )
             loads = sum(layers + len(r["draft"]) * r["exit"] for r in traces[name])
-            heads = sum(len(r["draft"]) for r in traces[name]) * (engine.head_cost or head)
+            heads = sum(len(r["draft"]) for r in traces[name]) * (engine.policies.head_cost or head)
             emitted = sum(len(r["tokens"]) for r in traces[name])
             row |= {"etpl": emitted / loads, "etpl_head": emitted / (loads + heads)}
         rows.append(row)

@@ -9,7 +9,8 @@ import torch
 from specker import zoo
 from specker.config import DTYPES, Options
 from specker.runtime import dist, strategies
-from specker.runtime.engine import Engine, room_of
+from specker.runtime.compose import room_of
+from specker.runtime.engine import Engine
 from specker.runtime.model.checkpoint import WHOLE, Checkpoint
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.strategies import vocabtrim

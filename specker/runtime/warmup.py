@@ -26,7 +26,7 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
     batch = engine.batch
     if batch.fixed:
         plan = engine.plan
-        with engine._in_memory():
+        with engine.in_memory():
             warm_rounds(batch, plan.budgets, plan.verified, plan.accepted, engine.policy().confident, tell)
     filters = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
     for how in ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters)):

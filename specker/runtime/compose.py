@@ -1,0 +1,82 @@
+"""Models, options and a strategy -> what decodes: a target with its cache, perhaps a drafter, and a batch."""
+
+from typing import NamedTuple
+
+import torch
+
+from specker.config import Options
+from specker.runtime import strategies
+from specker.runtime.dist import Ranks
+from specker.runtime.draft import Drafter
+from specker.runtime.graphs import Graphs
+from specker.runtime.head import Kept
+from specker.runtime.loop import Batch
+from specker.runtime.model import memory
+from specker.runtime.model.cache import KVCache
+from specker.runtime.model.checkpoint import Checkpoint
+from specker.runtime.model.config import layer_elements
+from specker.runtime.model.decoder import Model
+from specker.runtime.policy import Budget
+from specker.runtime.shared import SharedDrafter
+from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
+
+
+class Composed(NamedTuple):
+    model: Model  # the target's
+    cache: KVCache
+    drafter: Drafter | None
+    policies: PolicyContext
+    plan: Plan  # what a warm-up runs
+    batch: Batch
+
+
+def compose(
+    target: Checkpoint, draft: Checkpoint | None, o: Options, kept: Kept | None, bundled: bool, ranks: Ranks | None
+) -> Composed:
+    """`draft`, `kept`: the draft checkpoint, and which rows of its head are kept. `bundled`: the target is the bundled
+    one. Raises ValueError for --graphs on where rounds cannot be captured."""
+    strategy, model = strategies.of(o), Model(target, linear=linear(o), ranks=ranks)
+    gpu, cache = model.device.type == "cuda", allocate(model, o)
+    alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
+    context = DraftContext(o, target, model, cache, draft, kept, bundled, ranks)
+    inner = strategy.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
+    drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
+    head_cost = 0.0 if inner is None else strategy.head_cost(o, inner)
+    if strategy.self_drafting and ranks is not None:  # it may be a measured time: rank 0's
+        head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
+    policies = PolicyContext(o, target.config.num_layers, bundled, head_cost)
+    plan = strategy.plan(policies)
+    if o.graphs == "on" and not alone and ranks is not None and ranks.drafting < ranks.size:
+        raise ValueError("--graphs on over several ranks needs all of them to draft: --draft-ranks as many as --tp")
+    if o.graphs == "on" and gpu and model.dtype == torch.float64:
+        raise ValueError("--graphs on needs kernels, which float64 has not: use --graphs off or another --dtype")
+    # float64 has no kernels: its references read numbers on the host. Over several ranks graphs hold collectives,
+    # which must be asked for.
+    fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
+
+    def cost(budget: Budget) -> float:
+        return round_cost(budget, target, draft, head_cost)
+
+    graphs = Graphs(fixed and gpu)
+    batch = Batch(model, cache, drafter, plan.largest, fixed, graphs, cost, SCRATCH, o.acceptance, ranks)
+    return Composed(model, cache, drafter, policies, plan, batch)
+
+
+def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_cost: float) -> float:
+    """Of a round of this shape, in steps of plain decoding, by the weights it reads. A verify pass reads as much as one
+    row does. `head_cost`: of the LM head in a draft step by the target's own layers, in such layers."""
+    steps = min(budget.nodes, budget.depth)
+    if budget.exit:
+        return 1 + steps * (budget.exit + head_cost) / target.config.num_layers
+    if draft is None:
+        return 1.0
+    own = layer_elements(draft.config) + draft.weights.head.numel()
+    passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
+    return 1 + passes * own / (layer_elements(target.config) + target.weights.head.numel())
+
+
+def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
+    """What the caches have to fit into."""
+    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
+    embed = target.weights.embed
+    return memory.Room(tuple(c.local for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)

@@ -1,0 +1,84 @@
+"""Prompts as token ids, and what a decode gives: tokens with their text."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specker.runtime.detokenize import Detokenizer
+from specker.runtime.loop import Step
+from specker.runtime.model.checkpoint import Checkpoint
+from specker.runtime.stats import Stats
+
+Prompt = str | list[int]
+
+
+def several(prompts: Any) -> bool:
+    """Whether `prompts` is a list of prompts: of texts or of lists of ids."""
+    return isinstance(prompts, list | tuple) and bool(prompts) and not isinstance(prompts[0], int)
+
+
+def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation, through the chat template of the tokenizer of the model `name`, ready for the
+    assistant's turn."""
+    if not getattr(target.tokenizer, "chat_template", None):
+        raise ValueError(f"--chat: the tokenizer of {name} has no chat template")
+    text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def checked(ids: list[int], target: Checkpoint, name: str) -> list[int]:
+    """ValueError if a prompt is empty, fills the context or has ids that the target lacks."""
+    if not ids:
+        raise ValueError("the prompt is empty: there is no token to continue from")
+    context, vocab = target.config.max_context, target.config.vocab_size
+    if len(ids) >= context:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, but the context of {name} is {context} and decoding needs room for one "
+            "more"
+        )
+    if min(ids) < 0 or max(ids) >= vocab:
+        raise ValueError(f"token ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+    return ids
+
+
+def each(prompts: Any, options: dict[str, Any]) -> list[tuple[Prompt, dict[str, Any]]]:
+    """The prompts, one or a list of them, with their own options: a list among `options` has a value a prompt."""
+    prompts = list(prompts) if several(prompts) else [prompts]
+    for name, value in options.items():
+        if isinstance(value, list | tuple) and len(value) != len(prompts):
+            raise ValueError(f"{name} has {len(value)} values for {len(prompts)} prompts")
+    columns = {n: v if isinstance(v, list | tuple) else [v] * len(prompts) for n, v in options.items()}
+    return [(prompt, {name: values[i] for name, values in columns.items()}) for i, prompt in enumerate(prompts)]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added to one prompt's text."""
+
+    prompt: int  # which of the prompts
+    tokens: list[int]
+    accepted: int  # the first `accepted` of tokens were draft tokens, the rest is the target's own
+    pieces: list[tuple[str, bool]]  # the new text in order, and whether it came from a draft token
+    stats: Stats  # running totals of this prompt
+    finished: str | None  # None, "stop" (a stop id) or "length"
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+
+@dataclass(frozen=True)
+class Generation:
+    tokens: list[int]
+    text: str
+    stats: Stats
+    finished: str
+
+
+def chunk(step: Step, texts: dict[int, Detokenizer], tokenizer: Any) -> Chunk:
+    """What a step added, as text; `texts` holds the unfinished characters of each prompt's text."""
+    s = step.sequence
+    text = texts.setdefault(s.index, Detokenizer(tokenizer))
+    pieces = [(text.add(token), n < step.accepted) for n, token in enumerate(step.tokens)]
+    if s.finished:
+        pieces.append((texts.pop(s.index).flush(), False))
+    return Chunk(s.index, step.tokens, step.accepted, [p for p in pieces if p[0]], s.stats, s.finished)
