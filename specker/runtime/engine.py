@@ -10,8 +10,8 @@ import torch
 
 from specker import zoo
 from specker.config import Options, Sampling, from_kwargs
-from specker.runtime import check, strategies, text
-from specker.runtime.check import CheckResult
+from specker.runtime import strategies, text
+from specker.runtime.check import CheckResult, check
 from specker.runtime.compose import compose, room_of
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.dist import Ranks
@@ -28,8 +28,6 @@ from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import Plan, PolicyContext
 from specker.runtime.text import Chunk, Generation, Prompt
 from specker.runtime.warmup import warm_up
-
-LOST = "a row's bits then depend on how many rows stand beside it: chains are no longer bit-equal to plain decoding"
 
 
 @dataclass
@@ -100,7 +98,8 @@ class Engine:
             earned = "text, acceptance" if self.options.acceptance is None else "text"
             said["sizing"] = f"{'; '.join(self.options.stand_ins)}: no statement about {earned} or losslessness"
         if self.options.linear == "cublas":
-            said["linear"] = "cublas: " + (LOST if self.device.type == "cuda" else "on a CPU it changes nothing")
+            lost = "rows are no longer batch-invariant, so chains are not bit-equal to plain decoding"
+            said["linear"] = "cublas: " + (lost if self.device.type == "cuda" else "on a CPU it changes nothing")
         return said
 
     # --- prompts
@@ -138,7 +137,7 @@ class Engine:
     def request(
         self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any
     ) -> Sequence:
-        """A request for `serve`, checked. `sampling`: the fields of `specker.config.Sampling`."""
+        """A request for `serve`, checked."""
         params = from_kwargs(Sampling, sampling)
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
@@ -178,7 +177,7 @@ class Engine:
 
     def check(self, prompt: Prompt, generation: Generation, max_new_tokens: int = 128, **sampling: Any) -> CheckResult:
         """Decode the prompt with `ar` and compare; see check.py."""
-        return check.check(self, prompt, generation, max_new_tokens, **sampling)
+        return check(self, prompt, generation, max_new_tokens, **sampling)
 
     def chunk(self, step: Step, texts: dict[int, Detokenizer]) -> Chunk:
         """What a step of `serve` added, as text; `texts` holds the unfinished characters of each prompt's text."""
