@@ -1,5 +1,5 @@
-"""A draft for tests: the target with its weights perturbed, so that it agrees often and errs often. And rounds looked at
-one by one."""
+"""A draft for tests: the target with its weights perturbed, so that it agrees often and errs often. And rounds looked
+at one by one."""
 
 import shutil
 from collections.abc import Iterator
