@@ -1,13 +1,13 @@
-"""A draft for tests: the target with its weights perturbed, so that it agrees often and errs often. And static rounds
-looked at one by one."""
+"""A draft for tests: the target with its weights perturbed, so that it agrees often and errs often. And rounds looked
+at one by one."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-
-from specker.runtime import loop
 
 
 def perturbed(target: Path, draft: Path, amount: float = 0.15, seed: int = 7) -> Path:
@@ -21,32 +21,46 @@ def perturbed(target: Path, draft: Path, amount: float = 0.15, seed: int = 7) ->
     return draft
 
 
-def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, **sampling) -> tuple:
-    """What each token of static rounds was drawn from, [count, V], and the text."""
-    ctx = engine._context(prompt, count, engine.drafter if drafting else None, sampling)
-    loop._prefill(ctx)
-    rows: list[torch.Tensor] = []
-    while len(ctx.committed) < ctx.limit:
-        assert loop._launch(ctx, ctx.rounds)
-        report, _ = ctx.rounds.collect()
-        rows.append(ctx.rounds.state.logits[report.path].clone())
-        ctx.committed += report.tokens
-    return torch.cat(rows)[:count], ctx.committed[: ctx.limit]
+def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, beside=(), **sampling) -> tuple:
+    """What each token of rounds of fixed shape was drawn from, [count, V], and the text. `beside`: other prompts, in
+    the slots before it."""
+    batch, rows = engine.batch, []
+    with admitted(engine, [*beside, prompt], count, drafting, **sampling) as sequences:
+        sequence = sequences[-1]
+        while len(sequence.text) < sequence.limit:
+            r = batch.start()
+            assert r.fixed
+            each = {s: path for s, path, tokens in batch.finish(r) if tokens}
+            logits = r.logits.view(r.n, r.size + 1, -1)
+            rows.append(logits[len(sequences) - 1, each[sequence]].clone())
+    return torch.cat(rows), sequence.text
 
 
 def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
-    """How many tokens static rounds would emit otherwise than `text` says, each after the text as it is, and of how
-    many: greedy."""
-    ctx = engine._context(prompt, len(text), engine.drafter, {})
-    loop._prefill(ctx)
-    whole, turned = prompt + text, 0
-    while len(ctx.committed) < ctx.limit:
-        ctx.rounds.reset()  # the text is said anew each round
-        assert loop._launch(ctx, ctx.rounds)
-        report, _ = ctx.rounds.collect()
-        for token in report.tokens[: ctx.limit - len(ctx.committed)]:
-            ctx.committed.append(whole[len(ctx.committed)])
-            if token != ctx.committed[-1]:
-                turned += 1
-                break
+    """How many tokens rounds of fixed shape would emit otherwise than `text` says, each after the text as it is, and of
+    how many: greedy."""
+    batch, whole, turned = engine.batch, prompt + text, 0
+    with admitted(engine, [prompt], len(text)) as [sequence]:
+        while (known := len(sequence.text)) < sequence.limit:
+            batch.state.load(0, sequence)  # the text is said anew each round
+            r = batch.start()
+            assert r.fixed
+            [(_, _, tokens)] = batch.finish(r)
+            wrong = next((i for i, token in enumerate(tokens) if token != whole[known + i]), None)
+            turned += wrong is not None
+            sequence.text[known:] = whole[known : known + (len(tokens) if wrong is None else wrong + 1)]
+            engine.cache.exact_len[0] = len(sequence.text) - 1
     return turned, len(text)
+
+
+@contextmanager
+def admitted(engine, prompts, count: int, drafting: bool = True, **sampling) -> Iterator[list]:
+    """Requests in the engine's batch, prefilled, whose rounds the caller starts and finishes."""
+    batch = engine.batch
+    with torch.inference_mode():
+        batch.clear()
+        sequences = [engine.request(i, prompt, count, drafting, **sampling) for i, prompt in enumerate(prompts)]
+        for sequence in sequences:
+            batch.admit(sequence)
+        yield sequences
+        batch.clear()

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
-from specker.runtime import draft
-from specker.runtime.model import decoder
-from specker.runtime.rounds import Graphs
+from specker.runtime.graphs import Graphs
+from specker.runtime.model import cache
 from specker.runtime.strategies import diffuspec
 
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
@@ -87,7 +86,7 @@ def recording() -> Iterator[list[Any]]:
 
 def _forget() -> None:
     """Constants that are made once: those made meanwhile have no numbers, and all recordings make them."""
-    for made in (decoder.sequence_bounds, diffuspec._full_words, draft._arange, chain_words):
+    for made in (cache.sequence_bounds, cache._repeated, cache._full_words, diffuspec._full_words, chain_words):
         made.cache_clear()
 
 

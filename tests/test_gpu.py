@@ -92,7 +92,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("options", STRATEGIES, ids=lambda o: "-".join(map(str, o.values())))
 def test_graphs_change_no_token(options):
-    """Static rounds as graphs against loop.py's own, whose launches have other row counts: equal for chains."""
+    """Captured rounds against those that the host places, which have other row counts: equal for chains."""
     how = {"device": "cuda", "dtype": "bfloat16", **options}
     graphs, eager = specker.load(graphs="on", **how), specker.load(graphs="off", **how)
     assert graphs.captures and not eager.captures
@@ -113,14 +113,14 @@ def test_after_a_warm_up_nothing_is_compiled_or_captured(options, monkeypatch):
     engine.warmup()
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *a, **k: compiled.append(str(k.get("repr"))))
-    graphs = dict(engine._rounds_of.graphs.captured)
+    graphs = dict(engine.batch.graphs.captured)
     for prompt in prompts_of(engine, 3):
         for sampling in ({}, {"temperature": 0.7, "seed": 9}, {"temperature": 1.0, "top_p": 0.8, "top_k": 50}):
             engine.generate(prompt, 100, **sampling)
             engine.generate_ar(prompt, 20, **sampling)
     assert compiled == []
     if options.get("strategy") != "del":  # its verify passes are captured as they are met
-        assert engine._rounds_of.graphs.captured == graphs
+        assert engine.batch.graphs.captured == graphs
 
 
 @pytest.mark.alone

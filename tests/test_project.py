@@ -15,9 +15,9 @@ from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from bench.latency import SHAPES, Cost, Inputs, Shape
 from specker import zoo
 from specker.runtime.model import checkpoint
-from specker.runtime.model.cache import KVCache, Start
+from specker.runtime.model.cache import KVCache
 from specker.runtime.model.config import layer_elements, parse_config
-from specker.runtime.model.decoder import Model, chain_rows, forward
+from specker.runtime.model.decoder import Model, forward
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]
@@ -193,8 +193,8 @@ def test_launches_are_those_recorded(tmp_path, name, attention):
         made = checkpoint.load(str(tmp_path), dtype=torch.bfloat16, device="cpu", random=0)
         model = Model(made, packed=False)
         cache = KVCache(model.config, 2304, dtype=torch.bfloat16, device="cpu")
-        cache.reach(2048)
-        rows = chain_rows(model, cache, 12, start=Start(torch.tensor([2000]), 0))
+        cache.bucket(2048)
+        rows = cache.place(torch.tensor([2000]), 0, 0, 12)
         x = torch.empty(12, hidden, dtype=torch.bfloat16)
 
         def launches(schedule):

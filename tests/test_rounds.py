@@ -1,6 +1,7 @@
-"""Rounds of static shape: the tokens of plain decoding on a CPU, without graphs; what they launch; what they read."""
+"""Rounds of fixed shape: the tokens of plain decoding on a CPU, without graphs; what they launch; what they read."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -8,16 +9,19 @@ import itertools
 import pytest
 import torch
 from make_checkpoint import make
-from pairs import flips, logits_of, perturbed
+from pairs import admitted, flips, logits_of, perturbed
 from recorded import kernels, recording
 
 import specker
 from specker.config import Sampling
-from specker.runtime import loop
+from specker.runtime.head import Head
+from specker.runtime.loop import Batch
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import prefill
-from specker.runtime.policy import Budget
-from specker.runtime.rounds import KINDS
+from specker.runtime.policy import Budget, Fixed
+from specker.runtime.round import Round, launch
+from specker.runtime.state import Sequence
+from specker.runtime.warmup import DRAWS, warm_rounds
 
 SHAPES = {
     "chain-1": {"draft_tokens": 1},
@@ -87,8 +91,7 @@ def test_tokens_equal_plain_decoding(pairs, plain, shape, how):
         assert got.stats.tokens == len(got.tokens) == got.stats.accepted + got.stats.rounds
         accepted += got.stats.accepted
     assert accepted > 20, "hardly anything was accepted: this proves little"
-    rounds = fast._rounds_of.launched
-    assert rounds > 40, "static rounds were hardly used"
+    assert fast.batch.launched > 40, "rounds of fixed shape were hardly used"
 
 
 @pytest.mark.parametrize("count", range(1, 14))
@@ -122,13 +125,13 @@ def test_a_stop_id_ends_the_text(pairs):
 
 
 def test_a_draft_with_a_shorter_context(pairs, plain, tmp_path):
-    """Static rounds while there is room, then loop.py's own, which ends drafting."""
+    """Rounds of fixed shape while there is room, then those that the host places, which end drafting."""
     short = make(tmp_path, "llama", layers=1, max_context=64)
     for shape in ({"draft_tokens": 4}, {"tree": "2x4"}):
         fast = load((pairs[0], short), graphs="on", **shape)
         for prompt in ([5, 9, 40], list(range(40)), list(range(100))):
             assert fast.generate(prompt, 80).tokens == plain.generate(prompt, 80).tokens
-        assert fast._rounds_of.launched > 10
+        assert fast.batch.launched > 10
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
@@ -143,30 +146,49 @@ def test_a_stream_left_in_the_middle(pairs, plain, shape):
         assert fast.generate_ar(prompt, 40).tokens == plain.generate(prompt, 40).tokens
 
 
-def test_after_static_rounds_others_see_the_whole_text(pairs, plain, tmp_path, monkeypatch):
-    """Attention's reach is the static rounds' own: what follows them without one, a trace, looks at all columns."""
-    monkeypatch.setattr("specker.runtime.rounds.REACHES", (16, 32, 64, 128))
-    fast = load(pairs, graphs="on", draft_tokens=4)
-    fast.generate([5, 9, 40], 10)
-    assert fast.cache.table.shape[1] < 4  # pages of 16
-    rows = []
+def test_what_each_round_sees(pairs, plain, monkeypatch):
+    """Rounds of fixed shape see a KV bucket, which the text and the round fit into. Those that the host places, the
+    first ones of a short prompt, see all columns, after a request through several buckets too."""
+    monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (16, 32, 64, 128))
+    fast, seen = load(pairs, graphs="on", draft_tokens=4), []
+
+    def spy(r, target, cache, drafter):
+        (pages,) = {c.table.shape[1] for c in (cache, drafter.cache)}
+        seen.append((r.fixed, len(r.sequences[0].text), r.bucket, pages))
+        launch(r, target, cache, drafter)
+
+    requests = 2 * [([5, 9, 40], 10), (list(range(3, 90)), 60)]
+    wanted = [plain.generate(*request).tokens for request in requests]
+    monkeypatch.setattr("specker.runtime.loop.launch", spy)
+    assert [fast.generate(*request).tokens for request in requests] == wanted
+    everything = fast.cache.block_table.shape[1]
+    assert {r[0] for r in seen} == {True, False}
+    for fixed, length, bucket, pages in seen:  # of 16 columns
+        assert pages == (bucket // 16 if fixed else everything)
+        assert not fixed or bucket >= length + fast.batch.beyond
+    assert {bucket for fixed, _, bucket, _ in seen if fixed} == {32, 128, fast.cache.capacity}
+
+
+def test_a_trace_changes_nothing(pairs, plain):
+    """It is told of the very rounds that run without it."""
+    fast, prompt = load(pairs, graphs="on", draft_tokens=4), list(range(3, 90))
+    want = fast.generate(prompt, 40)
+    rounds, rows = fast.batch.launched, []
     fast.trace = rows.append
-    prompt = list(range(3, 90))
-    assert fast.generate(prompt, 40).tokens == plain.generate(prompt, 40).tokens and rows
-    assert all(c.table.shape == c.block_table.shape for c in (fast.cache, fast.drafter.cache))
-    fast.trace = None
-    assert fast.generate(prompt, 60).tokens == plain.generate(prompt, 60).tokens  # through several reaches
+    got = fast.generate(prompt, 40)
+    assert got.tokens == want.tokens == plain.generate(prompt, 40).tokens
+    assert fast.batch.launched == 2 * rounds and len(rows) == got.stats.rounds == want.stats.rounds
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "draft-and-verify"])
 def test_a_given_acceptance(pairs, shape):
-    """The same coins as in loop.py's own rounds: the same rounds, and the same text."""
+    """The same coins however rows are placed: the same rounds, and the same text."""
     slow, fast = (load(pairs, graphs=how, acceptance="synthetic:0.7", **SHAPES[shape]) for how in ("off", "on"))
     for how in SAMPLING.values():
         want, got = (engine.generate(PROMPTS[2], 80, **how) for engine in (slow, fast))
-        assert got.tokens[:-6] == want.tokens[:-6]  # a static draft does not end with the text
+        assert got.tokens[:-6] == want.tokens[:-6]  # a draft of fixed shape does not end with the text
         assert abs(got.stats.rounds - want.stats.rounds) <= 1
-    assert fast._rounds_of.launched > 20
+    assert fast.batch.launched > 20
 
 
 def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
@@ -186,38 +208,37 @@ def test_the_logits_are_those_of_plain_decoding(pairs, shape):
         assert text == same and (a - b).abs().max() < 1e-12 and len(a) == 60
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("prompts", [PROMPTS[2:], (PROMPTS[2], list(range(40)), [7] * 20)], ids=["alone", "batch"])
 @pytest.mark.parametrize("draft", ["another", "itself"])
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "easyspec", "easyspec-tree", "draft-and-verify"])
-def test_every_round_leaves_the_caches_sound(pairs, shape, draft):
-    """After a round the target's columns before the root, and the drafter's that it drafted from, hold what a pass over
-    the text writes; so do those that `unload` vouches for."""
-    fast = load(pairs if draft == "another" else (pairs[0], pairs[0]), graphs="on", **SHAPES[shape])
-    rounds, drafter, caches = fast._rounds_of, fast.drafter, (fast.cache, fast.drafter.cache)
-    ctx = fast._context(PROMPTS[2], 60, drafter, {})
-    loop._prefill(ctx)
+def test_every_round_leaves_the_caches_sound(pairs, shape, draft, prompts, graphs):
+    """After a round each sequence's columns before the root in the target's cache, and those in the drafter's that it
+    drafted from and that it vouches for, hold what a pass over the text writes."""
+    models = pairs if draft == "another" else (pairs[0], pairs[0])
+    fast = load(models, graphs=graphs, batch_size=len(prompts), **SHAPES[shape])
+    batch, drafter, longest = fast.batch, fast.drafter, 0
 
-    def sound(model, cache, length):
+    def sound(model, cache, slot, text):
         fresh = KVCache(model.config, cache.capacity, dtype=model.dtype, device="cpu", page_size=16)
-        prefill(model, fresh, ctx.committed[:length])
+        prefill(model, fresh, text)
         for ours, theirs in ((cache.k, fresh.k), (cache.v, fresh.v)):
-            a, b = (c.flatten(1, 2)[:, :length] for c in (ours, theirs))
-            assert (a - b).abs().max() < 1e-12
+            a = ours.flatten(1, 2)[:, cache.slots(slot, 0, len(text))]
+            assert (a - theirs.flatten(1, 2)[:, : len(text)]).abs().max() < 1e-12
 
-    longest = 0
-    while len(ctx.committed) + 6 < ctx.limit:
-        before = len(ctx.committed)
-        assert loop._launch(ctx, rounds)
-        report, _ = rounds.collect()
-        ctx.committed += report.tokens
-        longest = max(longest, len(report.tokens))
-        sound(fast.model, caches[0], len(ctx.committed) - 1)
-        sound(drafter.model, caches[1], before)
-        rounds.unload(len(ctx.committed))
-        for model, cache in zip((fast.model, drafter.model), caches, strict=True):
-            sound(model, cache, cache.exact_len)
-        assert caches[1].exact_len >= len(ctx.committed) - rounds.catch_up
+    with admitted(fast, prompts, 60) as sequences:
+        while all(len(s.text) + 6 < s.limit for s in sequences):
+            before = [len(s.text) for s in sequences]
+            r = batch.start()
+            assert r.fixed == (graphs == "on")
+            for slot, (sequence, _, tokens) in enumerate(batch.finish(r)):
+                text, kept = sequence.text, drafter.cache.exact_len[slot]
+                longest = max(longest, len(tokens))
+                assert fast.cache.exact_len[slot] == len(text) - 1 and kept >= len(text) - drafter.catch_up
+                sound(fast.model, fast.cache, slot, text[:-1])
+                sound(drafter.model, drafter.cache, slot, text[: max(before[slot] if r.fixed else 0, kept)])
     if draft == "itself" and shape in ("chain-5", "tree-3x4"):
-        assert longest == rounds.catch_up, "no draft was accepted whole: this proves little"
+        assert longest == drafter.catch_up, "no draft was accepted whole: this proves little"
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
@@ -252,122 +273,196 @@ RECORDED = {  # the last ones with the bundled family, the others with tiny mode
 
 
 class Recorded:
-    """An engine in bfloat16 whose rounds are written down, not run."""
+    """An engine in bfloat16 whose rounds are written down, not run. Its texts are ragged, and their tokens are drawn in
+    different ways."""
 
-    def __init__(self, folder, strategy="draft", **options):
-        target = make(folder / "target", "qwen2", layers=3, max_context=6000)
-        draft = make(folder / "draft", "dream" if strategy == "diffuspec" else "qwen2", layers=4, max_context=6000)
+    def __init__(self, folder, strategy="draft", arch="qwen2", layers=(3, 4), **options):
+        target = make(folder / "target", arch, layers=layers[0], max_context=6000)
+        diffusion = strategy == "diffuspec"
+        draft = make(folder / "draft", "dream" if diffusion else arch, layers=layers[1], max_context=6000)
         models = {"ar": [target], "del": [target], "vocabtrim": []}.get(strategy, [target, draft])
         how = {"device": "cpu", "dtype": "bfloat16", "graphs": "on"}
         self.engine = specker.load(*models, strategy=strategy, **how, **options)
-        self.rounds, self.reads = self.engine._rounds_of, 0
-        self.plan = self.engine.plan
-        self.budgets = self.plan.budgets
-        self.rounds._read_confidence = self.read
-        policy = self.engine.options.policy
-        self.asking = policy == "draft-and-verify" or policy == "del"
+        self.batch, self.plan = self.engine.batch, self.engine.plan
+        self.budgets = self.plan.budgets or (Budget(0, 0),)
+        self.asks = self.engine.policy().confident
+        self.reads = 0
 
-    def read(self):
-        self.reads += 1
-        return 0.9
+    def put(self, lengths, sampling):
+        """Texts of `lengths` into the batch."""
+        batch = self.batch
+        batch.clear()
+        for slot, length in enumerate(lengths):
+            sequence = Sequence(slot, [5] * length, length, sampling if slot % 2 == 0 else DRAWS[0], Fixed(0, 0))
+            for cache in batch.caches:
+                cache.take(slot, batch.columns(length))
+            batch.active.append(sequence)
+            batch.state.load(slot, sequence)
+        batch.see(1), batch.see(0)  # tables of a recording are gone with it
+        batch.new_round(self.budgets[0], True)  # what is made once a number of slots
 
-    def round(self, length, sampling, budget):
-        """The launches of one round on a text of `length` tokens."""
-        with recording() as log:
-            self.rounds.reset()
-            text = [5] * length  # nothing new for a trimmed head to follow, which is no part of a graph
-            self.rounds.load(text, 10_000, sampling, self.engine._agreement(0))
-            log.clear()
-            keep = (lambda _: True) if self.asking else None
-            self.rounds.launch(text, budget, sampling, keep, bool(self.budgets))
+    @contextlib.contextmanager
+    def recording(self):
+        """Reads on the host are counted, and tell of sure tokens. Trimmed heads follow no text."""
+
+        def goes_on(r):
+            self.reads += 1
+            return r.vote([0.9] * len(r.sequences))
+
+        with pytest.MonkeyPatch.context() as m, recording() as log:
+            m.setattr(Round, "goes_on", goes_on)
+            m.setattr(Head, "follow", lambda *_: None)
+            m.setattr(Head, "reset", lambda *_: None)
+            yield log
+
+    def launch(self, budget):
+        """A round of the texts in the batch."""
+        r = self.batch.new_round(budget, True)
+        r.asks = self.asks
+        launch(r, self.batch.target, self.batch.cache, self.batch.drafter)
+
+    def round(self, lengths, sampling, budget):
+        """The launches of one round on texts of `lengths` tokens."""
+        self.put(lengths, sampling)
+        with self.recording() as log:
+            self.launch(budget)
         return log
+
+    def warm(self):
+        """The launches of a warm-up."""
+        for n in range(self.batch.size, 0, -1):
+            self.put([40] * n, DRAWS[0])
+        with self.recording() as log:
+            warm_rounds(self.batch, self.plan.budgets, self.plan.verified, self.plan.accepted, self.asks)
+        return log
+
+
+def ragged(n, first):
+    """Lengths of n texts."""
+    return [first + 13 * i % 29 for i in range(n)]
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    return functools.cache(lambda name: Recorded(tmp_path_factory.mktemp(name), **RECORDED[name]))
+    """A world by name and batch size."""
+    return functools.cache(
+        lambda name, size: Recorded(tmp_path_factory.mktemp(name), **RECORDED[name], batch_size=size)
+    )
 
 
+@pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("name", RECORDED)
-@pytest.mark.parametrize("sampling", KINDS, ids=["greedy", "noise", "filtered"])
-def test_what_is_launched_does_not_depend_on_the_text(recorded, name, sampling):
+@pytest.mark.parametrize("sampling", DRAWS, ids=["greedy", "noise", "filtered"])
+def test_what_is_launched_does_not_depend_on_the_text(recorded, name, sampling, size):
     """Two rounds on texts of different lengths launch the same kernels with the same arguments, but for addresses; no
-    number is read on the host but DEL's confidences, one a draft token, or draft-and-verify's."""
-    world = recorded(name)
-    for budget in world.budgets or [Budget(0, 0)]:
+    number is read on the host but DEL's confidences, one a draft token, or draft-and-verify's. Neither is launched for
+    a slot without a sequence: 5 texts launch what 8 do."""
+    world = recorded(name, size)
+    for budget in world.budgets:
         if budget.exit:
             budget = Budget(3, 3, budget.exit)
         world.reads = 0
-        first = world.round(50, sampling, budget)
-        assert world.reads == (budget.depth if world.asking else 0)
-        assert first == world.round(371, sampling, budget)
+        first = world.round(ragged(size, 50), sampling, budget)
+        assert world.reads == (budget.depth if world.asks else 0)
+        for count in {size, -(-5 * size // 8)}:
+            assert first == world.round(ragged(count, 371), sampling, budget)
         if sampling.temperature == 0 or sampling.top_k:
             other = Sampling(sampling.temperature * 1.5, min(sampling.top_p, 0.9), sampling.top_k * 3, seed=8)
-            again = world.round(371, other, budget)
+            again = world.round(ragged(size, 371), other, budget)
             assert [x[:2] for x in again] == [x[:2] for x in first], "another request's numbers need another graph"
             assert len(kernels(first)) > 3 * 6
 
 
+LAUNCHES = {"ar": 85, "chain-4": 261, "tree-3x4": 291, "easyspec": 231, "del": 185, "diffuspec-fixed": 137}
+"""Kernels and copies of a captured round of Llama-like models of 8 layers and 4: a quarter of 8B's and of 1B's."""
+GATHERED = {"ar": 0, "del": 0}
+"""Copies by which a batch's round has more: 2 where a catch-up pass ends, since the roots' rows stand apart."""
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_batch_launches_what_one_text_does(tmp_path, name):
+    """The same kernels, in number and kind, for 1 text and for 8, and but for two the same copies."""
+    made = {"arch": "llama", "layers": (8, 4), **RECORDED[name]}
+    one, eight = (Recorded(tmp_path / str(size), batch_size=size, **made) for size in (1, 8))
+    budget = Budget(3, 3, 2) if one.budgets[0].exit else one.budgets[0]
+    for sampling in DRAWS[:2]:
+        alone, batch = (world.round(ragged(n, 50), sampling, budget) for world, n in ((one, 1), (eight, 8)))
+        kinds = [[kernel.split(":")[0] for kernel in kernels(log)] for log in (alone, batch)]
+        assert kinds[0] == kinds[1]
+        assert len(alone) == LAUNCHES[name] and 0 <= len(batch) - len(alone) <= GATHERED.get(name, 2)
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
 @pytest.mark.parametrize("name", RECORDED)
-def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name):
-    """What is captured is the second run of a stretch: constants were made in the first."""
-    world = recorded(name)
-    with recording():
-        for sampling, budget in itertools.product(KINDS, world.budgets or [Budget(0, 0)]):
-            world.rounds.reset()
-            world.rounds.load([5] * 60, 10_000, sampling, world.engine._agreement(0))
+def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
+    """What is captured is the second run of a stretch: constants were made in the first. Nor does it cost a launch to
+    begin a round, of 5 texts in 8 slots too."""
+    world = recorded(name, min(8, 7 * count - 6))
+    for sampling, budget in itertools.product(DRAWS, world.budgets):
+        world.put(ragged(count, 60), sampling)
+        with world.recording() as log:
+            world.batch.new_round(budget, True)
+            assert not log
             for _ in range(2):
-                keep = (lambda _: True) if world.asking else None
-                world.rounds.launch([5] * 60, budget, sampling, keep, bool(world.budgets))
+                world.launch(budget)
 
 
-def test_a_longer_reach_changes_attention_alone(recorded):
-    world = recorded("chain-4")
-    budget, greedy = world.budgets[0], KINDS[0]
-    near, far = (world.round(length, greedy, budget) for length in (50, 1100))
-    apart = {a[0] for a, b in zip(near, far, strict=True) if a != b}
-    assert apart and all("attention" in name for name in apart)
+def test_a_longer_bucket_changes_attention_alone(recorded):
+    """Of all grids; rows are placed by more columns of the page table."""
+    for size in (1, 8):
+        world = recorded("chain-4", size)
+        near, far = (world.round([*ragged(size - 1, 40), n], DRAWS[0], world.budgets[0]) for n in (50, 1100))
+        apart = [(a, b) for a, b in zip(near, far, strict=True) if a != b]
+        grids = {a[0] for a, b in apart if a[:2] != b[:2]}
+        assert grids and all("attention" in name for name in grids)
+        assert all("attention" in a[0] or "place_rows" in a[0] for a, _ in apart)
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_a_warm_up_leaves_nothing_to_compile(recorded, name):
-    """Every kernel that a round launches, at any length and with any filter, was launched in the warm-up."""
-    world = recorded(name)
-    with recording() as log:
-        plan = world.plan
-        world.rounds.warmup(plan.budgets, plan.verified, plan.accepted, world.asking, world.engine._agreement(0))
-    warm = set(kernels(log))
-    for budget in world.budgets or [Budget(0, 0)]:
-        for length, sampling in itertools.product((50, 800 if name == "vocabtrim" else 5000), KINDS):
-            assert set(kernels(world.round(length, sampling, budget))) <= warm
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 1) for name in RECORDED), ("chain-4", 8), ("tree-3x4-cap-7", 8), ("del", 8)]
+)
+def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
+    """Every kernel that a round launches, of any number of texts, at any length and with any filter, was launched in
+    the warm-up."""
+    world = recorded(name, size)
+    warm = set(kernels(world.warm()))
+    longest = 800 if name == "vocabtrim" else 5000
+    for budget, length, sampling, count in itertools.product(world.budgets, (50, longest), DRAWS, {1, size // 2, size}):
+        if count:
+            assert set(kernels(world.round(ragged(count, length), sampling, budget))) <= warm
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "plus-minus-one", "draft-and-verify"])
-def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape):
-    """Whatever stretch of work a request meets has run twice before: compiled, then captured."""
-    fast = load(pairs, graphs="on", **SHAPES[shape])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape, size):
+    """Whatever stretch of work a request meets has run twice before: compiled, then captured. So has that of a batch,
+    whose texts end one after another."""
+    fast = load(pairs, graphs="on", batch_size=size, **SHAPES[shape])
     times = collections.Counter()
 
     def run(key, work):
         times[key] += 1
         work()
 
-    fast._rounds_of.graphs.run, fast._rounds_of.graphs.passes = run, 2
+    fast.batch.graphs.run, fast.batch.graphs.passes = run, 2
     told = []
     fast.warmup(lambda done, of: told.append((done, of)))
     assert told and told[-1][0] == told[-1][1]
     warm = {key for key, n in times.items() if n > 1}
     times.clear()
-    for prompt, how in itertools.product(PROMPTS[:2], SAMPLING.values()):
-        assert fast.generate(prompt, 50, **how).tokens == plain.generate(prompt, 50, **how).tokens
-        fast.generate_ar(prompt, 10, **how)
-    assert set(times) <= warm and len(times) > 4
+    for how in SAMPLING.values():
+        several = fast.generate(list(PROMPTS), [50, 30, 40], **how)
+        for prompt, count, got in zip(PROMPTS, (50, 30, 40), several, strict=True):
+            assert got.tokens == plain.generate(prompt, count, **how).tokens
+        fast.generate_ar(list(PROMPTS[:2]), 10, **how)
+    assert {key[1] for key in times if key} == {1, 2, 3}.intersection(range(size + 1))
+    assert set(times) - {None} <= warm and len(times) > 4
 
 
 @pytest.mark.parametrize("context", [192, 160])
-def test_every_reach_is_met_in_a_warm_up(pairs, plain, tmp_path, monkeypatch, context):
-    """To the context's last token, where a reach ends with it and where it does not; with a draft of a shorter one."""
-    monkeypatch.setattr("specker.runtime.rounds.REACHES", (48, 96, 192))
+def test_every_bucket_is_met_in_a_warm_up(pairs, plain, tmp_path, monkeypatch, context):
+    """To the context's last token, where a bucket ends with it and where it does not; with a draft of a shorter one."""
+    monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (48, 96, 192))
     short = make(tmp_path, "llama", layers=1, max_context=64)
     for draft in (pairs[1], short):
         fast = load((pairs[0], draft), graphs="on", draft_tokens=4, max_context=context)
@@ -377,14 +472,14 @@ def test_every_reach_is_met_in_a_warm_up(pairs, plain, tmp_path, monkeypatch, co
             times[key] += 1
             work()
 
-        fast._rounds_of.graphs.run, fast._rounds_of.graphs.passes = run, 2
+        fast.batch.graphs.run, fast.batch.graphs.passes = run, 2
         fast.warmup()
         warm = {key for key, n in times.items() if n > 1}
         times.clear()
         for length in (3, 40, 90, context - 50):
             fast.generate(list(range(3, 3 + length % 100)) + [7] * (length - length % 100), 50)
             fast.generate_ar([9] * length, 50)
-        assert set(times) <= warm and {key[1] for key in times if key[0] != "accept"} >= {48, 96}
+        assert set(times) - {None} <= warm and {key[2] for key in times if key} >= {0, 48, 96}
 
 
 @pytest.mark.parametrize("strategy", ["draft", "del"])
@@ -410,18 +505,17 @@ def test_a_warm_up_draws_in_every_way(strategy, monkeypatch):
     assert seen == warm and len([kind for kind in warm if kind[-1]]) == 5
 
 
-def test_long_blocks_are_not_static():
+def test_long_blocks_are_placed_by_the_host():
     """The rows that a diffusion drafter forwards again and its masks stand in one window of 256."""
     plain = specker.load(strategy="ar", device="cpu", dtype="float64")
     engine = specker.load(strategy="diffuspec", draft_tokens=130, device="cpu", dtype="float64", graphs="on")
     prompt = [n % 500 for n in range(200)]
     assert engine.generate(prompt, 12).tokens == plain.generate(prompt, 12).tokens
-    assert engine._rounds_of.launched == 0
+    assert engine.batch.launched == 0
 
 
 def test_watching_costs_what_its_round_takes_longer(monkeypatch):
-    """A round in which DEL watches is launched one by one; where others are static, that is part of the price."""
-    from specker.runtime.rounds import StaticRounds
+    """A round in which DEL watches is launched one by one; where others are captured, that is part of the price."""
     from specker.runtime.strategies.dynamic_exit import DynamicExit
 
     found = {}
@@ -435,7 +529,7 @@ def test_watching_costs_what_its_round_takes_longer(monkeypatch):
 
         monkeypatch.setattr(DynamicExit, "learn", spy)
         monkeypatch.setattr(DynamicExit, "_affordable", lambda self: True)
-        monkeypatch.setattr(StaticRounds, "usual", property(lambda self, usual=usual: usual))
+        monkeypatch.setattr(Batch, "usual", property(lambda self, usual=usual: usual))
         specker.load(strategy="del", device="cpu", graphs="on").generate(list(range(60)), 30)
     whole, own = (sorted(s for s in found[usual] if s)[2] for usual in (0.0, 1e9))
     assert whole > 2 * own > 0

@@ -20,9 +20,9 @@ from bench.kernels.common import DEVICE, Built, Case, Goal
 from specker.kernels.attention import tree_attention
 from specker.kernels.kv import kv_calibrate
 from specker.runtime.model import checkpoint
-from specker.runtime.model.cache import KVCache, Start
+from specker.runtime.model.cache import KVCache
 from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import Model, chain_rows, forward
+from specker.runtime.model.decoder import Model, forward
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -61,14 +61,14 @@ def build(shape: tuple[int, int, int, int], T: int) -> Built:
     model = a_model(shape)
     cache = KVCache(model.config, CONTEXT + 256, dtype=DTYPE, device=DEVICE)
     cache.k.normal_(), cache.v.normal_()
-    cache.reach(CONTEXT)
+    cache.bucket(CONTEXT)
     parallel = LayerParallel(model, cache, Schedule((tuple(range(LAYERS)),)))
     hidden = torch.randn(T, model.config.hidden_size, dtype=DTYPE, device=DEVICE)
-    start = Start(torch.tensor([CONTEXT - 16], device=DEVICE), 0)
+    length = torch.tensor([CONTEXT - 16], device=DEVICE)
 
     @torch.inference_mode()
     def run(call: Callable) -> torch.Tensor:
-        return call(chain_rows(model, cache, T, start=start), hidden)
+        return call(cache.place(length, 0, 0, T), hidden)
 
     def side_by_side(rows, hidden):  # type: ignore[no-untyped-def]
         return parallel.forward(rows, hidden)
@@ -78,12 +78,12 @@ def build(shape: tuple[int, int, int, int], T: int) -> Built:
 
     def stated(rows, hidden):  # type: ignore[no-untyped-def]
         """The group, layer by layer."""
-        eps, cu_rows = model.config.rms_norm_eps, torch.tensor([0, T], dtype=torch.int32, device=DEVICE)
+        eps = model.config.rms_norm_eps
         normed, mixed = [F.rms_norm(hidden, hidden.shape[-1:], w.attention.norm_in, eps) for w in model.layers], []
         for w, x, (k, v) in zip(model.layers, normed, cache.layers, strict=True):
             qkv = F.linear(x, w.attention.qkv)
             q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, None, None, eps)
-            seen = cache.table, rows.kv_len, rows.window, cu_rows, rows.ancestors, model.scale
+            seen = rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors, model.scale
             mixed.append(F.linear(tree_attention(q, k, v, *seen)[0].reshape(T, -1), w.attention.o))
         for w, a in zip(model.layers, mixed, strict=True):
             hidden = hidden + a

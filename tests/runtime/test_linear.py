@@ -9,7 +9,7 @@ from specker.kernels.linear import row_linear, row_linear_ref
 from specker.runtime import engine as engines
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Model, chain_rows, forward, prefill
+from specker.runtime.model.decoder import Model, forward, prefill
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 LAYERS = 4
@@ -29,7 +29,7 @@ def test_no_other_linear_runs(tmp_path, monkeypatch):
     counted = []
     with torch.inference_mode():
         hidden = model.embed_tokens(torch.tensor([1, 2, 3]))
-        rows = chain_rows(model, cache, 3)
+        rows = cache.after([0], [3])
         parallel = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,))))
         for call in (
             lambda: prefill(model, cache, [1, 2, 3]), lambda: forward(model, cache, rows, hidden),

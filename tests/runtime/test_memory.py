@@ -6,7 +6,6 @@ from make_checkpoint import make
 
 import specker
 from specker import run
-from specker.runtime import loop
 from specker.runtime.model import checkpoint, memory
 from specker.runtime.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.strategies.base import SCRATCH
@@ -199,7 +198,7 @@ def test_while_warming_up(pair, monkeypatch, error):
     def out(*_):
         raise error
 
-    monkeypatch.setattr(engine._rounds_of, "launch", out)
+    monkeypatch.setattr("specker.runtime.warmup.launch", out)
     with pytest.raises(ValueError, match="out of memory with a context of 512 positions: --max-context 384 would fit"):
         engine.warmup()
 
@@ -209,7 +208,7 @@ def test_while_decoding(pair, monkeypatch, capsys):
     sentence = "out of memory with a context of 512 positions: --max-context 384 would fit"
     stream = engine.stream([1, 2, 3], 40)
     next(stream)
-    monkeypatch.setattr(loop, "step", runs_out)
+    monkeypatch.setattr("specker.runtime.loop.launch", runs_out)
     for call in (
         lambda: next(stream), lambda: engine.generate([1], 9), lambda: engine.generate_ar([1], 9),
         lambda: list(engine.stream([1], 9)),

@@ -5,11 +5,9 @@ import torch
 from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
 
 from specker.kernels.attention import ancestor_words
-from specker.runtime.draft import Draft
 from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Model, after, chain_rows, forward, prefill
-from specker.runtime.verify import verify
+from specker.runtime.model.decoder import Model, after, forward, prefill
 
 F64 = torch.float64
 
@@ -31,6 +29,13 @@ def build(folder, page_size=16, permute=False, **kwargs):
     return model, cache
 
 
+def verify(model, cache, tokens, parents=None):
+    """The logits after `tokens`, a chain or a tree behind the exact columns, and their positions."""
+    parents = None if parents is None else torch.tensor([parents])
+    rows = cache.place([cache.exact_len[0] + 1], 1, 0, len(tokens), parents)
+    return model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(tokens))).hidden), rows.positions
+
+
 def tokens_of(model: Model, count: int) -> list[int]:
     return torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(2)).tolist()
 
@@ -42,18 +47,18 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
     expected = oracle_logits(oracle(tmp_path, F64), torch.tensor(ids), bidirectional=not model.config.causal)
     if not model.config.causal:  # all rows see all: one window of every column
         words = torch.full((40, 1), (1 << 40) - 1, dtype=torch.int64)
-        rows = chain_rows(model, cache, 40)._replace(ancestors=words)
+        rows = cache.after([0], [40])._replace(ancestors=words)
         got = model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(ids))).hidden)
         assert (got - expected).abs().max() < 1e-9
         return
     prefill(model, cache, ids[:17])
     got = []
     for token in ids[17:30]:  # one row at a time
-        logits, positions, _ = verify(model, cache, token, Draft.empty())
-        assert positions.tolist() == [cache.exact_len]
+        logits, positions = verify(model, cache, [token])
+        assert positions.tolist() == cache.exact_len
         cache.commit([0])
         got.append(logits)
-    logits, *_ = verify(model, cache, ids[30], Draft.chain(torch.tensor(ids[31:])))  # and ten at once
+    logits, _ = verify(model, cache, ids[30:])  # and ten at once
     got.append(logits)
     assert (torch.cat(got) - expected[17:]).abs().max() < 1e-9
 
@@ -63,25 +68,23 @@ def test_tree_branches_equal_their_chains(tmp_path, arch):
     model, cache = build(tmp_path, permute=True, page_size=4, arch=arch)
     ids = tokens_of(model, 14)
     parents = [0, 0, 1, 1, 2, 3, 5, 0, 8]
-    draft = Draft(torch.tensor(ids[5:]), torch.tensor(parents))
     prefill(model, cache, ids[:4])
-    tree, positions, _ = verify(model, cache, ids[4], draft)
-    for row in range(len(draft) + 1):
+    tree, positions = verify(model, cache, ids[4:], parents)
+    for row in range(len(parents) + 1):
         path = [row]
         while path[0] > 0:
             path.insert(0, parents[path[0] - 1])
-        chain = Draft.chain(draft.tokens[[r - 1 for r in path[1:]]])
-        logits, chain_positions, _ = verify(model, cache, ids[4], chain)
+        logits, chain_positions = verify(model, cache, [ids[4 + r] for r in path])
         assert positions[row] == chain_positions[-1]
         assert (tree[row] - logits[-1]).abs().max() < 1e-11
-        verify(model, cache, ids[4], draft)
+        verify(model, cache, ids[4:], parents)
 
 
 def test_commit_keeps_what_a_sequential_pass_writes(tmp_path):
     model, cache = build(tmp_path, permute=True, page_size=4)
     ids = tokens_of(model, 12)
     prefill(model, cache, ids[:6])
-    verify(model, cache, ids[6], Draft(torch.tensor([9, ids[7], 3, ids[8]]), torch.tensor([0, 0, 1, 2])))
+    verify(model, cache, [ids[6], 9, ids[7], 3, ids[8]], [0, 0, 1, 2])
     cache.commit([0, 2, 4])
     cache.check(committed=10)
     _, straight = build(tmp_path, page_size=4)
@@ -96,7 +99,7 @@ def test_layer_slices_and_taps_compose(tmp_path):
     model, cache = build(tmp_path)
     ids = tokens_of(model, 9)
     prefill(model, cache, ids[:5])
-    rows = chain_rows(model, cache, 4)
+    rows = cache.after([5], [4])
     x = model.embed_tokens(torch.tensor(ids[5:]))
     whole = forward(model, cache, rows, x, taps=(0, 1, 3))
     assert torch.equal(whole.taps[0], x) and torch.equal(whole.taps[3], whole.hidden)
@@ -120,8 +123,8 @@ def test_prefill_chunks_do_not_matter(tmp_path):
         assert (ours.flatten(1, 2)[:, :30] - theirs).abs().max() < 1e-12
 
 
-def test_prefill_reads_the_page_table_once_a_chunk(tmp_path, monkeypatch):
-    """Wherever the pages stand. On a GPU each such read waits for the device."""
+def test_prefill_reads_nothing_on_the_host(tmp_path, monkeypatch):
+    """Wherever the pages stand. On a GPU each read waits for the device."""
     ids = list(range(30))
     model, straight = build(tmp_path, page_size=4, layers=3)
     prefill(model, straight, ids)
@@ -129,7 +132,7 @@ def test_prefill_reads_the_page_table_once_a_chunk(tmp_path, monkeypatch):
     reads, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
     prefill(model, mixed, ids, chunk=20)
-    assert len(reads) == 2
+    assert not reads
     for ours, theirs in ((mixed.k, straight.k), (mixed.v, straight.v)):
         a, b = (x.flatten(1, 2)[:, c.slot_of[:30]] for x, c in ((ours, mixed), (theirs, straight)))
         assert (a - b).abs().max() < 1e-12
@@ -160,7 +163,7 @@ def test_sequences_in_one_forward_equal_each_alone(tmp_path, arch):
         caches.append(cache)
     prefill(model, caches[0], ids[:5])
     prefill(model, caches[1], ids[5:24])
-    first, second = (chain_rows(model, cache, count) for cache, count in zip(caches, (3, 5), strict=True))
+    first, second = (cache.after(cache.exact_len, [count]) for cache, count in zip(caches, (3, 5), strict=True))
     words = ancestor_words(torch.tensor([0, 0, 1, 2]))
     second = second._replace(positions=torch.tensor([0, 1, 1, 2, 2]) + 19, ancestors=words)
     for rows, tokens in ((first, ids[24:27]), (second, ids[27:])):

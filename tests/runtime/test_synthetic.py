@@ -16,13 +16,14 @@ K = 4
 
 
 def rounds(p, tokens, parents, depths, count=3000, seed=3):
-    """Accepted tokens of `count` rounds over one draft, each at positions of its own."""
+    """Accepted tokens of `count` sequences of one batch, all with one draft, each at positions of its own."""
     longest = max(depths) + 1
-    table = agreements(p, seed, count * longest)
-    target = torch.full((len(tokens) + 1,), 99)
-    for n in range(count):
-        got = synthetic(target, tokens, parents, torch.tensor(depths) + n * longest, table)
-        yield int(accept_walk(tokens, parents, got)[1]) - 1
+    table = agreements(p, seed, count * longest).expand(count, -1)
+    target = torch.full((count, len(tokens) + 1), 99)
+    tokens, parents = tokens.expand(count, -1), parents.expand(count, -1)
+    positions = torch.tensor(depths) + torch.arange(count)[:, None] * longest
+    got = synthetic(target, tokens, parents, positions, table)
+    return (accept_walk(tokens, parents, got)[1] - 1).tolist()
 
 
 def expected(p, k):
@@ -40,7 +41,7 @@ def test_acceptance_length(p, shape):
     else:  # three children on each of four levels, of which one goes on, now the first, now another
         tokens, parents = torch.arange(5, 17), torch.tensor([0, 0, 0, 1, 1, 1, 6, 6, 6, 8, 8, 8])
         depths = [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    found = list(rounds(p, tokens, parents, depths))
+    found = rounds(p, tokens, parents, depths)
     mean, variance = expected(p, K)
     if p < 1:
         assert 1 + mean == pytest.approx((1 - p ** (K + 1)) / (1 - p))
@@ -49,21 +50,35 @@ def test_acceptance_length(p, shape):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_of_a_random_tree(seed):
-    """Against the rule in plain Python, equal siblings and padding included."""
+    """Against the rule in plain Python, equal siblings and padding included; alone and beside others."""
     draw = random.Random(seed)
     N = draw.randint(1, 24)
+    trees = [random_tree(draw, N) for _ in range(3)]
+    tables = torch.tensor([[draw.random() < 0.5 for _ in range(2 * (BASE + N) + 2)] for _ in trees])
+    each = [torch.tensor(x) for x in zip(*trees, strict=True)]
+    together = synthetic(*each, tables)
+    for b, tree in enumerate(trees):
+        judged(together[b].tolist(), *tree, tables[b])
+        assert torch.equal(together[b : b + 1], synthetic(*(x[b : b + 1] for x in each), tables[b : b + 1]))
+
+
+def random_tree(draw, N):
+    """Target, tokens, parents and positions."""
     parents = [draw.choice([-1, draw.randint(0, n)]) if n % 5 == 4 else draw.randint(0, n) for n in range(N)]
     tokens = [draw.randint(0, 6) for _ in range(N)]
     target = [draw.randint(0, 6) for _ in range(N + 1)]
     positions = [BASE]
     for up in parents:
         positions.append(positions[up] + 1 if up >= 0 else draw.randint(0, BASE + N))
-    table = torch.tensor([draw.random() < 0.5 for _ in range(2 * (BASE + N) + 2)])
+    return target, tokens, parents, positions
+
+
+def judged(got, target, tokens, parents, positions, table):
+    N = len(tokens)
 
     def deepest(row):
         return max([positions[row]] + [deepest(n + 1) for n in range(N) if parents[n] == row])
 
-    got = synthetic(*map(torch.tensor, (target, tokens, parents, positions)), table).tolist()
     for row in range(N + 1):
         below = [n for n in range(N) if parents[n] == row]
         children = [tokens[n] for n in below]
@@ -76,26 +91,26 @@ def test_every_row_of_a_random_tree(seed):
 
 
 def test_padding_changes_nothing():
-    target, tokens, parents = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 8, 9]), torch.tensor([0, 1, 1])
-    table = torch.tensor([False, True, False, True])
-    want = synthetic(target, tokens, parents, torch.tensor([0, 1, 2, 2]), table)
-    more = torch.tensor([0, -5])  # whatever a pad's token is
+    target, tokens, parents = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 8, 9]]), torch.tensor([[0, 1, 1]])
+    table = torch.tensor([[False, True, False, True]])
+    want = synthetic(target, tokens, parents, torch.tensor([[0, 1, 2, 2]]), table)
+    more = torch.tensor([[0, -5]])  # whatever a pad's token is
     got = synthetic(
-        torch.cat((target, torch.tensor([0, 0]))),
-        torch.cat((tokens, more)),
-        torch.cat((parents, torch.tensor([-1, -1]))),
-        torch.tensor([0, 1, 2, 2, 0, 0]),
+        torch.cat((target, torch.tensor([[0, 0]])), 1),
+        torch.cat((tokens, more), 1),
+        torch.cat((parents, torch.tensor([[-1, -1]])), 1),
+        torch.tensor([[0, 1, 2, 2, 0, 0]]),
         table,
     )
-    assert torch.equal(got[:4], want) and want.tolist() == [0, 8, 3, 4]
-    assert synthetic(target[:1], tokens[:0], parents[:0], torch.tensor([1]), table).tolist() == [1]
+    assert torch.equal(got[:, :4], want) and want.tolist() == [[0, 8, 3, 4]]
+    assert synthetic(target[:, :1], tokens[:, :0], parents[:, :0], torch.tensor([[1]]), table).tolist() == [[1]]
 
 
 def test_static_shapes_and_no_host_reads():
     """Fake tensors have no values: .item(), nonzero and boolean masks raise on them."""
     with FakeTensorMode():
-        target, tokens, parents, positions = (torch.empty(n, dtype=torch.int64) for n in (9, 8, 8, 9))
-        assert synthetic(target, tokens, parents, positions, torch.empty(64, dtype=torch.bool)).shape == (9,)
+        target, tokens, parents, positions = (torch.empty(2, n, dtype=torch.int64) for n in (9, 8, 8, 9))
+        assert synthetic(target, tokens, parents, positions, torch.empty(2, 64, dtype=torch.bool)).shape == (2, 9)
 
 
 def test_the_coins_are_a_function_of_seed_and_position():
@@ -159,9 +174,11 @@ def test_the_seed_decides_and_the_temperature_does_not(pair):
         fast.generate([3, 1, 4], 120, **how).stats.hits for how in ({}, {}, {"temperature": 0.9}, {"seed": 9})
     )
     assert first == again == warm != other
-    table = fast._agrees[1]
+    table = fast.batch.state.agrees
+    last = table.clone()
     assert fast.generate([3, 1, 4], 120).stats.hits == first  # the table is written anew
-    assert fast._agrees[1] is table  # where it stands: a captured graph reads it there
+    assert fast.batch.state.agrees is table  # where it stands: a captured graph reads it there
+    assert not torch.equal(table, last)
 
 
 def test_nothing_is_compared(pair):

@@ -133,7 +133,7 @@ class KVCache:
     def span(self, length: int, slot: int = 0) -> slice | Tensor:
         """The flattened rows [pages * page_size] of a sequence's first `length` columns: a slice where its pages are
         neighbours, else their numbers [length]."""
-        pages = self._pages[slot][: -(-length // self.page_size)]
+        pages = self._pages[slot][: max(1, -(-length // self.page_size))]
         if pages == list(range(pages[0], pages[0] + len(pages))):
             return slice(pages[0] * self.page_size, pages[0] * self.page_size + length)
         return self._slots[slot][:length]
