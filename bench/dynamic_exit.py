@@ -25,7 +25,7 @@ from bench.e2e import Decoded, differing, joined, ours, row_of, share_target
 from specker.config import Sampling
 from specker.kernels.sample import sample_rows
 from specker.runtime.engine import Engine
-from specker.runtime.model.decoder import chain_rows, forward
+from specker.runtime.model.decoder import forward
 
 LENGTHS = range(18)
 
@@ -46,8 +46,7 @@ class Args:
 def matches(engine: Engine, prompt: list[int], text: list[int], temperature: float) -> torch.Tensor:
     """[L - 1, n] bool: whether layer l's token (l = 1..L-1) after each position is the next token of `text` [n]."""
     model, cache = engine.model, engine.cache
-    cache.truncate(0)
-    rows = chain_rows(model, cache, len(prompt) + len(text) - 1)
+    rows = cache.after([0], [len(prompt) + len(text) - 1])
     ids = torch.tensor([*prompt, *text[:-1]], device=model.device)
     depths = tuple(range(1, len(model.layers)))
     out = forward(model, cache, rows, model.embed_tokens(ids), taps=depths)

@@ -71,8 +71,7 @@ def share_target(engines: Sequence[Engine]) -> None:
         engine.target, engine.model, engine.cache = base.target, base.model, base.cache
         if engine.drafter is not None and strategies.of(engine.options).self_drafting:
             engine.drafter.model, engine.drafter.cache = base.model, base.cache
-        if engine._rounds_of is not None:
-            engine._rounds_of.target, engine._rounds_of.cache = base.model, base.cache
+        engine.batch.target, engine.batch.cache = base.model, base.cache
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:

@@ -23,7 +23,7 @@ import specker
 from bench import harness, plot
 from bench.e2e import differing, joined, ours, row_of, share_target
 from specker.runtime.engine import Engine
-from specker.runtime.model.decoder import chain_rows, forward, prefill
+from specker.runtime.model.decoder import forward, prefill
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
@@ -86,7 +86,7 @@ def cosine(args: Args, texts: list[list[int]], width: int) -> float:
                 prefill(model, cache, text[:start])
                 hidden = []
                 for i in range(4):
-                    one, embedded = chain_rows(model, cache, 1, first=i), model.embed_tokens(rows[i : i + 1])
+                    one, embedded = cache.after([start + i], [1]), model.embed_tokens(rows[i : i + 1])
                     fresh = parallel.forward(one, embedded) if fuzzy else forward(model, cache, one, embedded).hidden
                     hidden.append(fresh)
                 pair.append(torch.cat(hidden).float())

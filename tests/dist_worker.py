@@ -25,7 +25,8 @@ def main(cases: Path, out: Path) -> None:
             plain = engine.generate_ar(case["prompt"], case["count"], **how)
             each.append({"tokens": fast.tokens, "ar": plain.tokens, "accepted": fast.stats.accepted})
         ranks = engine.ranks
-        weights = sum(w.numel() for layer in engine.model.layers for w in layer if w is not None)
+        parts = [part for layer in engine.model.layers for part in (layer.attention, *layer.mlps)]
+        weights = sum(w.numel() for part in parts for w in part if w is not None)
         here = {"rank": ranks.rank, "drafts": ranks.drafts, "layer_elements": weights} if ranks else {}
         found.append({"runs": each, "head_rows": engine.model.head.shape[0], **here})
     rank = here.get("rank", 0)

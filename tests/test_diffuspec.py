@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from make_checkpoint import byte_tokenizer, edit, exact_oracle, make, oracle, oracle_logits
+from one_round import after_every_round, apart, draft, outcome, tokens
 
 import specker
 from specker import run
 from specker.config import Sampling
-from specker.runtime.draft import Draft
-from specker.runtime.loop import _prefill, step
 from specker.runtime.ngram import NGram, NGramCounts
 from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
@@ -54,6 +53,7 @@ SHAPES = {
     "chain": {"cps": "chain", "draft_tokens": 6, "cps_lambda": 0.3},
     "tree": {"cps": "tree", "cps_mass": 0.5, "draft_tokens": 6},
     "adl": {"adl": "2-9"},
+    "adl-off": {"adl": "2-4", "cps": "off"},
     "chunk": {"policy": "chunk", "chunk": "2:0.2"},
     "chunk-off": {"cps": "off", "policy": "chunk", "chunk": "3:0.1"},
     "plus-minus-one": {"policy": "plus-minus-one"},
@@ -68,33 +68,30 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "how"), CASES, ids=["-".join(case) for case in CASES])
-def test_tokens_equal_plain_decoding(family, name, shape, how):
-    fast = load(family, name, **SHAPES[shape])
-    drafted = accepted = 0
-    for prompt in PROMPTS:
-        plain = fast.generate_ar(prompt, 50, **HOW[how])
-        got = fast.generate(prompt, 50, **HOW[how])
-        assert got.tokens == plain.tokens
-        drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
-    assert 0 < accepted < drafted
+BY_DEVICE = ("off", "chain", "tree", "adl-off", "plus-minus-one")  # the others are never of fixed shape
+RUNS = [(*case, "off") for case in CASES] + [("dream", *case, "on") for case in itertools.product(BY_DEVICE, HOW)]
 
 
-STATIC = [*itertools.product(["off", "chain", "tree", "adl", "plus-minus-one", "chunk"], HOW)]
-
-
-@pytest.mark.parametrize(("shape", "how"), STATIC, ids=["-".join(case) for case in STATIC])
-def test_rounds_of_static_shape(family, shape, how):
-    options = SHAPES[shape]
-    if shape == "adl":
-        options = {"adl": "2-4", "cps": "off"}  # the text must be longer than the longest block
-    plain, fast = load(family), load(family, graphs="on", **options)
-    drafted = accepted = 0
+@pytest.mark.parametrize(("name", "shape", "how", "graphs"), RUNS, ids=["-".join(run) for run in RUNS])
+def test_tokens_equal_plain_decoding(family, monkeypatch, name, shape, how, graphs):
+    """Placed by the host, and by the device once the text is longer than the longest block."""
+    plain, fast = load(family, name), load(family, name, graphs=graphs, **SHAPES[shape])
+    drafted = accepted = fixed = 0
     for prompt in PROMPTS:
         got = fast.generate(prompt, 50, **HOW[how])
         assert got.tokens == plain.generate_ar(prompt, 50, **HOW[how]).tokens
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
+        fixed += got.stats.rounds
     assert 0 < accepted < drafted
+    assert fast.batch.launched > fixed / 2 if graphs == "on" else fast.batch.launched == 0
+
+
+def test_chunks_and_the_exact_prefix_are_placed_by_the_host(family):
+    for shape in ("chunk", "exact", "long"):
+        fast = load(family, graphs="on", **SHAPES[shape])
+        got = fast.generate(PROMPTS[2], 40, temperature=0.7)
+        assert got.stats.drafted > 0 and fast.batch.launched == 0
+        assert got.tokens == fast.generate_ar(PROMPTS[2], 40, temperature=0.7).tokens
 
 
 @pytest.mark.parametrize("keep", [12, 40])
@@ -118,11 +115,9 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
 
 def guessed(engine, committed, n):
     """Log-probabilities [n, V] of what the drafter guesses behind `committed`, on a fresh cache."""
-    drafter = engine.drafter
-    drafter.reset()
-    drafter._guesses = []
+    engine.batch.clear()
     with torch.inference_mode():
-        return drafter.model.logits(drafter._masked(committed, n)).log_softmax(-1)
+        return engine.drafter.model.logits(engine.drafter._masked([committed], [[]], 0, n)).log_softmax(-1)
 
 
 @pytest.mark.parametrize("prefix", ["reuse", "exact"])
@@ -157,14 +152,12 @@ def test_the_prefix_is_kept_as_its_own_rounds_left_it(family, monkeypatch):
     drafter = engine.drafter
     text, steps = list(range(3, 40)), (1, 3, 5, 2)
     runs = [text[:-1]]
-    drafter.reset()
     with torch.inference_mode():
-        drafter.prefill(text)
+        drafter.prefill(0, text)
         for count in steps:
-            fresh = text[drafter.cache.exact_len :]
-            drafter._guesses = []
-            got = drafter.model.logits(drafter._masked(text, n))
-            assert drafter.cache.exact_len == len(text)
+            fresh = text[drafter.cache.exact_len[0] :]
+            got = drafter.model.logits(drafter._masked([text], [[]], 0, n))
+            assert drafter.cache.exact_len == [len(text)]
             runs.append(fresh + [127] * n)
             ids, run, place, is_mask = [], [], [], []
             start = 0
@@ -183,6 +176,28 @@ def test_the_prefix_is_kept_as_its_own_rounds_left_it(family, monkeypatch):
             want = model(torch.tensor([ids]), attention_mask=additive, position_ids=where, use_cache=False).logits[0]
             assert (got - want[-n - 1 : -1]).abs().max() < 1e-9
             text = text + list(range(60, 60 + count))
+
+
+@pytest.mark.parametrize("name", ["dream", "qwen3"])
+def test_a_block_of_fixed_shape_is_the_model_over_its_window(family, name, monkeypatch):
+    """The last tokens run again beside the masks, all of which see each other and the columns before them, which the
+    prompt's own pass left."""
+    exact_oracle(monkeypatch)
+    k, text = 4, list(range(3, 40))
+    engine = load(family, name, cps="off", draft_tokens=k)
+    mask = engine.draft.config.mask_token_id
+    r = draft(engine.drafter, text, Budget(k, k), fixed=True)
+    again, known = engine.drafter.catch_up, len(text) - 1
+    assert again == k + 1
+    before = len(text) - again
+    ids, place = text[:-1] + text[-again:] + [mask] * k, [*range(known), *range(before, len(text) + k)]
+    sees = torch.zeros(len(ids), len(ids), dtype=torch.bool)
+    sees[:known, :known] = sees[known:, known:] = sees[known:, :before] = True
+    additive = torch.zeros(1, 1, *sees.shape, dtype=torch.float64).masked_fill(~sees, float("-inf"))
+    model = oracle(Path(family[name][1]), torch.float64)
+    out = model(torch.tensor([ids]), attention_mask=additive, position_ids=torch.tensor([place]), use_cache=False)
+    rows = out.logits[0, -k - 1 : -1] if name == "dream" else out.logits[0, -k:]
+    assert tokens(r) == rows.argmax(-1).tolist() and r.depth == k
 
 
 def test_rounds_cost_the_new_tokens_and_the_masks(family, monkeypatch):
@@ -206,13 +221,12 @@ def test_chunks_go_on_behind_guesses_while_they_are_trusted(family):
     """A second block sees the first one's guesses as tokens."""
     engine = load(family, cps="off", policy="chunk", chunk="3:0")
     drafter, text = engine.drafter, [5, 9, 40, 11]
-    drafter.reset()
-    with torch.inference_mode():
-        draft = drafter.propose(text, Budget(255, 8, block=3), Sampling(), lambda confidence: True)
-    assert len(draft) == 8 and draft.found.passes == 3
-    model, tokens = oracle(Path(family["dream"][1]), torch.float64), draft.tokens.tolist()
+    drafter.prefill = lambda slot, text: None  # one pass over the text and the first masks
+    r = draft(drafter, text, Budget(255, 8, block=3), policy=Chunks(255, 8, block=3, threshold=0.0))
+    assert r.size == 8 and r.found[0].passes == 3
+    model, drafted = oracle(Path(family["dream"][1]), torch.float64), tokens(r)
     # Every pass at once: (tokens, masks, first position). A row sees the tokens of earlier passes and all of its own.
-    passes = [(text, 3, 0), (tokens[:3], 3, 4), (tokens[3:6], 2, 7)]
+    passes = [(text, 3, 0), (drafted[:3], 3, 4), (drafted[3:6], 2, 7)]
     ids, run, place, masked = [], [], [], []
     for n, (known, masks, first) in enumerate(passes):
         size = len(known) + masks
@@ -227,12 +241,15 @@ def test_chunks_go_on_behind_guesses_while_they_are_trusted(family):
     for known, masks, _ in passes:
         end += len(known) + masks
         want += best[end - masks - 1 : end - 1]
-    assert tokens == want
-    with torch.inference_mode():
-        drafter.reset()
-        least = []
-        draft = drafter.propose(text, Budget(255, 8, block=3), Sampling(), lambda c: least.append(c) or len(least) < 2)
-    assert len(draft) == 6 and least[0] == pytest.approx(min(draft.confidence[:3]))
+    assert drafted == want
+    engine.batch.clear()
+    least = []
+    policy = Chunks(255, 8, block=3)
+    policy.keep_drafting = lambda confidence: least.append(confidence) or len(least) < 2
+    again = draft(drafter, text, Budget(255, 8, block=3), policy=policy)
+    assert again.size == 6 and tokens(again) == drafted[:6] and again.found[0].passes == 2
+    sure = guessed(engine, text, 3).exp().amax(1)
+    assert least[0] == pytest.approx(float(sure.min()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -259,16 +276,13 @@ def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature
             score += weight * log_p[i, token] + (1 - weight) * second + noise[i, token]
             tail = [*tail, token]
         best[path] = float(score)
-    engine.drafter.reset()
-    with torch.inference_mode():
-        sampling = Sampling(temperature=temperature, seed=4)
-        draft = engine.drafter.propose(text, Budget(255, 3), sampling)
-    tokens = tuple(draft.tokens.tolist())
-    if STOP not in tokens:
-        assert tokens == max(best, key=best.get)
-        if not temperature:  # above it the scores are known up to a number for each position
-            assert draft.found.score == pytest.approx(max(best.values()) / 3, rel=1e-5)
-    assert STOP not in tokens, "a stop token won: choose another text for this test"
+    engine.batch.clear()
+    engine.drafter.prefill = lambda slot, text: None
+    r = draft(engine.drafter, text, Budget(255, 3), Sampling(temperature=temperature, seed=4))
+    assert STOP not in tokens(r), "a stop token won: choose another text for this test"
+    assert tuple(tokens(r)) == max(best, key=best.get)
+    if not temperature:  # above it the scores are known up to a number for each position
+        assert r.found[0].score == pytest.approx(max(best.values()) / 3, rel=1e-5)
 
 
 def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
@@ -298,11 +312,10 @@ def test_adaptive_length_follows_the_formula():
     rng = np.random.default_rng(0)
     for _ in range(60):
         generated, accepted = int(rng.integers(0, 31)), int(rng.integers(0, 31))
-        draft = Draft.chain(torch.zeros(30, dtype=torch.int64)).with_found(DiffusionStats(generated))
-        rule.observe(draft, list(range(accepted + 1)))
+        rule.observe(outcome(30, accepted, found=DiffusionStats(generated)))
         gen, acc = 0.5 * gen + 0.5 * generated, 0.5 * acc + 0.5 * accepted
         assert rule.budget().depth == min(max(int(np.floor(gen)) + 10 * (acc >= gen), 20), 30)
-    rule.observe(Draft.empty(), [0])  # a round without a draft teaches nothing
+    rule.observe(outcome(0, 0, found=DiffusionStats(9)))  # a round without a draft teaches nothing
     assert rule.generated == pytest.approx(gen)
     assert AdaptiveLength(2, 9).budget().depth == 9
 
@@ -337,15 +350,20 @@ def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
     assert got.tokens == fast.generate_ar([5, 9, 40], 189).tokens
 
 
-def test_no_round_leaves_the_cache_unsound(family):
-    fast = load(family, policy="chunk", chunk="3:0.1", cps="tree")
-    ctx = fast._context([5, 9, 40], 40, fast.drafter, {"temperature": 0.7})
-    _prefill(ctx)
-    while len(ctx.committed) < ctx.limit:
-        step(ctx)
-        ctx.cache.check(committed=len(ctx.committed))
-        ctx.drafter.cache.check()
-        assert ctx.drafter.cache.exact_len <= len(ctx.committed)
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_no_round_leaves_the_cache_unsound(family, monkeypatch, graphs):
+    """The target's holds what a pass over the text writes, the drafter's no more columns than there are tokens."""
+
+    def sound(batch, r):
+        text, own = r.sequences[0].text, batch.drafter.cache
+        batch.cache.check(committed=len(text))
+        own.check()
+        assert own.exact_len[0] <= len(text) and apart(batch.target, batch.cache, text, len(text) - 1) < 1e-12
+
+    for more in ({"policy": "chunk", "chunk": "3:0.1", "cps": "tree"}, {"draft_tokens": 3, "cps": "tree"}):
+        with after_every_round(monkeypatch, sound) as sizes:
+            load(family, graphs=graphs, **more).generate([5, 9, 40], 40, temperature=0.7)
+        assert len(sizes) > 10 and max(sizes) > 3
 
 
 # --- vocabularies
@@ -357,10 +375,8 @@ def with_tokenizer(folder, extra=()):
     tokenizer.save_pretrained(folder)
 
 
-def test_the_drafters_own_tokens_are_never_drafted(tmp_path, monkeypatch):
+def test_the_drafters_own_tokens_are_never_drafted(tmp_path):
     """A drafter with more tokens, its mask among them, and a padded vocabulary: as Dream is to Qwen2.5."""
-    from specker.runtime import loop
-
     target = make(tmp_path / "t", vocab=320, eos=256)
     draft = make(tmp_path / "d", "dream", vocab=352, mask=262)
     with_tokenizer(target)
@@ -368,10 +384,10 @@ def test_the_drafters_own_tokens_are_never_drafted(tmp_path, monkeypatch):
     fast = specker.load(target, draft, "diffuspec", dtype="float64", cps="off")
     assert fast.draft.weights.head.shape[0] == 259 and fast.draft.weights.embed.shape[0] == 352
     seen = []
-    monkeypatch.setattr(loop, "verify", lambda *a, verify=loop.verify: seen.append(a[3]) or verify(*a))
+    fast.trace = lambda row: seen.extend(row["draft"])
     got = fast.generate([5, 9], 60, temperature=1.0)
     assert got.tokens == fast.generate_ar([5, 9], 60, temperature=1.0).tokens
-    assert max(int(d.tokens.max()) for d in seen if len(d)) < 259
+    assert len(seen) > 60 and max(seen) < 259
 
 
 def test_a_smaller_vocabulary_drafts_what_it_knows(tmp_path):

@@ -241,13 +241,13 @@ from specker.runtime import dist, loop
 dist.TIMEOUT = 8.0
 join = dist.join
 dist.join = lambda options, device, divides: join(options, device, divides, 8.0)
-step, count = loop.step, [0]
-def lost(ctx):
+launch, count = loop.launch, [0]
+def lost(*args):
     count[0] += 1
     if os.environ["RANK"] == "1" and count[0] == 3:
         {"os.kill(os.getpid(), signal.SIGKILL)" if how == "killed" else "time.sleep(1000)"}
-    return step(ctx)
-loop.step = lost
+    return launch(*args)
+loop.launch = lost
 sys.exit(run.main(["--strategy", "draft", "--prompt", "def f(x):", "--max-new-tokens", "200"]))
 """)
     done = torchrun(2, str(script), check=False, timeout=150)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import specker
 from bench import e2e, harness
 from specker.runtime.engine import Engine
 
@@ -37,6 +38,26 @@ def test_a_row_for_each_way_and_temperature(run, capsys):
     assert [r["over_ar"] for r in rows if r["way"] == "ar"] == [1, 1]
     assert all(r["acceptance_length"] > 1 and r["differing_within_rounding"] == 0 for r in rows if r["way"] != "ar")
     assert "draft chain 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_engines_that_share_a_target_decode_what_they_decode_alone(monkeypatch, graphs):
+    """In turns over one cache, with texts in several of its KV buckets."""
+    monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (48, 96))
+    how = {"device": "cpu", "dtype": "float64", "graphs": graphs, "page_size": 16}
+    shapes = [("diffuspec", {"policy": "chunk"}), ("draft", {"draft_tokens": 3}), ("del", {})]
+    engines = [specker.load(strategy=name, **how, **more) for name, more in shapes]
+    plain = specker.load(strategy="ar", **how)
+    e2e.share_target([plain, *engines])
+    truth = specker.load(strategy="ar", device="cpu", dtype="float64", graphs="off")
+    for length in (4, 90, 7):
+        prompt = [n % 500 for n in range(length)]
+        want = truth.generate(prompt, 24, temperature=0.7).tokens
+        for engine in (*engines, plain):
+            assert engine.cache is plain.cache is engine.batch.cache and engine.batch.target is plain.model
+            assert engine.generate(prompt, 24, temperature=0.7).tokens == want
+    launched = [engine.batch.launched > 10 for engine in (*engines, plain)]
+    assert launched == [False, *[graphs == "on"] * 3], "chunks are never of fixed shape"
 
 
 def test_a_way_that_fails_or_is_wrong_has_no_times(run, monkeypatch, capsys):

@@ -143,7 +143,8 @@ class Batch:
             self.drafter.head.reset()
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences, and what the caches show: another batch may have decoded over them."""
+        self._bucket = -1
         while self.active:
             self.retire(self.active[-1])
         for cache in self.caches:
