@@ -189,8 +189,8 @@ class Batch:
         return bucket
 
     def start(self, ahead: int = 0) -> Round | None:
-        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text; None if
-        there are any and the host must know where the texts end."""
+        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text; None
+        if there are any and the host must know where the texts end."""
         began = time.perf_counter()
         drafting = self.drafter is not None and self.active[0].drafting
         budget = self._shape() if drafting else Budget(0, 0)
