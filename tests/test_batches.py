@@ -113,8 +113,14 @@ def test_tokens_do_not_depend_on_who_places_the_rows(world, name):
 
 @pytest.mark.parametrize("name", ["chain", "del"])
 def test_plain_decoding_in_a_batch_too(world, name):
+    """Alone, and mixed with requests that draft."""
     engine = load(world, name, batch_size=5)
     assert served(engine, world["requests"], drafting=False) == world["texts"]
+    mixed = deque(engine.request(n, p, drafting=n % 3 > 0, **how) for n, (p, how) in enumerate(world["requests"]))
+    sequences = list(mixed)
+    assert all(step.tokens for step in engine.serve(mixed))
+    assert [s.text[len(p) :] for s, (p, _) in zip(sequences, world["requests"], strict=True)] == world["texts"]
+    assert sum(sequences[n].stats.drafted for n in (0, 3, 6, 9)) == 0 < sequences[1].stats.drafted
 
 
 def test_vocabtrim_follows_all_texts_of_the_batch():

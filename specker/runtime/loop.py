@@ -103,10 +103,11 @@ class Batch:
                 )
 
     def admits(self, sequence: Sequence) -> bool:
+        """Whether there is a slot and memory now; requests that draft and those that do not take turns."""
+        if len(self.active) == self.size or (self.active and self.active[0].drafting != sequence.drafting):
+            return False
         need = self.columns(sequence.limit)
-        return len(self.active) < self.size and (
-            self.size == 1 or all(cache.pages_for(need) <= cache.free_pages for cache in self.caches)
-        )
+        return self.size == 1 or all(cache.pages_for(need) <= cache.free_pages for cache in self.caches)
 
     def admit(self, sequence: Sequence) -> None:
         """Give the sequence a slot and pages, and prefill its prompt."""
@@ -384,6 +385,7 @@ def _emitted(
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
     lost = bool(head is not None and head.kept and tokens[-1] not in head.known and len(path) - 1 < r.depth)
     if stop is not None:
+        del sequence.text[len(sequence.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]
         sequence.finished = "stop"
     elif len(sequence.text) >= sequence.limit:
