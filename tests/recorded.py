@@ -20,6 +20,13 @@ from specker.runtime.strategies import diffuspec
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
 
 
+class Log(list):
+    """What is launched, in order."""
+
+    def __init__(self) -> None:
+        self.stretches: list[tuple[Any, int, int]] = []  # key, and where its launches begin and end
+
+
 def described(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return str(x.dtype), tuple(x.shape), tuple(x.stride()), x.storage_offset()
@@ -50,7 +57,7 @@ class Cuda(TorchFunctionMode):
 
 
 class Ops(TorchDispatchMode):
-    def __init__(self, log: list[Any]):
+    def __init__(self, log: Log):
         super().__init__()
         self.log = log
 
@@ -61,15 +68,17 @@ class Ops(TorchDispatchMode):
 
 
 @contextmanager
-def recording() -> Iterator[list[Any]]:
-    """The list of what is launched, in order. Tensors made meanwhile are fake; others are let in."""
-    log: list[Any] = []
+def recording() -> Iterator[Log]:
+    """What is launched meanwhile. Tensors made meanwhile are fake; others are let in."""
+    log = Log()
     cuda, seen, run = Cuda(), set(), Graphs.run
 
     def stretch(graphs: Graphs, key: Any, work: Any) -> None:
         cuda.capturing = key in seen  # the second time, as `Graphs` does
         seen.add(key)
+        start = len(log)
         run(graphs, key, work)
+        log.stretches.append((key, start, len(log)))
         cuda.capturing = False
 
     def launched(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
@@ -90,6 +99,6 @@ def _forget() -> None:
         made.cache_clear()
 
 
-def kernels(log: list[Any]) -> list[str]:
+def kernels(log: Log) -> list[str]:
     """The Triton kernels alone, by name."""
     return [name for name, *_ in log if not name.startswith("aten.")]
