@@ -35,6 +35,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,18 @@ from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
 from specker.config import Sampling
+from specker.runtime import round as stage
 from specker.runtime import strategies
 from specker.runtime.engine import Engine
-from specker.runtime.loop import Context, proceed
-from specker.runtime.model.cache import Start
-from specker.runtime.model.decoder import chain_rows, forward
-from specker.runtime.policy import Budget
-from specker.runtime.rounds import Graphs, StaticRounds
+from specker.runtime.graphs import Graphs
+from specker.runtime.loop import Batch
+from specker.runtime.model.decoder import forward
+from specker.runtime.policy import Budget, Fixed
+from specker.runtime.round import Round
+from specker.runtime.sampling import GREEDY
+from specker.runtime.state import Sequence
+from specker.runtime.strategies.base import SCRATCH
+from specker.runtime.synthetic import agreements
 
 DRAFTED, ACCEPTANCE = 5, 0.8
 ROWS = (1, 8, 64)  # of `verify`
@@ -195,39 +201,51 @@ class Decoded:
         return self.tokens / sum(self.timing.seconds)
 
 
-def static_rounds(engine: Engine) -> StaticRounds:
-    assert engine._rounds_of is not None, "the bench is of rounds of static shape"
-    return engine._rounds_of
-
-
-def in_place(engine: Engine, context: int, tokens: int, drafter: Any) -> Context:
-    """A request for `tokens` tokens whose prompt of `context` stands in the caches already: as noise."""
-    ctx = engine._context([0] * context, tokens, drafter, {})
-    for cache in [engine.cache, *([] if drafter is None else [drafter.cache])]:
+def in_place(batch: Batch, sequence: Sequence) -> None:
+    """Put a sequence into the batch, alone, as if its text were in the caches: what stands there is noise."""
+    batch.clear()
+    for cache in batch.caches:
         cache.k.normal_(), cache.v.normal_()
-        cache.exact_len = context - 1
-    return ctx
+        cache.take(0, batch.columns(sequence.limit))
+        cache.exact_len[0] = len(sequence.text) - 1
+    agrees = None
+    if batch.acceptance is not None:  # nothing is drafted, nothing agrees
+        p = batch.acceptance if sequence.drafting else 0.0
+        agrees = agreements(p, sequence.sampling.seed, batch.state.agrees.shape[1])
+    batch.active.append(sequence)
+    batch.state.load(0, sequence, agrees)
 
 
-def decode(bench: Bench, engine: Engine, context: int, drafter: Any) -> Decoded:
-    """As `generate` decodes behind a text of `context` tokens."""
-    static, rounds = static_rounds(engine), bench.args.rounds
-    ctx = in_place(engine, context, (WARM + rounds + 4) * (DRAFTED + 1), drafter)
+def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Sequence:
+    """A request behind a text of `context` tokens that may grow by `tokens`."""
+    policy = engine.policy() if drafting else Fixed(0, 0)
+    return Sequence(0, [0] * context, context + tokens, Sampling(), policy, drafting)
+
+
+@torch.inference_mode()
+def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decoded:
+    """As `generate` decodes behind a text of `context` tokens: the next round is launched before one is over."""
+    batch, rounds = engine.batch, bench.args.rounds
+    sequence = a_text(engine, context, (WARM + rounds + 4) * (DRAFTED + 1), drafting)
+    in_place(batch, sequence)
     stamps: list[float] = []
     tokens, host, launched = 0, 0.0, 0
     stages: dict[str, float] = {}
-    for new, _ in proceed(ctx, frozenset()):
+    r = batch.start()
+    for n in range(1, WARM + rounds + 1):
+        assert r is not None and r.fixed, "the bench is of rounds of fixed shape"
+        after = batch.start(r.size + 1)
+        [(_, _, new)] = batch.finish(r)
+        r = after
         stamps.append(time.perf_counter())
-        if len(stamps) == WARM:
-            host, launched, stages = static.host_seconds, static.launched, dict(ctx.stats.seconds)
-        elif len(stamps) > WARM:
+        if n == WARM:
+            host, launched, stages = batch.host_seconds, batch.launched, dict(sequence.stats.seconds)
+        elif n > WARM:
             tokens += len(new)
-        if len(stamps) == WARM + rounds:
-            break
-    host = (static.host_seconds - host) / (static.launched - launched)
-    stages = {n: (ctx.stats.seconds[n] - stages[n]) / rounds for n in ("draft", "verify", "accept")}
-    static.reset()
+    host = (batch.host_seconds - host) / (batch.launched - launched)
+    stages = {n: (sequence.stats.seconds[n] - stages[n]) / rounds for n in ("draft", "verify", "accept")}
     harness.wait()
+    batch.clear()
     seconds = [b - a for a, b in itertools.pairwise(stamps[WARM - 1 :])]
     return Decoded(Timing(tuple(sorted(seconds)), None), tokens, host, stages)
 
@@ -240,7 +258,7 @@ Found = dict[str, dict[str, Any]]
 
 def ar(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    done = decode(bench, engine, case.context, None)
+    done = decode(bench, engine, case.context, False)
     in_the_middle = case.context + WARM + bench.args.rounds // 2
     read = step_bytes(engine.target.config, in_the_middle, engine.dtype.itemsize)
     row = {**done.timing.row(), "bytes": read, "host": done.host, "unit": "%", "of": "the bandwidth"}
@@ -252,16 +270,32 @@ def ar(bench: Bench, case: Case) -> Found:
 
 
 def verify(bench: Bench, case: Case) -> Found:
-    engine, most = bench.engine(case), ROWS[-1] - 1
-    ctx = in_place(engine, case.context, 1, None)
-    static = StaticRounds(engine.model, engine.cache, None, most, most, capture=bench.cuda)
-    static.load(ctx.committed, case.context, Sampling())  # the limit is reached: the text stays as long as it is
-    static.reach(case.context + most)
-    timings = bench.in_turn({f"{n} rows": lambda n=n: static.judge(n - 1) for n in ROWS})
-    static.reset()
+    judge = judging(bench, bench.engine(case), case.context)
+    timings = bench.in_turn({f"{n} rows": partial(judge, n - 1) for n in ROWS})
     one = timings.pop("1 rows").median
     more = {"one": one, "unit": "x", "of": "one row"}
     return {way: {**timing.row(), "value": timing.median / one, **more} for way, timing in timings.items()}
+
+
+def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round]:
+    """What verifies and accepts a draft of a given size, as a stretch of work that is captured, behind a text of
+    `context` tokens that stays as long as it is."""
+    most = ROWS[-1] - 1
+    how = Budget(most, most), True, Graphs(bench.cuda), lambda _: 1.0, SCRATCH
+    batch = Batch(engine.model, engine.cache, None, *how)
+    in_place(batch, a_text(engine, context, 0, False))
+    made: dict[int, Round] = {}
+
+    @torch.inference_mode()
+    def judge(size: int) -> Round:
+        if size not in made:
+            made[size] = batch.new_round(Budget(size, size), True)
+            made[size].size = size
+        stage.verify(made[size], batch.target, batch.cache)
+        stage.accept(made[size], batch.target, batch.cache)
+        return made[size]
+
+    return judge
 
 
 @torch.inference_mode()
@@ -269,13 +303,13 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
     """The two models' forwards of a round and nothing else, each as one graph: `target` and `draft`."""
     drafter: Any = engine.drafter
     target, draft = engine.model, drafter.model
-    static_rounds(engine).reach(context + 2 * (DRAFTED + 1) + DRAFTED)
-    graphs, rows, greedy = Graphs(bench.cuda), DRAFTED + 1, Sampling()
+    engine.batch.see(context + engine.batch.beyond)
+    graphs, rows = Graphs(bench.cuda), DRAFTED + 1
     length = torch.tensor([context], device=target.device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=target.device)
-    verified = chain_rows(target, engine.cache, rows, start=Start(length, 1))
-    again = chain_rows(draft, drafter.cache, rows, start=Start(length, rows))
-    steps = [chain_rows(draft, drafter.cache, 1, n, Start(length, 0)) for n in range(DRAFTED - 1)]
+    verified = engine.cache.place(length, 1, 0, rows)
+    again = drafter.cache.place(length, rows, 0, rows)
+    steps = [drafter.cache.place(length, 0, n, 1) for n in range(DRAFTED - 1)]
 
     def verifying() -> None:
         target.logits(forward(target, engine.cache, verified, target.embed_tokens(tokens)).hidden)
@@ -284,18 +318,16 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
         fed = tokens
         for at in (again, *steps):
             hidden = forward(draft, drafter.cache, at, draft.embed_tokens(fed)).hidden[-1:]
-            fed = drafter.head.best(hidden, greedy, at.positions[-1:])
+            fed = drafter.head.best(hidden, GREEDY, at.positions[-1:])
 
     ways = {"target": lambda: graphs.run("target", verifying), "draft": lambda: graphs.run("draft", drafting)}
-    timings = bench.in_turn(ways)
-    static_rounds(engine).reset()
-    return timings
+    return bench.in_turn(ways)
 
 
 def rounds(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    whole = decode(bench, engine, case.context, engine.drafter)
-    plain = decode(bench, engine, case.context, None)
+    whole = decode(bench, engine, case.context, True)
+    plain = decode(bench, engine, case.context, False)
     parts = {name: timing.median for name, timing in forwards(bench, engine, case.context).items()}
     assert engine.draft is not None
     configs = {"target": engine.target.config, "draft": engine.draft.config}
@@ -375,7 +407,7 @@ def theirs(bench: Bench, case: Case, compiled: bool, model: Any) -> Timing:
 def beside(bench: Bench, case: Case) -> Found:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    ours = decode(bench, bench.engine(case), case.context, None).timing
+    ours = decode(bench, bench.engine(case), case.context, False).timing
     config = AutoConfig.from_pretrained(bench.folder / case.shape)
     with torch.device(bench.args.device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.args.dtype)).eval()
@@ -394,23 +426,22 @@ def beside(bench: Bench, case: Case) -> Found:
     return found
 
 
+@torch.inference_mode()
 def launches(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    static, drafter = static_rounds(engine), engine.drafter
-    ctx = in_place(engine, case.context, 1, drafter)
-    static.load(ctx.committed, case.context, ctx.sampling, ctx.agrees)  # the limit is reached
+    in_place(engine.batch, a_text(engine, case.context, 0, engine.drafter is not None))  # the limit is reached
 
     def once() -> None:
-        budget = Budget(0, 0) if drafter is None else ctx.policy.budget()
-        static.launch(ctx.committed, budget, ctx.sampling, None, drafter is not None)
-        static.collect()
+        r = engine.batch.start()
+        assert r is not None and r.fixed
+        engine.batch.finish(r)
         harness.wait()
 
     for _ in range(3):
         once()
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         once()
-    static.reset()
+    engine.batch.clear()
     events = profile.events() or []
     count = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
     if not count:

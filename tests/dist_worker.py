@@ -21,9 +21,11 @@ def main(cases: Path, out: Path) -> None:
         engine = specker.load(*case["models"], **case["options"])
         each = []
         for how in case["sampling"]:
-            fast = engine.generate(case["prompt"], case["count"], **how)
-            plain = engine.generate_ar(case["prompt"], case["count"], **how)
-            each.append({"tokens": fast.tokens, "ar": plain.tokens, "accepted": fast.stats.accepted})
+            prompts = [case["prompt"], *case.get("beside", [])]
+            fast = engine.generate(prompts, case["count"], **how)
+            plain = engine.generate_ar(prompts, case["count"], **how)
+            tokens = {"tokens": fast[0].tokens, "ar": plain[0].tokens, "accepted": fast[0].stats.accepted}
+            each.append({**tokens, "beside": [[f.tokens, p.tokens] for f, p in zip(fast[1:], plain[1:], strict=True)]})
         ranks = engine.ranks
         parts = [part for layer in engine.model.layers for part in (layer.attention, *layer.mlps)]
         weights = sum(w.numel() for part in parts for w in part if w is not None)

@@ -31,7 +31,7 @@ def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, besi
             r = batch.start()
             assert r.fixed
             each = {s: path for s, path, tokens in batch.finish(r) if tokens}
-            logits = r.logits.view(r.n, r.size + 1, -1)
+            logits = r.kept("logits", r.n * (r.size + 1)).view(r.n, r.size + 1, -1)
             rows.append(logits[len(sequences) - 1, each[sequence]].clone())
     return torch.cat(rows), sequence.text
 

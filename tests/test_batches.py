@@ -82,10 +82,9 @@ def served(engine, requests, every=3, **options):
     """The tokens of each request; a few are there from the start, then one more arrives every so many chunks."""
     waiting = deque(engine.request(n, prompt, **how, **options) for n, (prompt, how) in enumerate(requests))
     queue = deque([waiting.popleft(), waiting.popleft()])
-    tokens, steps = [[] for _ in requests], 0
-    for step in engine.serve(queue):
+    tokens = [[] for _ in requests]
+    for steps, step in enumerate(engine.serve(queue), 1):
         tokens[step.sequence.index] += step.tokens
-        steps += 1
         if waiting and (steps % every == 0 or not queue):
             queue.append(waiting.popleft())
     assert not waiting and not queue
@@ -102,9 +101,10 @@ def test_tokens_do_not_depend_on_the_batch(world, name, size):
         assert size == 1 or cache.free_pages == cache.spare, "every page is back in the pool"
 
 
-@pytest.mark.parametrize(
-    "name", ["ar", "chain", "tree", "easyspec", "del", "diffuspec", "diffuspec-tree", "lookup-tree"]
-)
+FIXED = ("ar", "chain", "tree", "easyspec", "del", "diffuspec", "diffuspec-tree", "lookup-tree")
+
+
+@pytest.mark.parametrize("name", FIXED)
 def test_tokens_do_not_depend_on_who_places_the_rows(world, name):
     """Rounds of fixed shape, as a GPU captures them: 5 slots, padded to 8 where fewer than 8 but more than 4 decode."""
     engine = load(world, name, batch_size=5, graphs="on")
@@ -193,3 +193,26 @@ def test_a_left_stream_frees_its_pages(world):
     stream.close()
     out = engine.generate([prompt for prompt, _ in world["requests"][:4]], 12)
     assert len(out) == 4 and engine.cache.free_pages == engine.cache.spare
+
+
+REPLAYED = (*FIXED, "capped", "draft-and-verify", "easyspec-tree", "del-fixed")
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_captured_work_needs_nothing_of_a_later_round(world, name, size):
+    """A CUDA graph replays the launches of the round that it was captured in, and runs no Python. So here the work of a
+    key's second call is called again in place of every later one."""
+    engine = load(world, name, batch_size=size, graphs="on")
+    captured, times, replayed = {}, {}, 0
+
+    def run(key, work):
+        nonlocal replayed
+        times[key] = times.get(key, 0) + 1
+        if key is not None and times[key] == 2:
+            captured[key] = work
+        replayed += key in captured and times[key] > 2
+        captured.get(key, work)()
+
+    engine.batch.graphs.run = run
+    assert served(engine, world["requests"]) == world["texts"] and replayed > 5

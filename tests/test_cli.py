@@ -336,7 +336,7 @@ def test_batches_and_samples(capsys: pytest.CaptureFixture[str], pair: tuple[str
     assert text == same and [row["tokens"] for row in one["prompts"]] == [row["tokens"] for row in three["prompts"]]
     assert [row["seed"] for row in three["prompts"]] == [5, 6, 5, 5, 6, 6, 5, 6] and three["total"]["identical"]
     assert one["prompts"][0]["tokens"] != one["prompts"][1]["tokens"], "two samples are two draws"
-    assert three["total"]["tokens"] == sum((row["tokens"] for row in three["prompts"]), [])
+    assert three["total"]["tokens"] == [token for row in three["prompts"] for token in row["tokens"]]
 
 
 def test_a_prompt_that_can_never_fit(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:

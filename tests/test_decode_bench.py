@@ -9,8 +9,8 @@ from bench import decode, harness
 from bench.decode import ACCEPTANCE, Args, Bench, Case, Decoded, Goal
 from bench.harness import Timing
 from bench.shapes import step_bytes
+from specker.runtime import loop
 from specker.runtime.model.checkpoint import read_config
-from specker.runtime.rounds import StaticRounds
 
 RANDOM = "random weights: no statement about text, acceptance or losslessness"
 GIVEN = "random weights; acceptance 0.8 is given, not earned: no statement about text or losslessness"
@@ -67,7 +67,8 @@ def test_bytes_are_those_of_the_weights(bench):
     for shape, draft in (("tiny", None), ("tiny", "tiny")):
         engine = bench.engine(Case("ar", shape, 64, draft))
         w = engine.model.layers
-        numbers = sum(x.numel() for layer in w for x in layer if x is not None)
+        parts = [part for layer in w for part in (layer.attention, *layer.mlps)]
+        numbers = sum(x.numel() for part in parts for x in part if x is not None)
         numbers += engine.model.head.numel() + engine.model.norm.numel()
         assert step_bytes(engine.target.config, 0, 4) == 4 * numbers
 
@@ -92,7 +93,7 @@ def test_outside_and_over_ar_by_hand(bench, monkeypatch):
     """Rounds of 10 ms (one late), forwards of 6 and 3.5; 15 tokens in 4 rounds against 4 in 4 of 5 ms."""
     whole = Decoded(timing(0.01, 0.01, 0.01, 0.03), 15, 1e-4, {})
     plain = Decoded(timing(*[0.005] * 4), 4, 1e-4, {})
-    monkeypatch.setattr(decode, "decode", lambda bench, engine, context, drafter: whole if drafter else plain)
+    monkeypatch.setattr(decode, "decode", lambda bench, engine, context, drafting: whole if drafting else plain)
     monkeypatch.setattr(decode, "forwards", lambda *_: {"target": timing(0.006), "draft": timing(0.0035)})
     goals = {"outside": Goal(most=0.04), "over ar": Goal(least=0.6)}
     outside, over = decode.run(bench, Case("round", "tiny", 64, "tiny", goals))
@@ -155,7 +156,7 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
 
 
 def test_a_context_in_place_is_not_run(bench, monkeypatch):
-    """No prefill; rounds of static shape that go on behind the text, and the caches hold numbers."""
+    """No prefill; rounds of fixed shape that go on behind the text, and the caches hold numbers."""
     engine = bench.engine(Case("round", "tiny", 64, "tiny"))
     ran = []
     monkeypatch.setattr("specker.runtime.loop.prefill", lambda *_: ran.append(1))
@@ -163,12 +164,10 @@ def test_a_context_in_place_is_not_run(bench, monkeypatch):
     for cache in (engine.cache, engine.drafter.cache):
         cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     seen = []
-    launch = StaticRounds.launch
-    monkeypatch.setattr(
-        StaticRounds, "launch", lambda self, text, *rest: seen.append(len(text)) or launch(self, text, *rest)
-    )
-    done = decode.decode(bench, engine, 100, engine.drafter)
-    assert not ran and seen[0] == 100 and seen == sorted(seen)
+    launch = loop.launch
+    monkeypatch.setattr(loop, "launch", lambda r, *rest: seen.append((r.fixed, int(r.lengths))) or launch(r, *rest))
+    done = decode.decode(bench, engine, 100, True)
+    assert not ran and seen[0] == (True, 100) and seen == sorted(seen) and all(fixed for fixed, _ in seen)
     assert len(done.timing.seconds) == 4 and 4 <= done.tokens <= 24
     assert len(seen) == decode.WARM + 4 + 1  # one is on its way when the last is timed
     for cache in (engine.cache, engine.drafter.cache):
@@ -178,15 +177,10 @@ def test_a_context_in_place_is_not_run(bench, monkeypatch):
 def test_a_round_is_judged_in_place(bench):
     """Rows of the size asked for get logits and are accepted; the text stays as long as it is."""
     engine = bench.engine(Case("verify", "tiny", 64))
-    ctx = decode.in_place(engine, 64, 1, None)
-    static = StaticRounds(engine.model, engine.cache, None, 7, 7, capture=False)
-    static.load(ctx.committed, 64, ctx.sampling)
-    static.reach(71)
-    static.judge(3)
-    state = static.state
-    assert state.logits[:4].abs().amin(1).shape == (4,) and bool((state.logits[:4] != 0).any(1).all())
-    assert not state.logits[4:].any() and state.positions.tolist() == [63, 64, 65, 66, 0, 0, 0, 0]
-    assert int(state.length) == 64 and int(state.report[0]) >= 1
+    r = decode.judging(bench, engine, 64)(3)
+    assert r.fixed and r.logits.shape[0] == 4 and bool((r.logits != 0).any(1).all())
+    assert r.positions.tolist() == [63, 64, 65, 66] and not r.state.positions[4:].any()
+    assert int(r.state.length) == 64 and int(r.report[0, 0]) >= 1
 
 
 def test_the_forwards_are_a_rounds_own(bench, monkeypatch):

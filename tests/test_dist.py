@@ -19,6 +19,7 @@ from specker.runtime.model.config import CheckpointError
 from specker.runtime.model.parts import Part
 
 PROMPT = [5, 9, 40, 77, 3, 8]
+BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
 SAMPLING = [{}, {"temperature": 0.7, "seed": 4, "top_p": 0.9}]
 ROOT = Path(__file__).parent.parent
 
@@ -56,12 +57,15 @@ def cases_of(models):
         "diffuspec": ([models["target"], models["dream"]], {"strategy": "diffuspec", "cps": "off", "adl": "2-4"}),
         "ordered": (pair, {"strategy": "draft", "draft_tokens": 4, "reduce": "ordered"}),
         "static": (pair, {"strategy": "easyspec", "layer_parallel": "2", "draft_tokens": 4, "graphs": "on"}),
+        "batch": (pair, {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3", "batch_size": 2}),
+        "del-batch": (alone, {"strategy": "del", "batch_size": 3}),
         "vocabtrim": ([], {"strategy": "vocabtrim"}),
         "del+vocabtrim": ([], {"strategy": "del+vocabtrim", "vocab_keep": "2048"}),
     }
     how = {"dtype": "float64", "device": "cpu"}
     return {
         name: {"models": m, "options": {**how, **o}, "prompt": PROMPT, "count": 30 if m else 20, "sampling": SAMPLING}
+        | ({"beside": BESIDE} if "batch_size" in o else {})
         for name, (m, o) in shapes.items()
     }
 
@@ -69,7 +73,7 @@ def cases_of(models):
 @functools.cache
 def plain(models):
     engine = specker.load(*models, strategy="ar", dtype="float64", device="cpu")
-    return [engine.generate(PROMPT, 30 if models else 20, **how).tokens for how in SAMPLING]
+    return [[engine.generate(p, 30 if models else 20, **how).tokens for how in SAMPLING] for p in (PROMPT, *BESIDE)]
 
 
 def assert_same(models, tmp_path, ranks):
@@ -78,7 +82,7 @@ def assert_same(models, tmp_path, ranks):
     torchrun(ranks, "tests/dist_worker.py", str(tmp_path / "cases"), str(tmp_path / "out"))
     found = [json.loads((tmp_path / f"out.{rank}.json").read_text()) for rank in range(ranks)]
     for i, (name, case) in enumerate(cases.items()):
-        want = plain(tuple(case["models"][:1]))
+        want, *others = plain(tuple(case["models"][:1]))
         if name.startswith("easyspec"):  # shared out, a group drafts what it drafts in one process
             alone = specker.load(*case["models"], **{k: v for k, v in case["options"].items() if k != "draft_ranks"})
             accepted = [alone.generate(PROMPT, case["count"], **how).stats.accepted for how in SAMPLING]
@@ -87,9 +91,10 @@ def assert_same(models, tmp_path, ranks):
             got = found[rank][i]
             assert [run["tokens"] for run in got["runs"]] == want, (name, rank)
             assert [run["ar"] for run in got["runs"]] == want, (name, rank)
-            assert name in ("ar", "del") or sum(run["accepted"] for run in got["runs"]) > 0, (
-                name
-            )  # DEL's depends on the clock
+            for n, run in enumerate(got["runs"]):
+                assert run["beside"] == [[text[n]] * 2 for text in others][: len(run["beside"])], (name, rank)
+            accepted = sum(run["accepted"] for run in got["runs"])
+            assert accepted > 0 or name in ("ar", "del", "del-batch"), name  # DEL's depends on the clock
             assert found[rank][-1] == {"alike": True, "by_rank": True, "close": True}
             assert got["rank"] == rank and got["head_rows"] < (129 if case["models"] else 8192)
     return found

@@ -55,12 +55,16 @@ def prompts_of(engine, count):
     [{"draft_tokens": 5}, {"strategy": "easyspec", "draft_tokens": 5}, {"strategy": "diffuspec", "draft_tokens": 6}],
     ids=["draft", "easyspec", "diffuspec"],
 )
-def test_chains_in_bfloat16_have_the_logits_of_plain_decoding(options):
-    """Bit for bit, over 2,000 tokens."""
-    engine = specker.load(device="cuda", dtype="bfloat16", **options)
-    count = 0
-    for prompt in prompts_of(engine, 16):
-        (a, text), (b, same) = (logits_of(engine, prompt, 128, drafting) for drafting in (False, True))
+@pytest.mark.parametrize("size", [1, 5])
+def test_chains_in_bfloat16_have_the_logits_of_plain_decoding(options, size):
+    """Bit for bit, over 2,000 tokens, alone and beside four others in eight slots."""
+    plain = specker.load(strategy="ar", device="cuda", dtype="bfloat16")
+    fast = specker.load(device="cuda", dtype="bfloat16", batch_size=1 if size == 1 else 8, **options)
+    count, prompts = 0, prompts_of(fast, 16)
+    for n, prompt in enumerate(prompts):
+        beside = [prompts[(n + i) % len(prompts)] for i in range(1, size)]
+        a, text = logits_of(plain, prompt, 128, drafting=False)
+        b, same = logits_of(fast, prompt, 128, beside=beside)
         assert text == same and torch.equal(a, b)
         count += len(a)
     assert count >= 2000
@@ -91,33 +95,37 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize("options", STRATEGIES, ids=lambda o: "-".join(map(str, o.values())))
-def test_graphs_change_no_token(options):
-    """Captured rounds against those that the host places, which have other row counts: equal for chains."""
+def test_graphs_and_batches_change_no_token(options):
+    """Captured rounds, alone and in a batch of 4, against those that the host places, which have other row counts:
+    equal for chains."""
     how = {"device": "cuda", "dtype": "bfloat16", **options}
     graphs, eager = specker.load(graphs="on", **how), specker.load(graphs="off", **how)
-    assert graphs.captures and not eager.captures
-    same = 0
-    for prompt in prompts_of(graphs, 6):
-        for sampling in ({}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8, "top_k": 50, "seed": 5}):
+    batch = specker.load(graphs="on", batch_size=4, **how)
+    assert graphs.captures and batch.captures and not eager.captures
+    same, prompts = 0, prompts_of(graphs, 6)
+    for sampling in ({}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8, "top_k": 50, "seed": 5}):
+        together = batch.generate(prompts, 100, **sampling)
+        for prompt, beside in zip(prompts, together, strict=True):
             a, b = (engine.generate(prompt, 100, **sampling).tokens for engine in (graphs, eager))
-            assert a == b or "tree" in options
-            same += a == b
+            assert a == b == beside.tokens or "tree" in options
+            same += a == b == beside.tokens
     assert same > 12
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("options", STRATEGIES, ids=lambda o: "-".join(map(str, o.values())))
-def test_after_a_warm_up_nothing_is_compiled_or_captured(options, monkeypatch):
+def test_after_a_warm_up_nothing_is_compiled_or_captured(options, size, monkeypatch):
     import triton
 
-    engine = specker.load(device="cuda", dtype="bfloat16", **options)
+    engine = specker.load(device="cuda", dtype="bfloat16", batch_size=size, **options)
     engine.warmup()
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *a, **k: compiled.append(str(k.get("repr"))))
     graphs = dict(engine.batch.graphs.captured)
-    for prompt in prompts_of(engine, 3):
-        for sampling in ({}, {"temperature": 0.7, "seed": 9}, {"temperature": 1.0, "top_p": 0.8, "top_k": 50}):
-            engine.generate(prompt, 100, **sampling)
-            engine.generate_ar(prompt, 20, **sampling)
+    prompts = prompts_of(engine, 4)
+    for sampling in ({}, {"temperature": 0.7, "seed": 9}, {"temperature": 1.0, "top_p": 0.8, "top_k": 50}):
+        engine.generate(prompts, [100, 60, 30, 100], **sampling)  # one after another where there is one slot
+        engine.generate_ar(prompts, 20, **sampling)
     assert compiled == []
     if options.get("strategy") != "del":  # its verify passes are captured as they are met
         assert engine.batch.graphs.captured == graphs

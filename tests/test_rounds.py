@@ -199,13 +199,15 @@ def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
         engine.__post_init__()
 
 
+@pytest.mark.parametrize("beside", [(), ([7] * 20, list(range(50, 99)))], ids=["alone", "batch"])
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
-def test_the_logits_are_those_of_plain_decoding(pairs, shape):
+def test_the_logits_are_those_of_plain_decoding(pairs, shape, beside):
     """On a GPU they are equal in bfloat16 (test_gpu.py); here up to the sums' order."""
-    fast = load(pairs, graphs="on", **SHAPES[shape])
+    fast, plain = load(pairs, graphs="on", **SHAPES[shape], batch_size=1 + len(beside)), load(pairs, graphs="on")
     for prompt, how in itertools.product((PROMPTS[2], list(range(40))), ({}, {"temperature": 0.7})):
-        (a, text), (b, same) = (logits_of(fast, prompt, 60, drafting, **how) for drafting in (False, True))
-        assert text == same and (a - b).abs().max() < 1e-12 and len(a) == 60
+        a, text = logits_of(plain, prompt, 60, drafting=False, **how)
+        b, same = logits_of(fast, prompt, 60, beside=beside, **how)
+        assert text == same and (a - b).abs().max() < 1e-12 and len(a) == len(b) == 60
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])

@@ -324,14 +324,15 @@ class Batch:
         """Tell each policy what the tapped layers would have said after the accepted rows; rows past them follow tokens
         that are not in the text. With captured rounds, the cost also includes how much longer this uncaptured round
         took than a usual one."""
-        assert self.drafter is not None and r.target is not None and r.positions is not None
-        start, n = time.perf_counter(), len(r.sequences)
-        rows, heard = r.positions.view(n, -1), []
+        assert self.drafter is not None
+        start, n, count = time.perf_counter(), len(r.sequences), r.n * (r.size + 1)
+        rows, targets = r.kept("positions", count).view(n, -1), r.kept("target", count).view(n, -1)
+        heard = []
         for slot, (sequence, path) in enumerate(zip(r.sequences, paths, strict=True)):
             kept = len(path)
             taps = {layer: x.view(n, rows.shape[1], -1)[slot, :kept] for layer, x in r.taps.items()}
             draws = Draws.of([sequence.sampling], r.state.draw, False)
-            heard.append(self.drafter.watch(taps, draws, r.target[slot, :kept], rows[slot, :kept]))
+            heard.append(self.drafter.watch(taps, draws, targets[slot, :kept], rows[slot, :kept]))
         spent = time.perf_counter() - start
         for sequence, (match, confidence) in zip(r.sequences, heard, strict=True):
             sequence.stats.seconds["watch"] += spent / n

@@ -64,10 +64,7 @@ class Round:
     nodes: Tensor | None = None  # [n, size], which of the grown nodes of a tree the draft holds
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
 
-    logits: Tensor | None = None  # [n * rows, V]
-    positions: Tensor | None = None  # [n * rows]
-    target: Tensor | None = None  # [n, rows]
-    report: Tensor | None = None
+    _kept: dict[str, Tensor] = field(default_factory=dict)
     host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
     done: Any = None  # the event after the copies
     marks: list[Any] = field(default_factory=list)  # times, or events, around the stages
@@ -88,11 +85,17 @@ class Round:
         key = name, self.n, self.bucket if attends else 0, self.draws.kind if draws else ""
         self.graphs.run(key if self.fixed else None, work)
 
-    def keep(self, place: Tensor, value: Tensor) -> Tensor:
-        """`value` for a later stretch of work: where work is captured, copied to its place in the state."""
-        if not self.fixed:
-            return value
-        return place[: len(value)].copy_(value)
+    def keep(self, name: str, value: Tensor) -> None:
+        """`value` for a later stretch of work, which finds it with `kept`. A replayed graph runs none of this code, so
+        in a round of fixed shape values stand in the state."""
+        if self.fixed:
+            getattr(self.state, name)[: len(value)].copy_(value)
+        else:
+            self._kept[name] = value
+
+    def kept(self, name: str, count: int) -> Tensor:
+        """The first `count` entries of what was kept."""
+        return (getattr(self.state, name) if self.fixed else self._kept[name])[:count]
 
     def last(self, count: int) -> Tensor:
         """[n, count], the last committed tokens of each sequence, by the device."""
@@ -118,11 +121,11 @@ class Round:
 
     def heard(self, scores: Tensor) -> None:
         """Keep the log-probabilities [n] of the newest draft tokens for `goes_on`."""
-        self._scores = self.keep(self.state.confidence, scores)
+        self.keep("confidence", scores)
 
     def goes_on(self) -> bool:
         """Whether at least half of the sequences' policies draft another token; reads `heard` on the host."""
-        scores = self._scores
+        scores = self.kept("confidence", self.n)
         if scores.is_cuda:
             scores = to_host(scores)
             torch.cuda.current_stream().synchronize()
@@ -169,8 +172,8 @@ def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
     else:
         out = forward(model, cache, rows, model.embed_tokens(s.window[:, : N + 1].reshape(-1)), taps=r.budget.taps)
         r.taps = out.taps
-    r.logits = r.keep(s.logits, model.logits(out.hidden))
-    r.positions = r.keep(s.positions, rows.positions)
+    r.keep("logits", model.logits(out.hidden))
+    r.keep("positions", rows.positions)
 
 
 def _beside(rows: Tensor, last: Tensor) -> Tensor:
@@ -185,8 +188,7 @@ def accept(r: Round, model: Model, cache: KVCache) -> None:
 
 def _accept(r: Round, model: Model, cache: KVCache) -> None:
     s, N, n = r.state, r.size, r.n
-    assert r.logits is not None and r.positions is not None
-    logits, positions = r.logits[: n * (N + 1)], r.positions[: n * (N + 1)]
+    logits, positions = r.kept("logits", n * (N + 1)), r.kept("positions", n * (N + 1))
     target = model.draw(r.draws, logits, positions).view(n, N + 1)
     tokens, parents = s.window[:, 1 : N + 1], s.parents[:, :N] if r.tree else None
     if s.agrees.shape[1]:
@@ -196,19 +198,20 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
     report, src, dst = advance(path, count, target, s.committed, s.length, s.window, s.limit, table, page, r.tree)
     if r.tree:  # a chain's accepted rows are in place already
         kv_commit(cache.k, cache.v, src, dst)
-    r.report = r.keep(s.report, report.view(-1)).view(n, -1)
-    r.target = r.keep(s.target, target.reshape(-1)).view(n, -1)
+    r.keep("report", report.view(-1))
+    r.keep("target", target.reshape(-1))
 
 
 def send(r: Round, traced: bool) -> None:
     """Start copying to the host what became of the round, and with `traced` the draft and the target's tokens too."""
-    N, s = r.size, r.state
-    assert r.report is not None and r.target is not None
-    copies = {"report": r.report}
+    N, s, n = r.size, r.state, r.n
+    copies = {"report": r.kept("report", n * (3 + 2 * N)).view(n, -1)}
     if traced or r.generated:
         copies["draft"] = s.window[:, 1 : N + 1]
     if traced:
-        copies |= {"target": r.target} | ({"parents": s.parents[:, :N]} if r.tree else {})
+        copies |= {"target": r.kept("target", n * (N + 1)).view(n, -1)} | (
+            {"parents": s.parents[:, :N]} if r.tree else {}
+        )
     if not s.length.is_cuda:
         r.host = {name: x.clone() if r.fixed or name in ("draft", "parents") else x for name, x in copies.items()}
         return

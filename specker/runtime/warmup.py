@@ -106,7 +106,6 @@ def _sizes(batch: "Batch", n: int, length: int, sampling: Sampling, sizes: Seque
             for _ in range(batch.graphs.passes):
                 r: Round = batch.new_round(Budget(size, size), True)
                 r.size, r.tree = size, tree
-                r.logits, r.positions = batch.state.logits, batch.state.positions
                 if accepting:
                     accept(r, batch.target, batch.cache)
                 else:

@@ -6,7 +6,6 @@ from make_checkpoint import make
 
 import specker
 from specker.kernels.linear import row_linear, row_linear_ref
-from specker.runtime import engine as engines
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Model, forward, prefill

@@ -109,7 +109,7 @@ class DiffusionDrafter(Drafter):
                 r.generated, r.found = True, [DiffusionStats(0)] * len(r.sequences)
                 return
             lengths = [len(s.text) for s in r.sequences]
-            new, blocks, _ = self._candidates(r, r.state.hidden[: r.n * depth], lengths)
+            new, blocks, _ = self._candidates(r, r.kept("hidden", r.n * depth), lengths)
             self._searched(r, new, [[block] for block in blocks], 1)
             return
         texts = [s.text[: self._limit] for s in r.sequences]
@@ -204,7 +204,7 @@ class DiffusionDrafter(Drafter):
         hidden = hidden.view(n, R + k, -1)[:, R - 1 : -1] if config.shifted_logits else hidden.view(n, R + k, -1)[:, R:]
         hidden = hidden.reshape(n * k, -1)
         if self.search is not None:
-            r.keep(r.state.hidden, hidden)
+            r.keep("hidden", hidden)
             return
         asked = (r.state.length[:, None] + torch.arange(-1, k - 1, device=hidden.device)).view(-1)
         r.window[:, 1 : k + 1] = self.head.best(hidden, r.draws, asked).view(n, k)
