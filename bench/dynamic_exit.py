@@ -110,7 +110,7 @@ class EarlyExit:
 def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[list[dict], dict[str, list[dict]]]:
     plain = load(args, strategy="ar")
     layers = plain.target.config.num_layers
-    head = load(args, strategy="del").head_cost
+    head = load(args, strategy="del").policies.head_cost
     texts = [plain.generate(p, args.max_new_tokens, temperature=temperature).tokens for p in prompts]
     sweep = fixed([matches(plain, p, t, temperature) for p, t in zip(prompts, texts, strict=True)], layers, head)
     best = max(sweep, key=lambda row: row["etpl"])

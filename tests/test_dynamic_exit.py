@@ -137,7 +137,7 @@ def test_a_trimmed_head_joins(target, tmp_path):
     fast = engine(target, strategy="del+vocabtrim", vocab_scores=str(path), vocab_keep="100", vocab_text=0)
     assert fast.drafter.head.weight.shape == (100, 64) and fast.model.head.shape == (128, 64)
     whole = engine(target)
-    assert fast.head_cost == pytest.approx(whole.head_cost * 100 / 128)
+    assert fast.policies.head_cost == pytest.approx(whole.policies.head_cost * 100 / 128)
     drafted = []
     fast.trace = lambda row: drafted.extend(row["draft"])
     got = fast.generate(PROMPTS[0], 60, temperature=0.7)
