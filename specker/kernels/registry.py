@@ -8,13 +8,14 @@ An op file ends with a registration and its function calls what that returns:
 
     _add_rows = register(add_rows, check=_check, reference=add_rows_ref, launch=_launch, fake=_fake)
 
-The annotations give the schema of `torch.ops.specker.add_rows`. The other functions take the same arguments, all of them
-and in that order. `check` raises on bad arguments and runs before every path.
+The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. The other
+functions take the same arguments, all of them and in that order. `check` raises on bad arguments and runs before
+every path.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -48,8 +49,10 @@ def register(
     Where a schema cannot express the function's arguments, `pack` turns them into the registered ones and `unpack`
     turns those back. The annotated parameters of `schema` are then the registered ones; without it, the function's.
     """
-    name, signature = function.__name__, inspect.signature(schema or function)
-    defaults = tuple(parameter.default for parameter in signature.parameters.values())
+    name, signature = function.__name__, inspect.signature(function)
+    parameters = inspect.signature(schema or function).parameters.values()
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    defaults = tuple(p.default for p in positional)
 
     def call(*args: Any) -> Any:
         if is_compiling():
@@ -79,13 +82,11 @@ def register(
 
     def prototype() -> None: ...
 
-    prototype.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        return_annotation=inspect.signature(function).return_annotation
-    )
+    prototype.__signature__ = signature.replace(parameters=positional)  # type: ignore[attr-defined]
     # Sizes are plain integers: checks and tile tables ask for their values.
     text = torch.library.infer_schema(prototype, mutates_args=mutates).replace("SymInt", "int")
     _LIBRARY.define(name + text)
     _LIBRARY.impl(name, registered, "CompositeExplicitAutograd")  # CPU and CUDA; a packed weight has keys of its own
     torch.library.register_fake(f"specker::{name}", abstract, lib=_LIBRARY)
     overload = getattr(torch.ops.specker, name).default
-    return call
+    return cast("Callable[P, R]", call)
