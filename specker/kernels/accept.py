@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 
@@ -32,18 +33,7 @@ def accept_walk(
     Raises ValueError on other shapes and dtypes and, on a CPU, on values that are no trees. On CUDA nothing is read on
     the host: from such values comes rubbish, but nothing is read or written out of bounds.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.specker.accept_walk(tokens, parents, target, cu_drafts)
     return _accept_walk(tokens, parents, target, cu_drafts)
-
-
-def _accept_walk(
-    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_walk(tokens, parents, target, cu_drafts)
-    if tokens.is_cuda:
-        return _launch_walk(tokens, parents, target, cu_drafts)
-    return accept_walk_ref(tokens, parents, target, cu_drafts)
 
 
 def accept_walk_ref(
@@ -233,16 +223,10 @@ def _check_walk(tokens: Tensor, parents: Tensor | None, target: Tensor, cu_draft
         )
 
 
-def _fake_walk(
-    tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_walk(tokens, parents, target, cu_drafts)
+def _fake_walk(tokens: Tensor, _: Tensor | None, target: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
     N = tokens.shape[-1]
     B = target.shape[0] if tokens.dim() == 2 else target.shape[0] - N
     return tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
 
 
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define("accept_walk(Tensor tokens, Tensor? parents, Tensor target, Tensor? cu_drafts) -> (Tensor, Tensor, Tensor)")
-_lib.impl("accept_walk", _accept_walk, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::accept_walk", _fake_walk, lib=_lib)
+_accept_walk = register(accept_walk, check=_check_walk, reference=accept_walk_ref, launch=_launch_walk, fake=_fake_walk)

@@ -43,6 +43,7 @@ from specker.kernels.ancestors import (
     unpack_words,
 )
 from specker.kernels.cpu import FEW_ROWS, plain
+from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 __all__ = [
@@ -73,27 +74,16 @@ def tree_attention(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
+    *,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [T, Hq, D], lse [T, Hq]; see the module for shapes. Raises ValueError on other shapes or dtypes.
 
-    Without `with_lse` the second may be empty, [0]: a CPU saves a tenth of a short call.
+    Without `with_lse` the second may be empty, [0], which saves a CPU a tenth of a short call.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.specker.tree_attention(
-            q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
-        )
-    args = k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
-    return _tree_attention(q, *args, with_lse=with_lse)
-
-
-def _tree_attention(q: Tensor, *rest: Any, with_lse: bool = True) -> tuple[Tensor, Tensor]:
-    if (done := _few_rows(q, *(*rest, with_lse))) is not None:
-        return done
-    _check(q, *rest)
-    if q.is_cuda and q.dtype != torch.float64:
-        return _launch(q, *rest)
-    return tree_attention_ref(q, *rest)
+    args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
+    done = _few_rows(*args, with_lse)
+    return _tree_attention(*args) if done is None else done
 
 
 def tree_attention_ref(
@@ -127,6 +117,40 @@ def tree_attention_ref(
     return torch.cat(outs), torch.cat(lses)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """One sequence: q [T, Hq, D], k and v [S, Hkv, D], additive mask [T, S] or None -> out [T, Hq, D], lse [T, Hq]."""
+    T, Hq, D = q.shape
+    if q.device.type == "cpu":  # the fused CPU kernel gives the log-sum-exp too
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.transpose(0, 1).unsqueeze(0),
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            attn_mask=mask,
+            scale=scale,
+        )
+        return out.squeeze(0).transpose(0, 1), lse.view(Hq, T).t()
+    acc = torch.promote_types(q.dtype, torch.float32)
+    G = Hq // k.shape[1]
+    scores = torch.einsum("tgrd,sgd->tgrs", q.to(acc).unflatten(1, (-1, G)), k.to(acc)) * scale
+    if mask is not None:
+        scores = scores + mask[:, None, None, :]
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("tgrs,sgd->tgrd", (scores - lse.unsqueeze(-1)).exp(), v.to(acc))
+    return out.reshape(T, Hq, D).to(q.dtype), lse.reshape(T, Hq)
+
+
+def gather_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """The first `length` rows [length, Hkv, D] of one sequence; a view where its pages lie one after another."""
+    page_size = cache.shape[1]
+    ids = pages[: -(-length // page_size)].tolist()
+    if ids == list(range(ids[0], ids[0] + len(ids))):
+        return cache[ids[0] : ids[0] + len(ids)].flatten(0, 1)[:length]
+    return cache[ids].flatten(0, 1)[:length]
+
+
+# Split i holds the columns from split_start(i) to split_start(i + 1), numbers with four bits of mantissa times a unit.
+
+
 def _few_rows(
     q: Tensor,
     k_cache: Tensor,
@@ -137,7 +161,7 @@ def _few_rows(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
-    with_lse: bool,
+    with_lse: bool = True,
 ) -> tuple[Tensor, Tensor] | None:
     """On a CPU, of pages one after another. Rows, and the query heads that share a KV head, are the rows of a product.
     Sequences that differ in their pages alone, evenly apart, as the layers of a group do, are worked on together,
@@ -298,40 +322,6 @@ def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows:
         if (splits := split_count(n, split_unit(Hkv))) > 1:
             bytes_ += 2 * splits * t * Hq * (D + 2) * 4
     return bytes_, sum(4 * n * t * Hq * D for n, t in zip(kv_len, rows, strict=True))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """One sequence: q [T, Hq, D], k and v [S, Hkv, D], additive mask [T, S] or None -> out [T, Hq, D], lse [T, Hq]."""
-    T, Hq, D = q.shape
-    if q.device.type == "cpu":  # the fused CPU kernel gives the log-sum-exp too
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
-            attn_mask=mask,
-            scale=scale,
-        )
-        return out.squeeze(0).transpose(0, 1), lse.view(Hq, T).t()
-    acc = torch.promote_types(q.dtype, torch.float32)
-    G = Hq // k.shape[1]
-    scores = torch.einsum("tgrd,sgd->tgrs", q.to(acc).unflatten(1, (-1, G)), k.to(acc)) * scale
-    if mask is not None:
-        scores = scores + mask[:, None, None, :]
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("tgrs,sgd->tgrd", (scores - lse.unsqueeze(-1)).exp(), v.to(acc))
-    return out.reshape(T, Hq, D).to(q.dtype), lse.reshape(T, Hq)
-
-
-def gather_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """The first `length` rows [length, Hkv, D] of one sequence; a view where its pages lie one after another."""
-    page_size = cache.shape[1]
-    ids = pages[: -(-length // page_size)].tolist()
-    if ids == list(range(ids[0], ids[0] + len(ids))):
-        return cache[ids[0] : ids[0] + len(ids)].flatten(0, 1)[:length]
-    return cache[ids].flatten(0, 1)[:length]
-
-
-# Split i holds the columns from split_start(i) to split_start(i + 1), numbers with four bits of mantissa times a unit.
 
 
 def split_unit(Hkv: int) -> int:
@@ -712,15 +702,10 @@ def _check(
         raise ValueError(f"scale must be positive, got {scale}")
 
 
-def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _check(q, *rest)
+def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define(
-    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len, Tensor window, "
-    "Tensor cu_rows, Tensor ancestors, float scale) -> (Tensor, Tensor)"
+_tree_attention = register(
+    tree_attention, check=_check, reference=tree_attention_ref, launch=_launch, fake=_fake, few=_few_rows
 )
-_lib.impl("tree_attention", _tree_attention, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::tree_attention", _fake, lib=_lib)

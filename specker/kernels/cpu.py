@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 FEW_ROWS = 64
 _TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float16 is slow
@@ -19,11 +20,12 @@ _TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float1
 
 def few(x: Tensor) -> bool:
     """Whether x [T, ..] has few rows of a type that numpy handles."""
-    return x.shape[0] <= FEW_ROWS and plain(x)
+    return plain(x) and x.shape[0] <= FEW_ROWS  # in this order a graph gets no guard on the number of rows
 
 
 def plain(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype in _TYPES and not x.requires_grad
+    """Whether numpy may have x: a CPU tensor outside of autograd, torch.compile and torch.export (a fake tensor)."""
+    return type(x) is Tensor and x.is_cpu and x.dtype in _TYPES and not (x.requires_grad or is_dynamo_compiling())
 
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.cpu import few, rms_norm
+from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 
@@ -38,29 +39,10 @@ def kv_calibrate(
     eps: float = 1e-6,
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D]; K/V of the rows go to `slots`. See the module for the contract."""
-    if torch.compiler.is_compiling():
-        return torch.ops.specker.kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     q = _kv_calibrate_few(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     if q is not None:
         return q
     return _kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
-
-
-def _kv_calibrate(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    _check(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
-    if qkv.is_cuda and qkv.dtype != torch.float64:
-        return _launch(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
-    return kv_calibrate_ref(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
 
 
 def kv_calibrate_ref(
@@ -94,6 +76,17 @@ def _norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(heads, heads.shape[-1:], weight[0], eps)
     grouped = heads.unflatten(0, (weight.shape[0], -1))
     return (F.rms_norm(grouped, heads.shape[-1:], None, eps) * weight[:, None, None, :]).flatten(0, 1)
+
+
+def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) -> Tensor:
+    """[length, 2, D] from inv_freq [D/2]: cos twice, and [-sin, sin], so that rotate_half needs no negation.
+
+    Angles, cos and sin are float32 whatever `dtype`, as in transformers; half types keep a float32 table.
+    """
+    angles = torch.arange(length, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq.float()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+    return table.to(torch.float64) if dtype == torch.float64 else table
 
 
 def _kv_calibrate_few(
@@ -149,46 +142,7 @@ def kv_calibrate_cost(qkv: Tensor, *_: object, **__: object) -> tuple[int, int]:
     return 2 * qkv.numel() * qkv.element_size(), 3 * qkv.numel()
 
 
-def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) -> Tensor:
-    """[length, 2, D] from inv_freq [D/2]: cos twice, and [-sin, sin], so that rotate_half needs no negation.
-
-    Angles, cos and sin are float32 whatever `dtype`, as in transformers; half types keep a float32 table.
-    """
-    angles = torch.arange(length, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq.float()
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-    return table.to(torch.float64) if dtype == torch.float64 else table
-
-
-def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Move rows src [M] to dst [M] in every layer of k_cache, v_cache [L, pages, page_size, Hkv, D], in place."""
-    if torch.compiler.is_compiling():
-        return torch.ops.specker.kv_commit(k_cache, v_cache, src, dst)
-    return _kv_commit(k_cache, v_cache, src, dst)
-
-
-def _kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    _check_commit(k_cache, v_cache, src, dst)
-    if k_cache.is_cuda and src.shape[0] <= MAX_COMMIT:
-        _launch_commit(k_cache, v_cache, src, dst)
-    else:
-        kv_commit_ref(k_cache, v_cache, src, dst)
-
-
-def kv_commit_ref(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    for cache in (k_cache, v_cache):
-        rows = cache.view(cache.shape[0], -1, *cache.shape[3:])
-        rows.index_copy_(1, dst, rows.index_select(1, src))
-
-
-def kv_commit_cost(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> tuple[int, int]:
-    """(bytes, flops) of one call."""
-    L, _, _, Hkv, D = k_cache.shape
-    return 4 * L * src.shape[0] * Hkv * D * k_cache.element_size(), 0
-
-
 TILE = 2048  # elements of a half of D that one program holds: rows x heads x D/2
-MAX_COMMIT = 256  # a window's rows; more are moved by the reference, which reads all first too
 
 
 @triton.jit
@@ -306,6 +260,122 @@ def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool) -> Varia
     )
 
 
+def _launch(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    same_device(
+        qkv, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
+    )
+    _check_contiguous(k_cache, v_cache)
+    if rope.dtype != torch.float32 or not rope.is_contiguous():
+        raise ValueError(f"rope must be a contiguous float32 table, got {rope.dtype}")
+    qkv, positions, slots = qkv.contiguous(), positions.contiguous(), slots.contiguous()
+    if q_norm is not None and k_norm is not None:
+        q_norm, k_norm = q_norm.contiguous(), k_norm.contiguous()
+    T, (Hkv, D) = qkv.shape[0], k_cache.shape[2:]
+    Hq = qkv.shape[1] // D - 2 * Hkv
+    q = qkv.new_empty(T, Hq, D)
+    if T:
+        variant = _variant(qkv.dtype, Hq, Hkv, D, q_norm is not None)
+        BT, BH = variant.constexprs["BT"], variant.constexprs["BH"]
+        grid = (-(-T // BT), -(-Hq // BH) + 2 * -(-Hkv // BH))
+        group = T if q_norm is None else T // q_norm.shape[0]
+        # without norms their pointers are not read
+        norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
+        variant(grid, qkv, positions, slots, rope, *norms, q, k_cache, v_cache, T, group, eps)
+    return q
+
+
+def _check(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    T = qkv.shape[0]
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+        raise ValueError(f"caches must be [pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
+    Hkv, D = k_cache.shape[2:]
+    if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] <= 2 * Hkv * D:
+        raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
+    if D % 2:
+        raise ValueError(f"D must be even, since halves of a head are rotated together; got {D}")
+    for name, index in (("positions", positions), ("slots", slots)):
+        if index.shape != (T,) or index.dtype != torch.int64:
+            raise ValueError(f"{name} must be [{T}] int64, got {tuple(index.shape)} {index.dtype}")
+    if rope.dim() != 3 or rope.shape[1:] != (2, D):
+        raise ValueError(f"rope must be [C, 2, {D}], got {tuple(rope.shape)}")
+    if k_cache.dtype != qkv.dtype:
+        raise ValueError(f"the caches must have qkv's dtype: {k_cache.dtype}, {qkv.dtype}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm come together or not at all")
+    if q_norm is None or k_norm is None:
+        return
+    if q_norm.dim() != 2 or q_norm.shape[1] != D or not len(q_norm) or T % len(q_norm):
+        raise ValueError(f"q_norm must be [G, {D}] with G dividing {T} rows, got {tuple(q_norm.shape)}")
+    if k_norm.shape != q_norm.shape or not q_norm.dtype == k_norm.dtype == qkv.dtype:
+        raise ValueError(
+            f"q_norm and k_norm must have one shape and qkv's dtype: {tuple(q_norm.shape)} {q_norm.dtype}, "
+            f"{tuple(k_norm.shape)} {k_norm.dtype}"
+        )
+
+
+def _check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"the caches must be contiguous and of one dtype: {k_cache.dtype}, {v_cache.dtype}")
+
+
+def _fake(qkv: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor, *_: object) -> Tensor:
+    Hkv, D = k_cache.shape[2:]
+    heads = qkv.new_empty(qkv.shape[0], qkv.shape[1] // D - Hkv, D)  # the reference's q is a view beside its k
+    q = heads[:, : heads.shape[1] - Hkv]
+    return q.new_empty(q.shape) if qkv.is_cuda and qkv.dtype != torch.float64 else q
+
+
+_kv_calibrate = register(
+    kv_calibrate,
+    check=_check,
+    reference=kv_calibrate_ref,
+    launch=_launch,
+    fake=_fake,
+    few=_kv_calibrate_few,
+    mutates=("k_cache", "v_cache"),
+)
+
+
+def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Move rows src [M] to dst [M] in every layer of k_cache, v_cache [L, pages, page_size, Hkv, D], in place."""
+    _kv_commit(k_cache, v_cache, src, dst)
+
+
+def kv_commit_ref(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    for cache in (k_cache, v_cache):
+        rows = cache.view(cache.shape[0], -1, *cache.shape[3:])
+        rows.index_copy_(1, dst, rows.index_select(1, src))
+
+
+def kv_commit_cost(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> tuple[int, int]:
+    """(bytes, flops) of one call."""
+    L, _, _, Hkv, D = k_cache.shape
+    return 4 * L * src.shape[0] * Hkv * D * k_cache.element_size(), 0
+
+
+MAX_COMMIT = 256  # a window's rows; more are moved by the reference, which reads all first too
+
+
 @triton.jit(
     do_not_specialize=["M", "slots"],
     do_not_specialize_on_alignment=["src_ptr", "dst_ptr"],
@@ -353,6 +423,35 @@ def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
     )
 
 
+def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
+    _check_contiguous(k_cache, v_cache)
+    L, pages, page_size, Hkv, D = k_cache.shape
+    if M := src.shape[0]:
+        bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
+        variant = _commit_variant(k_cache.dtype, Hkv * D, bucket)
+        grid = (-(-Hkv * D // variant.constexprs["BC"]), L)
+        variant(grid, k_cache, v_cache, src.contiguous(), dst.contiguous(), M, pages * page_size)
+
+
+def _check_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    if k_cache.shape != v_cache.shape or k_cache.dim() != 5:
+        raise ValueError(f"caches must be [L, pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
+    if src.shape != dst.shape or src.dim() != 1:
+        raise ValueError(f"src and dst must be [M], got {tuple(src.shape)} and {tuple(dst.shape)}")
+
+
+_kv_commit = register(
+    kv_commit,
+    check=_check_commit,
+    reference=kv_commit_ref,
+    launch=_launch_commit,
+    fake=lambda *_: None,
+    fits=lambda k_cache, v_cache, src, dst: src.shape[0] <= MAX_COMMIT,
+    mutates=("k_cache", "v_cache"),
+)
+
+
 def variants(arch: int) -> Iterator[Variant]:
     """What the compile-only checks compile for sm_`arch`; the launchers take any heads and D."""
     for norm in (False, True):
@@ -366,128 +465,3 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _commit_variant(torch.bfloat16, 1024, BM)
     yield _commit_variant(torch.bfloat16, 96, 16)
     yield _commit_variant(torch.float32, 1024, 16)
-
-
-def _launch(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> Tensor:
-    same_device(
-        qkv, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
-    )
-    _check_contiguous(k_cache, v_cache)
-    if rope.dtype != torch.float32 or not rope.is_contiguous():
-        raise ValueError(f"rope must be a contiguous float32 table, got {rope.dtype}")
-    qkv, positions, slots = qkv.contiguous(), positions.contiguous(), slots.contiguous()
-    if q_norm is not None and k_norm is not None:
-        q_norm, k_norm = q_norm.contiguous(), k_norm.contiguous()
-    T, (Hkv, D) = qkv.shape[0], k_cache.shape[2:]
-    Hq = qkv.shape[1] // D - 2 * Hkv
-    q = qkv.new_empty(T, Hq, D)
-    if T:
-        variant = _variant(qkv.dtype, Hq, Hkv, D, q_norm is not None)
-        BT, BH = variant.constexprs["BT"], variant.constexprs["BH"]
-        grid = (-(-T // BT), -(-Hq // BH) + 2 * -(-Hkv // BH))
-        group = T if q_norm is None else T // q_norm.shape[0]
-        # without norms their pointers are not read
-        norms = (qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm)
-        variant(grid, qkv, positions, slots, rope, *norms, q, k_cache, v_cache, T, group, eps)
-    return q
-
-
-def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
-    _check_contiguous(k_cache, v_cache)
-    L, pages, page_size, Hkv, D = k_cache.shape
-    if M := src.shape[0]:
-        bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
-        variant = _commit_variant(k_cache.dtype, Hkv * D, bucket)
-        grid = (-(-Hkv * D // variant.constexprs["BC"]), L)
-        variant(grid, k_cache, v_cache, src.contiguous(), dst.contiguous(), M, pages * page_size)
-
-
-def _check(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-) -> None:
-    T = qkv.shape[0]
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
-        raise ValueError(f"caches must be [pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
-    Hkv, D = k_cache.shape[2:]
-    if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] <= 2 * Hkv * D:
-        raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
-    if D % 2:
-        raise ValueError(f"D must be even, since halves of a head are rotated together; got {D}")
-    for name, index in (("positions", positions), ("slots", slots)):
-        if index.shape != (T,) or index.dtype != torch.int64:
-            raise ValueError(f"{name} must be [{T}] int64, got {tuple(index.shape)} {index.dtype}")
-    if rope.dim() != 3 or rope.shape[1:] != (2, D):
-        raise ValueError(f"rope must be [C, 2, {D}], got {tuple(rope.shape)}")
-    if k_cache.dtype != qkv.dtype:
-        raise ValueError(f"the caches must have qkv's dtype: {k_cache.dtype}, {qkv.dtype}")
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm come together or not at all")
-    if q_norm is None or k_norm is None:
-        return
-    if q_norm.dim() != 2 or q_norm.shape[1] != D or not len(q_norm) or T % len(q_norm):
-        raise ValueError(f"q_norm must be [G, {D}] with G dividing {T} rows, got {tuple(q_norm.shape)}")
-    if k_norm.shape != q_norm.shape or not q_norm.dtype == k_norm.dtype == qkv.dtype:
-        raise ValueError(
-            f"q_norm and k_norm must have one shape and qkv's dtype: {tuple(q_norm.shape)} {q_norm.dtype}, "
-            f"{tuple(k_norm.shape)} {k_norm.dtype}"
-        )
-
-
-def _check_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    if k_cache.shape != v_cache.shape or k_cache.dim() != 5:
-        raise ValueError(f"caches must be [L, pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
-    if src.shape != dst.shape or src.dim() != 1:
-        raise ValueError(f"src and dst must be [M], got {tuple(src.shape)} and {tuple(dst.shape)}")
-
-
-def _check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != v_cache.dtype:
-        raise ValueError(f"the caches must be contiguous and of one dtype: {k_cache.dtype}, {v_cache.dtype}")
-
-
-def _fake(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    _check(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
-    Hkv, D = k_cache.shape[2:]
-    heads = qkv.new_empty(qkv.shape[0], qkv.shape[1] // D - Hkv, D)  # the reference's q is a view beside its k
-    q = heads[:, : heads.shape[1] - Hkv]
-    return q.new_empty(q.shape) if qkv.is_cuda and qkv.dtype != torch.float64 else q
-
-
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define(
-    "kv_calibrate(Tensor qkv, Tensor positions, Tensor slots, Tensor rope, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=1e-6) -> Tensor"
-)
-_lib.impl("kv_calibrate", _kv_calibrate, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::kv_calibrate", _fake, lib=_lib)
-_lib.define("kv_commit(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor src, Tensor dst) -> ()")
-_lib.impl("kv_commit", _kv_commit, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::kv_commit", _check_commit, lib=_lib)

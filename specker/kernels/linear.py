@@ -23,8 +23,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 EPILOGUES = ("none", "silu_mul")
@@ -36,24 +38,15 @@ _PACK_ROWS = 16  # the row count the layout is chosen for; measured good from 1 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
     """x [T, E], weight [O, E] (plain or from `pack`), bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul"; or all
     of them, plain, with a dimension G in front."""
-    if torch.compiler.is_compiling():
-        return torch.ops.specker.row_linear(x, weight, bias, epilogue)
     matrices = x.dim() == weight.dim() > 1
     plain = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
-    if x.is_cpu and bias is None and matrices and plain:
+    if x.is_cpu and bias is None and matrices and plain and not is_compiling():
         try:
             return row_linear_ref(x, weight, bias, epilogue)
         except RuntimeError:  # what the check would have said costs a decoding step more than saying it afterwards
             _check(x, weight, bias, epilogue)
             raise
     return _row_linear(x, weight, bias, epilogue)
-
-
-def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
-    _check(x, weight, bias, epilogue)
-    if x.is_cuda and x.dtype != torch.float64 and x.shape[-2] <= MAX_ROWS:
-        return _launch(x, weight, bias, epilogue)
-    return row_linear_ref(x, weight, bias, epilogue)
 
 
 def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
@@ -398,12 +391,15 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Non
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
-    _check(x, weight, bias, epilogue)
     O = weight.shape[-2]
     return x.new_empty(*x.shape[:-1], O // 2 if epilogue == "silu_mul" else O)
 
 
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define("row_linear(Tensor x, Tensor weight, Tensor? bias, str epilogue) -> Tensor")
-_lib.impl("row_linear", _row_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::row_linear", _fake, lib=_lib)
+_row_linear = register(
+    row_linear,
+    check=_check,
+    reference=row_linear_ref,
+    launch=_launch,
+    fake=_fake,
+    fits=lambda x, *_: x.shape[-2] <= MAX_ROWS,
+)

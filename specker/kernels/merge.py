@@ -15,9 +15,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import FEW_ROWS, few, rms_norm
+from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 
@@ -26,32 +28,20 @@ def residual_merge(
 ) -> tuple[Tensor, Tensor]:
     """x [T, E], deltas [P, T, E], norm_weight [Q, E] or None -> y [T, E], normed [Q, T, E]. Neither aliases x. `last`
     [T, E]: one more delta, which need not stand beside the others and is added after them."""
-    if torch.compiler.is_compiling():
-        return torch.ops.specker.residual_merge(x, deltas, norm_weight, eps, last)
     return _residual_merge_few(x, deltas, norm_weight, eps, last) or _residual_merge(x, deltas, norm_weight, eps, last)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`residual_merge` of one delta [T, E], or none, and one weight [E] -> y [T, E] (x itself without a delta) and
     normed [T, E]: a decoder layer's."""
-    if x.is_cpu and not torch.compiler.is_compiling():
-        if (done := _add_norm_few(x, delta, weight, eps)) is not None:
-            return done
-        if x.shape[0] > FEW_ROWS and x.dtype == weight.dtype:  # without the checks, 6% of a prefill of 100 rows
-            y = x if delta is None else x + delta
-            return y, F.rms_norm(y, weight.shape, weight, eps)
+    if (done := _add_norm_few(x, delta, weight, eps)) is not None:
+        return done
+    if x.is_cpu and not is_compiling() and x.shape[0] > FEW_ROWS and x.dtype == weight.dtype:
+        y = x if delta is None else x + delta  # the checks would cost 6% of a prefill of 100 rows
+        return y, F.rms_norm(y, weight.shape, weight, eps)
     deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
     y, normed = residual_merge(x, deltas, weight.unsqueeze(0), eps)
     return y, normed[0]
-
-
-def _residual_merge(
-    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _check(x, deltas, norm_weight, last)
-    if x.is_cuda and x.dtype != torch.float64:
-        return _launch(x, deltas, norm_weight, eps, last)
-    return residual_merge_ref(x, deltas, norm_weight, eps, last)
 
 
 def residual_merge_ref(
@@ -225,7 +215,7 @@ def _launch(
     return y, normed
 
 
-def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, last: Tensor | None) -> None:
+def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None) -> None:
     if x.dim() != 2 or deltas.dim() != 3 or deltas.shape[1:] != x.shape or (last is not None and last.shape != x.shape):
         raise ValueError(
             f"expected x [T, E], deltas [P, T, E], last [T, E]: x {tuple(x.shape)}, deltas {tuple(deltas.shape)}"
@@ -237,16 +227,10 @@ def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, last: Tensor |
         raise ValueError(f"norm_weight must be [Q, {x.shape[1]}], got {tuple(norm_weight.shape)}")
 
 
-def _fake(
-    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _check(x, deltas, norm_weight, last)
+def _fake(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0 if norm_weight is None else norm_weight.shape[0], *x.shape)
 
 
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define(
-    "residual_merge(Tensor x, Tensor deltas, Tensor? norm_weight, float eps, Tensor? last=None) -> (Tensor, Tensor)"
+_residual_merge = register(
+    residual_merge, check=_check, reference=residual_merge_ref, launch=_launch, fake=_fake, few=_residual_merge_few
 )
-_lib.impl("residual_merge", _residual_merge, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::residual_merge", _fake, lib=_lib)

@@ -1,0 +1,92 @@
+"""registry: register an op from the one signature of its documented function.
+
+An op file ends with a registration and its function calls what that returns:
+
+    def add_rows(x: Tensor, deltas: Tensor) -> Tensor:
+        \"""x [T, E], deltas [P, T, E] -> [T, E].\"""
+        return _add_rows(x, deltas)
+
+    _add_rows = register(add_rows, check=_check, reference=add_rows_ref, launch=_launch, fake=_fake)
+
+The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. The other
+functions take the same arguments, all of them and in that order. `check` raises on bad arguments and runs before
+every path.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.compiler import is_compiling
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LIBRARY = torch.library.Library("specker", "FRAGMENT")  # costs less per call than custom_op
+
+
+def register(
+    function: Callable[P, R],
+    *,
+    check: Callable[..., object],
+    reference: Callable[..., R],
+    launch: Callable[..., R],
+    fake: Callable[..., R],
+    fits: Callable[..., bool] | None = None,
+    few: Callable[..., R | None] | None = None,
+    mutates: tuple[str, ...] = (),
+    schema: Callable[..., object] | None = None,
+    pack: Callable[..., tuple[Any, ...]] | None = None,
+    unpack: Callable[..., tuple[Any, ...]] | None = None,
+) -> Callable[P, R]:
+    """Define torch.ops.specker.<name of function>; return what the function calls, with all arguments in order.
+
+    `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
+    `few` is the CPU form for few rows: it does its own checks and returns None to decline. The function calls it
+    first, to spare a CPU the work done here. `mutates` names the tensors that the op writes.
+
+    Where a schema cannot express the function's arguments, `pack` turns them into the registered ones and `unpack`
+    turns those back. The annotated parameters of `schema` are then the registered ones; without it, the function's.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    parameters = inspect.signature(schema or function).parameters.values()
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    defaults = tuple(p.default for p in positional)
+
+    def call(*args: Any) -> Any:
+        if is_compiling():
+            return overload(*(args if pack is None else pack(*args)))
+        return run(*args)
+
+    def run(*args: Any) -> Any:
+        check(*args)
+        x = args[0]
+        if x.is_cuda and x.dtype != torch.float64 and (fits is None or fits(*args)):
+            return launch(*args)
+        return reference(*args)
+
+    def given(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args += defaults[len(args) :]  # the dispatcher drops trailing arguments that equal their defaults
+        return args if unpack is None else unpack(*args)
+
+    def registered(*args: Any) -> Any:
+        args = given(args)
+        done = None if few is None else few(*args)
+        return run(*args) if done is None else done
+
+    def abstract(*args: Any) -> Any:
+        args = given(args)
+        check(*args)
+        return fake(*args)
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature.replace(parameters=positional)  # type: ignore[attr-defined]
+    # Sizes are plain integers: checks and tile tables ask for their values.
+    text = torch.library.infer_schema(prototype, mutates_args=mutates).replace("SymInt", "int")
+    _LIBRARY.define(name + text)
+    _LIBRARY.impl(name, registered, "CompositeExplicitAutograd")  # CPU and CUDA; a packed weight has keys of its own
+    torch.library.register_fake(f"specker::{name}", abstract, lib=_LIBRARY)
+    overload = getattr(torch.ops.specker, name).default
+    return cast("Callable[P, R]", call)
