@@ -1,14 +1,14 @@
 """Count the tokens of text, for a trimmed LM head and for a path search: `python -m specker.calibrate --help`.
 
     python -m specker.calibrate --prompts FILE.jsonl --out scores.safetensors                the target writes the text
-    python -m specker.calibrate --prompts FILE.jsonl --source draft --out scores.safetensors the draft does
-    python -m specker.calibrate --text FILE... --out scores.safetensors                      text as it is
-    python -m specker.calibrate --prompts FILE.jsonl --ngram ngram.safetensors               an n-gram model of it
+    python -m specker.calibrate --prompts FILE.jsonl --source draft --out scores.safetensors the draft writes it
+    python -m specker.calibrate --text FILE... --out scores.safetensors                      count existing text
+    python -m specker.calibrate --prompts FILE.jsonl --ngram ngram.safetensors               fit an n-gram model
     python -m specker.calibrate --scores FILE --vocab-keep 8192 --export freq_8192.pt        show, convert
 
-A draft beside the target only makes it faster: the text is the same. --out and --ngram may be given together: the
-text is the same too. Counts are kept in OUT.part while it runs; the same command goes on after a kill and ends in the
-same files. Beside OUT the coverage curve is drawn, OUT with .png.
+--draft makes the target faster and does not change the text. One run can write both --out and --ngram. OUT.part holds
+the counts while the command runs; after a kill, the same command resumes from it and ends in the same files. The
+coverage curve goes to OUT with the suffix .png.
 """
 
 import hashlib
@@ -32,32 +32,32 @@ ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 @dataclass(frozen=True)
 class Calibration:
-    target: str | None = opt(None, "whose vocabulary it is (default: the bundled code-target)", "DIR|HUB_ID")
-    draft: str | None = opt(None, "writes the text with --source draft, else makes the target faster", "DIR|HUB_ID")
-    prompts: str | None = opt(None, "JSON lines with `prompt` or `turns`, to be continued", "FILE|-")
-    text: tuple[str, ...] = opt((), "count these files as they are, without any model", "FILE")
-    source: str = opt("target", "who continues the prompts: target or draft", choices=("target", "draft"))
+    target: str | None = opt(None, "model whose vocabulary to count (default: the bundled code-target)", "DIR|HUB_ID")
+    draft: str | None = opt(None, "model that writes with --source draft; else it speeds up the target", "DIR|HUB_ID")
+    prompts: str | None = opt(None, "JSON lines with `prompt` or `turns`; a model continues them", "FILE|-")
+    text: tuple[str, ...] = opt((), "count these files, without a model", "FILE")
+    source: str = opt("target", "the model that continues the prompts: target or draft", choices=("target", "draft"))
     max_new_tokens: int = opt(128, "tokens to write after each prompt", least=1)
     chat: bool = opt(False, "wrap prompts in the target's chat template")
     out: str | None = opt(None, "the score file to write, .safetensors", "FILE")
     ngram: str | None = opt(None, "the n-gram model to write, .safetensors (for --strategy diffuspec)", "FILE")
-    ngram_least: int = opt(2, "with --ngram: leave out what was seen fewer times", least=1)
+    ngram_least: int = opt(2, "with --ngram: drop n-grams seen fewer times", least=1)
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
     vocab_keep: Keep | None = opt(
-        None, "with --export: 8192 rows, 0.25 of the vocabulary or coverage:0.98", parse=Keep.parse
+        None, "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98", parse=Keep.parse
     )
     export: str | None = opt(
         None, "with --scores: the kept ids as .pt (FR-Spec), .npy or .safetensors (EAGLE-3)", "FILE"
     )
     dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: as python -m specker.run)", choices=DTYPES)
-    device: str | None = opt(None, "cpu or cuda (default: cuda where there is one)")
+    device: str | None = opt(None, "cpu or cuda (default: cuda if available)")
 
     def __post_init__(self) -> None:
-        given = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
-        if len(given) != 1:
+        sources = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
+        if len(sources) != 1:
             raise ValueError("give one of --prompts FILE, --text FILE... and --scores FILE")
         if self.scores and (self.out or self.ngram):
-            raise ValueError("--out and --ngram are for counting; with --scores, --export FILE converts")
+            raise ValueError("--scores excludes --out and --ngram: use --export FILE to convert")
         if self.export and (not self.scores or self.vocab_keep is None):
             raise ValueError("--export needs --scores FILE and --vocab-keep")
         written = [name for name in (self.out, self.ngram) if name is not None]
@@ -66,14 +66,14 @@ class Calibration:
                 "--out must name the score file to write, --ngram the n-gram model, ending in .safetensors"
             )
         if len(set(written)) < len(written):
-            raise ValueError(f"--out and --ngram are both {self.out}: two files")
+            raise ValueError(f"--out and --ngram are both {self.out}: name two files")
         settle(self)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
     parser = Parser(prog="specker.calibrate", description="Count tokens for a trimmed LM head.", allow_abbrev=False)
     parser.add(Calibration, "calibration")
-    parser.add(Sampling, "sampling of the text that a model writes; prompt n has the seed SEED + n")
+    parser.add(Sampling, "sampling of the text that a model writes; prompt n uses the seed SEED + n")
     values = vars(parser.parse_args(argv))
     return make(Calibration, values), make(Sampling, values)
 
@@ -105,8 +105,7 @@ def run(job: Calibration, sampling: Sampling) -> int:
 
 
 def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
-    """The VocabScores of the job and the NGram (None unless asked for), from where an earlier run of the same job left
-    off."""
+    """Count the job's text: (VocabScores, NGram or None without --ngram). Resumes an earlier run of the same job."""
     import torch
 
     from specker.runtime import vocab_scores
@@ -128,7 +127,7 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
             saved = time.monotonic()
     _save(part, key, done, counts, trigrams)
     if not counts.sum():
-        raise ValueError("there is not one token in all of the text")
+        raise ValueError("the text has no tokens")
     totals = {"texts": done, "tokens": int(counts.sum())}
     source = "text" if job.text else job.source
     digest = vocab_scores.tokenizer_hash(tokenizer)
@@ -139,7 +138,7 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
 
 
 def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[str]]:
-    """(n -> token ids of text n, vocabulary size, tokenizer, what makes the job what it is: models and texts)."""
+    """(n -> token ids of text n, vocabulary size, tokenizer, the models and texts that identify the job)."""
     import specker
     from specker import zoo
     from specker.runtime.model.checkpoint import read_config, read_tokenizer
@@ -165,13 +164,13 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
     vocab_size = read_config(target).vocab_size
 
     def encode(turn: str, where: str) -> list[int]:
-        said = [{"role": "user", "content": turn}]
+        messages = [{"role": "user", "content": turn}]
         try:
-            return engine.validate(engine.encode_chat(said) if job.chat else engine.encode(turn))
+            return engine.validate(engine.encode_chat(messages) if job.chat else engine.encode(turn))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
-    prompts = [encode(turn, where) for turn, where in talks]  # all are checked before the first is continued
+    prompts = [encode(turn, where) for turn, where in talks]  # check all before continuing the first
 
     def written(n: int) -> list[int]:
         options = {**asdict(sampling), "seed": (sampling.seed + n) % 2**64}
@@ -206,7 +205,7 @@ def _save(part: Path, key: str, done: int, counts: Any, trigrams: Any) -> None:
 
 
 def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any]:
-    """(texts counted, counts [V], trigram counts) of an earlier run of the same job, or of none."""
+    """(texts counted, counts [V] int64, trigram counts) from an earlier run of the same job, or zeros."""
     import torch
     from safetensors import safe_open
 
@@ -216,17 +215,17 @@ def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any]:
         return 0, torch.zeros(vocab_size, dtype=torch.int64), NGramCounts(vocab_size)
     try:
         with safe_open(part, framework="pt") as file:
-            theirs, done = json.loads((file.metadata() or {})["job"])
+            stored, done = json.loads((file.metadata() or {})["job"])
             counts, keys, times = (file.get_tensor(name) for name in ("counts", "keys", "times"))
     except Exception as error:
         raise ValueError(f"{part} cannot be read ({error}); delete it to start again") from error
-    if theirs != key:
+    if stored != key:
         raise ValueError(f"{part} is of another job (other models, texts or options); delete it to start again")
     return done, counts, NGramCounts(vocab_size, keys.numpy(), times.numpy())
 
 
 def show(scores: Any) -> None:
-    """The coverage of 1k..64k rows, on stdout."""
+    """Print the coverage of 1k..64k rows to stdout."""
     from rich.console import Console
     from rich.table import Table
 
@@ -245,7 +244,7 @@ def show(scores: Any) -> None:
 
 
 def draw(scores: Any, path: Path) -> None:
-    """The coverage curve."""
+    """Draw the coverage curve to `path`; without matplotlib, say so on stderr."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

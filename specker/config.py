@@ -1,8 +1,8 @@
 """The options that every strategy shares, and a request's sampling, as frozen dataclasses.
 
-Flags, help texts, bounds and most refusals are generated from the fields (flags.py). A strategy's own options stand in
-its file in runtime/strategies/; `strategies.options` joins them with the common ones to an `Options`, in which every
-value is parsed. `specker.load` takes the same names as keyword arguments, as strings or as parsed values.
+Flags, help texts, bounds and most error messages are generated from the fields (flags.py). Each strategy defines its
+own options in its file in runtime/strategies/; `strategies.options` merges them with the common ones into a parsed
+`Options`. `specker.load` takes the same names as keyword arguments, as strings or as parsed values.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def probability(value: str | float) -> float:
 
 @dataclass(frozen=True)
 class Common:
-    """The options that do not belong to one strategy; fixed when an engine is loaded."""
+    """The options shared by all strategies; fixed when an engine is loaded."""
 
     strategy: str = opt("draft", "{strategies}, or a combination joined by +")
     draft_tokens: int | None = opt(
@@ -66,46 +66,47 @@ class Common:
     policy: str | None = opt(None, "how long to draft: {policies} (default: fixed; {defaults})")
     graphs: str | None = opt(
         None,
-        "rounds of static shape, CUDA graphs on a GPU: on (default on a GPU), off (default on a CPU and for float64)",
+        "run rounds of static shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU and for "
+        "float64)",
         choices=("on", "off"),
     )
     load: str = opt(
         "weights",
-        "weights, or dummy: random weights made from config.json alone, for measuring time and memory",
+        "weights: read the checkpoint; dummy: random weights, from config.json alone, to measure time and memory",
         choices=("weights", "dummy"),
     )
     acceptance: float | None = opt(
         None,
-        "synthetic:0.8 makes the target agree with a draft token with this probability, whatever the models say; for "
-        "sizing only, the generated text is meaningless",
+        "synthetic:0.8 accepts each draft token with this probability and ignores the models' tokens; for sizing "
+        "only, the generated text is meaningless",
         parse=probability,
     )
     linear: str = opt(
         "rows",
-        "rows: a row's bits do not depend on the rows beside it; cublas: torch's own linear on a GPU, without that "
-        "guarantee. On a CPU cublas changes nothing",
+        "rows: batch-invariant linears; cublas: torch's own linears on a GPU, which are not batch-invariant. On a CPU "
+        "cublas changes nothing",
         choices=("rows", "cublas"),
     )
     max_context: int | None = opt(
-        None, "positions to allocate K/V for (default: what the checkpoint allows and the memory holds)", least=1
+        None, "positions to allocate K/V for (default: as many as the checkpoint allows and fit in memory)", least=1
     )
     page_size: int = opt(256, "K/V cache positions per page", least=1)
     batch_size: int = opt(1, "sequences decoded at once", least=1, most=MAX_BATCH)
     kv_tokens: int | None = opt(
         None,
-        "positions in the K/V pool that all sequences share (default: batch_size contexts, or what the memory holds)",
+        "positions in the K/V pool that all sequences share (default: batch_size contexts, or as many as fit)",
         least=1,
     )
     tp: int | None = opt(
-        None, "ranks that share the target, of a job that torchrun started (default: all, over --dp)", least=1
+        None, "ranks that share one target, in a torchrun job (default: all ranks divided by --dp)", least=1
     )
     dp: int = opt(1, "replicas that share the prompts", least=1)
     draft_ranks: int | None = opt(
-        None, "ranks of --tp that draft (default: all where the strategy divides a draft among them, else 1)", least=1
+        None, "ranks of --tp that draft (default: all for strategies that divide a draft, else 1)", least=1
     )
     reduce: str = opt(
         "fast",
-        "how ranks' sums are added: fast, or ordered by rank, which keeps chains bit-equal to plain decoding",
+        "how to add the ranks' partial sums: fast, or ordered by rank, which keeps chains bit-equal to plain decoding",
         choices=("fast", "ordered"),
     )
 
@@ -115,34 +116,34 @@ class Common:
 
 @dataclass(frozen=True)
 class Options(Common):
-    """All options of an engine, parsed and checked; made by `strategies.options`."""
+    """All options of an engine, parsed and checked. `strategies.options` makes it."""
 
     base: str = "draft"  # the strategy that drafts: `strategy` without +vocabtrim
-    own: Any = None  # that strategy's own options, a frozen dataclass; None where it has none
-    trim: Any = None  # strategies.vocabtrim.TrimOptions where the drafter's head is trimmed, else None
+    own: Any = None  # that strategy's own options, a frozen dataclass; None if it has none
+    trim: Any = None  # strategies.vocabtrim.TrimOptions if the drafter's head is trimmed, else None
 
     @property
     def width(self) -> int:
-        """Nodes of a level of the draft; a chain is a tree of width 1."""
+        """Nodes per level of the draft; a chain is a tree of width 1."""
         return 1 if self.tree is None else self.tree.width
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
-        """What replaces the real models, in words. Results then tell time and memory only."""
+        """Names what replaces the real models. If anything does, results measure time and memory only."""
         weights = ("random weights",) if self.load == "dummy" else ()
         if self.acceptance is None:
             return weights
-        return (*weights, f"acceptance {self.acceptance:g} is given, not earned")
+        return (*weights, f"synthetic acceptance {self.acceptance:g}")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's token is drawn from its logits, the same for every strategy (see kernels/sample.py)."""
+    """How to draw the target's token from its logits; the same for every strategy (see kernels/sample.py)."""
 
     temperature: float = opt(0.0, "0 decodes greedily")
     top_p: float = opt(1.0, "keep the smallest set of tokens with this much probability")
     top_k: int = opt(0, "keep the k most probable tokens; 0 keeps all", least=0)
-    seed: int = opt(0, "same seed, same tokens, whatever the strategy")
+    seed: int = opt(0, "the same seed gives the same tokens with every strategy")
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or 1e-6 <= self.temperature < float("inf")):  # logits / 1e-7 could overflow
@@ -155,13 +156,13 @@ class Sampling:
 
 
 def from_kwargs(cls: type, kwargs: dict[str, Any]) -> Any:
-    """`cls(**kwargs)`. TypeError for an unknown name, so that a misspelt option is not silently ignored."""
+    """`cls(**kwargs)`. Raises TypeError for an unknown name, so a misspelt option is not silently ignored."""
     refuse_unknown(kwargs, [f.name for f in dataclasses.fields(cls)])
     return cls(**kwargs)
 
 
-def refuse_unknown(given: dict[str, Any], known: list[str]) -> None:
-    """TypeError that names the unknown options and the known ones."""
-    unknown = [name for name in given if name not in known]
+def refuse_unknown(options: dict[str, Any], known: list[str]) -> None:
+    """Raise TypeError for unknown names; the message lists the unknown and the known options."""
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise TypeError(f"unknown option {', '.join(map(repr, unknown))}; known: {', '.join(known)}")

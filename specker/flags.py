@@ -1,4 +1,5 @@
-"""Command lines made from frozen dataclasses, and how a command ends: shared by every `python -m specker.<command>`."""
+"""Build command lines from frozen dataclasses, and turn errors into exit codes. Every `python -m specker.<command>`
+uses it."""
 
 import argparse
 import os
@@ -22,8 +23,8 @@ def opt(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A dataclass field that becomes a flag. `settle` applies what is declared here: `parse` turns a string, or a value
-    that is parsed already, into the field's type; `choices` and the bounds `least` and `most` limit it."""
+    """A dataclass field that becomes a flag. `settle` applies the arguments: `parse` converts a string (or a value
+    already parsed) to the field's type; `choices`, `least` and `most` limit the value."""
     about = {"help": help, "metavar": metavar, "parse": parse, "choices": choices, "least": least, "most": most}
     return field(default=default, metadata=about)
 
@@ -34,8 +35,8 @@ def flag(name: str) -> str:
 
 
 def settle(options: Any) -> None:
-    """Parse and check every field of a frozen dataclass, as its `opt` says. Call it from `__post_init__`. Raises
-    ValueError with a sentence that names the flag. None means that the flag was left out and is never checked."""
+    """Parse and check every field of a frozen dataclass against its `opt`. Call it from `__post_init__`. Raises
+    ValueError with a sentence that names the flag. None means the flag was left out and skips the checks."""
     for f in fields(options):
         about, value = f.metadata, getattr(options, f.name)
         if value is None:
@@ -52,18 +53,18 @@ def settle(options: Any) -> None:
 
 
 class JobError(RuntimeError):
-    """A failure of the job's surroundings, not of specker or the command: one sentence, exit code 1."""
+    """The job's environment failed, not specker or the command line: one sentence, exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
-    """One flag per dataclass field. transformers' HfArgumentParser does that too, but costs a second to import."""
+    """One flag per dataclass field. transformers' HfArgumentParser does the same but takes a second to import."""
 
-    def error(self, message: str) -> NoReturn:  # argparse would print the usage too and exit from here
+    def error(self, message: str) -> NoReturn:  # argparse would also print the usage and exit
         raise ValueError(f"{message} (see --help)")
 
     def add(self, cls: type, title: str, description: str | None = None, **words: str) -> None:
-        """The fields of `cls` as a group of flags. `words` replace their {names} in the help texts. A flag that is left
-        out leaves no value: the dataclass owns the defaults."""
+        """Add the fields of `cls` as a group of flags. `words` replace their {names} in the help texts. An omitted flag
+        sets no value, because the dataclass owns the defaults."""
         group = self.add_argument_group(title, description)
         hints = typing.get_type_hints(cls)
         for f in fields(cls):
@@ -82,15 +83,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def make(cls: type[T], values: dict[str, Any]) -> T:
-    """`cls` from the parsed flags that are its fields; lists become tuples."""
+    """Build `cls` from the parsed flags that are its fields; lists become tuples."""
     taken = {f.name: values[f.name] for f in fields(cls) if f.name in values}  # type: ignore[arg-type]
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in taken.items()})
 
 
 def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True) -> int:
-    """Run a command and turn its errors into one line on stderr; with SPECKER_DEBUG=1 they are raised. Returns the exit
-    code: 0; 1 where specker itself or the job failed; 2 for an error that the user can correct; 130 after Ctrl-C.
-    `speaks` says whether this process, of several, prints the error; it is called only when there is one."""
+    """Run a command and turn its errors into one line on stderr; SPECKER_DEBUG=1 raises them instead. Returns the exit
+    code: 0 for success, 1 if specker itself or the job failed, 2 for an error that the user can correct, 130 after
+    Ctrl-C, 141 for a closed pipe. `speaks` is called on an error: whether this process of the job prints it."""
     try:
         code = command()
         sys.stdout.flush()
@@ -98,7 +99,7 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
     except KeyboardInterrupt:
         print("specker: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has gone, `| head` say; keep the interpreter from flushing into the void
+    except BrokenPipeError:  # the reader closed the pipe, such as `| head`; the interpreter must not flush into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a run shows: the streamed text and the closing table, and the object that `--json` writes."""
+"""Output of a run: the streamed text, the closing table and the object that `--json` writes."""
 
 import contextlib
 import io
@@ -17,12 +17,12 @@ from rich.text import Text
 
 from specker.runtime.stats import Stats
 
-# A model's control characters must not steer the terminal: they are shown as the pictures Unicode has for them.
+# A model's control characters must not steer the terminal: print Unicode's control pictures instead.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
 def probe(path: str, flag: str = "--json") -> None:
-    """Raise now, not after a long run, where `write_file` could not write; leaves nothing behind."""
+    """Raise ValueError now, not after a long run, if `write_file` could not write to `path`. Leaves no file behind."""
     where = Path(path)
     if where.is_dir():
         raise ValueError(f"{flag} {path}: is a directory")
@@ -34,7 +34,7 @@ def probe(path: str, flag: str = "--json") -> None:
 
 
 def write_file(path: str | Path, data: str | bytes) -> None:
-    """Write all of the file or nothing: a reader, or a crash, never meets half of it."""
+    """Write the file atomically: neither a reader nor a crash ever leaves half of it. Raises OSError."""
     where, data = Path(path), data.encode() if isinstance(data, str) else data
     if not _replaceable(where):
         where.write_bytes(data)
@@ -49,12 +49,12 @@ def write_file(path: str | Path, data: str | bytes) -> None:
 
 
 def _replaceable(path: Path) -> bool:
-    return path.is_file() or not path.exists()  # not so /dev/null, /dev/stdout or a named pipe
+    return path.is_file() or not path.exists()  # False for /dev/null, /dev/stdout and named pipes
 
 
 @dataclass
 class Result:
-    """One decoded turn: the chunks so far, and `ar`'s answer where it was asked for."""
+    """One decoded turn: the chunks so far, and the comparison with `ar` if --check is set."""
 
     tokens: list[int]
     text: str
@@ -66,7 +66,7 @@ class Result:
 
 
 def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, Any]:
-    """What `--json` writes. `total` joins the prompts; its rates come from the summed counts and times."""
+    """The object that `--json` writes. `total` joins the prompts; its rates use the summed counts and times."""
     total = Result([t for r in results for t in r.tokens], "".join(r.text for r in results), _total(results))
     checked = [r for r in results if r.check]
     out = {
@@ -98,7 +98,7 @@ def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
 
 
 def _compared(checked: list[Result]) -> bool:
-    """Whether tokens were; not where something stands in for the models."""
+    """Whether tokens were compared; they are not with random weights or synthetic acceptance."""
     return all(r.check.identical is not None for r in checked)
 
 
@@ -111,16 +111,16 @@ def _total_ar(results: list[Result]) -> Stats:
 
 
 class Screen:
-    """Where text and tables go, and how they look there."""
+    """Prints text and tables to the right stream, coloured on a terminal."""
 
     def __init__(self, json_to_stdout: bool, quiet: bool = False) -> None:
-        """`quiet`: another process of the job speaks."""
+        """`json_to_stdout`: text goes to stderr. `quiet`: print nothing, because another process of the job prints."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a model may well emit what an ASCII terminal cannot show
+                stream.reconfigure(errors="replace")  # an ASCII terminal cannot encode every token
         self.out = sys.stderr if json_to_stdout else sys.stdout
         if quiet:
-            self.out = open(os.devnull, "w")  # noqa: SIM115  as long as the process
+            self.out = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
         self.terminal = self.out.isatty()
         self.text = Console(file=self.out, highlight=False)
         silent = self.terminal or quiet
@@ -135,13 +135,13 @@ class Screen:
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar on a terminal, gone when it is done; called with (done, of)."""
+        """A transient progress bar on a terminal. Yields a function to call with (done, of)."""
         with Progress(console=self.notes, transient=True, disable=not self.notes.is_terminal) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, of: bar.update(task, completed=done, total=of)
 
     def prompt(self, text: str) -> None:
-        """The prompt, which its continuation follows without a break where both go to one terminal."""
+        """Print the prompt. On a terminal its continuation follows without a line break."""
         if self.terminal:
             self._put(text, "dim")
         else:
@@ -175,10 +175,10 @@ class Screen:
         if trim := engine.trim_report(stats):
             table.add_section()
             table.add_row("kept rows of the draft's head", f"{trim['kept_rows']} of {trim['vocab_size']}")
-            table.add_row("of them following the text", str(trim["text_rows"]))
-            table.add_row("emitted tokens among them", f"{trim['coverage']:.1%}")
+            table.add_row("kept rows that follow the text", str(trim["text_rows"]))
+            table.add_row("emitted tokens in kept rows", f"{trim['coverage']:.1%}")
             table.add_row("rounds ended by a trimmed token", f"{trim['rounds_lost']} of {stats.rounds}")
-            table.add_row("head, KiB a draft step", f"{trim['head_bytes_per_draft_step'] / 1024:.0f}")
+            table.add_row("head, KiB per draft step", f"{trim['head_bytes_per_draft_step'] / 1024:.0f}")
             table.add_row("memory-bound speed-up (a model)", f"{trim['mbsu']:.2f}")
         if plain:
             table.add_section()

@@ -1,8 +1,8 @@
 """Decode prompts from the command line: `python -m specker.run --help`.
 
 The text streams to stdout as it is accepted; on a terminal the accepted draft tokens are coloured. The closing table
-stands below it, or on stderr when stdout is a pipe or a file. Exit codes: 0; 1 where `--check` or specker itself
-failed; 2 for what the user can put right; 130 after Ctrl-C, when the table and `--json` hold what there was until then.
+follows it, or goes to stderr when stdout is a pipe or a file. Exit codes: 0 for success; 1 if `--check` or specker
+itself failed; 2 for an error that the user can correct; 130 after Ctrl-C, with partial results in table and `--json`.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from specker.runtime.stats import Stats
 
 @dataclass(frozen=True)
 class Job:
-    """What to decode and where, and where the results go. The other flags belong to strategies and sampling."""
+    """What to decode, on which device, and where to write the results."""
 
-    target: str | None = opt(None, "the model that decides (default: the bundled code-target)", "DIR|HUB_ID")
-    draft: str | None = opt(None, "the model that drafts (default with no --target: the family's own)", "DIR|HUB_ID")
+    target: str | None = opt(None, "the model to decode (default: the bundled code-target)", "DIR|HUB_ID")
+    draft: str | None = opt(None, "the model that drafts (default without --target: the bundled one)", "DIR|HUB_ID")
     prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline")
     prompts: str | None = opt(
         None,
-        "JSON lines with `prompt`, or Spec-Bench's `turns`: with --chat a growing conversation, else a prompt each",
+        "JSON lines with `prompt` or Spec-Bench's `turns`: one conversation with --chat, else separate prompts",
         "FILE|-",
     )
     chat: bool = opt(False, "wrap prompts in the target's chat template")
@@ -42,10 +42,10 @@ class Job:
     dtype: str | None = opt(
         None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)", choices=DTYPES
     )
-    device: str | None = opt(None, "cpu or cuda (default: cuda where there is one)")
-    check: bool = opt(False, "decode with ar too: compare the tokens, print both speeds")
-    trace: str | None = opt(None, "write one JSON line a round: what was drafted, what the target said", "FILE")
-    json: str | None = opt(None, "write the results as one JSON object; with - stdout holds nothing else", "FILE|-")
+    device: str | None = opt(None, "cpu or cuda (default: cuda if available)")
+    check: bool = opt(False, "also decode with ar, compare the tokens and print both speeds")
+    trace: str | None = opt(None, "write a JSON line per round and sequence: the draft and the target's tokens", "FILE")
+    json: str | None = opt(None, "write the results as one JSON object; with -, stdout holds nothing else", "FILE|-")
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompts is not None:
@@ -63,12 +63,12 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
-    """The three dataclasses; raises ValueError with a sentence for the user."""
+    """Parse a command line into the three dataclasses. Raises ValueError with a sentence for the user."""
     values = vars(parser().parse_args(argv))
     stdin = values.pop("stdin", None)
     if stdin is not None:
         if stdin != "-":
-            raise ValueError(f"unexpected argument {stdin!r}; a prompt is given with --prompt")
+            raise ValueError(f"unexpected argument {stdin!r}; use --prompt to pass a prompt")
         if "prompt" in values or "prompts" in values:
             raise ValueError("- reads the prompt from stdin and excludes --prompt and --prompts")
         values["prompt"] = "-"
@@ -83,19 +83,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
 
 @dataclass(frozen=True)
 class Talk:
-    """What one user says: several turns are a conversation, each sent after the answer to the one before."""
+    """One user's turns. Each turn is sent after the answer to the previous one."""
 
     turns: tuple[str, ...]
     where: str  # for messages: the file and line, or the flag
 
 
 def read_talks(job: Job) -> list[Talk]:
-    """Every prompt of the job, all of them checked; ValueError names the file and the line."""
+    """Read and check every prompt of the job. Raises ValueError with the file and the line."""
     if job.prompts is not None:
         name = "stdin" if job.prompts == "-" else job.prompts
         found = [talk for where, line in _lines(name, _read(job.prompts)) for talk in _record(line, where, job.chat)]
         if not found:
-            raise ValueError(f"{name}: no prompts in it")
+            raise ValueError(f"{name} contains no prompts")
         return found
     if job.prompt == "-":
         return [Talk((_text(_read("-").removesuffix("\n"), "stdin"),), "stdin")]
@@ -146,16 +146,16 @@ def _text(text: str, where: str) -> str:
 
 # --- the run
 
-MADE_UP = 128  # ids of a prompt where there is no tokenizer
+MADE_UP = 128  # length of a made-up prompt, for targets without a tokenizer
 
 
 def made_up(vocab_size: int, count: int) -> list[int]:
-    """`count` ids, at least one, that are spread over the vocabulary."""
+    """`count` ids (at least one), spread over the vocabulary."""
     return [n * 7919 % vocab_size for n in range(max(1, count))]
 
 
 class _Stop:
-    """The first Ctrl-C asks the loop to stop after this chunk, so that counts and text agree; the second one raises."""
+    """The first Ctrl-C stops the loop after the current chunk, so counts and text agree; the second one raises."""
 
     asked = False
 
@@ -177,16 +177,16 @@ class _Stop:
 
 @dataclass(eq=False)
 class Line:
-    """One sample of one talk: its turns are decoded one after another."""
+    """One sample of one talk. Its turns are decoded one after another."""
 
     talk: Talk
     sampling: Sampling
     first: int  # the number of its first turn among all results
-    said: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)  # of the turns so far
     shown: list[tuple[str, bool | None]] = field(
         default_factory=list
-    )  # text that waits for earlier lines; None: prompt
+    )  # text not printed yet, and whether it was drafted (None: a prompt)
 
     @property
     def done(self) -> bool:
@@ -194,7 +194,7 @@ class Line:
 
 
 def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
-    """Every talk as often as --samples says."""
+    """Each talk --samples times, with consecutive seeds."""
     lines: list[Line] = []
     first = 0
     for talk in talks:
@@ -205,14 +205,14 @@ def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
 
 
 class Decoding:
-    """Decodes lines, as many at once as --batch-size says, and shows them one after another."""
+    """Decodes up to --batch-size lines at once and prints them one after another."""
 
     def __init__(self, engine: Any, job: Job, screen: Screen, encode: Callable[[Line], list[int]]):
         self.engine, self.job, self.screen, self.encode = engine, job, screen, encode
 
     def run(self, lines: list[Line]) -> None:
-        """Every turn of the lines, checked against plain decoding where that was asked for. Raises KeyboardInterrupt
-        at a chunk's end, with what there is in place."""
+        """Decode every turn of the lines; with --check, compare with plain decoding. After Ctrl-C, raises
+        KeyboardInterrupt at the end of a chunk; the lines keep their results so far."""
         if self.engine.options.batch_size > 1:
             self._together(lines)
             return
@@ -221,7 +221,7 @@ class Decoding:
                 self._together([line], 1)
 
     def _together(self, lines: list[Line], turns: int | None = None) -> None:
-        """The lines side by side; of each the next turn, or all that are left."""
+        """Decode the lines in one batch: the next turn of each (`turns` 1), or all remaining turns (None)."""
         owners: dict[int, Line] = {}
         started: list[tuple[Line, Result]] = []
         waiting: deque[Any] = deque()
@@ -229,7 +229,7 @@ class Decoding:
         def begin(line: Line) -> None:
             number = line.first + len(line.results)
             turn = line.talk.turns[len(line.results)]
-            line.said.append({"role": "user", "content": turn})
+            line.messages.append({"role": "user", "content": turn})
             ids = self.encode(line)
             line.results.append(Result([], "", Stats(), ids=ids, seed=line.sampling.seed))
             owners[number] = line
@@ -253,7 +253,7 @@ class Decoding:
                 line.shown += chunk.pieces
                 if chunk.finished:
                     line.shown.append(("\n", False))
-                    line.said.append({"role": "assistant", "content": result.text})
+                    line.messages.append({"role": "assistant", "content": result.text})
                     if turns is None and not line.done:
                         begin(line)
                 self._show(lines)
@@ -268,7 +268,7 @@ class Decoding:
             self._check(started)
 
     def _show(self, lines: list[Line]) -> None:
-        """The first unfinished line as it grows; the others wait for it."""
+        """Print the first unfinished line as it grows; later lines wait for it."""
         for line in lines:
             self._put(line)
             if not line.done:
@@ -283,7 +283,7 @@ class Decoding:
         line.shown.clear()
 
     def _check(self, started: list[tuple[Line, Result]]) -> None:
-        """Plain decoding of the same prompts, as many at once."""
+        """Decode the same prompts with `ar` in the same batch size, and compare."""
         from specker.runtime.check import compare
         from specker.runtime.engine import Generation
 
@@ -298,13 +298,13 @@ class Decoding:
 
 
 def run(job: Job, options: Options, sampling: Sampling) -> int:
-    """Decode every prompt; returns the exit code. Everything that can be refused is refused before decoding starts."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))  # processes, where torchrun started several
+    """Decode every prompt; returns the exit code. Checks all input before decoding starts."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # processes that torchrun started
     first = os.environ.get("RANK", "0") == "0" or world == 1
     if world > 1 and "-" in (job.prompt, job.prompts):
-        raise ValueError("several processes cannot share stdin: give the prompts in a file")
+        raise ValueError("several processes cannot share stdin: put the prompts in a file")
     if options.dp > 1 and job.trace is not None:
-        raise ValueError("--trace tells of one replica: leave out --dp")
+        raise ValueError("--trace records one replica only: leave out --dp")
     talks = read_talks(job)
     if job.json is not None and job.json != "-":
         probe(job.json)
@@ -323,14 +323,14 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         talks = [Talk(("",), "made-up prompt")]
     elif bare:
         raise ValueError(
-            f"{engine.target_name} has no tokenizer, so a prompt cannot be text: with --load dummy leave out the "
-            "prompt and --chat, and made-up ids are decoded"
+            f"{engine.target_name} has no tokenizer, so a prompt cannot be text: leave out the prompt and --chat, and "
+            "--load dummy decodes made-up ids"
         )
 
     def encode(line: Line) -> list[int]:
         if bare:
             return made_up(engine.target.config.vocab_size, min(MADE_UP, engine.max_context // 2))
-        ids = engine.encode_chat(line.said) if job.chat else engine.encode(line.said[-1]["content"])
+        ids = engine.encode_chat(line.messages) if job.chat else engine.encode(line.messages[-1]["content"])
         try:
             return engine.validate(ids, job.max_new_tokens)
         except ValueError as error:
@@ -342,13 +342,13 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if bare:
         count = len(encode(Line(talks[0], sampling, 0)))
         screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
-    if job.check or engine.captures:  # neither a printed speed nor a first token should carry the first calls
+    if job.check or engine.captures:  # compiling must not slow a printed speed or the first token
         with screen.progress("warming up") as tell:
             engine.warmup(tell)
     lines = lines_of(talks, job, sampling)
     mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
     rounds: list[str] = []
-    sizing = {name: said for name, said in engine.remarks.items() if name == "sizing"}
+    sizing = {name: remark for name, remark in engine.remarks.items() if name == "sizing"}
     if job.trace is not None:
         engine.trace = lambda row: rounds.append(json.dumps({**row, **sizing}))
     interrupted = False

@@ -202,7 +202,7 @@ def test_show_and_export(pair, tmp_path, capsys):
         (["--text", "a"], "--out must name the score file"),
         (["--text", "a", "--out", "s.json"], "ending in .safetensors"),
         (["--text", "/nowhere/a", "--out", "s.safetensors"], "/nowhere/a: No such file"),
-        (["--scores", "s", "--out", "t.safetensors"], "--out and --ngram are for counting"),
+        (["--scores", "s", "--out", "t.safetensors"], "--scores excludes --out and --ngram"),
         (["--text", "a", "--ngram", "n.json"], "ending in .safetensors"),
         (["--text", "a", "--ngram", "n.safetensors", "--out", "n.safetensors"], "two files"),
         (["--text", "a", "--ngram", "n.safetensors", "--ngram-least", "0"], "--ngram-least must be at least 1"),
@@ -230,5 +230,5 @@ def test_empty_text_and_a_prompt_too_long(pair, tmp_path, capsys):
     empty.write_text("")
     prompts.write_text(json.dumps({"prompt": "x" * 600}) + "\n")
     out = ["--out", str(tmp_path / "s.safetensors"), "--target", pair[0]]
-    refused(capsys, ["--text", str(empty), *out], "not one token")
+    refused(capsys, ["--text", str(empty), *out], "the text has no tokens")
     refused(capsys, ["--prompts", str(prompts), *out], "p.jsonl line 1: ", "the context of")

@@ -173,7 +173,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("", ["no prompts"]),
+        ("", ["contains no prompts"]),
         ('{"prompt": "a"}\n\n{"prompt": ', ["p.jsonl line 3", "not JSON"]),
         ('{"prompt": "a"}\n["b"]', ["p.jsonl line 2", "`prompt` or `turns`"]),
         ('{"text": "a"}', ["line 1", "`prompt` or `turns`"]),
@@ -458,13 +458,13 @@ def test_given_acceptance(capsys: pytest.CaptureFixture[str], pair: tuple[str, s
     assert run.main(argv) == 0
     out, err = capsys.readouterr()
     got = json.loads(out)
-    assert got["sizing"] == "acceptance 1 is given, not earned: no statement about text or losslessness"
+    assert got["sizing"] == "synthetic acceptance 1: no statement about text or losslessness"
     assert got["total"]["rounds"] == 2 and got["total"]["acceptance_length"] == 4.0
     assert "identical" not in got["total"] and "identical" not in err
     assert err.count(got["sizing"]) == 2
     assert run.main([*argv, "--load", "dummy"]) == 0
     sizing = json.loads(capsys.readouterr().out)["sizing"]
-    assert sizing == "random weights; acceptance 1 is given, not earned: no statement about text or losslessness"
+    assert sizing == "random weights; synthetic acceptance 1: no statement about text or losslessness"
 
 
 def test_a_sizing_check_never_fails(

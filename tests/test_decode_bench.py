@@ -13,7 +13,7 @@ from specker.runtime import loop
 from specker.runtime.model.checkpoint import read_config
 
 RANDOM = "random weights: no statement about text, acceptance or losslessness"
-GIVEN = "random weights; acceptance 0.8 is given, not earned: no statement about text or losslessness"
+GIVEN = "random weights; synthetic acceptance 0.8: no statement about text or losslessness"
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def test_a_wrong_world_in_one_process(pair, options, message):
     ("args", "message"),
     [
         (["--tp", "4", "--prompt", "x"], "--tp 4 times --dp 1 is 4, but this job has 2 processes"),
-        (["--prompts", "-"], "several processes cannot share stdin"),
+        (["--prompts", "-"], "several processes cannot share stdin: put the prompts in a file"),
     ],
 )
 def test_a_job_that_cannot_be_says_so_once(args, message):

@@ -1,8 +1,7 @@
 """Compare a generation with plain decoding of the same prompt (`--check`).
 
-Where two tokens differ, the target's logits tell rounding from a bug. float64 admits no difference, nor does a chain on
-a GPU, whose rows do not depend on their neighbours. Elsewhere the two tokens' logits may be as far apart as
-`rounding_bound`.
+When two tokens differ, the target's logits distinguish rounding from a bug. float64 allows no difference, and neither
+do chains on a GPU, where the ops are batch-invariant. Otherwise the two tokens' logits may differ by `rounding_bound`.
 """
 
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A generation beside plain decoding of the same prompt."""
+    """A generation compared with plain decoding of the same prompt."""
 
     ar: "Generation"
-    identical: bool | None  # None: not compared, because random weights or a given acceptance replace the real models
-    ok: bool  # identical or None, or differing where rounding alone explains it
+    identical: bool | None  # None: not compared, because of random weights or synthetic acceptance
+    ok: bool  # identical, None, or a difference that rounding alone explains
     message: str
     first_difference: int | None = None
-    gap: float | None = None  # between the two tokens' (perturbed) logits there, in the target's own row
+    gap: float | None = None  # between the two tokens' (perturbed) logits in the target's row at that position
     bound: float | None = None
 
 
@@ -42,7 +41,7 @@ def check(
 def compare(
     engine: "Engine", prompt: str | list[int], generation: "Generation", ar: "Generation", **sampling: Any
 ) -> CheckResult:
-    """`check` with plain decoding's answer at hand."""
+    """`check` against a finished plain decoding `ar`."""
     if engine.options.stand_ins:
         return CheckResult(ar, None, True, f"not compared with plain decoding: {engine.remarks['sizing']}")
     pairs = zip(generation.tokens, ar.tokens, strict=False)
@@ -65,8 +64,8 @@ def compare(
 
 
 @torch.inference_mode()
-def gap(engine: "Engine", ids: list[int], ours: int, theirs: int, sampling: dict[str, Any]) -> tuple[float, float]:
-    """How far apart two tokens' (perturbed) logits are after `ids`, and how far rounding could move them."""
+def gap(engine: "Engine", ids: list[int], plain: int, other: int, sampling: dict[str, Any]) -> tuple[float, float]:
+    """(distance of two tokens' (perturbed) logits after `ids`, how far rounding could move them)."""
     params, model, cache, batch = from_kwargs(Sampling, sampling), engine.model, engine.cache, engine.batch
     batch.clear()
     batch.see(0)
@@ -80,10 +79,10 @@ def gap(engine: "Engine", ids: list[int], ours: int, theirs: int, sampling: dict
     bound = rounding_bound(engine.dtype, row, params.temperature)
     if params.temperature > 0:
         row = row / params.temperature + gumbel(params.seed, rows.positions, len(row))[0]
-    return abs(float(row[ours] - row[theirs])), bound
+    return abs(float(row[plain] - row[other])), bound
 
 
 def rounding_bound(dtype: torch.dtype, logits: torch.Tensor, temperature: float) -> float:
-    """How far two tokens' logits may drift apart when a row is computed beside other rows: a few dozen roundings of
-    the dtype at the logits' scale (each of ~10 layers contributes some), divided by the temperature as they are."""
+    """How far two tokens' logits may drift apart in a batch of another size: a few dozen roundings of the dtype at the
+    logits' scale (each of ~10 layers contributes some), divided by the temperature like the logits."""
     return 64 * torch.finfo(dtype).eps * float(logits.abs().max()) / (temperature or 1.0)

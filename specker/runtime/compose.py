@@ -1,4 +1,4 @@
-"""Models, options and a strategy -> what decodes: a target with its cache, perhaps a drafter, and a batch."""
+"""Compose models, options and a strategy into a decoder: the target with its cache, a drafter if any, and a batch."""
 
 from typing import NamedTuple
 
@@ -26,15 +26,15 @@ class Composed(NamedTuple):
     cache: KVCache
     drafter: Drafter | None
     policies: PolicyContext
-    plan: Plan  # what a warm-up runs
+    plan: Plan  # the warm-up plan
     batch: Batch
 
 
 def compose(
     target: Checkpoint, draft: Checkpoint | None, o: Options, kept: Kept | None, bundled: bool, ranks: Ranks | None
 ) -> Composed:
-    """`draft`, `kept`: the draft checkpoint, and which rows of its head are kept. `bundled`: the target is the bundled
-    one. Raises ValueError for --graphs on where rounds cannot be captured."""
+    """`draft`, `kept`: the draft checkpoint and the kept rows of its head. `bundled`: the target is the bundled one.
+    Raises ValueError for --graphs on if rounds cannot be captured."""
     strategy, model = strategies.of(o), Model(target, linear=linear(o), ranks=ranks)
     gpu, cache = model.device.type == "cuda", allocate(model, o)
     alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
@@ -42,16 +42,16 @@ def compose(
     inner = strategy.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
     drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
     head_cost = 0.0 if inner is None else strategy.head_cost(o, inner)
-    if strategy.self_drafting and ranks is not None:  # it may be a measured time: rank 0's
+    if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
         head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
     policies = PolicyContext(o, target.config.num_layers, bundled, head_cost)
     plan = strategy.plan(policies)
     if o.graphs == "on" and not alone and ranks is not None and ranks.drafting < ranks.size:
-        raise ValueError("--graphs on over several ranks needs all of them to draft: --draft-ranks as many as --tp")
+        raise ValueError("--graphs on with several ranks needs all of them to draft: set --draft-ranks to --tp")
     if o.graphs == "on" and gpu and model.dtype == torch.float64:
-        raise ValueError("--graphs on needs kernels, which float64 has not: use --graphs off or another --dtype")
-    # float64 has no kernels: its references read numbers on the host. Over several ranks graphs hold collectives,
-    # which must be asked for.
+        raise ValueError("--graphs on needs kernels, and float64 has none: use --graphs off or another --dtype")
+    # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
+    # collectives, so they need --graphs on.
     fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
 
     def cost(budget: Budget) -> float:
@@ -63,8 +63,8 @@ def compose(
 
 
 def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_cost: float) -> float:
-    """Of a round of this shape, in steps of plain decoding, by the weights it reads. A verify pass reads as much as one
-    row does. `head_cost`: of the LM head in a draft step by the target's own layers, in such layers."""
+    """The cost of a round of this shape, in steps of plain decoding, by the weights it reads. A verify pass reads the
+    same weights as one row. `head_cost`: the LM head's cost in a self-drafting step, in layers of the target."""
     steps = min(budget.nodes, budget.depth)
     if budget.exit:
         return 1 + steps * (budget.exit + head_cost) / target.config.num_layers
@@ -76,7 +76,7 @@ def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
 
 
 def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
-    """What the caches have to fit into."""
+    """The memory that the caches of target and draft must fit into."""
     own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
     embed = target.weights.embed
     return memory.Room(tuple(c.local for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)

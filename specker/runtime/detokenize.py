@@ -1,4 +1,4 @@
-"""Token ids -> text as they come, never half a character."""
+"""Streaming detokenisation: token ids -> text, never half a character."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.start = 0  # ids before this are settled: their text no longer depends on what follows
-        self.shown = ""  # text already given out of ids[start:]
+        self.shown = ""  # text of ids[start:] already returned
 
     def add(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished."""
@@ -25,7 +25,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is left at the end, an unfinished character as U+FFFD."""
+        """The remaining text at the end; an unfinished character becomes U+FFFD."""
         text = self._decode()
         new, self.shown = text[len(self.shown) :], text
         return new

@@ -1,14 +1,14 @@
-"""Several processes, started by torchrun: a target split over the ranks of a replica, and replicas beside one another.
+"""Several processes, started by torchrun: tensor parallelism within a replica, and data-parallel replicas.
 
-Every rank of a replica runs the same loop on the same text. The target's linears are split (parts.py): two reductions a
-layer, and the LM head's results are gathered: (logit, id) pairs when greedy, logits when drawing. All ranks decide upon
-the same gathered numbers, so they decide alike. Rank 0 drafts for all, or with others (EasySpec's groups are shared out
-over the first `--draft-ranks`), and says the draft in one small broadcast a round, with the text's length and its last
-token, so that ranks that have come apart end with a message. (Rounds of static shape, `--graphs on`, have every rank
-draft the same, and no such word.)
+Every rank of a replica runs the same loop on the same text. The target's linears are split (parts.py), with two
+all-reduces per layer. The LM head's results are gathered: (logit, id) pairs for greedy decoding, logits for sampling.
+All ranks choose tokens from the same gathered numbers, so they choose the same tokens. Rank 0 drafts, alone or with
+others (EasySpec divides its groups over the first `--draft-ranks`). It broadcasts the draft once per round, with each
+text's length and last token; ranks that disagree stop with an error. In rounds of static shape (`--graphs on`) every
+rank computes the same draft and nothing is broadcast.
 
-NCCL on GPUs, gloo on CPUs. NCCL adds in an order that depends on the size, so a row's bits depend on its neighbours;
-`--reduce ordered` gathers and adds in the order of ranks instead, and chains are bit-equal to plain decoding again.
+NCCL on GPUs, gloo on CPUs. NCCL's order of addition depends on the message size, so its sums are not batch-invariant.
+`--reduce ordered` gathers and adds in rank order instead, which makes chains bit-equal to plain decoding.
 """
 
 import hashlib
@@ -31,18 +31,18 @@ from specker.runtime.policy import Budget
 from specker.runtime.sampling import Draws
 
 _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # its name from torch 2.13 on
-TIMEOUT = 60.0  # seconds that a rank may be waited for
-SAMPLES = 64  # blocks of a file that its digest looks at
+TIMEOUT = 60.0  # seconds to wait for a rank
+SAMPLES = 64  # blocks of a file that its digest reads
 BLOCK = 4096
 
 
 class RankLost(JobError):
-    """A process of the job ended, or did not answer in time; one sentence."""
+    """Another process of the job ended or did not answer in time; one sentence."""
 
 
 @contextmanager
 def answered(timeout: float) -> Iterator[None]:
-    """Collectives that fail because a peer is gone say so in a sentence."""
+    """Turn a collective's RuntimeError into RankLost. `timeout`: seconds, for the message."""
     try:
         yield
     except RuntimeError as error:
@@ -56,14 +56,14 @@ def answered(timeout: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of one replica, as one of them sees them."""
+    """The ranks of one replica, seen from this process."""
 
     part: Part
     group: Any  # of the replica
-    drafting: int  # the first ones, which draft
-    drafters: Any  # their group; None on the others
-    ordered: bool
-    replica: int  # this one, of `replicas`
+    drafting: int  # number of ranks that draft: ranks 0..drafting-1
+    drafters: Any  # their process group; None on the other ranks
+    ordered: bool  # --reduce ordered
+    replica: int  # index of this replica, below `replicas`
     replicas: int
     device: torch.device
     timeout: float
@@ -81,7 +81,7 @@ class Ranks:
         return self.rank < self.drafting
 
     def sum(self, x: Tensor) -> Tensor:
-        """The ranks' partial sums [...], added: in x's place, or in the order of ranks."""
+        """Add the ranks' partial sums x [...]: in place, or with --reduce ordered into a new tensor in rank order."""
         with answered(self.timeout):
             if not self.ordered:
                 td.all_reduce(x, group=self.group)
@@ -93,18 +93,18 @@ class Ranks:
         return total
 
     def join(self, x: Tensor) -> Tensor:
-        """[T, n] of every rank, side by side: [T, size * n]."""
+        """Concatenate every rank's x [T, n] along the columns: [T, size * n]."""
         with answered(self.timeout):
             each = self._gathered(x, self.group, self.size)
         return each.transpose(0, 1).reshape(len(x), -1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """x of every drafting rank, [drafting, ...]."""
+        """Gather x [...] from every drafting rank: [drafting, ...]."""
         with answered(self.timeout):
             return self._gathered(x, self.drafters, self.drafting)
 
     def first(self, x: Tensor) -> Tensor:
-        """Rank 0's x, on all ranks, in its place."""
+        """Broadcast rank 0's x to all ranks, in place."""
         with answered(self.timeout):
             td.broadcast(x, group=self.group, group_src=0)
         return x
@@ -117,15 +117,15 @@ class Ranks:
         return int(x)
 
     def budget(self, own: Budget, layers: int) -> Budget:
-        """Rank 0's, of a policy that may want to hear of `layers` depths: it depends on the time."""
-        said = [own.nodes, own.depth, own.exit, own.block, len(own.taps), *own.taps]
+        """Rank 0's budget on all ranks: policies that measure time differ by rank. `layers`: maximum taps."""
+        numbers = [own.nodes, own.depth, own.exit, own.block, len(own.taps), *own.taps]
         message = torch.zeros(5 + layers, dtype=torch.int64)
-        message[: len(said)] = torch.tensor(said)
+        message[: len(numbers)] = torch.tensor(numbers)
         nodes, depth, exit, block, taps, *depths = self.first(message.to(self.device)).tolist()
         return Budget(nodes, depth, exit, tuple(depths[:taps]), block)
 
     def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
-        """Raise ValueError unless all ranks, or all that draft, have the same; `what` it is a digest of."""
+        """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""
         own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
         with answered(self.timeout):
             which = (self.drafters, self.drafting) if drafters else (self.group, self.size)
@@ -142,19 +142,19 @@ class Ranks:
         return out
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor, vocab: int) -> Tensor:
-        """The token after each row, each rank having a part of the logits [T, n]: with noise from the gathered logits,
-        else the largest, of equals the lowest id."""
+        """The token after each row [T] int64, from this rank's columns of the logits [T, n] at `positions` [T]: sampled
+        from the gathered logits, or greedily the largest logit, ties to the lowest id."""
         if draws.kind != "greedy":
             return draws.tokens(self.whole(logits, vocab), positions)
         best = logits.max(-1)
-        # A rank's columns are ascending ids, ranks are ascending too: of equals the first is the lowest.
+        # Ids ascend within a rank and from rank to rank, so the first of equal logits has the lowest id.
         value = self.join(best.values.unsqueeze(-1))
         each = -(-vocab // self.size)
         ids = self.join((first_of_equals(logits, best.values) + self.rank * each).unsqueeze(-1))
         return ids.gather(1, first_of_equals(value, value.amax(-1)).unsqueeze(-1))[:, 0]
 
     def whole(self, logits: Tensor, vocab: int) -> Tensor:
-        """The logits [T, vocab] of all ranks."""
+        """Gather all ranks' columns of the logits [T, n] -> [T, vocab]."""
         each = -(-vocab // self.size)
         if logits.shape[1] < each:  # the last rank has fewer ids
             logits = torch.nn.functional.pad(logits, (0, each - logits.shape[1]), value=float("-inf"))
@@ -168,21 +168,21 @@ def first_of_equals(x: Tensor, value: Tensor) -> Tensor:
 
 
 def own_device(device: torch.device) -> torch.device:
-    """A process's own GPU, where the job has several and none is named."""
+    """This process's own GPU, if the job has several processes and `device` has no index."""
     if str(device) == "cuda" and world_size() > 1:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device
 
 
 def world_size() -> int:
-    """Processes of this job, as torchrun says."""
+    """The number of processes that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(options: Options, device: torch.device, divides: bool = False, timeout: float = TIMEOUT) -> Ranks | None:
-    """This process's place among the job's; None where there is one process. Joins the processes first. `divides`:
-    whether the ranks of --tp divide a draft among them unless --draft-ranks says otherwise. Raises ValueError where the
-    numbers of processes do not fit."""
+    """Join the job's processes and return this one's `Ranks`; None for a single process. `divides`: the ranks of --tp
+    divide a draft by default (--draft-ranks overrides it). `timeout`: seconds. Raises ValueError if --tp, --dp and the
+    number of processes do not match, RankLost if another process does not answer."""
     world, dp = world_size(), options.dp
     tp = options.tp or max(world // dp, 1)
     if tp * dp != world:
@@ -193,7 +193,7 @@ def join(options: Options, device: torch.device, divides: bool = False, timeout:
     if options.draft_ranks is not None and options.draft_ranks > tp:
         raise ValueError(f"--draft-ranks {options.draft_ranks} is more than the {tp} ranks of --tp")
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # where NCCL looks; events, streams and graphs are the current device's too
+        torch.cuda.set_device(device)  # NCCL, events, streams and graphs use the current device
     if world == 1:
         return None
     if not td.is_initialized():
@@ -218,19 +218,19 @@ def join(options: Options, device: torch.device, divides: bool = False, timeout:
 
 
 def speaks() -> bool:
-    """Whether this process tells an error: of a job's processes the first that has one."""
+    """Whether this process prints its error: only the job's first process to fail does."""
     if world_size() == 1:
         return True
     if not td.is_initialized():
         return os.environ.get("RANK", "0") == "0"
     try:
-        return td.distributed_c10d._get_default_store().add("specker/told", 1) == 1
+        return td.distributed_c10d._get_default_store().add("specker/errors", 1) == 1
     except RuntimeError:  # the store went with its owner
         return True
 
 
 def leave(code: int) -> int:
-    """The exit code, once the other processes need this one no more."""
+    """Leave the process group and return `code`. After success, wait for the other processes first."""
     if td.is_initialized():
         if code == 0:
             with answered(TIMEOUT):
@@ -240,8 +240,8 @@ def leave(code: int) -> int:
 
 
 def collect(ranks: Ranks, results: list[Any]) -> list[Any] | None:
-    """Every replica's results, in the order of what they were dealt (`ranks.replica` had every `replicas`-th): on the
-    job's rank 0; None elsewhere."""
+    """Gather every replica's results on the job's rank 0, in the original order; None on the other ranks. Replica i
+    decoded items i, i + replicas, and so on."""
     every: list[Any] | None = [None] * td.get_world_size() if td.get_rank() == 0 else None
     with answered(ranks.timeout):
         td.gather_object(results if ranks.rank == 0 else None, every)
@@ -252,7 +252,8 @@ def collect(ranks: Ranks, results: list[Any]) -> list[Any] | None:
 
 
 def fingerprint(folder: Path) -> bytes:
-    """Of a checkpoint: its config and, of every weights file, the size and some blocks. All of 140 GB is not read."""
+    """A SHA-256 of a checkpoint's config and of the size and some blocks of every weights file. Reading all of 140 GB
+    would take too long."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = path.stat().st_size

@@ -1,7 +1,7 @@
-"""What a round asks of a drafter.
+"""The drafter's interface to a round.
 
-A draft is a tree of guesses under the root: draft j stands in row j + 1 of the window and its parent in row
-parents[j] <= j, row 0 being the root. A chain, a tree and a trie of paths are all of this form.
+A draft is a tree of guesses under the root. Row 0 of the window is the root, draft token j is row j + 1, and its parent
+is row parents[j] <= j. Chains, trees and tries of paths all have this form.
 """
 
 from typing import TYPE_CHECKING
@@ -20,49 +20,50 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """The whole protocol; the defaults are those of a drafter without a model."""
+    """All methods that a round calls; the defaults suit a drafter without a model."""
 
     model: Model | None = None
-    cache: KVCache | None = None  # the target's own where the target drafts; None without a model
+    cache: KVCache | None = None  # the target's cache if the target drafts; None without a model
     head: Head | None = None
     reads: bool = False
-    """Whether `draft` reads device memory or the text on the host. If so, a round is launched only after the round
-    before it was collected."""
+    """Whether `draft` reads device memory or the text on the host. If so, a round starts only after the previous one
+    was collected."""
 
     def prefill(self, slot: int, text: list[int]) -> None:
-        """Before a sequence's first round: `text` is its prompt."""
+        """Called before a sequence's first round; `text` is its prompt."""
 
     def room(self, length: int) -> int:
-        """Draft tokens that may follow a text of `length` tokens; at most 0 where this drafter's context ends."""
+        """Draft tokens that may follow a text of `length` tokens; 0 or less if this drafter's context is full."""
         return 1 << 30
 
     def fixed(self, length: int, budget: "Budget") -> bool:
-        """Whether a draft for a text of `length` can have fixed shapes and be placed by the device."""
+        """Whether a draft for a text of `length` tokens can have fixed shapes and be placed by the device."""
         return False
 
     def draft(self, r: "Round") -> None:
-        """Write the drafts to r.window[:, 1:], of a tree r.state.parents too, and set r.size, r.drafted and r.tree."""
+        """Write the drafts to r.window[:, 1:] and a tree's parents to r.state.parents; set r.size, r.drafted and
+        r.tree."""
         raise NotImplementedError
 
     def observe(self, r: "Round", slot: int, path: list[int]) -> None:
-        """`path`: the rows kept of the sequence in `slot`, whose text holds their tokens by now."""
+        """Called after a round: `path` lists the accepted rows of the sequence in `slot`. Its text has their tokens."""
 
     def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple:
-        """What each tapped layer would have said: (match, confidence), numpy [layers, rows]. Only for drafters whose
-        policies ask for taps."""
+        """Compare each tapped layer's own token with the target's: (match bool, confidence), numpy [layers, rows]. Only
+        for drafters whose policies set taps."""
         raise NotImplementedError
 
     def move(self, source: int, target: int) -> None:
         """The sequence in slot `source` moves to slot `target`; its K/V has moved."""
 
     def reset(self, slot: int) -> None:
-        """Forget the sequence in `slot`; its K/V is gone."""
+        """Forget the sequence in `slot`; its K/V was released."""
 
 
 def top_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` best nodes of each tree: tokens, parents, scores [n, N], scores never growing from parent to child ->
-    tokens and parents [n, count] and the kept nodes' numbers [n, count]. Earlier nodes win ties, so that the kept nodes
-    are a tree again."""
+    """Keep the `count` best nodes of each tree: tokens, parents and scores [n, N] -> tokens, parents and the indices of
+    the kept nodes, each [n, count] int64. No child may score higher than its parent. Earlier nodes win ties, so the
+    kept nodes form a tree."""
     n, N = tokens.shape
     if count >= N:
         return tokens, parents, torch.arange(N, device=tokens.device).expand(n, N)

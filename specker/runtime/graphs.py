@@ -1,4 +1,4 @@
-"""Stretches of work by key: on a GPU captured as CUDA graphs and replayed, elsewhere just run."""
+"""Pieces of work by key: captured and replayed as CUDA graphs on a GPU, run directly elsewhere."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 
 
 class Graphs:
-    """The first call of a key runs the work, which compiles what it needs; the second captures it; later ones replay.
-    A key of None is never captured."""
+    """The first call with a key runs the work, which compiles its kernels; the second captures it; later calls replay
+    it. Work with the key None is never captured."""
 
     def __init__(self, capture: bool):
-        self.capture, self.passes = capture, 2 if capture else 1  # `passes` until nothing is left to do once
+        self.capture, self.passes = capture, 2 if capture else 1  # `passes`: calls until a key is compiled and captured
         self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
         self._pool: Any = None

@@ -1,7 +1,7 @@
 """The drafter's LM head: hidden rows -> the k best candidate ids of the full vocabulary.
 
-Where it is trimmed (VocabTrim, arXiv 2506.22694), most kept rows are fixed when it is loaded; a few follow the text, so
-that a rare name which the prompt speaks of can be drafted all the same. How many rows there are never changes.
+A trimmed head (VocabTrim, arXiv 2506.22694) fixes most kept rows at load time. A few rows follow the text, so a rare
+name in the prompt can still be drafted. The number of rows never changes.
 """
 
 from collections.abc import Iterable
@@ -19,21 +19,21 @@ from specker.runtime.sampling import Draws
 class Kept:
     """The rows of a trimmed head."""
 
-    ids: Tensor  # [K] int64; the last `text` of them follow the text, until then the least frequent first
+    ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
     text: int = 0
-    whole: Tensor | None = None  # [V, E], where their rows come from
+    whole: Tensor | None = None  # [V, E], the untrimmed head, source of those rows
 
 
 @dataclass
 class Head:
-    weight: Tensor  # [K, E], as row_linear takes it; row-major where rows follow the text
+    weight: Tensor  # [K, E], packed or not as row_linear accepts it; not packed if rows follow the text
     norm: Tensor  # [E]
     eps: float
     kept: Kept | None = None  # None: row i is id i
-    token_ids: Tensor | None = field(init=False, default=None)  # [K] ids of the rows as they are now
+    token_ids: Tensor | None = field(init=False, default=None)  # [K] int64, current id of each row
     known: set[int] = field(init=False, default_factory=set)  # the same, on the host
-    _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row that follows the text, oldest first
-    _seen: dict[int, int] = field(init=False, default_factory=dict)  # committed tokens looked at, by sequence
+    _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
+    _seen: dict[int, int] = field(init=False, default_factory=dict)  # committed tokens processed, by sequence
 
     def __post_init__(self) -> None:
         if self.kept is not None:
@@ -42,7 +42,7 @@ class Head:
         self.reset()
 
     def reset(self) -> None:
-        """Restore the rows as they were loaded, when no sequence is left whose text they follow."""
+        """Restore the rows as loaded. Called when the batch is empty."""
         self._seen.clear()
         if self.kept is None or not self.kept.text:
             return
@@ -54,7 +54,7 @@ class Head:
             self._write(first, range(fixed, len(self.kept.ids)))
 
     def follow(self, sequences: Iterable[states.Sequence]) -> None:
-        """Let the tokens of the batch's texts take the rows that follow them; the last ones seen stay longest."""
+        """Give rows to the new tokens of the batch's texts; the least recently seen token loses its row."""
         if self.kept is None or not self.kept.text:
             return
         assert self.kept.whole is not None
@@ -82,28 +82,29 @@ class Head:
         self._slots.update(zip(ids, rows, strict=True))
         self.known.update(ids)
         both = torch.tensor([rows, ids])
-        if self.weight.is_cuda:  # a pinned copy is not waited for
+        if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
         at, tokens = both
         self.weight[at] = self.kept.whole[tokens]
         self.token_ids[at] = tokens
 
     def best(self, hidden: Tensor, draws: Draws, positions: Tensor) -> Tensor:
-        """hidden [T, E] at `positions` [T] -> the first candidate of each row, [T]."""
+        """hidden [T, E] at `positions` [T] -> the best candidate of each row, [T] int64."""
         noise = draws.noise(positions)
         return vocab_topk(hidden, self.weight, self.token_ids, 1, (self.norm, self.eps), noise, with_lse=False)[0][:, 0]
 
     def candidates(self, hidden: Tensor, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [T, E] at `positions` [T] -> the k best ids [T, k] and their log-probabilities in the ranking used.
+        """hidden [T, E] at `positions` [T] -> the k best ids [T, k] int64 and their log-probabilities [T, k].
 
-        Above temperature 0 the ranking is of logits perturbed by the same noise that the target's draw will add at
-        those positions (Gumbel coupling, arXiv 2408.07978), so the first candidate is the best guess of that draw.
+        Above temperature 0, logits and log-probabilities include the noise that the target's draw will add at those
+        positions (Gumbel coupling, arXiv 2408.07978), so the first candidate is the best guess of that draw.
         """
         ids, scores, lse = self.ranked(hidden, k, draws, positions)
         # Rounding must not lift a log-probability above 0: a tree's child may never outrank its parent.
         return ids, (scores - lse.unsqueeze(-1)).clamp_(max=0)
 
     def ranked(self, hidden: Tensor, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `candidates`: ids [T, k], (perturbed) logits [T, k] over the temperature, lse [T] over all kept rows."""
+        """Like `candidates`: ids [T, k], (perturbed) logits [T, k] divided by the temperature, lse [T] over all kept
+        rows."""
         noise = draws.noise(positions)
         return vocab_topk(hidden, self.weight, self.token_ids, k, (self.norm, self.eps), noise)

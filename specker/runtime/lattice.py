@@ -1,15 +1,15 @@
-"""The search through a diffusion draft (CPS of DiffuSpec, arXiv 2510.02358): which path reads best from left to right.
+"""Causal-consistency path search (CPS of DiffuSpec, arXiv 2510.02358) through a diffusion draft.
 
-One denoising step guesses each position by itself. The few most probable tokens of each are a lattice; a beam goes
-through it from left to right and ranks paths by
+One denoising step guesses each position independently. The most probable tokens of each position form a lattice; a
+beam search goes through it from left to right and ranks paths by
 
     sum over positions of  lambda log p_diffusion(token) + (1 - lambda) log p_ngram(token | two before) + g(token)
 
-where lambda is 1 at the first position: the diffusion model has the whole text before it there, an n-gram model only
-two tokens of it (the paper weighs all alike; bench/LOG.md has both). From the second position on the n-gram model knows
-what the diffusion model does not: the token before. g is the noise under which the target will draw at that position (0
-when greedy), so that the path is the likeliest *draw*. A path that reaches a stop token ends there. It must not win by
-having fewer terms: at each later position it pays what the best living path pays for its next token.
+where lambda is 1 at the first position: there the diffusion model sees the whole text, an n-gram model only two tokens.
+(The paper uses one lambda for all positions; bench/LOG.md compares both.) From the second position on, the n-gram model
+knows the previous token and the diffusion model does not. g is the noise of the target's draw at that position (0 when
+greedy), so the path is the likeliest *draw*. A path that reaches a stop token ends there. To keep short paths from
+winning by having fewer terms, an ended path adds the best next-token score at each later position.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ from specker.runtime.ngram import NGram
 
 @dataclass(frozen=True)
 class Lattice:
-    """Candidates of k positions, numpy; M columns, then those of the stop ids."""
+    """Candidates of k positions, numpy: M columns of candidates, then one column per stop id."""
 
     ids: Any  # [k, M + stops] int64
-    log_p: Any  # [k, M + stops] float, of the diffusion model at the temperature, without noise; with noise, known up
-    # to a number for each position, which changes no order of paths
+    log_p: Any  # [k, M + stops] float, of the diffusion model at the temperature, without noise; with noise, up to a
+    # constant per position, which does not change the order of paths
     noise: Any  # [k, M + stops] float, or None
-    kept: Any  # [k, M + stops] bool: which are in the lattice
+    kept: Any  # [k, M + stops] bool: whether the candidate is in the lattice
 
     @classmethod
     def joined(cls, blocks: "Sequence[Lattice]") -> "Lattice":
-        """Blocks of positions, one behind the other."""
+        """Concatenate blocks of positions."""
         first = blocks[0]
         noise = None if first.noise is None else np.concatenate([block.noise for block in blocks])
         ids, log_p, kept = (np.concatenate([getattr(b, name) for b in blocks]) for name in ("ids", "log_p", "kept"))
@@ -41,40 +41,40 @@ class Lattice:
 
     @property
     def width(self) -> float:
-        """Mean candidates of a position."""
+        """Mean candidates per position."""
         return float(self.kept.sum(1).mean())
 
 
 @dataclass(frozen=True)
 class Path:
-    tokens: tuple[int, ...]  # at most k, fewer where it ended
-    score: float  # as in the file's head
-    ended: bool = False  # with a stop token
+    tokens: tuple[int, ...]  # at most k, fewer if it ended
+    score: float  # the sum in the module docstring
+    ended: bool = False  # whether it ends with a stop token
 
 
 @dataclass(frozen=True)
 class Search:
-    """How to look for paths."""
+    """Parameters of the path search."""
 
     ngram: NGram | None = None
     paths: int = 3  # B of the beam
-    tree: bool = False  # draft all of them as one trie; else the best alone
-    candidates: int = 15  # M at most, of a position
-    mass: float = 0.8  # tau: the fewest candidates with this much probability
+    tree: bool = False  # True: draft all paths as one trie; False: only the best
+    candidates: int = 15  # M, the most candidates per position
+    mass: float = 0.8  # tau: keep the fewest candidates with this much probability
     weight: float = 0.85  # lambda from the second position on; 1 without an n-gram model
 
 
 def lattice(ids: Any, ranks: Any, noise: Any, mass: float, stops: int = 0) -> Lattice:
-    """The smallest set of each position's candidates that has `mass`, and the stop ids.
+    """For each position, the smallest set of candidates with probability `mass`, and the stop ids.
 
-    ids [k, M + stops] int64, the last `stops` columns being the stop ids, the others by falling `ranks`, their
-    log-probabilities [k, M + stops] in the ranking used (perturbed above temperature 0); noise [k, M + stops] or None.
+    ids [k, M + stops] int64: M candidates by descending `ranks`, then the stop ids. ranks [k, M + stops]:
+    log-probabilities, perturbed above temperature 0. noise [k, M + stops] or None.
     """
     M = ids.shape[1] - stops
     kept = np.ones(ids.shape, bool)
     before = np.exp(ranks[:, :M]).cumsum(1)[:, :-1]
     kept[:, 1:M] = before < mass
-    if stops:  # unless a stop id stands among the candidates already
+    if stops:  # drop a stop id's column if it is already a candidate
         twice = (ids[:, M:, None] == ids[:, None, :M]) & kept[:, None, :M]
         kept[:, M:] = ~twice.any(2)
     return Lattice(ids, ranks if noise is None else ranks - noise, noise, kept)
@@ -83,7 +83,7 @@ def lattice(ids: Any, ranks: Any, noise: Any, mass: float, stops: int = 0) -> La
 def best_paths(
     found: Lattice, how: Search, before: tuple[int, int], stop_ids: frozenset[int], temperature: float = 0.0
 ) -> list[Path]:
-    """The `how.paths` best paths, best first. `before`: the two tokens that the text ends with, -1 for none."""
+    """The `how.paths` best paths, best first. `before`: the last two tokens of the text, -1 for none."""
     weight: Any = np.full((len(found.ids), 1), 1.0 if how.ngram is None else how.weight)
     weight[0] = 1.0
     own = weight * found.log_p
@@ -110,8 +110,8 @@ def best_paths(
 
 
 def trie(paths: Sequence[Path], nodes: int, depth: int) -> tuple[list[int], list[int]]:
-    """Paths, best first, -> tokens [N] and parents [N] (rows) of the tree that holds them: what begins alike is one
-    node. At most `nodes`, and no path longer than `depth`; later paths lose their ends first."""
+    """Merge paths, best first, into a trie: tokens [N] and parents [N] (rows). Common prefixes share nodes. It has at
+    most `nodes` nodes and `depth` levels; later paths are cut first."""
     row_of: dict[tuple[int, ...], int] = {(): 0}
     tokens: list[int] = []
     parents: list[int] = []

@@ -1,4 +1,4 @@
-"""Checkpoints -> an Engine: checks that models and options fit together, and sizes the context to the memory."""
+"""Load checkpoints into an Engine: check that models and options fit together, and size the context to the memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +25,15 @@ def load(
     dtype: str | torch.dtype | None = None,
     **options: Any,
 ) -> Engine:
-    """An Engine from checkpoints: local folders or hub ids in Hugging Face format, the bundled family by default.
+    """Load an Engine. `target`, `draft`: local folders or hub ids in Hugging Face format; default: the bundled family.
 
-    `dtype` is a torch dtype or one of float32, bfloat16, float16, float64: float32 by default on a CPU, bfloat16 on a
-    GPU. `strategy` is a name as in --strategy, and `options` are the flags by name, as strings or parsed values; or
-    `strategy` is an `Options`, which holds them all. Raises TypeError for an unknown option and ValueError
-    (CheckpointError) for a checkpoint or a combination that cannot be run, saying why.
+    `dtype` is a torch dtype or one of float32, bfloat16, float16, float64; default: float32 on a CPU, bfloat16 on a
+    GPU. `strategy` is a name as in --strategy, with the other flags by name in `options`, as strings or parsed values;
+    or `strategy` is an `Options` with all of them. Raises TypeError for an unknown option, ValueError (CheckpointError)
+    for a checkpoint or a combination that cannot run, and RankLost if another process of the job fails.
     """
     if isinstance(strategy, Options) and options:
-        raise TypeError(f"parsed options and further ones ({', '.join(options)}) exclude each other")
+        raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
     opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
     parts = strategies.of(opts)
     where = dist.own_device(_device(device))
@@ -45,11 +45,11 @@ def load(
     notes: dict[str, str] = {}
     if dummy and target is not None and draft is None and parts.bundled_draft is not None:
         draft = target
-        notes["draft_shape"] = f"no --draft was given, so the draft has the shape of {_name(target)}"
+        notes["draft_shape"] = f"without --draft, the draft has the shape of {_name(target)}"
     if target is not None and draft is None and parts.bundled_draft is not None:
         raise ValueError(f"strategy {opts.strategy!r} needs a draft checkpoint for {target}: pass --draft")
     if target is None and draft is not None:
-        raise ValueError("--draft without --target: the bundled target has its own draft")
+        raise ValueError("--draft needs --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
     main = load_checkpoint(
         target_source,
@@ -81,7 +81,7 @@ def load(
             )
         side = parts.adapt(opts, side)
         ids = min(side.config.vocab_size, main.config.vocab_size)
-        ids -= opts.acceptance is not None  # the target needs a token that is no child's to disagree with
+        ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
         if opts.width > ids:
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy)
@@ -95,7 +95,7 @@ def load(
     if ranks is not None:
         context = ranks.least(context)
         if context < main.config.max_context:
-            lowered = lowered or f"the context is {context} positions: another rank's memory holds no more"
+            lowered = lowered or f"lowered to {context} positions: another rank has too little memory for more"
     if lowered is not None:
         notes["context"] = lowered
         main, side = _within(main, context), None if side is None else _within(side, context)
@@ -110,33 +110,33 @@ def load(
 
 
 def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
-    """With no more positions than `context`: no draft is longer than the target's text."""
+    """Limit a checkpoint to `context` positions: no draft is longer than the target's text."""
     if checkpoint.config.max_context <= context:
         return checkpoint
     return replace(checkpoint, config=replace(checkpoint.config, max_context=context))
 
 
 def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool) -> Checkpoint:
-    """The draft with its head cut to the target's ids. Refused unless the two speak of the same tokens: the same size
-    or one padded, and the same tokenizer where both have one. A diffusion drafter may have further tokens of its own,
-    such as its mask: those behind the target's are cut off too. Random weights speak of no tokens: only sizes count."""
+    """Cut the draft's head to the target's ids. Raises ValueError unless both use the same tokens: equal or padded
+    sizes and, if both have a tokenizer, the same one. A diffusion drafter may have extra tokens, such as a mask;
+    ids after the target's are cut too. Random weights (`dummy`) have no meaningful tokens, so only the sizes count."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     tokens = [target.vocabulary, draft.vocabulary]
-    ours, theirs = tokens
-    if ours is not None and theirs is not None and not draft.config.causal and ours.items() <= theirs.items():
-        rows = min(sizes) if len(ours) == len(theirs) else min(*sizes, max(ours.values()) + 1)
+    main, side = tokens
+    if main is not None and side is not None and not draft.config.causal and main.items() <= side.items():
+        rows = min(sizes) if len(main) == len(side) else min(*sizes, max(main.values()) + 1)
         return _cut(draft, rows)
-    if dummy and ours != theirs:
+    if dummy and main != side:
         tokens = [None, None]
-    elif ours is not None and theirs is not None and ours != theirs:
+    elif main is not None and side is not None and main != side:
         raise ValueError(
             f"target and draft have different tokenizers ({target.folder} has {len(tokens[0] or {})} tokens, "
-            f"{draft.folder} has {len(tokens[1] or {})}, not the same ones): use a draft of the target's own family"
+            f"{draft.folder} has {len(tokens[1] or {})}; the tokens differ): use a draft of the target's own family"
         )
     if sizes[0] != sizes[1] and None in tokens:
         raise ValueError(
-            f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without one tokenizer in "
-            "both folders it cannot be told whether one is the other padded: use a draft of the target's own family"
+            f"target and draft have vocabularies of {sizes[0]} and {sizes[1]} ids, and without a tokenizer in both "
+            "folders specker cannot check that one pads the other: use a draft of the target's own family"
         )
     return _cut(draft, min(sizes))  # ids that only the padded draft has must never be drafted
 
@@ -156,7 +156,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device} is not supported: use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but this torch finds no CUDA GPU: use --device cpu")
+        raise ValueError("device cuda needs a CUDA GPU, and torch finds none: use --device cpu")
     return device
 
 

@@ -1,13 +1,12 @@
-"""A trigram model over token ids: what usually follows two tokens, for the path search of a diffusion draft.
+"""A trigram model over token ids, for the path search of a diffusion draft.
 
-Interpolated Kneser-Ney with one discount an order (Chen and Goodman, TR-10-98, sections 2.7 and 3), in back-off form:
+Interpolated Kneser-Ney with one discount per order (Chen and Goodman, TR-10-98, sections 2.7 and 3), in back-off form:
 
     p(w | u v) = p3(u v w)                    where u v w is listed, else b(u v) p(w | v)
     p(w | v)   = p2(v w)                      where v w is listed,   else b(v) p1(w)
 
-The back-off weights b are what makes each p sum to 1 over the vocabulary; they follow from the listed probabilities and
-are worked out when the model is made or read. Everything is sorted numpy arrays, looked up for many contexts and
-candidates at once.
+The back-off weights b make each p sum to 1 over the vocabulary; they are computed from the listed probabilities when
+the model is made or read. The tables are sorted numpy arrays; one look-up serves many contexts and candidates.
 """
 
 import json
@@ -19,23 +18,24 @@ from typing import Any
 import numpy as np
 
 FORMAT, VERSION = "specker-ngram", 1
-MAX_VOCABULARY = 1 << 21  # its cube is a key of 63 bits
-_MERGE = 1 << 20  # keys that wait unsorted
+MAX_VOCABULARY = 1 << 21  # its cube fits a key of 63 bits
+_MERGE = 1 << 20  # unsorted keys to collect before a merge
 
 
 class NGramCounts:
-    """How often each trigram occurs in the texts added so far; u v w is the key (u V + v) V + w."""
+    """Counts of each trigram in the texts added so far. Trigram u v w has the key (u V + v) V + w. Raises ValueError
+    for more than MAX_VOCABULARY ids."""
 
     def __init__(self, vocab_size: int, keys: Any = None, times: Any = None):
         if not 1 <= vocab_size <= MAX_VOCABULARY:
-            raise ValueError(f"a vocabulary of at most {MAX_VOCABULARY} ids can be counted, got {vocab_size}")
+            raise ValueError(f"the vocabulary must have 1..{MAX_VOCABULARY} ids, got {vocab_size}")
         self.vocab_size = vocab_size
         self._keys = np.empty(0, np.int64) if keys is None else keys
         self._times = np.empty(0, np.int64) if times is None else times
         self._waiting: list[Any] = []
 
     def add(self, ids: Sequence[int]) -> None:
-        """One text."""
+        """Count one text."""
         x = np.asarray(ids, np.int64)
         if len(x) > 2:
             V = self.vocab_size
@@ -46,7 +46,7 @@ class NGramCounts:
                 self.counts()
 
     def counts(self) -> tuple[Any, Any]:
-        """The keys [n], ascending, and how often each occurs [n], both int64."""
+        """The keys [n], ascending, and their counts [n], both int64."""
         if self._waiting:
             keys = np.concatenate((self._keys, *self._waiting))
             times = np.concatenate((self._times, np.ones(len(keys) - len(self._keys), np.int64)))
@@ -66,8 +66,8 @@ class NGram:
     log_p3: Any  # [m] float32
     tokenizer: str | None = None  # vocab_scores.tokenizer_hash
     totals: dict[str, int] = field(default_factory=dict)  # such as texts and tokens
-    _b1: Any = field(init=False, repr=False)  # [V] log b(v), 0 where no bigram begins with v
-    # (keys, log values), each with an end that `_ended` adds:
+    _b1: Any = field(init=False, repr=False)  # [V] log b(v), 0 if no bigram begins with v
+    # (keys, log values), each with the sentinel of `_ended`:
     _two: Any = field(init=False, repr=False)  # bigrams
     _three: Any = field(init=False, repr=False)  # trigrams
     _contexts: Any = field(init=False, repr=False)  # u V + v of listed trigrams, log b(u v)
@@ -86,13 +86,13 @@ class NGram:
 
     @classmethod
     def fit(cls, counts: NGramCounts, least: int = 1, **about: Any) -> "NGram":
-        """From trigram counts. Trigrams seen fewer than `least` times, and bigrams with fewer different tokens before
-        them, are left out after the probabilities are worked out. ValueError where nothing was counted."""
+        """Fit a model to trigram counts. After computing the probabilities, drop trigrams seen fewer than `least` times
+        and bigrams with fewer than `least` different tokens before them. Raises ValueError if nothing remains."""
         keys, times = counts.counts()
         V = counts.vocab_size
         if not len(keys):
-            raise ValueError("no text has three tokens: there is nothing to fit an n-gram model to")
-        # A lower order counts in how many contexts, not how often: "Francisco" is frequent, but follows few words.
+            raise ValueError("no text has three tokens, so there are no trigrams to fit")
+        # Lower orders count distinct contexts, not occurrences: "Francisco" is frequent but follows few words.
         bigrams, different = np.unique(keys % (V * V), return_counts=True)
         after = np.bincount(bigrams % V, minlength=V)
         p, spare = _discounted(after, np.zeros(V, np.int64), 1)
@@ -111,11 +111,11 @@ class NGram:
 
     def log_p(self, contexts: Any, ids: Any) -> Any:
         """contexts [B, 2] int64 (the token before last, the last), ids [M] -> log p(id | context) [B, M] float32.
-        A token of -1 stands for none: the text begins there."""
+        -1 means no token: the text begins there."""
         u, v = contexts[:, :1], contexts[:, 1:]
         V = self.vocab_size
         lower = self._pairs(v, ids[None])
-        pair = np.where((u < 0) | (v < 0), -1, u * V + v)  # -1 is no context's key
+        pair = np.where((u < 0) | (v < 0), -1, u * V + v)  # no context has the key -1
         place, known = _find(self._contexts[0], pair)
         if not known.any():
             return lower
@@ -124,7 +124,7 @@ class NGram:
         return np.where(listed, self._three[1].take(place), lower)
 
     def _pairs(self, v: Any, w: Any) -> Any:
-        """log p(w | v), broadcast; p1 where v is -1."""
+        """log p(w | v), broadcast; log p1(w) where v is -1."""
         known = v >= 0
         place, listed = _find(self._two[0], np.where(known, v * self.vocab_size + w, -1))
         lower = self.unigrams.take(w) + np.where(known, self._b1.take(v), np.float32(0))
@@ -144,7 +144,7 @@ class NGram:
         return save(tensors, {"specker": json.dumps(about | {"totals": self.totals}, sort_keys=True)})
 
     def check(self, vocab_size: int, tokenizer: str | None, path: object) -> None:
-        """ValueError unless the model is of this vocabulary, as far as the file tells."""
+        """Raise ValueError if the file shows that the model has another vocabulary. `path` is for the message."""
         if self.vocab_size != vocab_size:
             raise ValueError(f"{path} is of a vocabulary of {self.vocab_size} ids, the target's has {vocab_size}")
         if self.tokenizer is not None and tokenizer is not None and self.tokenizer != tokenizer:
@@ -152,7 +152,7 @@ class NGram:
 
 
 def read(path: str | Path) -> NGram:
-    """A file of `to_bytes`. ValueError, in a sentence, for one that is broken or something else."""
+    """Read a file of `to_bytes`. Raises ValueError if it is missing, corrupt or of another kind."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -179,19 +179,19 @@ def read(path: str | Path) -> NGram:
 
 
 def _find(keys: Any, wanted: Any) -> tuple[Any, Any]:
-    """Where each wanted key stands in the ascending `keys` (anywhere if it does not), and whether it does. The last key
-    is larger than any wanted: `_ended`."""
+    """Look up `wanted` in the ascending `keys`: (index, found); the index is arbitrary if not found. The sentinel of
+    `_ended` keeps every index in range."""
     place = keys.searchsorted(wanted)
     return place, keys.take(place) == wanted
 
 
 def _ended(keys: Any, values: Any) -> tuple[Any, Any]:
-    """Keys and their values with one more key that is never asked for: a look-up then needs no check of its end."""
+    """Append a sentinel key larger than any other, so a look-up needs no bounds check."""
     return np.append(keys, np.iinfo(np.int64).max), np.append(values, values.dtype.type(0))
 
 
 def _discounted(times: Any, context: Any, contexts: int) -> tuple[Any, Any]:
-    """Counts [n] of n-grams with their context [n] -> discounted probabilities [n], and what each context has over."""
+    """Counts [n] of n-grams and their contexts [n] -> discounted probabilities [n], left-over mass [contexts]."""
     one, two = int((times == 1).sum()), int((times == 2).sum())
     d = one / (one + 2 * two) if one and two else 0.5  # Ney, Essen and Kneser's estimate
     total = np.bincount(context, times, contexts)
@@ -201,7 +201,7 @@ def _discounted(times: Any, context: Any, contexts: int) -> tuple[Any, Any]:
 
 
 def _back_off(log_p: Any, lower: Any, begin: Any) -> Any:
-    """log b of each context, whose listed n-grams begin at `begin`: log of (1 - sum p) / (1 - sum of their p one order
-    lower)."""
+    """log b of each context: log of (1 - sum p) / (1 - sum of the lower-order p). A context's listed n-grams start at
+    index `begin`."""
     left, below = (1 - np.add.reduceat(np.exp(x.astype(np.float64)), begin) for x in (log_p, lower))
     return np.log(np.maximum(left, 1e-9) / np.maximum(below, 1e-9)).astype(np.float32)

@@ -1,72 +1,72 @@
-"""How much to draft each round: the budget, and the policies that any strategy can use. Policies of one paper stand in
-its strategy's file."""
+"""How much to draft each round: the budget, and the policies that any strategy can use. A policy from one paper is in
+that paper's strategy file."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specker.runtime.stats import DiffusionStats
 
-LONGEST = 17  # tokens of the longest chain that a policy chooses; a draft that confidence ends may be one longer
-MAX_NODES = 255  # of a draft: with the root, the window of a verify pass
+LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
+MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
 
 @dataclass(frozen=True)
 class Budget:
-    nodes: int  # draft tokens at most
-    depth: int  # longest path at most
-    exit: int = 0  # layers that the target drafts with by itself; 0: another model drafts
-    taps: tuple[int, ...] = ()  # depths of the target whose rows `learn` wants to hear of this round
-    block: int = 0  # tokens that a diffusion drafter guesses in one pass; 0: all of `depth`
+    nodes: int  # maximum draft tokens
+    depth: int  # maximum path length
+    exit: int = 0  # layers of the target that draft; 0: another model drafts
+    taps: tuple[int, ...] = ()  # depths of the target that `learn` watches this round
+    block: int = 0  # tokens that a diffusion drafter guesses per pass; 0: all of `depth`
 
     def clip(self, nodes: int, depth: int) -> "Budget":
-        """No more nodes and no longer a path."""
+        """Limit the nodes and the path length."""
         return replace(self, nodes=max(0, min(self.nodes, nodes)), depth=max(0, min(self.depth, depth)))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sequence's draft."""
+    """The result of one sequence's draft."""
 
     drafted: int  # tokens
-    path: list[int]  # rows kept, row 0 (the root) first
-    confidence: list[float] = field(default_factory=list)  # of each draft token, where policies are asked
+    path: list[int]  # accepted rows, row 0 (the root) first
+    confidence: list[float] = field(default_factory=list)  # of each draft token; empty unless `confident`
     found: DiffusionStats | None = None  # of a diffusion drafter
 
 
 class Policy:
-    """The rule by which one sequence proposes how much to draft. A round has one shape: of the proposals it takes the
-    one that promises most tokens for its cost (`expected`, round.best_shape)."""
+    """Proposes how much to draft for one sequence. All sequences of a round share one shape: the proposal with the most
+    expected tokens for its cost (`expected`, round.best_shape)."""
 
-    confident: bool = False  # whether `keep_drafting` is asked after each token of a chain
-    layers: tuple[int, ...] = ()  # depths of the target that `learn` may ever want to hear of
-    rate: float = 0.8  # smoothed share of draft tokens on the path that were right
+    confident: bool = False  # whether the round calls `keep_drafting` after each token of a chain
+    layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch
+    rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path
 
     def budget(self) -> Budget:
         """The shape that this sequence proposes."""
         raise NotImplementedError
 
     def taken(self, budget: Budget) -> None:
-        """The round has this shape, perhaps another sequence's proposal."""
+        """Called with the round's shape, which may be another sequence's proposal."""
 
     def expected(self, budget: Budget) -> float:
-        """Tokens that a round of this shape commits for this sequence: 1 + a + a^2 + .. + a^depth, a the smoothed
-        acceptance rate."""
+        """Expected tokens that a round of this shape commits for this sequence: 1 + a + a^2 + .. + a^depth, with a the
+        smoothed acceptance rate (arXiv 2211.17192, equation 1)."""
         return sum(self.rate**i for i in range(min(budget.depth, budget.nodes) + 1))
 
     def keep_drafting(self, confidence: float) -> bool:
-        """After a draft token of this probability: draft another?"""
+        """Whether to draft another token after one with this probability."""
         return True
 
     def observe(self, outcome: Outcome) -> None:
-        """Called once a round."""
+        """Called once per round."""
         if outcome.drafted:
             right = len(outcome.path) - 1
             seen = min(right + 1, outcome.drafted)
             self.rate += min(0.1 * seen, 1.0) * (right / seen - self.rate)
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
-        """numpy [len(layers), rows]: whether each layer's shadow token was the target's, and its probability; `seconds`
-        is what it took to find out."""
+        """Called with what tapped layers predicted. numpy [len(layers), rows]: `match`, whether a layer's shadow token
+        was the target's token, and `confidence`, its probability. `seconds`: the cost of computing them."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Fixed(Policy):
 
 @dataclass
 class PlusMinusOne(Fixed):
-    """A chain one longer after a wholly accepted draft, one shorter after any other."""
+    """Lengthen the chain by one after a fully accepted draft; shorten it by one after any other."""
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
@@ -95,8 +95,8 @@ class PlusMinusOne(Fixed):
 
 @dataclass
 class DraftAndVerify(Fixed):
-    """Stop after a token less probable than a threshold, which is moved towards `goal` accepted of those drafted
-    (arXiv 2309.08168, equations 5 and 6, with its constants)."""
+    """Stop after a token less probable than a threshold. The threshold moves so that the share of accepted draft tokens
+    approaches `goal` (arXiv 2309.08168, equations 5 and 6, with its constants)."""
 
     threshold: float = 0.6
     goal: float = 0.9

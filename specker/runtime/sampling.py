@@ -1,4 +1,4 @@
-"""How tokens are drawn in a round, as the ops take it: each sequence has its own temperature, filters and seed."""
+"""Sampling parameters of a round, in the form the ops take: temperature, filters and seed per sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,33 +11,33 @@ from specker.kernels.sample import sample_rows
 from specker.kernels.topk import Noise
 
 ALL = 2**31 - 1  # top_k that keeps every token
-KINDS = ("greedy", "noise", "filtered")  # which kernels a draw launches; a later kind serves the earlier ones too
+KINDS = ("greedy", "noise", "filtered")  # the kernels a draw launches; a later kind also covers the earlier ones
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How the rows of a round are drawn."""
+    """Sampling parameters for all rows of a round."""
 
     kind: str
-    memory: Tensor | None  # [n, 4] int64, each sequence's numbers (`pack`): one CUDA graph serves every request
-    only: Sampling | None = None  # the numbers of the only sequence, when the host may launch with them
+    memory: Tensor | None  # [n, 4] int64, each sequence's parameters (`pack`): one CUDA graph serves every request
+    only: Sampling | None = None  # parameters of a single sequence, to pass as launch arguments
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], memory: Tensor, fixed: bool) -> "Draws":
-        """`fixed`: kernels read the numbers in memory even for one sequence."""
+        """`fixed`: kernels read the parameters from memory even for one sequence."""
         only = samplings[0] if len(samplings) == 1 and not fixed else None
         return cls(max(map(kind, samplings), key=KINDS.index), memory, only)
 
     def tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's token after each row: logits [T, V] at `positions` [T] -> [T]."""
+        """The target's token after each row: logits [T, V] at `positions` [T] int64 -> [T] int64."""
         if (s := self.only) is not None:
             return sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
         temperature = 0.0 if self.kind == "greedy" else 1.0
-        top_k, top_p = (1, 0.5) if self.kind == "filtered" else (0, 1.0)  # which filters run; the numbers are in memory
+        top_k, top_p = (1, 0.5) if self.kind == "filtered" else (0, 1.0)  # selects filters; the values are in memory
         return sample_rows(logits, temperature, top_k, top_p, 0, positions, self.memory)
 
     def noise(self, positions: Tensor) -> Noise | None:
-        """The noise of the target's draws at `positions` [T], for a drafter's ranking; None when all are greedy."""
+        """The noise of the target's draws at `positions` [T] int64, for a drafter's ranking; None if all are greedy."""
         if self.kind == "greedy":
             return None
         if (s := self.only) is not None:
@@ -54,5 +54,5 @@ def kind(s: Sampling) -> str:
 
 
 def pack(s: Sampling) -> Tensor:
-    """A sequence's numbers for `Draws.memory`, [4] int64 on the CPU."""
+    """A sequence's parameters for `Draws.memory`, [4] int64 on the CPU."""
     return pack_draw(s.seed, s.temperature, min(s.top_k or ALL, ALL), s.top_p)

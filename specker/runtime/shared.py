@@ -1,5 +1,5 @@
-"""Drafts of one or some ranks, which all ranks of a replica verify. Rank 0 broadcasts the drafts once a round, with the
-texts' lengths and last tokens, so that ranks that have come apart end with a message."""
+"""Some ranks draft and all ranks of a replica verify. Rank 0 broadcasts the drafts once per round, with the texts'
+lengths and last tokens; ranks that disagree stop with an error."""
 
 import torch
 from torch import Tensor
@@ -10,32 +10,33 @@ from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.sampling import Draws
 
-HEADER = 3  # numbers of a message before those of each sequence
+HEADER = 3  # numbers at the start of a message: size, depth, tree
 
 
 class SharedDrafter(Drafter):
-    """A drafter of some ranks, whose drafts all of them verify."""
+    """Wraps a drafter that runs on some ranks and sends its drafts to all."""
 
     def __init__(self, inner: Drafter | None, ranks: Ranks):
-        """`inner`: None on ranks that do not draft."""
+        """`inner`: the drafter; None on ranks that do not draft."""
         self.inner, self.ranks = inner, ranks
         if inner is not None:
             self.model, self.cache, self.head = inner.model, inner.cache, inner.head
-        self.reads = True  # the word of rank 0
+        self.reads = True  # rank 0's message
 
     def prefill(self, slot: int, text: list[int]) -> None:
         if self.inner is not None:
             self.inner.prefill(slot, text)
 
     def room(self, length: int) -> int:
-        """Ranks that do not draft hear from rank 0 how much was drafted."""
+        """Ranks that do not draft receive the size of the draft from rank 0."""
         return super().room(length) if self.inner is None else self.inner.room(length)
 
     def fixed(self, length: int, budget: Budget) -> bool:
         return self.inner is not None and self.inner.fixed(length, budget)
 
     def draft(self, r: Round) -> None:
-        """Rank 0's drafts. In rounds of fixed shape every rank drafts, the same, and nothing is said."""
+        """Take rank 0's drafts. In rounds of fixed shape every rank computes the same draft and sends nothing. Raises
+        RankLost if this rank's texts differ from rank 0's."""
         ranks, s, n = self.ranks, r.state, len(r.sequences)
         if self.inner is not None:
             self.inner.draft(r)
@@ -49,17 +50,17 @@ class SharedDrafter(Drafter):
             message[: len(header)] = torch.tensor(header)
             body = message[HEADER + 3 * n :].view(2, n, most)
             body[0, :, : r.size], body[1, :, : r.size] = s.window[:, 1 : r.size + 1], s.parents[:, : r.size]
-        said = ranks.first(message)
-        size, depth, tree, *rest = said[: HEADER + 3 * n].tolist()
+        received = ranks.first(message)
+        size, depth, tree, *rest = received[: HEADER + 3 * n].tolist()
         if rest[: 2 * n] != texts:
             b = next(b for b in range(n) if (rest[b], rest[n + b]) != (texts[b], texts[n + b]))
             raise RankLost(
-                f"the ranks have come apart: rank {ranks.rank} has {texts[b]} tokens ending in {texts[n + b]}, "
+                f"the ranks' texts differ: rank {ranks.rank} has {texts[b]} tokens ending in {texts[n + b]}, "
                 f"rank 0 has {rest[b]} ending in {rest[n + b]}"
             )
         if ranks.rank:
             r.size, r.depth, r.tree, r.drafted = size, depth, bool(tree), rest[2 * n :]
-            body = said[HEADER + 3 * n :].view(2, n, most)
+            body = received[HEADER + 3 * n :].view(2, n, most)
             s.window[:, 1 : size + 1], s.parents[:, :size] = body[0, :, :size], body[1, :, :size]
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:

@@ -1,5 +1,4 @@
-"""What a round leaves to the next: tensors with a leading dimension B, at addresses that stay, and the host's view of
-each sequence."""
+"""State that a round passes to the next: tensors at fixed addresses, sequences first, and each sequence on the host."""
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -16,11 +15,11 @@ from specker.runtime.stats import Stats
 
 @dataclass(eq=False)
 class Sequence:
-    """One request, as the host sees it."""
+    """One request on the host."""
 
     index: int  # of its prompt
-    text: list[int]  # committed tokens: the prompt, then what was emitted; the last one is the root
-    limit: int  # committed tokens at which decoding ends
+    text: list[int]  # committed tokens: the prompt and the emitted tokens; the last one is the root
+    limit: int  # number of committed tokens at which decoding ends
     sampling: Sampling
     policy: Policy
     drafting: bool = True  # False: plain decoding
@@ -30,18 +29,18 @@ class Sequence:
 
 @dataclass(frozen=True)
 class State:
-    """Tensors of the sequences in slots 0..n-1. R rows a sequence: the root and the largest draft."""
+    """Tensors of the sequences in slots 0..n-1. R rows per sequence: the root and the largest draft."""
 
     committed: Tensor  # [n, C] int64, the text
-    length: Tensor  # [n] int64, tokens of it that count; the last is the root
+    length: Tensor  # [n] int64, committed tokens; the last is the root
     limit: Tensor  # [n] int64
     window: Tensor  # [n, R] int64: the root, then the draft
-    parents: Tensor  # [n, R - 1] int64, of a tree
-    draw: Tensor  # [n, 4] int64, how tokens are drawn (sampling.pack)
-    agrees: Tensor  # [n, C] bool, where synthetic acceptance agrees; [n, 0] without it
+    parents: Tensor  # [n, R - 1] int64, rows, for trees
+    draw: Tensor  # [n, 4] int64, sampling parameters (sampling.pack)
+    agrees: Tensor  # [n, C] bool, by position: synthetic acceptance agrees; [n, 0] without it
     confidence: Tensor  # [n] float32, log-probability of the last draft token
-    step: Tensor  # [1] int64: draft tokens in the window, where they come one by one
-    # Work space of one round; rows of all sequences, sequence after sequence.
+    step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
+    # Work space of one round; the rows of each sequence are adjacent.
     hidden: Tensor  # [n * R, E of the drafter]
     positions: Tensor  # [n * R] int64
     logits: Tensor  # [n * R, V]
@@ -50,7 +49,7 @@ class State:
 
     @classmethod
     def empty(cls, model: Model, sequences: int, rows: int, wide: int, columns: int, synthetic: bool) -> "State":
-        """For drafts of up to rows - 1 tokens, hidden rows of `wide` and texts of up to `columns` tokens."""
+        """Allocate for drafts of up to rows - 1 tokens, hidden size `wide` and texts of up to `columns` tokens."""
         device, vocab = model.device, model.head.shape[0]  # the rank's share of a split model
         scores = torch.float64 if model.dtype == torch.float64 else torch.float32
 
@@ -80,13 +79,13 @@ class State:
         return {name: getattr(self, name) for name in names}
 
     def first(self, sequences: int) -> "State":
-        """Views of the first slots."""
+        """Views of the first `sequences` slots."""
         if sequences == len(self.length):
             return self
         return replace(self, **{name: x[:sequences] for name, x in self._per_sequence.items()})
 
     def load(self, slot: int, sequence: Sequence, agrees: Tensor | None = None) -> None:
-        """Bring a sequence, its text as far as it is known, to `slot`."""
+        """Copy a sequence's text, sampling parameters and `agrees` [C] bool to `slot`."""
         n = len(sequence.text)
         self.committed[slot, :n] = torch.tensor(sequence.text)
         self.length[slot], self.limit[slot] = n, sequence.limit
@@ -96,12 +95,12 @@ class State:
             self.agrees[slot] = agrees
 
     def move(self, source: int, target: int) -> None:
-        """Move what stands in slot `source` to slot `target`."""
+        """Copy slot `source` to slot `target`."""
         for x in self._per_sequence.values():
             x[target] = x[source]
 
     def idle(self, slot: int, length: int) -> None:
-        """Let rounds of a fixed number of slots run over a slot that has no sequence: its text never grows."""
+        """Prepare a slot without a sequence for rounds of a fixed number of slots: its text never grows."""
         self.length[slot] = self.limit[slot] = length
         self.window[slot, 0] = 0
         self.draw[slot] = pack(Sampling())

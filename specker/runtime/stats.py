@@ -1,5 +1,5 @@
-"""What a run counts. acceptance length = 1 + accepted / rounds: the mean number of tokens a round commits (vLLM's
-definition; papers that leave the target's own token out report it minus 1)."""
+"""Counters of a run. acceptance length = 1 + accepted / rounds: the mean number of tokens per round (vLLM's
+definition; papers that do not count the target's own token report it minus 1)."""
 
 import time
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
 
 @dataclass(frozen=True)
 class DiffusionStats:
-    """One draft of a diffusion model: what its passes and the search found."""
+    """Results of one draft of a diffusion model: its passes and its path search."""
 
     generated: int  # tokens before the first stop token in the raw argmax
     passes: int = 1
-    width: float = 1.0  # mean candidates of a position
-    score: float = 0.0  # of the best path, a token
+    width: float = 1.0  # mean candidates per position
+    score: float = 0.0  # of the best path, per token
     seconds: float = 0.0  # of the search
 
 
@@ -29,9 +29,9 @@ class Stats:
     accepted: int = 0
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
     lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
-    exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, where the target drafts by itself
-    kept: int = 0  # emitted tokens that a trimmed drafter could have proposed
-    lost: int = 0  # rounds whose draft ended at a token that it could not
+    exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
+    kept: int = 0  # emitted tokens in a trimmed head's vocabulary
+    lost: int = 0  # rounds whose draft ended at a token outside it
     found: dict[str, float] = field(default_factory=dict)  # sums of `DiffusionStats` over rounds
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -45,7 +45,7 @@ class Stats:
             self.seconds[name] += time.perf_counter() - start
 
     def observe(self, drafted: int, accepted: int, emitted: int) -> None:
-        """One round: `drafted` tokens proposed, `accepted` of them kept, `emitted` with the target's own."""
+        """Count one round: `drafted` tokens, `accepted` of them, and `emitted` tokens including the target's own."""
         self.tokens += emitted
         self.rounds += 1
         self.drafted += drafted
@@ -55,13 +55,13 @@ class Stats:
             self.hits[i] += 1
 
     def observe_budget(self, drafted: int, exit: int) -> None:
-        """One round: tokens drafted, and with how many of the target's layers (0: not with them)."""
+        """Count one round: `drafted` tokens from the first `exit` layers of the target (0: from another drafter)."""
         self.lengths[drafted] = self.lengths.get(drafted, 0) + 1
         if exit:
             self.exits[exit] = self.exits.get(exit, 0) + 1
 
     def observe_found(self, found: DiffusionStats, length: int, accepted: int) -> None:
-        """One round of a diffusion drafter: a draft of `length` tokens a path, `accepted` of them kept."""
+        """Count one round of a diffusion drafter: paths of `length` tokens, `accepted` of them accepted."""
         self.seconds["draft"] -= found.seconds
         self.seconds["search"] += found.seconds
         new: dict[str, float] = {"rounds": 1, "generated": found.generated, "accepted": accepted, "length": length}
@@ -69,7 +69,8 @@ class Stats:
         self.found = _joined(self.found, new)
 
     def observe_kept(self, kept: int, lost: bool) -> None:
-        """One round of a trimmed drafter: `kept` of the emitted tokens are within its vocabulary."""
+        """Count one round of a trimmed drafter: `kept` emitted tokens are in its vocabulary; `lost`: the draft ended at
+        a token outside it."""
         self.kept += kept
         self.lost += lost
 
@@ -79,7 +80,7 @@ class Stats:
 
     @property
     def diffusion(self) -> dict[str, float]:
-        """Means of a round: L_gen and L_acc, the length k, passes, candidates of a position, path score a token."""
+        """Means per round: L_gen, L_acc, length k, passes, candidates per position and path score per token."""
         rounds = self.found.get("rounds", 0) or 1
         names = {"generated": "L_gen", "accepted": "L_acc", "length": "k", "passes": "passes"}
         names |= {"width": "lattice_width", "score": "path_score"}
@@ -87,12 +88,12 @@ class Stats:
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Share of rounds in which the i-th draft token was accepted."""
+        """For each i, the share of rounds that accepted at least i + 1 draft tokens."""
         return [hits / self.rounds for hits in self.hits]
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over the whole time, prefill included."""
+        """Emitted tokens divided by the wall time, prefill included."""
         return self.tokens / self.wall if self.wall else 0.0
 
     def __add__(self, other: "Stats") -> "Stats":

@@ -1,9 +1,9 @@
-"""Acceptance that is given instead of earned, to size a deployment before its draft is trained: after each row on the
-drafted path the target agrees with the draft with probability p, whatever the models say.
+"""Synthetic acceptance, to size a deployment before its draft is trained: after each row on the drafted path the target
+agrees with the draft with probability p, regardless of the models' tokens.
 
-The row at position i agrees iff u(seed, i) < p, u uniform and independent (Philox, apart from the noise of sampling). A
-position stands on the accepted path exactly once, so a round whose longest path is of k drafts commits
-(1 - p^(k+1)) / (1 - p) tokens on average. Nothing else of a round changes; the generated text is meaningless.
+The row at position i agrees iff u(seed, i) < p, with u uniform and independent (Philox, on another stream than the
+sampling noise). Each position is on the accepted path exactly once, so a round with a longest path of k drafts commits
+(1 - p^(k+1)) / (1 - p) tokens on average. The rest of the round is unchanged; the generated text is meaningless.
 """
 
 import torch
@@ -15,21 +15,21 @@ COINS = STREAM + 1  # the fourth counter word
 
 
 def agreements(p: float, seed: int, count: int) -> Tensor:
-    """Whether the row at each position 0..count-1 agrees: [count] bool, on the CPU, a function of p, seed and position
-    alone. Where a p agrees, a larger one does too."""
+    """Whether the row at each position 0..count-1 agrees: [count] bool on the CPU. It depends only on p, seed and
+    position, and a larger p agrees at a superset of positions."""
     positions = torch.arange(count)
     words = philox4x32(torch.zeros_like(positions), positions & MASK, positions >> 32, COINS, seed)[0]
     return words < p * 2.0**32
 
 
 def synthetic(target: Tensor, tokens: Tensor, parents: Tensor | None, positions: Tensor, table: Tensor) -> Tensor:
-    """The target's tokens [n, N + 1], made to agree as `table` [n, P] (bool, by position) says. A row that agrees has
-    the token of its first child on the longest path below it (in a chain: of its child). One that does not keeps its
-    own, or where that is a child's takes the lowest id of no child.
+    """Make the target's tokens [n, N + 1] int64 agree with the draft according to `table` [n, P] bool, by position. A
+    row that agrees takes the token of its first child on the longest path below it (a chain's row has one child). A row
+    that disagrees keeps its own token, or takes the lowest id that no child has if a child has that token.
 
-    tokens, parents [n, N]: the drafts, parents as rows, None for chains; a parent of -1 is padding, whatever its token.
-    positions [n, N + 1] of the rows, within the table: depth by depth one more. All int64. A row's children must not be
-    the whole vocabulary. Shapes depend on n and N alone and nothing is read on the host, as CUDA graphs require."""
+    tokens, parents [n, N] int64: the drafts; parents are rows, None for chains, and -1 marks padding. positions
+    [n, N + 1] int64, below P: a child's position is its parent's plus one. A row's children must not cover the whole
+    vocabulary. Shapes depend on n and N only and the host reads nothing, as CUDA graphs require."""
     n, N = tokens.shape
     if N == 0:
         return target
@@ -50,8 +50,8 @@ def synthetic(target: Tensor, tokens: Tensor, parents: Tensor | None, positions:
 
 
 def _deepest(parents: Tensor, positions: Tensor) -> Tensor:
-    """The last position [n, N + 1] of any row below each row, or its own. The steps up double: after i of them a row
-    has heard of all that stand less than 2^i below it."""
+    """The last position [n, N + 1] int64 of each row's subtree, by pointer doubling: after i steps a row knows all rows
+    less than 2^i levels below it."""
     n, N = parents.shape
     padded = torch.where(parents < 0, N + 1, parents)
     up = torch.cat((parents.new_zeros(n, 1), padded, parents.new_full((n, 1), N + 1)), 1)

@@ -1,4 +1,4 @@
-"""Prompts as token ids, and what a decode gives: tokens with their text."""
+"""Prompts as token ids, and the results of decoding: tokens with their text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,13 @@ Prompt = str | list[int]
 
 
 def several(prompts: Any) -> bool:
-    """Whether `prompts` is a list of prompts: of texts or of lists of ids."""
+    """Whether `prompts` is a list of prompts: texts or lists of ids."""
     return isinstance(prompts, list | tuple) and bool(prompts) and not isinstance(prompts[0], int)
 
 
 def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, through the chat template of the tokenizer of the model `name`, ready for the
-    assistant's turn."""
+    """Token ids of a conversation, up to the assistant's turn, by the tokenizer's chat template. `name`: the model, for
+    the message. Raises ValueError if there is no chat template."""
     if not getattr(target.tokenizer, "chat_template", None):
         raise ValueError(f"--chat: the tokenizer of {name} has no chat template")
     text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -26,7 +26,7 @@ def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -
 
 
 def checked(ids: list[int], target: Checkpoint, name: str) -> list[int]:
-    """ValueError if a prompt is empty, fills the context or has ids that the target lacks."""
+    """Return `ids`. Raises ValueError if the prompt is empty, fills the context or has ids that the target lacks."""
     if not ids:
         raise ValueError("the prompt is empty: there is no token to continue from")
     context, vocab = target.config.max_context, target.config.vocab_size
@@ -41,7 +41,8 @@ def checked(ids: list[int], target: Checkpoint, name: str) -> list[int]:
 
 
 def each(prompts: Any, options: dict[str, Any]) -> list[tuple[Prompt, dict[str, Any]]]:
-    """The prompts, one or a list of them, with their own options: a list among `options` has a value a prompt."""
+    """Pair each prompt with its options. A list in `options` holds one value per prompt; other values apply to all.
+    Raises ValueError for a list of another length."""
     prompts = list(prompts) if several(prompts) else [prompts]
     for name, value in options.items():
         if isinstance(value, list | tuple) and len(value) != len(prompts):
@@ -52,11 +53,11 @@ def each(prompts: Any, options: dict[str, Any]) -> list[tuple[Prompt, dict[str, 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added to one prompt's text."""
+    """The tokens and text that one round added to one prompt."""
 
-    prompt: int  # which of the prompts
+    prompt: int  # index of the prompt
     tokens: list[int]
-    accepted: int  # the first `accepted` of tokens were draft tokens, the rest is the target's own
+    accepted: int  # the first `accepted` tokens were draft tokens, the others are the target's own
     pieces: list[tuple[str, bool]]  # the new text in order, and whether it came from a draft token
     stats: Stats  # running totals of this prompt
     finished: str | None  # None, "stop" (a stop id) or "length"
@@ -75,7 +76,7 @@ class Generation:
 
 
 def chunk(step: Step, texts: dict[int, Detokenizer], tokenizer: Any) -> Chunk:
-    """What a step added, as text; `texts` holds the unfinished characters of each prompt's text."""
+    """A step's tokens as text; `texts` holds a detokenizer per unfinished prompt."""
     s = step.sequence
     text = texts.setdefault(s.index, Detokenizer(tokenizer))
     pieces = [(text.add(token), n < step.accepted) for n, token in enumerate(step.tokens)]

@@ -186,7 +186,7 @@ def test_nothing_is_compared(pair):
     out = fast.generate([3, 1, 4], 40)
     result = fast.check([3, 1, 4], out, 40)
     assert result.identical is None and result.ok and len(result.ar.tokens) == 40
-    assert fast.remarks == {"sizing": "acceptance 0.5 is given, not earned: no statement about text or losslessness"}
+    assert fast.remarks == {"sizing": "synthetic acceptance 0.5: no statement about text or losslessness"}
     plain = specker.load(pair[0], pair[1], device="cpu")
     assert len(plain.generate([3, 1, 4], 40).tokens) == 1  # every id stops it
     assert plain.remarks == {} and plain.check([3, 1, 4], plain.generate([3, 1, 4], 40), 40).identical
