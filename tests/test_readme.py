@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import specker
 from specker import calibrate, run
 
 ROOT = Path(__file__).parent.parent
@@ -61,15 +62,21 @@ def test_make_targets_in_the_text_exist() -> None:
 
 
 def test_code_runs(bundled: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("specker.load", lambda: bundled)
+    load = specker.load
+    monkeypatch.setattr("specker.load", lambda **options: load(device="cpu", **options) if options else bundled)
     for code in blocks("README.md", "python"):
         exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.endswith("True\n")
 
 
+def tree_of(text: str) -> str:
+    (tree,) = re.findall(r"## The tree\n\n```\n(.*?)```", text, re.DOTALL)
+    return tree
+
+
 def test_tree_and_links_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tree,) = re.findall(r"## The tree\n\n```\n(.*?)```", text, re.DOTALL)
+    tree = tree_of(text)
     parents: list[str] = []
     for line in tree.splitlines():
         indent, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
@@ -77,6 +84,14 @@ def test_tree_and_links_exist() -> None:
         assert (ROOT / "".join(parents)).exists(), line
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (ROOT / link).exists(), link
+
+
+def test_tree_names_every_file() -> None:
+    """But for the zoo's, which one line stands for."""
+    tree = tree_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    files = {path.name for path in (ROOT / "specker").rglob("*.py") if "zoo" not in path.parts}
+    named = set(re.findall(r"\w+\.py", tree))
+    assert files - named == {"__init__.py", "__main__.py"}
 
 
 def test_drawing_and_text_name_real_files() -> None:
