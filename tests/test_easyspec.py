@@ -1,6 +1,7 @@
 """Layers side by side: the fuzzy pass is what the paper says, the draft cache is exact after calibration, and the
 tokens are plain decoding's whatever is fuzzy."""
 
+import itertools
 import math
 
 import pytest
@@ -291,6 +292,41 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
             fuzzy = columns(cache, n + node, n + node + 1)
         text = accept(drafter, r, path, 7)
         assert cache.exact_len == [n], "no fuzzy column is kept"
+
+
+def batch_of(model, slots, texts):
+    """A cache with `texts` prefilled by the layers in sequence in the given slots' order."""
+    cache = KVCache(model.config, 48, dtype=torch.float32, device="cpu", page_size=16, sequences=len(texts))
+    for slot in slots:
+        cache.take(slot, 48)
+    for slot, text in zip(slots, texts, strict=True):
+        prefill(model, cache, text, slot=slot)
+    return cache
+
+
+def test_a_batch_has_the_bits_of_each_sequence_alone_under_the_kernels(tmp_path, kernels):
+    """Verify rows of a chain and of trees, by layers in sequence and by groups: three ragged sequences in one forward,
+    and each alone, bit for bit, K/V too. Rows are placed by the device."""
+    folder = make(tmp_path, layers=4, max_context=64, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=64)
+    texts = [[5, 9, 3], [7] * 21, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    parents = torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3], [0, 0, 0, 2]])
+    tokens = torch.tensor([[4, 8, 15, 16, 23], [42, 4, 8, 15, 16], [3, 1, 4, 1, 5]])
+    for up, side_by_side in itertools.product((None, parents), (False, True)):
+        found = []
+        for chosen in ([0, 1, 2], [0], [1], [2]):
+            model = tiny_model(folder, kernels)
+            cache = batch_of(model, range(len(chosen)), [texts[b] for b in chosen])
+            length = torch.tensor([len(texts[b]) + 1 for b in chosen])
+            rows = cache.place(length, 1, 0, 5, None if up is None else up[chosen])
+            hidden = model.embed_tokens(tokens[chosen].flatten())
+            if side_by_side:
+                out = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,)))).forward(rows, hidden)
+            else:
+                out = forward(model, cache, rows, hidden).hidden
+            kv = torch.stack([cache.k.flatten(1, 2)[:, rows.slots], cache.v.flatten(1, 2)[:, rows.slots]])
+            found += zip(out.split(5), kv.split(5, 2), strict=True)
+        for together, alone in zip(found[:3], found[3:], strict=True):
+            assert all(map(torch.equal, together, alone)), (up is not None, side_by_side)
 
 
 def test_calibrated_together_or_one_by_one_under_the_kernels(tmp_path, kernels):
