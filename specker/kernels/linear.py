@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from specker.kernels.registry import register
@@ -40,7 +40,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: 
     of them, plain, with a dimension G in front."""
     matrices = x.dim() == weight.dim() > 1
     plain = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
-    if x.is_cpu and bias is None and matrices and plain and not is_compiling():
+    eager = type(x) is Tensor and not is_dynamo_compiling()  # nor a fake tensor of torch.export
+    if eager and x.is_cpu and bias is None and matrices and plain:
         try:
             return row_linear_ref(x, weight, bias, epilogue)
         except RuntimeError:  # what the check would have said costs a decoding step more than saying it afterwards

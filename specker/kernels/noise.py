@@ -303,6 +303,11 @@ def check_seed(seed: int) -> int:
     return seed
 
 
+def signed(seed: int) -> int:
+    """The int64 that has the bits of a seed in [0, 2^64)."""
+    return seed - (seed >> 63 << 64)
+
+
 def _check(seed: int, positions: Tensor, vocab_size: int) -> int:
     if positions.dim() != 1 or positions.dtype != torch.int64:
         raise ValueError(f"positions must be [T] int64, got {tuple(positions.shape)} {positions.dtype}")

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch.compiler import is_compiling
+from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,16 +56,13 @@ def register(
     defaults = tuple(p.default for p in positional)
 
     def call(*args: Any) -> Any:
-        if is_compiling():
+        if is_dynamo_compiling() or (type(args[0]) is not Tensor and is_compiling()):  # 40 ns less than is_compiling()
             return overload(*(args if pack is None else pack(*args)))
-        return run(*args)
-
-    def run(*args: Any) -> Any:
         check(*args)
-        x = args[0]
-        if x.is_cuda and x.dtype != torch.float64 and (fits is None or fits(*args)):
-            return launch(*args)
-        return reference(*args)
+        return (path(args) if args[0].is_cuda else reference)(*args)
+
+    def path(args: tuple[Any, ...]) -> Callable[..., R]:  # on a GPU
+        return launch if args[0].dtype != torch.float64 and (fits is None or fits(*args)) else reference
 
     def given(args: tuple[Any, ...]) -> tuple[Any, ...]:
         args += defaults[len(args) :]  # the dispatcher drops trailing arguments that equal their defaults
@@ -72,8 +70,10 @@ def register(
 
     def registered(*args: Any) -> Any:
         args = given(args)
-        done = None if few is None else few(*args)
-        return run(*args) if done is None else done
+        if few is not None and (done := few(*args)) is not None:
+            return done
+        check(*args)
+        return (path(args) if args[0].is_cuda else reference)(*args)
 
     def abstract(*args: Any) -> Any:
         args = given(args)

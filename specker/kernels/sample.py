@@ -36,8 +36,10 @@ from specker.kernels.noise import (
     gumbel,
     gumbel_of,
     gumbel_run,
+    signed,
     unpack_draw,
 )
+from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
 NUCLEUS = 128  # top-p on a CPU: so many candidates mostly hold the mass; sorting all costs ten times more
@@ -61,41 +63,7 @@ def sample_rows(
     numbers: greedy, sampled and filtered sequences share a launch. Temperature 0 in memory is greedy; a top_k of 0 or
     of V and more and a top_p of 1 keep all. A row's token is the one that it would get alone.
     """
-    if torch.compiler.is_compiling():
-        seed = _signed(check_seed(seed))
-        return torch.ops.specker.sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
     return _sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
-
-
-def _sample_rows(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    positions: Tensor,
-    draw: Tensor | None = None,
-) -> Tensor:
-    _check_sample(logits, temperature, top_k, top_p, seed, positions)
-    run = check_draw(draw, logits.shape[0])
-    if logits.is_cuda and logits.dtype != torch.float64:
-        return _launch_sample(logits, temperature, top_k, top_p, seed, positions, draw)
-    if draw is None or temperature == 0:
-        return _sample_host(logits, temperature, top_k, top_p, seed, positions)
-    tokens = []
-    for numbers, z, at in zip(draw.view(-1, 4), logits.split(run), positions.split(run), strict=False):
-        seed, temperature, k, p = unpack_draw(numbers)
-        tokens.append(_sample_host(z, temperature, k if top_k else 0, p if top_p < 1 else 1.0, seed, at))
-    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-
-
-def _sample_host(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
-    """Without a kernel: on a CPU, or float64."""
-    if top_k >= logits.shape[1]:
-        top_k = 0  # all are kept
-    if logits.is_cuda or temperature == 0 or (top_k == 0 and top_p == 1):
-        return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
-    return _sample_few(logits, temperature, top_k, top_p, seed, positions)
 
 
 def sample_rows_ref(
@@ -116,14 +84,6 @@ def sample_rows_ref(
     return first_argmax(z if dropped is None else z.masked_fill_(dropped, -math.inf))
 
 
-def sample_rows_cost(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor
-) -> tuple[int, int]:
-    """(bytes, operations) of one call: logits and positions in, ids out; one value of noise takes 32 operations."""
-    each = 1 if temperature == 0 else 35
-    return logits.numel() * logits.element_size() + 16 * logits.shape[0], logits.numel() * each
-
-
 def first_argmax(z: Tensor) -> Tensor:
     """z [T, V] -> the column of each row's largest value, the lowest of equals. [T] int64."""
     if z.is_cuda:
@@ -131,6 +91,35 @@ def first_argmax(z: Tensor) -> Tensor:
     if z.dtype in (torch.float16, torch.bfloat16):
         z = z.float()
     return torch.from_numpy(z.detach().numpy().argmax(-1))  # 0.5 us for a row of 8192, where torch.max takes 4
+
+
+def _sample_runs(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None,
+) -> Tensor:
+    """Without a kernel, on a CPU or in float64: run by run, each with its sequence's numbers."""
+    if draw is None or temperature == 0:
+        return _sample_host(logits, temperature, top_k, top_p, seed, positions)
+    run = check_draw(draw, logits.shape[0])
+    tokens = []
+    for numbers, z, at in zip(draw.view(-1, 4), logits.split(run), positions.split(run), strict=False):
+        seed, temperature, k, p = unpack_draw(numbers)
+        tokens.append(_sample_host(z, temperature, k if top_k else 0, p if top_p < 1 else 1.0, seed, at))
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+
+def _sample_host(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
+    """One draw's rows without a kernel."""
+    if top_k >= logits.shape[1]:
+        top_k = 0  # all are kept
+    if logits.is_cuda or temperature == 0 or (top_k == 0 and top_p == 1):
+        return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
+    return _sample_few(logits, temperature, top_k, top_p, seed, positions)
 
 
 def _sample_few(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
@@ -163,6 +152,14 @@ def _least_kept(z: Any, top_k: int, top_p: float) -> float:
         if m == V or mass[-1] >= top_p * whole:
             return top[min(int(mass.searchsorted(top_p * whole)), m - 1)]
         m = min(8 * m, V)
+
+
+def sample_rows_cost(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor
+) -> tuple[int, int]:
+    """(bytes, operations) of one call: logits and positions in, ids out; one value of noise takes 32 operations."""
+    each = 1 if temperature == 0 else 35
+    return logits.numel() * logits.element_size() + 16 * logits.shape[0], logits.numel() * each
 
 
 TILE = 4096  # logits a program
@@ -663,7 +660,7 @@ def _launch_sample(
     numbers = draw.contiguous() if held and draw is not None else positions  # not read there
     run = check_draw(draw, T)
     S = launches[0].constexprs["S"]
-    scale, key = float(temperature) if noise else 1.0, _signed(seed)
+    scale, key = float(temperature) if noise else 1.0, signed(seed)
     value = logits.new_empty((T, S), dtype=torch.float32)
     ids = logits.new_empty((T, S), dtype=torch.int32)
     if not any(filters):
@@ -700,12 +697,15 @@ def _launch_sample(
     return out
 
 
-def _signed(seed: int) -> int:
-    """The int64 that has the bits of a seed in [0, 2^64)."""
-    return seed - (seed >> 63 << 64)
-
-
-def _check_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> None:
+def _check_sample(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None,
+) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
         raise ValueError(f"logits must be [T, V >= 1] floating point, got {tuple(logits.shape)} {logits.dtype}")
     if positions.shape != logits.shape[:1] or positions.dtype != torch.int64:
@@ -719,38 +719,24 @@ def _check_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, 
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     check_seed(seed)
-
-
-def _fake_sample(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    positions: Tensor,
-    draw: Tensor | None = None,
-) -> Tensor:
     check_draw(draw, logits.shape[0])
-    _check_sample(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions)
-    return positions.new_empty(positions.shape)
 
 
-def _sample_op(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    positions: Tensor,
-    draw: Tensor | None = None,
-) -> Tensor:
-    return _sample_rows(logits, temperature, top_k, top_p, seed & (1 << 64) - 1, positions, draw)
+def _packed(*args: Any) -> tuple[Any, ...]:
+    """The arguments with the seed as a schema's integer, which is signed."""
+    return *args[:4], signed(check_seed(args[4])), *args[5:]
 
 
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define(
-    "sample_rows(Tensor logits, float temperature, int top_k, float top_p, int seed, Tensor positions, "
-    "Tensor? draw=None) -> Tensor"
+def _unpacked(*args: Any) -> tuple[Any, ...]:
+    return *args[:4], args[4] % (1 << 64), *args[5:]
+
+
+_sample_rows = register(
+    sample_rows,
+    check=_check_sample,
+    reference=_sample_runs,
+    launch=_launch_sample,
+    fake=lambda *args: args[5].new_empty(args[5].shape),
+    pack=_packed,
+    unpack=_unpacked,
 )
-_lib.impl("sample_rows", _sample_op, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::sample_rows", _fake_sample, lib=_lib)

@@ -23,7 +23,7 @@ Source of the trimmed head: VocabTrim, arXiv 2506.22694.
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ from torch.nn import functional as F
 from specker.kernels.cpu import few, normed
 from specker.kernels.linear import MAX_ROWS, SMS, row_linear, stream_rows
 from specker.kernels.merge import _launch as _norm
-from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, unpack_draw
+from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
+from specker.kernels.registry import register
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
@@ -70,18 +71,7 @@ def vocab_topk(
     empty, [0]: on a CPU it costs as much as the search.
     Raises ValueError on other shapes, dtypes and ranges.
     """
-    if torch.compiler.is_compiling():
-        norm_weight, eps = (None, 0.0) if norm is None else norm
-        seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
-        check_seed(seed)
-        seed = seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed  # a schema's integers are signed
-        return torch.ops.specker.vocab_topk(
-            hidden, weight, token_ids, k, norm_weight, eps, seed, positions, temperature, draw, with_lse
-        )
-    _check(hidden, weight, token_ids, k, norm, noise)
-    if hidden.is_cuda and hidden.dtype != torch.float64 and hidden.shape[0] <= MAX_ROWS:
-        return _launch(hidden, weight, token_ids, k, norm, noise, with_lse)
-    return vocab_topk_ref(hidden, weight, token_ids, k, norm, noise, with_lse)
+    return _vocab_topk(hidden, weight, token_ids, k, norm, noise, with_lse)
 
 
 def vocab_topk_ref(
@@ -525,7 +515,7 @@ def _launch(
         stats,
         T,
         float(temperature),
-        seed - (1 << 64) if seed >= 1 << 63 else seed,
+        signed(seed),
         check_draw(draw, T),
     )
     merge((T,), keys, stats, ids, logits, lse, T)
@@ -533,7 +523,13 @@ def _launch(
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm: Norm | None,
+    noise: Noisy | None,
+    *_: object,
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -562,7 +558,21 @@ def _check(
             raise ValueError(f"noise temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
 
 
-def _vocab_topk(
+def _fake(
+    hidden: Tensor, weight: Tensor, ids: Tensor | None, k: int, norm: object, noise: object, with_lse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
+    best, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
+    return best, logits, hidden.new_empty(T if with_lse else 0, dtype=dtype)
+
+
+def _flat(*args: Any) -> tuple[Any, ...]:
+    *first, norm, noise, with_lse = args
+    seed, *numbers = (0, None, 0.0, None) if noise is None else Noise(*noise)
+    return *first, *(norm or (None, 0.0)), signed(check_seed(seed)), *numbers, with_lse
+
+
+def _nested(
     hidden: Tensor,
     weight: Tensor,
     token_ids: Tensor | None,
@@ -574,47 +584,20 @@ def _vocab_topk(
     temperature: float,
     draw: Tensor | None,
     with_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return vocab_topk(
-        hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature, draw), with_lse
-    )
-
-
-def _pairs(
-    norm_weight: Tensor | None,
-    eps: float,
-    seed: int,
-    positions: Tensor | None,
-    temperature: float,
-    draw: Tensor | None,
-) -> tuple[Norm | None, Noise | None]:
+) -> tuple[Any, ...]:
     norm = None if norm_weight is None else (norm_weight, eps)
-    return norm, None if positions is None else Noise(seed % (1 << 64), positions, temperature, draw)
+    noise = None if positions is None else Noise(seed % (1 << 64), positions, temperature, draw)
+    return hidden, weight, token_ids, k, norm, noise, with_lse
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor | None,
-    k: int,
-    norm_weight: Tensor | None,
-    eps: float,
-    seed: int,
-    positions: Tensor | None,
-    temperature: float,
-    draw: Tensor | None,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(hidden, weight, token_ids, k, *_pairs(norm_weight, eps, seed, positions, temperature, draw))
-    T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
-    ids, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
-    return ids, logits, hidden.new_empty(T if with_lse else 0, dtype=dtype)
-
-
-_lib = torch.library.Library("specker", "FRAGMENT")
-_lib.define(
-    "vocab_topk(Tensor hidden, Tensor weight, Tensor? token_ids, int k, Tensor? norm_weight, float eps, int seed, "
-    "Tensor? positions, float temperature, Tensor? draw, bool with_lse) -> (Tensor, Tensor, Tensor)"
+_vocab_topk = register(
+    vocab_topk,
+    check=_check,
+    reference=vocab_topk_ref,
+    launch=_launch,
+    fake=_fake,
+    fits=lambda hidden, *_: hidden.shape[0] <= MAX_ROWS,
+    schema=_nested,
+    pack=_flat,
+    unpack=_nested,
 )
-_lib.impl("vocab_topk", _vocab_topk, "CompositeExplicitAutograd")
-torch.library.register_fake("specker::vocab_topk", _fake, lib=_lib)

@@ -8,7 +8,7 @@ from specker.kernels.ancestors import ancestor_words
 from specker.kernels.attention import _few_rows, tree_attention, tree_attention_ref
 from specker.kernels.cpu import FEW_ROWS
 from specker.kernels.kv import _kv_calibrate_few, kv_calibrate_ref
-from specker.kernels.merge import _residual_merge_few, add_norm, residual_merge_ref
+from specker.kernels.merge import _residual_merge_few, add_norm, residual_merge, residual_merge_ref
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -238,3 +238,17 @@ def test_add_norm(dtype, T):
         y, normed = residual_merge_ref(x, deltas, w[None], 1e-5)
         got = add_norm(x, one, w, 1e-5)
         assert close(got[0], y) and close(got[1], normed[0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_graph_holds_the_op_and_not_its_form_for_few_rows(strict):
+    class Layer(torch.nn.Module):
+        def forward(self, x, w):
+            y, normed = residual_merge(x, x[None], w[None], 1e-5)
+            return add_norm(y, normed[0], w, 1e-5)
+
+    x, w = randn(2, 8), randn(8, seed=1)
+    program = torch.export.export(Layer(), (x, w), strict=strict)
+    ops = [node.target for node in program.graph.nodes if "specker" in str(node.target)]
+    assert ops == [torch.ops.specker.residual_merge.default] * 2
+    assert all(map(close, program.module()(x, w), Layer()(x, w)))

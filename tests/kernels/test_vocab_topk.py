@@ -13,6 +13,7 @@ from specker.kernels.linear import pack
 from specker.kernels.noise import gumbel
 from specker.kernels.sample import sample_rows
 from specker.kernels.topk import MAX_K, _largest, _launch, _select, vocab_topk, vocab_topk_cost
+from specker.kernels.variant import Variant
 
 module = importlib.import_module("specker.kernels.topk")  # the package's attribute of this name is the function
 I64 = torch.int64
@@ -108,12 +109,19 @@ def test_many_rows_against_the_formula(call, T, dtype, noisy):
 def test_the_kernel_takes_256_rows_and_the_reference_more(monkeypatch):
     """And float64, of any number. A fake tensor may say that it is on a GPU where there is none."""
     went = []
-    for name in ("_launch", "vocab_topk_ref"):
-        monkeypatch.setattr(module, name, lambda *args, name=name: went.append((name, len(args[0]))))
+
+    def largest(z, token_ids, k):  # the reference's: a fake GPU cannot index
+        went.append(("reference", len(z)))
+        return z.narrow(1, 0, k), z.narrow(1, 0, k).long()
+
+    monkeypatch.setattr(module, "_largest", largest)
+    monkeypatch.setattr(module, "arch", lambda device: 90)
+    monkeypatch.setattr(Variant, "__call__", lambda self, grid, x, *_: went.append((self.kernel, len(x))))
     with FakeTensorMode():
         for T, dtype in ((1, torch.float32), (256, torch.bfloat16), (257, torch.bfloat16), (2, torch.float64)):
             vocab_topk(*(torch.empty(n, 8, dtype=dtype, device="cuda") for n in (T, 20)), None, 3)
-    assert went == [("_launch", 1), ("_launch", 256), ("vocab_topk_ref", 257), ("vocab_topk_ref", 2)]
+    kernels = module._vocab_topk_kernel, module._vocab_topk_merge_kernel
+    assert went == [*((k, T) for T in (1, 256) for k in kernels), ("reference", 257), ("reference", 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

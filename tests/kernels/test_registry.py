@@ -1,0 +1,124 @@
+"""One signature makes an op: its schema, its paths and the checks before each of them."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from specker.kernels.registry import register
+
+went = []
+
+
+def shifted(x: Tensor, by: int = 1, *, hint: bool = False) -> Tensor:
+    """x [T] + by."""
+    return _shifted(x, by)
+
+
+def _check(x, by):
+    if by < 0:
+        raise ValueError(f"by must be at least 0, got {by}")
+
+
+def _path(name):
+    def path(x, by):
+        went.append(name)
+        return x + by
+
+    return path
+
+
+def _few(x, by):
+    return _path("few")(x, by) if len(x) < 3 else None
+
+
+_shifted = register(
+    shifted,
+    check=_check,
+    reference=_path("reference"),
+    launch=_path("launch"),
+    fake=lambda x, by: x.new_empty(x.shape),
+    fits=lambda x, by: len(x) <= 8,
+    few=_few,
+)
+
+
+def scaled_(x: Tensor, factors: tuple[float, bool]) -> None:
+    """x [T] times the factor, unless the flag is false; a schema knows no tuples."""
+    _scaled_(x, factors)
+
+
+def _nested(x: Tensor, factor: float, flag: bool = True) -> tuple[Tensor, tuple[float, bool]]:
+    return x, (factor, flag)
+
+
+def _scale(x, factors):
+    x.mul_(factors[0] if factors[1] else 1)
+
+
+_scaled_ = register(
+    scaled_,
+    check=lambda *_: None,
+    reference=_scale,
+    launch=_scale,
+    fake=lambda *_: None,
+    mutates=("x",),
+    schema=_nested,
+    pack=lambda x, factors: (x, *factors),
+    unpack=_nested,
+)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    went.clear()
+
+
+def test_the_schema_comes_from_the_annotations():
+    assert str(torch.ops.specker.shifted.default._schema) == "specker::shifted(Tensor x, int by=1) -> Tensor"
+    assert (
+        str(torch.ops.specker.scaled_.default._schema)
+        == "specker::scaled_(Tensor(a0!) x, float factor, bool flag=True) -> ()"
+    )
+
+
+def test_every_argument_reaches_the_path_that_serves_it():
+    with FakeTensorMode():
+        for T, dtype in ((8, torch.float32), (9, torch.float32), (8, torch.float64)):
+            shifted(torch.empty(T, dtype=dtype, device="cuda"))
+    shifted(torch.zeros(2))
+    assert went == ["launch", "reference", "reference", "reference"]
+    went.clear()
+    assert torch.ops.specker.shifted(torch.zeros(2)).tolist() == [1, 1]  # the dispatcher drops the default
+    assert torch.ops.specker.shifted(torch.zeros(3), by=2).tolist() == [2, 2, 2]
+    assert went == ["few", "reference"]
+
+
+def test_the_checks_run_before_each_path():
+    compiled = torch.compile(lambda x: shifted(x, -1), backend="aot_eager", fullgraph=True)
+    for call in (lambda x: shifted(x, -1), lambda x: torch.ops.specker.shifted(x, -1), compiled):
+        with pytest.raises((ValueError, RuntimeError), match="by must be at least 0, got -1"):
+            call(torch.zeros(3))
+    with FakeTensorMode(), pytest.raises(ValueError, match="by must be at least 0, got -1"):
+        torch.ops.specker.shifted(torch.empty(3), -1)
+    assert not went
+
+
+def test_a_compiled_or_exported_call_is_one_op():
+    torch.library.opcheck(torch.ops.specker.shifted, (torch.zeros(3), 2))
+    torch.library.opcheck(torch.ops.specker.scaled_, (torch.ones(3), 2.0))
+
+    class Both(torch.nn.Module):
+        def forward(self, x):
+            y = shifted(x, hint=True)
+            scaled_(y, (3.0, True))
+            return y
+
+    want = torch.full((3,), 3.0)
+    for strict in (True, False):
+        program = torch.export.export(Both(), (torch.zeros(3),), strict=strict)
+        ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
+        assert ops == [torch.ops.specker.shifted.default, torch.ops.specker.scaled_.default]
+        assert torch.equal(program.module()(torch.zeros(3)), want)
+    graph = torch.compile(Both(), backend="aot_eager", fullgraph=True)
+    assert torch.equal(graph(torch.zeros(3)), want)
