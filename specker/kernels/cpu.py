@@ -1,10 +1,9 @@
-"""cpu: what the forms for few rows share. Beside its reference an op may have a form in numpy,
-for few rows on a CPU. It equals the reference, and returns None for arguments that are not its own to
-handle: many rows, a GPU, half precision, or shapes that the op's check must speak about.
+"""cpu: shared by the CPU forms for few rows. Such a form computes in numpy what the op's reference computes. It returns
+None to decline its arguments: many rows, a GPU, half precision, or shapes that the op's check rejects.
 
-A decoding step is some hundreds of operations on a few kilobytes each, and between them the weights sweep the caches:
-what an operation costs is the code that has to be fetched again. A numpy view or ufunc costs a third of a torch one
-(bench/LOG.md has the step's time with and without). More rows are torch's, which has threads.
+A decoding step runs some hundreds of operations on a few kilobytes each, and the weights evict their code from the
+caches in between, so an operation costs what refetching its code costs. A numpy view or ufunc costs a third of a torch
+one (bench/LOG.md has the step's time with and without). Torch handles more rows: it has threads.
 """
 
 from typing import Any

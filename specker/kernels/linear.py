@@ -6,11 +6,11 @@ by side are one call: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. A
 float64). Traffic: the weight is read once, G * O * E elements; G * T * (E + O) beside it. On a CPU a row may differ in
 the last bits from the same row among others: equal to 1e-12 in float64.
 
-The kernel serves up to 256 rows, in tiles of 64; more (a prefill) are `torch.nn.functional.linear`'s, and float64 stays
-with the reference. Bias and SiLU(gate) * up are applied in float32, before the only rounding (the reference rounds the
-linear first). Determinism: a row's bits are a function of that row, the weight and the architecture. The matrix tile
-has 64 rows whether T is 1 or 256, absent ones are zero; K runs in order; the number of splits of K follows (G, O, E,
-architecture) alone, and a second kernel adds their float32 partials in order. No atomics.
+The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
+applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
+Determinism: a row's bits are a function of that row, the weight and the architecture. The matrix tile has 64 rows
+whether T is 1 or 256, absent ones are zero; K runs in order; the number of splits of K follows (G, O, E, architecture)
+alone, and a second kernel adds their float32 partials in order. No atomics.
 
 `pack` puts a large float32 CPU weight in oneDNN's blocked layout: a plain float32 linear re-reads the weight as the
 rows grow (8 rows cost 2.5x one row), the packed one does not. Below `PACK_MIN` elements that is not noticed, but the
@@ -44,7 +44,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: 
     if eager and x.is_cpu and bias is None and matrices and plain:
         try:
             return row_linear_ref(x, weight, bias, epilogue)
-        except RuntimeError:  # what the check would have said costs a decoding step more than saying it afterwards
+        except RuntimeError:  # checking only after a failure saves a decoding step the checks
             _check(x, weight, bias, epilogue)
             raise
     return _row_linear(x, weight, bias, epilogue)

@@ -206,7 +206,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     same_device(x, deltas=deltas, norm_weight=norm_weight, last=last)
     x, deltas = x.contiguous(), deltas.contiguous()
-    weight, apart = (x if y is None else y.contiguous() for y in (norm_weight, last))  # x is not read for them
+    weight, apart = (x if y is None else y.contiguous() for y in (norm_weight, last))  # the kernel ignores x here
     (T, E), Q = x.shape, 0 if norm_weight is None else norm_weight.shape[0]
     P = deltas.shape[0] + (last is not None)
     y, normed = torch.empty_like(x), x.new_empty(Q, T, E)

@@ -58,8 +58,8 @@ def sample_rows(
     """logits [T, V], positions [T] int64 -> the token after each row, [T] int64.
 
     temperature 0 or >= 1e-6, top_k >= 0 (0 keeps all), 0 < top_p <= 1, seed in [0, 2^64). ValueError otherwise.
-    With `draw` [4] (noise.pack_draw, on the logits' device) the four numbers are read there, and those given only say
-    which of noise and filters there are. With `draw` [B, 4] rows come in B equal runs, of a sequence each, with its own
+    With `draw` [4] (noise.pack_draw, on the logits' device) the op reads the four numbers from memory; the arguments
+    only select noise and filters. With `draw` [B, 4] rows come in B equal runs, of a sequence each, with its own
     numbers: greedy, sampled and filtered sequences share a launch. Temperature 0 in memory is greedy; a top_k of 0 or
     of V and more and a top_p of 1 keep all. A row's token is the one that it would get alone.
     """
@@ -94,15 +94,9 @@ def first_argmax(z: Tensor) -> Tensor:
 
 
 def _sample_runs(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    positions: Tensor,
-    draw: Tensor | None,
+    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor, draw: Tensor | None
 ) -> Tensor:
-    """Without a kernel, on a CPU or in float64: run by run, each with its sequence's numbers."""
+    """Without a kernel, on a CPU or in float64. Each sequence's run of rows has its own numbers."""
     if draw is None or temperature == 0:
         return _sample_host(logits, temperature, top_k, top_p, seed, positions)
     run = check_draw(draw, logits.shape[0])
@@ -698,13 +692,7 @@ def _launch_sample(
 
 
 def _check_sample(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    positions: Tensor,
-    draw: Tensor | None,
+    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor, draw: Tensor | None
 ) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
         raise ValueError(f"logits must be [T, V >= 1] floating point, got {tuple(logits.shape)} {logits.dtype}")

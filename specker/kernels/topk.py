@@ -103,31 +103,6 @@ def vocab_topk_ref(
     return ids, values, z.logsumexp(-1) if with_lse else z.new_empty(0)
 
 
-def vocab_topk_cost(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor | None,
-    k: int,
-    norm: Norm | None = None,
-    noise: Noisy | None = None,
-    with_lse: bool = True,
-) -> tuple[int, int]:
-    """(bytes, flops) of one call: weight, hidden, ids and norm once, the results out; two flops a weight and row. With
-    the kernel's partials: each tile's candidates written, their first and the best tiles' read; lse's sums both."""
-    (T, E), K = hidden.shape, weight.shape[0]
-    read = (K * E + T * E + (E if norm is not None else 0)) * hidden.element_size()
-    if token_ids is not None:
-        read += K * token_ids.element_size()
-    if noise is not None:
-        read += 8 * T
-    size = 8 if hidden.dtype == torch.float64 else 4
-    if hidden.dtype != torch.float64 and T <= MAX_ROWS:
-        count = -(-K // tiles(hidden.dtype, K, E, arch(hidden.device))[1])
-        C = 1 << (k - 1).bit_length()
-        read += 8 * T * (count * C + count + min(C, count) * C) + 16 * T * count * with_lse
-    return read + T * k * (8 + size) + T * size * with_lse, 2 * T * K * E
-
-
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their columns, ties to the lower id: sorts everything, without a host read."""
     by_id = torch.arange(z.shape[1], device=z.device) if token_ids is None else token_ids.argsort()
@@ -171,6 +146,31 @@ def _largest_few(z: Tensor) -> tuple[Tensor, Tensor] | None:
 def _count_equal(z: Tensor, values: Tensor) -> int:
     """How many elements of z [T, K] on a CPU equal their row's value, values [T, 1]."""
     return int(np.count_nonzero(z.detach().numpy() == values.detach().numpy()))
+
+
+def vocab_topk_cost(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor | None,
+    k: int,
+    norm: Norm | None = None,
+    noise: Noisy | None = None,
+    with_lse: bool = True,
+) -> tuple[int, int]:
+    """(bytes, flops) of one call: weight, hidden, ids and norm once, the results out; two flops a weight and row. With
+    the kernel's partials: each tile's candidates written, their first and the best tiles' read; lse's sums both."""
+    (T, E), K = hidden.shape, weight.shape[0]
+    read = (K * E + T * E + (E if norm is not None else 0)) * hidden.element_size()
+    if token_ids is not None:
+        read += K * token_ids.element_size()
+    if noise is not None:
+        read += 8 * T
+    size = 8 if hidden.dtype == torch.float64 else 4
+    if hidden.dtype != torch.float64 and T <= MAX_ROWS:
+        count = -(-K // tiles(hidden.dtype, K, E, arch(hidden.device))[1])
+        C = 1 << (k - 1).bit_length()
+        read += 8 * T * (count * C + count + min(C, count) * C) + 16 * T * count * with_lse
+    return read + T * k * (8 + size) + T * size * with_lse, 2 * T * K * E
 
 
 _NONE = tl.constexpr(-(1 << 63))  # no candidate: below every key
@@ -523,13 +523,7 @@ def _launch(
 
 
 def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor | None,
-    k: int,
-    norm: Norm | None,
-    noise: Noisy | None,
-    *_: object,
+    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None, *_: object
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
