@@ -1,10 +1,10 @@
-"""How often each token of a vocabulary occurs, and which of them a trimmed LM head keeps (VocabTrim, arXiv 2506.22694).
+"""Token frequencies of a vocabulary, and the choice of rows that a trimmed LM head keeps (VocabTrim, arXiv 2506.22694).
 
-Our own file is a safetensors file with `ids` and `counts`, most frequent first, and one metadata entry that holds the
-version, the vocabulary's size, a hash of the tokenizer, the source of the text and its totals. Two formats of others
-are read and written too:
+specker's own format is a safetensors file with `ids` and `counts`, most frequent first, and one metadata entry with the
+version, the vocabulary's size, a hash of the tokenizer, the source of the text and its totals. Two other formats can be
+read and written:
 
-    freq_*.pt      FR-Spec and SGLang: a list of absolute ids, most frequent first; no counts, size or tokenizer
+    freq_*.pt      FR-Spec and SGLang: a list of absolute ids, most frequent first, without counts, size or tokenizer
     d2t, t2d       EAGLE-3, as .npy or in a .safetensors file: d2t [K] holds OFFSETS, row i is id i + d2t[i], ids
                    ascending; t2d [V] is a boolean mask of the kept ids
 """
@@ -36,7 +36,7 @@ class Keep:
 
     @classmethod
     def parse(cls, text: "str | Keep") -> "Keep":
-        """`8192` rows, `0.25` of the vocabulary, or as many rows as make up `coverage:0.98` of the counted tokens."""
+        """Parse `8192` (rows), `0.25` (of the vocabulary) or `coverage:0.98` (of the counted tokens)."""
         if isinstance(text, Keep):
             return text
         value = text.removeprefix("coverage:")
@@ -55,18 +55,18 @@ class Keep:
 
 @dataclass(frozen=True)
 class VocabScores:
-    """A ranking of token ids. `counts` is None where the file had none."""
+    """A ranking of token ids. `counts` is None if the file has none."""
 
-    ids: Tensor  # [n] int64, most frequent first, equals by id; ids never seen are left out
+    ids: Tensor  # [n] int64, most frequent first, ties by id; without ids that never occurred
     counts: Tensor | None  # [n] int64
     vocab_size: int | None = None
     tokenizer: str | None = None  # `tokenizer_hash`
-    source: str = "text"  # whose text: target, draft or text
+    source: str = "text"  # who wrote the text: target, draft or text (files)
     totals: dict[str, int] = field(default_factory=dict)  # such as texts and tokens
 
     @classmethod
     def from_counts(cls, counts: Tensor, **about: Any) -> "VocabScores":
-        """counts [V] int64 of every id."""
+        """Rank ids by counts [V] int64."""
         order = torch.sort(counts, descending=True, stable=True).indices
         ids = order[: int((counts > 0).sum())]
         return cls(ids, counts[ids], vocab_size=len(counts), **about)
@@ -76,12 +76,12 @@ class VocabScores:
         return 0 if self.counts is None else int(self.counts.sum())
 
     def coverage(self, rows: int) -> float:
-        """The share of the counted tokens that the `rows` most frequent ids make up."""
+        """The share of the counted tokens covered by the `rows` most frequent ids. Raises ValueError without counts."""
         return float(self._counts()[:rows].sum()) / max(1, self.tokens)
 
     def kept(self, keep: Keep, always: Iterable[int], vocab_size: int) -> Tensor:
-        """Ids [K] to keep of a vocabulary, ascending: those of `always`, then the most frequent, then (where more are
-        asked for than were seen) the lowest. ValueError where coverage is asked for and there are no counts."""
+        """Ids [K] int64 to keep, ascending: first `always`, then the most frequent ids, then the lowest ids for further
+        rows. Raises ValueError for a coverage without counts."""
         first = sorted({i for i in always if 0 <= i < vocab_size})
         ranked = self.ids[self.ids < vocab_size].tolist()
         if keep.coverage is not None:
@@ -94,12 +94,12 @@ class VocabScores:
         return torch.tensor(sorted(list(order)[: max(rows, len(first))]), dtype=torch.int64)
 
     def ranked(self, ids: Tensor) -> Tensor:
-        """The same ids, in this ranking; those that were never seen come last, by id."""
+        """Sort ids [K] by this ranking; ids that never occurred come last, by id."""
         place = {token: n for n, token in enumerate(self.ids.tolist())}
         return torch.tensor(sorted(ids.tolist(), key=lambda i: (place.get(i, len(place)), i)), dtype=torch.int64)
 
     def check(self, vocab_size: int, tokenizer: str | None, path: object) -> None:
-        """ValueError unless the ranking is of this vocabulary, as far as the file tells."""
+        """Raise ValueError if the file shows that the ranking has another vocabulary. `path` is for the message."""
         if self.vocab_size is not None and self.vocab_size != vocab_size:
             raise ValueError(f"{path} ranks a vocabulary of {self.vocab_size} ids, the target's has {vocab_size}")
         if self.tokenizer is not None and tokenizer is not None and self.tokenizer != tokenizer:
@@ -109,7 +109,7 @@ class VocabScores:
             raise ValueError(f"{path} has the id {top}, but the target's vocabulary ends at {vocab_size - 1}")
 
     def to_bytes(self) -> bytes:
-        """Our own format; the same scores give the same bytes."""
+        """Serialise to specker's own format; equal scores give equal bytes."""
         from safetensors.torch import save
 
         about = {"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
@@ -124,13 +124,13 @@ class VocabScores:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that a chat template or the tokenizer puts in by itself; the statistics of text say little of them."""
+    """Ids that a chat template or the tokenizer inserts; text statistics underestimate them."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Of what ids mean: every token with its id."""
+    """A SHA-256 of every token with its id."""
     tokens = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), ensure_ascii=True)
     return hashlib.sha256(tokens.encode()).hexdigest()
 
@@ -139,16 +139,16 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def read(path: str | Path) -> VocabScores:
-    """A file of any of the formats. ValueError, in a sentence, for one that is broken or is not what its kind says."""
+    """Read a file in any of the formats. Raises ValueError if it is missing, corrupt or does not match its suffix."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such vocabulary score file")
+        raise ValueError(f"{path}: no such vocabulary score file")
     readers = {".pt": _read_pt, ".npy": _read_npy, ".safetensors": _read_safetensors}
     if path.suffix not in readers:
         raise ValueError(f"{path}: expected .safetensors (specker's, or EAGLE-3's d2t), .pt (FR-Spec) or .npy (d2t)")
     scores = readers[path.suffix](path)
     if not len(scores.ids):
-        raise ValueError(f"{path} ranks no id at all")
+        raise ValueError(f"{path} ranks no ids")
     return scores
 
 
@@ -168,7 +168,7 @@ def _read_safetensors(path: Path) -> VocabScores:
     except json.JSONDecodeError:
         facts = None
     if facts is None or not {"ids", "counts"} <= set(tensors):
-        raise ValueError(f"{path} is neither a vocabulary score file nor has it EAGLE-3's d2t")
+        raise ValueError(f"{path} holds neither vocabulary scores nor EAGLE-3's d2t")
     if facts.get("format") != FORMAT or facts.get("version") != VERSION:
         is_ = f"{facts.get('format')} version {facts.get('version')}"
         raise ValueError(f"{path} is {is_}; this reads {FORMAT} version {VERSION}")
@@ -176,14 +176,14 @@ def _read_safetensors(path: Path) -> VocabScores:
     scores = _absolute(tensors["ids"], path)
     counts = tensors["counts"]
     if counts.shape != scores.ids.shape or bool((counts[1:] > counts[:-1]).any()) or bool((counts < 1).any()):
-        raise ValueError(f"{path}: the counts are not one for each id, positive and descending")
+        raise ValueError(f"{path}: expected one count per id, positive and descending")
     return replace(scores, counts=counts, **known)
 
 
 def _read_pt(path: Path) -> VocabScores:
     try:
         ids = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds for a broken or an unsafe file
+    except Exception as error:  # torch raises many types for a corrupt or unsafe file
         raise ValueError(f"{path} cannot be read as a list of ids ({str(error).splitlines()[0]})") from error
     return _absolute(_vector(ids, path), path)
 
@@ -218,13 +218,13 @@ def _absolute(ids: Tensor, path: Path) -> VocabScores:
     if len(seen) < len(ids):
         hint = ""
         if bool((ids[1:] >= ids[:-1]).all()):
-            hint = "; never falling, these are EAGLE-3's offsets (d2t): save them as d2t in .npy or .safetensors"
+            hint = "; they never decrease, like EAGLE-3's offsets (d2t): save them as d2t in .npy or .safetensors"
         raise ValueError(f"{path} has the id {int(seen[times > 1][0])} {int(times.max())} times{hint}")
     return VocabScores(ids, None)
 
 
 def _offsets(d2t: Tensor, t2d: Tensor | None, path: Path) -> VocabScores:
-    """Row i is id i + d2t[i]; ids ascend, so a real d2t never falls, and stands still wherever neighbours are kept."""
+    """Row i is id i + d2t[i]. Ids ascend, so d2t never decreases, and it is constant over adjacent kept ids."""
     d2t = _vector(d2t, path)
     ids = torch.arange(len(d2t)) + d2t
     rising = d2t[1:] > d2t[:-1]
@@ -243,7 +243,8 @@ def _mask(t2d: Tensor) -> VocabScores:
 
 
 def exported(path: str | Path, ids: Tensor, ranked: Tensor, vocab_size: int) -> bytes:
-    """A kept set in the format that the path's ending names: `ids` [K] ascending, `ranked` the same, frequent first."""
+    """Serialise a kept set in the format of the path's suffix. `ids` [K] int64 ascend; `ranked` [K] holds the same ids,
+    most frequent first. Raises ValueError for another suffix."""
     path, out = Path(path), io.BytesIO()
     d2t = ids - torch.arange(len(ids))
     t2d = torch.zeros(vocab_size, dtype=torch.bool)

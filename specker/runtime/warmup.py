@@ -1,4 +1,4 @@
-"""Before the first request: run once whatever a request may meet, so that none waits for a compiler or a capture."""
+"""Warm-up before the first request: compile every kernel and capture every graph, so that no request waits for them."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,8 +21,9 @@ DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0
 
 
 def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) -> None:
-    """On a GPU every kernel is compiled and every graph captured (but DEL's verify passes, exits times lengths, which
-    are captured when they are met twice); elsewhere a few tokens are decoded with and without the drafter."""
+    """On a GPU, compile every kernel and capture every graph, except DEL's verify passes: there is one per exit and
+    length, captured at its second use. Then, on any device, decode a few tokens with and without the drafter.
+    `tell` is called with (done, of)."""
     batch = engine.batch
     if batch.fixed:
         plan = engine.plan
@@ -32,7 +33,7 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
     for how in ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters)):
         engine.generate([0, 0], 8, **how)
         engine.generate_ar([0, 0], 2, **how)
-    if engine.captures:  # a prompt's linears are torch's own: their first call, for a first chunk and a second, is slow
+    if engine.captures:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
             engine.generate([0] * min(length, engine.max_context - 2), 2)
 
@@ -46,11 +47,11 @@ def warm_rounds(
     asks: bool = False,
     tell: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Run the rounds of fixed shape that a request may meet: `budgets` that policies may ask for (none: nothing is
-    drafted), and sizes of drafts that are `verified` and `accepted` beside those of the budgets. `asks`: policies end
-    drafts by confidence. Every number of slots that a batch is padded to is gone through."""
+    """Run every round of fixed shape that a request may use, for every padded number of slots. `budgets`: the shapes
+    that policies may propose (empty: no draft); `verified`, `accepted`: further draft sizes to verify and to accept.
+    `asks`: policies end drafts by confidence. `tell` is called with (done, of)."""
     for cache in batch.caches:
-        cache.k.zero_(), cache.v.zero_()  # finite numbers, so that tokens are tokens
+        cache.k.zero_(), cache.v.zero_()  # finite K/V gives finite logits and valid ids
     todo: list[Callable[[], None]] = []
     lengths = [
         max(min(b, batch.target.config.max_context) - batch.beyond, batch.largest.depth + 1) for b in batch.buckets
@@ -71,7 +72,7 @@ def warm_rounds(
 
 
 def _texts(batch: "Batch", n: int, length: int, sampling: Sampling) -> None:
-    """Put n texts of `length` that never grow into the batch."""
+    """Fill the batch with n texts of `length` tokens that never grow."""
     batch.clear()
     for slot in range(n):
         sequence = states.Sequence(slot, [0] * length, length, sampling, Fixed(0, 0))
@@ -83,7 +84,7 @@ def _texts(batch: "Batch", n: int, length: int, sampling: Sampling) -> None:
 
 
 def _drafted(batch: "Batch", n: int, before: int, length: int, sampling: Sampling, budget: Budget, asks: bool) -> None:
-    """A whole round, for the longest text of a KV bucket that a draft may have before it."""
+    """Run a whole round for the longest text in the KV bucket (before, length] that allows a draft of fixed shape."""
     assert batch.drafter is not None
     there = length
     while there > before and not batch.drafter.fixed(there, budget):
@@ -98,7 +99,7 @@ def _drafted(batch: "Batch", n: int, before: int, length: int, sampling: Samplin
 
 
 def _sizes(batch: "Batch", n: int, length: int, sampling: Sampling, sizes: Sequence[int], accepting: bool) -> None:
-    """Verify passes, or their acceptance, of drafts of the given sizes, as chains and, where there are any, trees."""
+    """Run verify passes, or acceptance, for drafts of `sizes` tokens: chains, and trees if the strategy drafts them."""
     _texts(batch, n, length, sampling)
     trees = batch.largest.nodes > batch.largest.depth
     for size in sizes:

@@ -80,7 +80,7 @@ def test_no_length_recompiles():
         (0, torch.zeros(3, dtype=I32), "positions must be"),
         (0, torch.tensor(3), "positions must be"),
         (1, torch.zeros(3, dtype=I32), "slots and ancestors int64"),
-        (1, torch.zeros(4, dtype=I64), "slots must be as many as positions, 3, got"),
+        (1, torch.zeros(4, dtype=I64), r"slots must be \[3\], like positions, got"),
         (2, torch.zeros(1, dtype=I64), "kv_len, window and block_table must be int32"),
         (2, torch.zeros(2, dtype=I32), "expected kv_len"),
         (3, torch.zeros(2, dtype=I32), "expected kv_len"),
@@ -90,7 +90,7 @@ def test_no_length_recompiles():
         (5, torch.zeros(2, 3, dtype=I32), "expected kv_len"),
         (5, torch.zeros(1, 0, dtype=I32), "none empty"),
         (5, torch.zeros(1, 3), "must be int32"),
-        (6, 0, "at least one layer"),
+        (6, 0, "layers must be at least 1"),
     ],
 )
 def test_refusals(at, value, message):

@@ -454,7 +454,7 @@ def test_index_that_does_not_fit(tmp_path: Path) -> None:
 
 Q, EMBED, HEAD = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
 TENSOR_REFUSALS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = [
-    ("missing", lambda s: s.pop(Q), f"lacks {Q}, which config.json calls for"),
+    ("missing", lambda s: s.pop(Q), f"lacks {Q}, which config.json requires"),
     ("missing-two", lambda s: (s.pop(Q), s.pop("model.norm.weight")), f"lacks {Q} and 1 more"),
     ("missing-head", lambda s: s.pop(HEAD), f"lacks {HEAD}, .*or set tie_word_embeddings"),
     ("shape", lambda s: s.update({Q: torch.zeros(64, 63)}), rf"{Q} has shape \(64, 63\), .* makes it \(64, 64\);"),
@@ -507,7 +507,7 @@ def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(
-        CheckpointError, match="org/name is not a folder here and could not be had from the hub"
+        CheckpointError, match="org/name is not a local folder and could not be downloaded from the hub"
     ) as caught:
         load("org/name", dtype=torch.float32, device="cpu")
     assert "\n" not in str(caught.value) and "check the name, the network" in str(caught.value)
@@ -537,5 +537,5 @@ def test_dtype_and_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(CheckpointError, match=r"dtype must be one of torch\.float32, .*; got torch\.int8"):
         read(folder, torch.int8)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(CheckpointError, match="device cuda was asked for but torch sees no GPU; use cpu"):
+    with pytest.raises(CheckpointError, match="device cuda needs a CUDA GPU, and torch finds none; use cpu"):
         load(folder, dtype=torch.float32, device="cuda")

@@ -221,7 +221,7 @@ def test_while_decoding(pair, monkeypatch, capsys):
 
 
 def test_only_memory_is_told_so():
-    with pytest.raises(ValueError, match="said"), memory.told(lambda: "said"):
+    with pytest.raises(ValueError, match="said"), memory.reported_as(lambda: "said"):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-    with pytest.raises(RuntimeError, match="another"), memory.told(lambda: "said"):
+    with pytest.raises(RuntimeError, match="another"), memory.reported_as(lambda: "said"):
         raise RuntimeError("another")

@@ -102,7 +102,7 @@ ABSOLUTE = OFFSETS + torch.arange(10)
         ("freq.pt", [4, -1], "the id -1"),
         ("freq.pt", [0.5, 1.0], "vector of integers"),
         ("freq.pt", {"a": 1}, "not a list of integers"),
-        ("freq.pt", [], "no id at all"),
+        ("freq.pt", [], "ranks no ids"),
         ("d2t.npy", ABSOLUTE * 2, "look like absolute ids"),  # absolute given as offsets
         ("d2t.npy", ABSOLUTE.flip(0), "look like absolute ids"),
         ("d2t.safetensors", ABSOLUTE * 2, "look like absolute ids"),
@@ -141,13 +141,13 @@ def test_our_file_with_other_contents_is_refused(tmp_path):
     path.write_bytes(scores().to_bytes())
     tensors = load_file(path)
     path.write_bytes(save(tensors))
-    with pytest.raises(ValueError, match="neither a vocabulary score file"):
+    with pytest.raises(ValueError, match="neither vocabulary scores nor"):
         read(path)
     path.write_bytes(save(tensors, {"specker": '{"format": "specker-vocab-scores", "version": 2}'}))
     with pytest.raises(ValueError, match="version 2; this reads specker-vocab-scores version 1"):
         read(path)
     path.write_bytes(save(tensors, {"specker": "{"}))
-    with pytest.raises(ValueError, match="neither a vocabulary score file"):
+    with pytest.raises(ValueError, match="neither vocabulary scores nor"):
         read(path)
     path.write_bytes(scores().to_bytes().replace(b'"version\\": 1', b'"version\\": 3'))
     with pytest.raises(ValueError, match="version 3"):

@@ -1,11 +1,11 @@
-"""The paged K/V cache of up to B sequences: one pool of pages, and the rule that keeps every sequence exact.
+"""The paged K/V cache of up to B sequences: one pool of pages, and bookkeeping of which columns are exact.
 
 Columns 0..exact_len-1 of a sequence hold the K/V of its first `exact_len` committed tokens, written by an exact
-forward. The columns after them are scratch: a verify pass or a drafter writes there, then `commit` keeps some rows or
-`truncate` forgets them.
+forward. Later columns are scratch: a verify pass or a drafter writes them, then `commit` keeps some rows or `truncate`
+drops them.
 
-Sequences occupy slots 0..n-1. Column c of a sequence stands at flattened row block_table[slot, c // page] * page +
-c % page of every layer.
+Sequences occupy slots 0..n-1. Column c of a sequence is flattened row block_table[slot, c // page] * page + c % page of
+every layer.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ Lengths = Sequence[int] | Tensor
 
 
 class Rows(NamedTuple):
-    """Where the T rows of n sequences stand, and what they see; sequence after sequence."""
+    """Positions, slots and masks of T rows of n sequences; the rows of each sequence are adjacent."""
 
     positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64
-    kv_len: Tensor  # [n] int32, the rows' columns included
-    window: Tensor  # [n] int32, the last columns, seen through `ancestors`
+    slots: Tensor  # [T] int64, flattened cache rows
+    kv_len: Tensor  # [n] int32, columns including those of the rows
+    window: Tensor  # [n] int32, number of last columns masked by `ancestors`
     ancestors: Tensor  # [T, W] int64
     cu_rows: Tensor  # [n + 1] int32, the first row of each sequence, then T
     table: Tensor  # [n, P] int32, pages
@@ -51,13 +51,13 @@ class KVCache:
         sequences: int = 1,
         pages: Tensor | int | None = None,
     ):
-        """`columns` that one sequence may have. `pages`: how many the pool has, by default enough for all sequences;
-        a tensor [P] int32 is the order in which one sequence takes them (tests permute them). The pages of a single
-        sequence are its own from the start; several take theirs one by one (`take`)."""
+        """`columns`: maximum per sequence. `pages`: pool size, by default enough for all sequences; a tensor [P] int32
+        sets the order in which a sequence takes pages (tests permute it). A single sequence owns all pages from the
+        start; several sequences call `take`."""
         each = -(-columns // page_size)
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
         count = len(order) + (sequences > 1)
-        self.spare = len(order)  # a page that no sequence owns: slots without a sequence read and write it
+        self.spare = len(order)  # an unowned page that slots without a sequence read and write
         shape = 2, config.num_layers, count, page_size, config.num_kv_heads, config.head_dim
         self.k, self.v = torch.empty(shape, dtype=dtype, device=device).unbind(0)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
@@ -65,10 +65,10 @@ class KVCache:
         self.exact_len = [0] * sequences
         self.last_position = config.max_context - 1
         self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position)  # of every column
-        # One-element tensors of every length: slicing one is cheaper than copying a number to the device.
+        # Slicing a length from this table is cheaper than copying a number to the device.
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
         self.block_table = torch.full((sequences, each), self.spare, dtype=torch.int32, device=device)
-        self.table = self.block_table  # what attention sees: the pages of `bucket` columns
+        self.table = self.block_table  # the pages that attention reads, by `bucket`
         self._free = order
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
@@ -79,11 +79,11 @@ class KVCache:
 
     @property
     def slot_of(self) -> Tensor:
-        """[columns] int64, where each column of the sequence in slot 0 stands."""
+        """[columns] int64, the flattened row of each column of the sequence in slot 0."""
         return self._slots[0]
 
     def slots(self, slot: int, start: int, end: int) -> Tensor:
-        """[end - start] int64, where columns start..end - 1 of the sequence in `slot` stand."""
+        """[end - start] int64, the flattened rows of columns start..end - 1 of the sequence in `slot`."""
         return self._slots[slot][start:end]
 
     # --- pages
@@ -96,8 +96,8 @@ class KVCache:
         return len(self._free)
 
     def take(self, slot: int, columns: int) -> None:
-        """Give the sequence in `slot` pages for so many columns, neighbouring ones where the pool has them: on a CPU
-        attention reads such pages without copying them."""
+        """Give the sequence in `slot` pages for `columns`, contiguous ones if the pool has them: attention on a CPU
+        reads contiguous pages without a copy."""
         if self._pages[slot] and len(self._pages[slot]) >= self.pages_for(columns):
             return
         count = self.pages_for(columns) if len(self._pages) > 1 else len(self._free)
@@ -131,8 +131,8 @@ class KVCache:
         self._slots[slot] = (own[:, None] * self.page_size + offsets).flatten().to(self.device)
 
     def span(self, length: int, slot: int = 0) -> slice | Tensor:
-        """The flattened rows [pages * page_size] of a sequence's first `length` columns: a slice where its pages are
-        neighbours, else their numbers [length]."""
+        """The flattened rows of a sequence's first `length` columns: a slice if its pages are contiguous, else indices
+        [length] int64."""
         pages = self._pages[slot][: max(1, -(-length // self.page_size))]
         if pages == list(range(pages[0], pages[0] + len(pages))):
             return slice(pages[0] * self.page_size, pages[0] * self.page_size + length)
@@ -141,7 +141,7 @@ class KVCache:
     # --- exactness
 
     def commit(self, path: list[int], slot: int = 0) -> None:
-        """Keep rows `path` (ascending) of those written after exact_len; they become the next columns."""
+        """Keep the rows `path` (ascending, relative to exact_len) as the next exact columns."""
         base, kept = self.exact_len[slot], len(path)
         if path[-1] != kept - 1:  # a chain's accepted rows are in place already
             moved = next(i for i, row in enumerate(path) if row != i)
@@ -150,14 +150,14 @@ class KVCache:
         self.exact_len[slot] = base + kept
 
     def truncate(self, length: int, slot: int = 0) -> None:
-        """Forget every column from `length` on."""
+        """Drop all columns from `length` on. Raises ValueError if fewer are exact."""
         if not 0 <= length <= self.exact_len[slot]:
             raise ValueError(f"cannot truncate a cache of {self.exact_len[slot]} exact columns to {length}")
         self.exact_len[slot] = length
 
     def check(self, committed: int | None = None, slot: int = 0) -> None:
-        """Raise AssertionError unless the invariants hold; with `committed`, the count of committed tokens: the
-        target's cache holds all of them but the root."""
+        """Raise AssertionError unless the invariants hold. `committed`, for the target's cache: the number of committed
+        tokens, of which the cache must hold all but the root."""
         length = self.exact_len[slot]
         assert 0 <= length <= self.capacity, (length, self.capacity)
         pages = [page for own in self.block_table.tolist() for page in own if page != self.spare]
@@ -171,12 +171,12 @@ class KVCache:
     # --- rows
 
     def bucket(self, columns: int) -> None:
-        """Let attention see `columns` (a KV bucket), so that it launches no program beyond them."""
+        """Limit attention to the first `columns` (a KV bucket): it launches no programs for later ones."""
         self.table = self.block_table[:, : -(-min(columns, self.capacity) // self.page_size)]
 
     def place(self, lengths: Lengths, back: int, first: int, count: int, parents: Tensor | None = None) -> Rows:
-        """Rows first..first + count - 1 of each sequence's window, which begins `back` columns before the end of its
-        committed text: a chain, or a tree by `parents` [n, rows]."""
+        """Place rows first..first + count - 1 of each sequence's window, which begins `back` columns before the end of
+        the committed text. The rows form a chain, or a tree with `parents` [n, rows] int64."""
         n = len(lengths)
         if n == 1 and parents is None and not isinstance(lengths, Tensor):
             return self.after([lengths[0] - back + first], [count], first)
@@ -189,9 +189,9 @@ class KVCache:
         return Rows(positions, slots, kv_len, window, words, sequence_bounds(count, self.device, n), table)
 
     def after(self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False) -> Rows:
-        """counts[b] rows of sequence b from column columns[b] on, by host integers: exactly as many rows as are needed.
-        Each sees all columns before its window, which begins `first` columns before its first row, and within it the
-        rows up to itself, or all of them (`full`)."""
+        """Place counts[b] rows of sequence b from column columns[b] on, with lengths known on the host. The window
+        begins `first` columns before the first row. A row sees all columns before the window, and in it the rows up to
+        itself, or all rows (`full`)."""
         words = _full_words if full else chain_words
         if len(columns) == 1:
             start, count = columns[0], counts[0]
@@ -225,19 +225,19 @@ class KVCache:
 
 @lru_cache(maxsize=512)
 def _full_words(rows: int, first: int = 0) -> Tensor:
-    """Ancestor words [rows, W] of rows that all see each other."""
+    """Ancestor words [rows, W] int64 of rows that all see each other."""
     return pack_bits([(1 << (first + rows)) - 1] * rows, first + rows)
 
 
 @cache
 def _repeated(value: int, count: int, device: torch.device) -> Tensor:
-    """[count] int32. CUDA graphs hold its address, so it is never freed."""
+    """[count] int32. CUDA graphs hold its address, so the cache never frees it."""
     return torch.tensor([value] * count, dtype=torch.int32, device=device)
 
 
 @cache
 def sequence_bounds(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
-    """[sequences + 1] int32, where each of so many sequences of `rows` rows begins and the last one ends. CUDA graphs
-    hold its address, so it is never freed; it is copied from the host, which a stream that is being captured refuses,
-    so a stretch of work runs once before its capture."""
+    """[sequences + 1] int32, the first row of each sequence of `rows` rows, then the end. CUDA graphs hold its address,
+    so the cache never frees it. The first call copies from the host, which is illegal during capture, so work runs once
+    before its capture."""
     return torch.tensor([rows * i for i in range(sequences + 1)], dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint (local folder or hub id) read into fused, layer-stacked tensors.
 
-On a GPU every kind of weight is one buffer [L, ...] for all layers, so that a group of layers is a slice; on a CPU it
-is a list of L tensors, so that a layer repacked for oneDNN frees its source. Tensors go from the memory-mapped
-safetensors file straight to their place, cast on the way: no second copy of the weights exists.
+On a GPU each kind of weight is one buffer [L, ...] for all layers, so a group of layers is a slice. On a CPU it is a
+list of L tensors, so repacking a layer for oneDNN frees its source. Tensors are cast while they are copied from the
+memory-mapped safetensors file to their buffer: there is never a second copy of the weights.
 """
 
 import math
@@ -29,10 +29,10 @@ from specker.runtime.model.parts import Part
 
 WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CHUNK = 1 << 22  # elements cast at a time: a cast on the way to a GPU is staged on the host
+CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
 
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation config, tokenizer, chat template
-OTHER_FORMATS = ["consolidated*", "*/*"]  # the same weights once more, in the original format
+OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
 
 
 Layers = Tensor | list[Tensor]
@@ -40,9 +40,8 @@ Layers = Tensor | list[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """V vocabulary, E hidden, F intermediate, L layers, Hq and Hkv heads of D, in the run's dtype and on its device.
-
-    `Layers` stand for [L, ...]: index them by layer."""
+    """Weights in the run's dtype, on its device. V vocabulary, E hidden size, F intermediate size, L layers, Hq query
+    heads and Hkv KV heads of dimension D. `Layers` are [L, ...]: index them by layer."""
 
     embed: Tensor  # [V, E]
     qkv: Layers  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
@@ -58,15 +57,15 @@ class Weights:
     norm_in: Layers  # [L, E]
     norm_post: Layers  # [L, E]
     norm: Tensor  # [E]
-    head: Tensor  # [V, E], the very tensor `embed` when tied
-    inv_freq: Tensor  # [D / 2] float32, whatever the run's dtype
-    rope_scale: float  # cos and sin are multiplied by it (yarn)
+    head: Tensor  # [V, E], the same tensor as `embed` if tied
+    inv_freq: Tensor  # [D / 2] float32 in every run
+    rope_scale: float  # factor of cos and sin (yarn)
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     config: ModelConfig  # of the whole model
-    weights: Weights  # of the part; the head may be whole all the same
+    weights: Weights  # of the part; the head may be whole
     folder: Path
     part: Part = WHOLE
 
@@ -84,12 +83,12 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer and chat template, read on first use. Raises CheckpointError if there is none."""
+        """The tokenizer with its chat template, read on first use. Raises CheckpointError if there is none."""
         return _tokenizer(self.folder, self.config.architecture)
 
     @property
     def tokenizer_or_none(self) -> Any:
-        """Without a tokenizer a checkpoint takes and gives token ids alone."""
+        """The tokenizer, or None if there is none: prompts and results are then token ids only."""
         try:
             return self.tokenizer
         except CheckpointError:
@@ -115,23 +114,23 @@ def load(
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
 
-    `max_context` lowers the number of positions (default: all the checkpoint was made for). `bidirectional=True` makes
-    a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed: the weights are
-    made up, no file of theirs is opened or downloaded. `part`: of a tensor-parallel rank; with `whole_head` it has all
-    rows of the LM head (a tied one always has). Raises CheckpointError, and ValueError for want of memory.
+    `max_context` lowers the number of positions (default: all that the checkpoint supports). `bidirectional=True` makes
+    a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
+    no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
+    is tied, it has all rows of the LM head. Raises CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError(f"device {device} was asked for but torch sees no GPU; use cpu")
-    folder = _folder(source, weights=False)  # what config.json refuses is not downloaded
+        raise CheckpointError(f"device {device} needs a CUDA GPU, and torch finds none; use cpu")
+    folder = _folder(source, weights=False)  # check config.json before downloading weights
     config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
     part.check(config)
     elements = sum(math.prod(p.shape) for p in _pieces(config, part, whole_head))
     size = str(source), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
-    with memory.told(lambda: memory.too_heavy(*size)):
+    with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
             folder = _folder(source, weights=True)
             buffers = _read_weights(folder, config, dtype, device, part, whole_head)
@@ -146,12 +145,12 @@ def load(
 def read_config(
     source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None
 ) -> ModelConfig:
-    """What `load` would give as `.config`, without reading (or downloading) any weights. Raises CheckpointError."""
+    """Return `load(...).config` without reading or downloading weights. Raises CheckpointError."""
     return parse_config(_folder(source, weights=False), max_context, bidirectional)[0]
 
 
 def read_tokenizer(source: str | Path) -> Any:
-    """What `load` would give as `.tokenizer`, without any weights. Raises CheckpointError."""
+    """Return `load(...).tokenizer` without reading or downloading weights. Raises CheckpointError."""
     folder = _folder(source, weights=False)
     return _tokenizer(folder, parse_config(folder, None, None)[0].architecture)
 
@@ -174,22 +173,22 @@ def _folder(source: str | Path, weights: bool) -> Path:
         return Path(snapshot_download(source, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
     except Exception as error:  # the hub's errors share no base class
         raise CheckpointError(
-            f"{source} is not a folder here and could not be had from the hub ({reason(error)}); "
+            f"{source} is not a local folder and could not be downloaded from the hub ({reason(error)}); "
             "check the name, the network and your access rights"
         ) from error
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of the checkpoint, or a part of it, and its place: buffers[buffer][layer][row : row + shape[0]]."""
+    """A tensor of the checkpoint, or a part of one, stored at buffers[buffer][layer][row : row + shape[0]]."""
 
     name: str  # without the "model." prefix
     buffer: str  # a field of Weights
     layer: int | None  # None: the buffer is not stacked
     row: int
     shape: tuple[int, ...]  # of the part
-    stored: tuple[int, ...]  # of the tensor
-    first: tuple[int, ...]  # where the part begins in it
+    stored: tuple[int, ...]  # of the whole tensor
+    first: tuple[int, ...]  # first index of the part in the tensor
 
     @property
     def whole(self) -> bool:
@@ -201,7 +200,7 @@ class _Piece:
 
 
 def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
-    """What `part` has of each tensor; the head whole if asked for."""
+    """The piece of each tensor that `part` holds; with `whole_head`, all of the head."""
     (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
     D, e = c.head_dim, c.hidden_size
     q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
@@ -246,8 +245,8 @@ def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
 def _read_weights(
     folder: Path, c: ModelConfig, dtype: torch.dtype, device: torch.device, part: Part, whole_head: bool
 ) -> dict[str, Any]:
-    """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Of what
-    is split only the part is read."""
+    """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
+    only this part of split tensors."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
@@ -274,7 +273,7 @@ def _read_weights(
 
 
 def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Room for the weights (fields of Weights), uninitialised."""
+    """Allocate uninitialised buffers (fields of Weights)."""
     last = {p.buffer: p for p in pieces}  # the last piece of a buffer ends it
     buffers: dict[str, Any] = {}
     for name, p in last.items():
@@ -291,8 +290,8 @@ def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, devic
 def _random_weights(
     c: ModelConfig, dtype: torch.dtype, device: torch.device, part: Part, whole_head: bool, seed: int
 ) -> dict[str, Any]:
-    """The buffers of `_read_weights`, filled where they stand: norms 1, biases 0, all else normal with std 0.02. Ranks
-    hold parts of no one model; what is whole on each is the same."""
+    """The buffers of `_read_weights`, filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit
+    tensors are equal on all ranks; the split ones do not form one model."""
     generator = torch.Generator(device).manual_seed(seed)
     buffers = _buffers(_pieces(c, part, whole_head), c, dtype, device)
     for name, buffer in buffers.items():
@@ -307,7 +306,7 @@ def _random_weights(
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The safetensors files, all of them there."""
+    """The paths of all safetensors files. Raises CheckpointError if one is missing."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -318,24 +317,25 @@ def _shards(folder: Path) -> list[Path]:
         paths = [folder / str(name) for name in sorted(set(names.values()))]
         for path in paths:
             if not path.is_file():
-                raise CheckpointError(f"{index.name} names {path.name}, which is not in {folder}; download it too")
+                raise CheckpointError(f"{index.name} names {path.name}, which is not in {folder}; download it")
         return paths
     if list(folder.glob("pytorch_model*.bin*")):
         raise CheckpointError(
-            f"{folder} has only pytorch_model.bin; convert it: load it with transformers and save_pretrained it again"
+            f"{folder} has only pytorch_model.bin; convert it: load it with transformers and call save_pretrained"
         )
     raise CheckpointError(
-        f"{folder} has no model.safetensors and no model.safetensors.index.json; only safetensors is read"
+        f"{folder} has no model.safetensors and no model.safetensors.index.json; specker reads only safetensors"
     )
 
 
 def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, prefix: str) -> None:
-    """Refuse missing, unexpected, misshapen and quantised tensors. Reads headers alone, but for a tied head."""
+    """Raise CheckpointError for missing, unexpected, misshapen and quantised tensors. Reads only headers, except for a
+    tied head."""
     missing = [name for name in pieces if name not in where]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         hint = " (or set tie_word_embeddings)" if missing[0] == "lm_head.weight" else ""
-        raise CheckpointError(f"the checkpoint lacks {missing[0]}{more}, which config.json calls for{hint}")
+        raise CheckpointError(f"the checkpoint lacks {missing[0]}{more}, which config.json requires{hint}")
     for name, p in pieces.items():
         header = where[name].get_slice(name)
         shape, stored = tuple(header.get_shape()), header.get_dtype()
@@ -356,7 +356,7 @@ def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, pre
                     "lm_head.weight differs from embed_tokens.weight although tie_word_embeddings is true; "
                     "set it to false in config.json to use both"
                 )
-        elif not name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints saved; config.json gives it
+        elif not name.endswith("rotary_emb.inv_freq"):  # old checkpoints saved this buffer; config.json defines it
             raise CheckpointError(
                 f"the checkpoint has {name}, which {c.architecture} with this config.json does not use"
             )
@@ -381,5 +381,5 @@ def _tokenizer(folder: Path, arch: str) -> Any:
         # AutoTokenizer would ask for Dream's own code; it is Qwen2's tokenizer with a few more special tokens
         fast = (folder / "tokenizer.json").is_file()
         return (PreTrainedTokenizerFast if fast else Qwen2Tokenizer).from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # as for configs
+    except Exception as error:  # transformers raises many types
         raise CheckpointError(f"the tokenizer in {folder} cannot be read ({reason(error)})") from error

@@ -1,6 +1,6 @@
-"""What a decoder has to know of a checkpoint, read from its config.json, or refused by name.
+"""Read a decoder's settings from a checkpoint's config.json, and name what is not supported.
 
-transformers fills in defaults and brings older spellings into one form; the weights are `checkpoint.py`'s.
+transformers fills in defaults and normalises older spellings. `checkpoint.py` reads the weights.
 """
 
 import json
@@ -24,12 +24,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class CheckpointError(ValueError):
-    """The checkpoint cannot be used; the message is one sentence with what is wrong and what to do."""
+    """The checkpoint cannot be used. The message is one sentence: what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a decoder has to know; nothing here depends on the run's dtype or device."""
+    """A decoder's settings; none depends on the run's dtype or device."""
 
     architecture: str  # a key of ARCHITECTURES
     vocab_size: int
@@ -45,18 +45,18 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each head's q and k before RoPE
     tied: bool  # the LM head is the embedding
-    causal: bool  # False: a diffusion drafter, all rows see all rows
+    causal: bool  # False: a diffusion drafter, in which all rows see each other
     shifted_logits: bool  # row i - 1 predicts position i (causal models and Dream); False: row i does
     mask_token_id: int | None
     max_context: int  # positions
-    eos_ids: tuple[int, ...]  # sorted; what config.json, generation_config.json and the tokenizer name; may be empty
+    eos_ids: tuple[int, ...]  # sorted, from config.json, generation_config.json and the tokenizer; may be empty
     bos_id: int | None
 
 
 def parse_config(
     folder: Path, max_context: int | None, bidirectional: bool | None
 ) -> tuple[ModelConfig, Tensor, float]:
-    """The model's config, RoPE's inverse frequencies [D / 2] and RoPE's attention scaling."""
+    """(config, RoPE's inverse frequencies [D / 2] float32, RoPE's attention scaling). Raises CheckpointError."""
     raw = read_json(folder / "config.json")
     arch = _architecture(raw)
     hf = _hf_config(folder, raw, arch)
@@ -100,7 +100,7 @@ def parse_config(
 
 
 def _architecture(raw: dict[str, Any]) -> str:
-    """The architecture named by config.json, or CheckpointError naming what is not supported."""
+    """The architecture named by config.json. Raises CheckpointError if it is not supported."""
     named = raw.get("architectures") or [a for a, t in ARCHITECTURES.items() if t == raw.get("model_type")]
     name = str(named[0]) if named else f"of model_type {raw.get('model_type')!r}"
     arch = name if name in ARCHITECTURES else re.sub("Model$", "ForCausalLM", name)
@@ -115,22 +115,22 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
-    """transformers' config object, which fills in defaults and brings older spellings of RoPE into one form."""
+    """transformers' config object, which fills in defaults and normalises older RoPE spellings."""
     from transformers import AutoConfig, Qwen2Config
 
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     try:
-        if arch == "DreamModel":  # unknown to transformers, and its own code is never run: Qwen2's fields and weights
+        if arch == "DreamModel":  # unknown to transformers; it has Qwen2's fields, and no remote code is run
             return Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # validation raises several kinds, one of them KeyError
+    except Exception as error:  # validation raises several types, such as KeyError
         raise CheckpointError(f"{folder / 'config.json'} is not a valid {arch} config ({reason(error)})") from error
 
 
 def _context(hf: Any, arch: str, wanted: int | None) -> int:
-    """Positions to run with. Sliding-window attention is full attention as long as no context exceeds the window."""
+    """Positions to run with. Within its window, sliding-window attention equals full attention."""
     limit = hf.max_position_embeddings
     context = limit if wanted is None else wanted
     if not 1 <= context <= limit:
@@ -145,8 +145,8 @@ def _context(hf: Any, arch: str, wanted: int | None) -> int:
     window = hf.sliding_window
     if "sliding_attention" in layers and window is not None and context > window:
         raise CheckpointError(
-            f"{arch} has a sliding window of {window}, which is not supported beyond it; "
-            f"with --max-context {window} or less attention is identical"
+            f"{arch} has a sliding window of {window}, and longer contexts are not supported; "
+            f"use --max-context {window} or less"
         )
     return context
 
@@ -167,7 +167,7 @@ def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[boo
 
 
 def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
-    """inv_freq [D / 2] float32 and the attention scaling, as transformers' initialisers compute them."""
+    """(inv_freq [D / 2] float32, attention scaling), computed by transformers' initialisers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = hf.rope_parameters or {}
@@ -176,9 +176,9 @@ def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     partial = rope.get("partial_rotary_factor", 1.0)
     if partial not in (None, 1.0):
-        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; RoPE must turn whole heads")
+        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; RoPE must rotate whole heads")
     try:
-        if kind == "default":  # not in transformers' table: its model classes compute this one themselves
+        if kind == "default":  # not in transformers' table: its model classes compute it
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             return 1.0 / (rope["rope_theta"] ** powers), 1.0
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
@@ -188,7 +188,7 @@ def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Ids the files name, not a config class's default: Llama's would make any vocabulary stop at id 2."""
+    """Stop ids from the files only. A config class's default is wrong for other vocabularies: Llama's is id 2."""
     found: set[int] = set()
     for source in (raw, read_json(folder / "generation_config.json", required=False)):
         ids = source.get("eos_token_id")
@@ -218,13 +218,13 @@ def read_json(path: Path, required: bool = True) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """An exception as half a sentence: its type and the first line that says something."""
+    """Format an exception for a message: its type and its first non-empty line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 def layer_elements(config: ModelConfig) -> int:
-    """Elements of all layers' linear weights: what every step reads, beside the head."""
+    """Elements of all layers' linear weights, which every step reads in addition to the head."""
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)

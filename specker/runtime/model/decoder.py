@@ -1,8 +1,8 @@
-"""The decoder, one file for every architecture of checkpoint.py: embedding, layers, and hidden rows at chosen depths.
+"""The decoder for every supported architecture: embedding, layers, and hidden rows at chosen depths.
 
-`run_layers` is the only place that states a layer. Its callers choose the rows, the K/V and the attention: `forward`
-takes few rows (a decoding step, a verify pass, a tree level) of one or several sequences through tree_attention,
-`prefill` takes long chunks of a prompt through torch's SDPA, and schedule.py runs several layers side by side.
+`run_layers` is the only definition of a layer. Its callers choose the rows, the K/V and the attention: `forward` runs
+few rows (a decoding step, a verify pass, a tree level) of one or several sequences with tree_attention, `prefill` runs
+long chunks of a prompt with torch's SDPA, and strategies/easyspec.py runs several layers side by side.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,8 +30,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pa
 
 
 class Attention(NamedTuple):
-    """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]. Linear weights
-    of one layer are packed for the device."""
+    """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]. A single
+    layer's linear weights are packed for the device."""
 
     norm_in: Tensor  # [E]
     qkv: Tensor
@@ -55,7 +55,7 @@ class FeedForward(NamedTuple):
 class Group(NamedTuple):
     """Weights of N layers that attend side by side from one input. An ordinary layer is a group of one."""
 
-    attention: Attention  # stacked if N > 1; if ranks share the group, those of this rank's layers alone
+    attention: Attention  # stacked if N > 1; if ranks share the group, only this rank's layers
     mlps: tuple[FeedForward, ...]  # [N]
 
 
@@ -63,17 +63,17 @@ class Batch(NamedTuple):
     """T rows in each of a group's N layers, layer by layer."""
 
     positions: Tensor  # [N * T] int64
-    slots: Tensor  # [N * T] int64, where their K/V goes
+    slots: Tensor  # [N * T] int64, cache rows for their K/V
     attend: Attend
-    join: Callable[[Tensor], Tensor]  # o linear of this rank -> of all ranks, [T, E] or [N, T, E]
+    join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
 
 
-Step = tuple[Group, tuple[Tensor, Tensor], Batch]  # and K and V [pages, page_size, Hkv, D] that `slots` index
+Step = tuple[Group, tuple[Tensor, Tensor], Batch]  # the tensors are K and V [pages, page_size, Hkv, D] of `slots`
 
 
 class Output(NamedTuple):
     hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
-    taps: dict[int, Tensor]  # n -> the residual stream after n layers
+    taps: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
 
 
 class Model:
@@ -87,8 +87,8 @@ class Model:
         linear: Callable[..., Tensor] = row_linear,
         ranks: Ranks | None = None,
     ):
-        """With `packed`, repacks the checkpoint's layer weights in place (see `_layers`). `linear` has the signature of
-        `row_linear` and serves the layers and the head. `ranks` hold the other parts of a split model."""
+        """`packed`: repack the checkpoint's layer weights in place (see `_layers`). `linear`: a function with the
+        signature of `row_linear`, for the layers and the head. `ranks`: the ranks of a split model."""
         config, weights = checkpoint.local, checkpoint.weights
         self.config, self.linear, self.ranks = config, linear, ranks
         self.embed, self.norm = weights.embed, weights.norm
@@ -102,43 +102,43 @@ class Model:
         self.scale = config.head_dim**-0.5
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """[T] int64 -> [T, E]."""
+        """Tokens [T] int64 -> embeddings [T, E]."""
         return torch.embedding(self.embed, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The residual stream [T, E] -> logits [T, V], float32 (float64 for float64). A part of a split model returns
-        only its own columns."""
+        """The residual stream [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model
+        returns only its own columns."""
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         logits = self.linear(normed, self.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
-        """The token after each row of `logits`, [T]."""
+        """logits [T, V] (a part's columns) at `positions` [T] -> the token after each row, [T] int64."""
         if self.ranks is None:
             return draws.tokens(logits, positions)
         return self.ranks.draw(draws, logits, positions, self.config.vocab_size)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """A part's logits -> those of the whole vocabulary, [T, V]."""
+        """A part's logits -> the whole vocabulary's logits [T, V]."""
         return logits if self.ranks is None else self.ranks.whole(logits, self.config.vocab_size)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of x over all parts: completes a linear whose inputs are split."""
+        """Sum x over all ranks, which completes a linear with split inputs."""
         return x if self.ranks is None else self.ranks.sum(x)
 
 
 def run_layers(
     model: Model, steps: Iterable[Step], hidden: Tensor, first: int = 0, taps: tuple[int, ...] = ()
 ) -> Output:
-    """Run groups of layers one after another, from depth `first` on, over rows whose residual stream is `hidden`
-    [T, E]. Writes the rows' K/V. A group's layers all attend from the group's own input h, then their feed-forwards
-    follow one another:
+    """Run groups of layers in sequence, from depth `first` on, over rows with the residual stream `hidden` [T, E].
+    Writes the rows' K/V. The layers of a group all attend from the group's input h; their feed-forwards then run in
+    sequence (EasySpec, arXiv 2502.02493):
 
         a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
         h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
 
-    Each sum is merged with the norm that follows it. `taps`: depths n at which to keep the stream; a group can be
-    tapped only where it begins."""
+    Each sum is fused with the norm that follows it. `taps`: depths n at which to keep the stream; only the input of a
+    group can be tapped."""
     eps, linear = model.config.rms_norm_eps, model.linear
     kept: dict[int, Tensor] = {}
     delta = None  # the last feed-forward's output, not yet added to `hidden`
@@ -188,8 +188,8 @@ def forward(
     layers: slice = slice(None),
     taps: tuple[int, ...] = (),
 ) -> Output:
-    """Run `layers` over T rows of one or several sequences. `hidden` [T, E] is the residual stream entering the first
-    of them (the embedding for layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the
+    """Run `layers` over T rows of one or several sequences. `hidden` [T, E]: the residual stream before the first of
+    them (the embedding for layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the
     stream."""
     batch = Batch(rows.positions, rows.slots, over_pages(model, rows), model.summed)
     steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
@@ -197,7 +197,7 @@ def forward(
 
 
 def over_pages(model: Model, rows: Rows) -> Attend:
-    """The attention of few rows: each sees its sequence's pages up to kv_len, the window through its ancestors."""
+    """Attention for few rows: each sees its sequence's columns up to kv_len, those of the window only if ancestors."""
     _, _, kv_len, window, words, cu_rows, table = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -217,8 +217,8 @@ def prefill(
     slot: int = 0,
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
-    see the columns before them; rows of a bidirectional model see their whole chunk and the columns before it. Returns
-    the residual stream at the depths `taps` of the last chunk's last `last` rows (all its rows if it has fewer)."""
+    see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in `taps`,
+    the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter)."""
     kept: dict[int, Tensor] = {}
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
@@ -263,7 +263,7 @@ def after(rows: int, end: int, device: torch.device) -> Tensor:
 
 
 def _layers(weights: Weights, count: int, packed: bool) -> list[Group]:
-    """Each layer's weights. With `packed`, linear weights are packed one at a time, in place of those in `weights`."""
+    """Each layer's weights. `packed`: replace the linear weights in `weights` by packed ones, one at a time."""
     for stack in (weights.qkv, weights.o, weights.gate_up, weights.down):
         if packed and isinstance(stack, list):
             stack[:] = [pack(stack.pop(0)) for _ in range(len(stack))]

@@ -1,7 +1,7 @@
-"""Does it fit? Weights before they are read, and the K/V of a context before it is allocated.
+"""Memory checks: of the weights before reading them, and of the K/V of a context before allocating it.
 
-The arithmetic knows no device: bytes in, positions out. What is free comes from `free`, and an allocation that fails
-all the same becomes a sentence through `told`.
+The arithmetic is independent of the device: bytes in, positions out. `free` returns the available bytes. If an
+allocation fails anyway, `reported_as` turns the error into a sentence.
 """
 
 from bisect import bisect_right
@@ -14,19 +14,19 @@ import torch
 
 from specker.runtime.model.config import ModelConfig
 
-PREFILL_ROWS = 512  # of a chunk: model.PREFILL_CHUNK
-LOGIT_ROWS = 256  # of the largest verify pass
+PREFILL_ROWS = 512  # rows of a prefill chunk: decoder.PREFILL_CHUNK
+LOGIT_ROWS = 256  # rows of the largest verify pass
 GRAPHS = 1 << 29  # bytes on a GPU for captured graphs, compiled kernels and cuBLAS
 MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a position of the context costs one model, in bytes."""
+    """Bytes per position of the context, for one model."""
 
-    position: int  # K and V of all layers, RoPE's table and the indices: held as long as the engine
-    passing: int  # the mask and, where torch does not fuse them, the attention scores of a prefill chunk
-    limit: int  # positions that the checkpoint was made for
+    position: int  # K and V of all layers, RoPE's table and the indices: held for the engine's life
+    passing: int  # the mask and, if torch does not fuse attention, the scores of a prefill chunk
+    limit: int  # positions that the checkpoint supports
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype) -> "Cost":
@@ -37,9 +37,9 @@ class Cost:
 
 
 def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes to leave free beside weights and K/V: the widest activations of a prefill chunk twice, the logits of 256
-    rows (as they come, in float32, over the temperature, with noise), and on a GPU its graphs, on a CPU the heads once
-    more, packed."""
+    """Bytes to leave free beside weights and K/V: twice the widest activations of a prefill chunk, four copies of the
+    logits of 256 rows (in the dtype; in float32: raw, divided by the temperature, with noise), and the graphs on a GPU
+    or a packed copy of the heads on a CPU."""
     wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
     activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
     heads = sum(c.vocab_size * c.hidden_size for c in configs) * dtype.itemsize
@@ -47,28 +47,28 @@ def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.de
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
-    """Bytes that a context costs: the K/V, and one model's prefill at a time."""
+    """Bytes that a context needs: the K/V of all models and the prefill of one model at a time."""
     return held(costs, context, page_size, scratch) + max(c.passing * min(context, c.limit) for c in costs)
 
 
 def held(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
-    """Bytes of each model's K/V in whole pages, with its scratch columns."""
+    """Bytes of all models' K/V, in whole pages and with the scratch columns."""
     pages = (-(-(min(context, cost.limit) + scratch) // page_size) for cost in costs)
     return sum(cost.position * count * page_size for cost, count in zip(costs, pages, strict=True))
 
 
 def largest(costs: Sequence[Cost], room: int, page_size: int, scratch: int) -> int:
-    """The longest context, up to the first model's limit, that fits into `room` bytes; 0 where none does."""
+    """The longest context, up to the first model's limit, that fits into `room` bytes; 0 if none does."""
     return bisect_right(range(1, costs[0].limit + 1), room, key=lambda n: needed(costs, n, page_size, scratch))
 
 
 def sized(
     costs: Sequence[Cost], free: int | None, spare: int, page_size: int, scratch: int, asked: int | None
 ) -> tuple[int, str | None]:
-    """The context to run with, and a note where it is lower than the first model's limit for want of memory.
+    """The context to run with, and a note if memory allows less than the first model's limit (else None).
 
-    `free` bytes, None for no limit; `spare` of them are left alone. A context that was asked for (the limit then is
-    it) is never lowered: ValueError where it does not fit, and where nothing does."""
+    `free`: bytes, None for no limit; `spare` of them stay free. `asked`: --max-context, which is also the limit then;
+    it is never lowered. Raises ValueError if it does not fit, or if no context fits."""
     limit = costs[0].limit
     if free is None or (need := needed(costs, limit, page_size, scratch)) <= free - spare:
         return limit, None
@@ -83,27 +83,27 @@ def sized(
 
 
 def check_weights(name: str, elements: int, dtype: torch.dtype, free: int | None, where: str) -> None:
-    """ValueError if a model's weights cannot fit into `free` bytes."""
+    """Raise ValueError if a model's weights do not fit into `free` bytes (None: unknown)."""
     if free is not None and elements * dtype.itemsize > free:
         raise ValueError(too_heavy(name, elements, dtype, free, where))
 
 
 def too_heavy(name: str, elements: int, dtype: torch.dtype, free: int | None, where: str) -> str:
-    """Why a model's weights do not fit, and what would."""
+    """The message for weights that do not fit: the bytes needed, and what would fit."""
     kind = str(dtype).removeprefix("torch.")
-    said = f"{name} needs {gib(elements * dtype.itemsize)} for its weights in {kind}"
-    said += f", and the {where} has too little memory" if free is None else f", and {gib(free)} are free on the {where}"
+    need = f"{name} needs {gib(elements * dtype.itemsize)} for its weights in {kind}"
+    need += f", and the {where} has too little memory" if free is None else f", and {gib(free)} are free on the {where}"
     half = 2 * elements
     if dtype.itemsize == 2:
-        return f"{said}: use a smaller model or a device with more memory"
+        return f"{need}: use a smaller model or a device with more memory"
     if free is None or half <= free:
-        return f"{said}: --dtype bfloat16 needs {gib(half)}"
-    return f"{said}: not even --dtype bfloat16 would fit, which needs {gib(half)}"
+        return f"{need}: --dtype bfloat16 needs {gib(half)}"
+    return f"{need}: not even --dtype bfloat16 would fit, which needs {gib(half)}"
 
 
 def too_long(costs: Sequence[Cost], context: int, room: int, spare: int, page_size: int, scratch: int) -> str:
-    """What to say when memory ran out although `context` seemed to fit. `room`: bytes that are free or in K/V; the
-    context to try next leaves twice `spare` of it, and is shorter by a quarter at least."""
+    """The message if memory runs out although `context` seemed to fit. `room`: bytes that are free or in K/V. The
+    suggested context leaves twice `spare` bytes and is at least a quarter shorter."""
     most = min(largest(costs, room - 2 * spare, page_size, scratch), context - context // 4)
     if most < 2:
         return f"out of memory with a context of {context} positions: no shorter one would fit"
@@ -112,21 +112,21 @@ def too_long(costs: Sequence[Cost], context: int, room: int, spare: int, page_si
 
 @dataclass(frozen=True)
 class Room:
-    """What an engine's caches have to fit into."""
+    """The memory that an engine's caches must fit into."""
 
-    configs: tuple[ModelConfig, ...]  # of the models that have a cache of their own, the target first
+    configs: tuple[ModelConfig, ...]  # of the models with their own cache, the target first
     dtype: torch.dtype
     device: torch.device
     page_size: int
     scratch: int  # columns of each cache beyond the context
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
-        """The context to run with, as `sized`, once the weights are in place."""
+        """`sized` with the memory that is free after loading the weights."""
         return sized(self._costs, free(self.device), self._spare, self.page_size, self.scratch, asked)
 
     def pool(self, sequences: int, asked: int | None) -> tuple[int | None, str | None]:
-        """Positions of the K/V pool of so many sequences, None where each has a whole context, and a note where memory
-        holds fewer contexts. ValueError if the pool that was asked for does not fit."""
+        """(positions in the K/V pool, note). Positions are None if each of `sequences` has a whole context; the note
+        says when memory allows less. `asked`: --kv-tokens. Raises ValueError if it does not fit."""
         context = self.configs[0].max_context + self.scratch
         if sequences == 1:
             return None, None
@@ -138,20 +138,20 @@ class Room:
             most = min(most, context + max(0, limit - spare - first) // each)
         if asked is not None:
             if asked > most and most < sequences * context:
-                raise ValueError(f"--kv-tokens {asked} does not fit: the largest that does is {most}")
+                raise ValueError(f"--kv-tokens {asked} does not fit: the largest --kv-tokens that fits is {most}")
             return asked, None
         if most == sequences * context:
             return None, None
-        return most, f"{most} positions for {sequences} sequences: the memory holds no more, so some may have to wait"
+        return most, f"{most} positions for {sequences} sequences: memory allows no more, so some requests may wait"
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Around what allocates the caches."""
-        return told(lambda: self._too_long(0))
+        """Context manager around allocating the caches: out of memory becomes a ValueError."""
+        return reported_as(lambda: self._too_long(0))
 
     def running(self) -> AbstractContextManager[None]:
-        """Around what runs with them."""
+        """Context manager around running with the caches: out of memory becomes a ValueError."""
         context = self.configs[0].max_context
-        return told(lambda: self._too_long(held(self._costs, context, self.page_size, self.scratch)))
+        return reported_as(lambda: self._too_long(held(self._costs, context, self.page_size, self.scratch)))
 
     @property
     def _costs(self) -> list[Cost]:
@@ -167,27 +167,27 @@ class Room:
 
 
 def free(device: torch.device) -> int | None:
-    """Bytes that can be allocated now; None where that is not known."""
+    """Bytes that can be allocated now; None if unknown."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to use again
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # in torch's pool
         return torch.cuda.mem_get_info(device)[0] + unused
     if not MEMINFO.is_file():
         return None
-    found = (line.split() for line in MEMINFO.read_text().splitlines())
-    return next((int(words[1]) * 1024 for words in found if words[0] == "MemAvailable:"), None)
+    lines = (line.split() for line in MEMINFO.read_text().splitlines())
+    return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
 
 
 @contextmanager
-def told(sentence: Callable[[], str]) -> Iterator[None]:
-    """An allocation that fails in here raises ValueError(sentence())."""
+def reported_as(sentence: Callable[[], str]) -> Iterator[None]:
+    """Turn an out-of-memory error inside the context into ValueError(sentence())."""
     try:
         yield
-    except RuntimeError as error:  # torch's own, CUDA's and Triton's are of several types, of one text each
-        if not any(said in str(error) for said in ("out of memory", "can't allocate memory")):
+    except RuntimeError as error:  # torch, CUDA and Triton raise several types; the texts are stable
+        if not any(text in str(error) for text in ("out of memory", "can't allocate memory")):
             raise
         raise ValueError(sentence()) from error
 
 
 def gib(count: int) -> str:
-    """Bytes in words."""
+    """Format bytes as GiB."""
     return f"{count / 2**30:.2f} GiB"

@@ -1,7 +1,8 @@
-"""Which part of a model a tensor-parallel rank holds: heads, inner columns and rows of the vocabulary.
+"""The part of a model that a tensor-parallel rank holds: heads, feed-forward columns and rows of the LM head.
 
-qkv and gate-up are split by their outputs, o and down by their inputs, whose partial sums meet in one reduction each;
-the LM head is split by ids. A rank's part is a smaller model of the same width; embedding and norms are whole on all.
+qkv and gate-up are split by output, o and down by input with one all-reduce each, and the LM head by id (Megatron-LM,
+arXiv 1909.08053). A rank's part is a smaller model with the same hidden size; every rank has the whole embedding and
+norms.
 """
 
 from dataclasses import dataclass, replace
@@ -15,14 +16,14 @@ class Part:
     size: int = 1
 
     def check(self, c: ModelConfig) -> None:
-        """Raise CheckpointError where the model cannot be split over so many ranks."""
+        """Raise CheckpointError if the model cannot be split over `size` ranks."""
         for what, count in (("num_attention_heads", c.num_heads), ("intermediate_size", c.intermediate_size)):
             if count % self.size:
                 raise CheckpointError(f"--tp {self.size} does not divide the target's {what}, {count}")
         if c.num_kv_heads % self.size and self.size % c.num_kv_heads:
             raise CheckpointError(
                 f"--tp {self.size} neither divides the target's num_key_value_heads, {c.num_kv_heads}, nor is a "
-                "multiple of them, so that each could stand on as many ranks"
+                "multiple of them"
             )
 
     def heads(self, c: ModelConfig) -> tuple[int, int]:
@@ -30,23 +31,23 @@ class Part:
         return self._share(c.num_heads)
 
     def kv_heads(self, c: ModelConfig) -> tuple[int, int]:
-        """Of the KV heads; where there are fewer than ranks, neighbours hold the same one."""
+        """(first, count) of the KV heads; if there are fewer heads than ranks, adjacent ranks hold the same head."""
         if c.num_kv_heads < self.size:
             return self.rank * c.num_kv_heads // self.size, 1
         return self._share(c.num_kv_heads)
 
     def inner(self, c: ModelConfig) -> tuple[int, int]:
-        """Of the feed-forward's columns."""
+        """(first, count) of the feed-forward's columns."""
         return self._share(c.intermediate_size)
 
     def vocabulary(self, c: ModelConfig) -> tuple[int, int]:
-        """Of the LM head's rows; the last rank may have fewer."""
+        """(first, count) of the LM head's rows; the last ranks may have fewer."""
         each = -(-c.vocab_size // self.size)
         first = min(self.rank * each, c.vocab_size)
         return first, min(each, c.vocab_size - first)
 
     def config(self, c: ModelConfig) -> ModelConfig:
-        """The part as a model of its own; the vocabulary is that of the tokens, whole."""
+        """The part as a model config of its own; vocab_size stays that of the whole model."""
         if self.size == 1:
             return c
         heads, kv_heads, inner = (share(c)[1] for share in (self.heads, self.kv_heads, self.inner))

@@ -1,18 +1,18 @@
-"""repeat_rows: the rows of B sequences for L layers that run side by side, as L * B sequences of one batch.
+"""repeat_rows: turn the rows of B sequences into L * B sequences of one batch, for L layers that run side by side.
 
 Contract: positions [T] and slots [T] int64, kv_len [B] and window [B] int32, ancestors [T, W] int64, W <= 4,
 block_table [B, P] int32, which may be a row-strided view -> layer-major, for layer l:
 
     positions [L * T]      positions[t]                 row l * T + t
-    slots     [L * T]      slots[t] + l * apart         layer l's pages lie `pages` pages, `apart` slots further on
+    slots     [L * T]      slots[t] + l * apart         each layer adds `pages` pages, that is `apart` slots
     kv_len    [L * B]      kv_len[b]                    sequence l * B + b
     window    [L * B]      window[b]
     ancestors [L * T, W]   ancestors[t]
     table     [L * B, P]   block_table[b] + l * pages
 
-A batch over the layers l..l + N - 1 takes the first N * T rows, or N * B numbers, of each, but N * T slots from l * T
-and N * B rows of the table from l * B on. One launch before the layers, where every batch would need seven. Integers,
-16 + 8 W bytes a row and layer and 4 a page; on a GPU no number is read on the host.
+A batch over layers l..l + N - 1 takes the first N * T rows or N * B numbers of each tensor, except for slots (N * T
+from l * T on) and the table (N * B rows from l * B on). One launch before the layers replaces seven per batch.
+Integers only, 16 + 8 W bytes per row and layer and 4 per page; on a GPU the host reads nothing.
 """
 
 from collections.abc import Iterator
@@ -47,16 +47,16 @@ def repeat_rows(
     apart: int,
     pages: int,
 ) -> Repeated:
-    """The rows `layers` times, each time `pages` pages, `apart` slots, further on; see the module for the contract.
-    Raises ValueError on other shapes and dtypes."""
+    """Repeat the rows for `layers` layers that are `pages` pages, or `apart` slots, apart; see the module's contract.
+    Raises ValueError for other shapes and dtypes."""
     T, B = positions.shape, kv_len.shape
     if len(T) != 1 or not positions.dtype == slots.dtype == ancestors.dtype == torch.int64:
         raise ValueError(
-            f"positions must be [T], and like slots and ancestors int64: {tuple(T)}, {positions.dtype}, "
+            f"positions must be [T]; positions, slots and ancestors int64: {tuple(T)}, {positions.dtype}, "
             f"{slots.dtype}, {ancestors.dtype}"
         )
     if slots.shape != T:
-        raise ValueError(f"slots must be as many as positions, {T[0]}, got {tuple(slots.shape)}")
+        raise ValueError(f"slots must be [{T[0]}], like positions, got {tuple(slots.shape)}")
     if ancestors.dim() != 2 or ancestors.shape[:1] != T or not 1 <= ancestors.shape[1] <= MAX_WORDS:
         raise ValueError(f"ancestors must be [{T[0]}, 1..{MAX_WORDS}], got {tuple(ancestors.shape)}")
     if not kv_len.dtype == window.dtype == block_table.dtype == torch.int32:
@@ -70,16 +70,16 @@ def repeat_rows(
             f"{tuple(P)}"
         )
     if layers < 1:
-        raise ValueError(f"rows are for at least one layer, got {layers}")
+        raise ValueError(f"layers must be at least 1, got {layers}")
     if positions.is_cuda:
         return _launch(positions, slots, kv_len, window, ancestors, block_table, layers, apart, pages)
-    given = (x.numpy() for x in (positions, slots, kv_len, window, ancestors, block_table))
+    inputs = (x.numpy() for x in (positions, slots, kv_len, window, ancestors, block_table))
     further = (None, apart, None, None, None, pages)
-    return Repeated(*(_repeat(x, layers, step) for x, step in zip(given, further, strict=True)))
+    return Repeated(*(_repeat(x, layers, step) for x, step in zip(inputs, further, strict=True)))
 
 
 def _repeat(x: Any, layers: int, further: int | None) -> Tensor:
-    out = np.empty((layers, *x.shape), x.dtype)  # a third of what torch's repeat costs
+    out = np.empty((layers, *x.shape), x.dtype)  # a third of the time of torch's repeat
     out[:] = x
     if further and layers > 1:
         out += (np.arange(layers, dtype=x.dtype) * further).reshape(-1, *(1,) * x.ndim)
@@ -118,7 +118,7 @@ def _repeat_rows_kernel(
     apart,
     pages,
     W: tl.constexpr,
-    BLOCK: tl.constexpr,  # rows, sequences and pages of a program
+    BLOCK: tl.constexpr,  # rows, sequences and pages per program
 ):
     i_l = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,8 +138,8 @@ def _repeat_rows_kernel(
 
 @lru_cache
 def _variant(words: int) -> Variant:
-    """Programs of one warp: a chain has one row, a table some hundreds of pages, so there is nothing to wait for but
-    the loads, all of which are asked for at once."""
+    """One warp per program: a chain has one row and a table a few hundred pages, so latency is that of independent
+    loads, all in flight at once."""
     return Variant(
         name=f"W{words}",
         kernel=_repeat_rows_kernel,
@@ -152,13 +152,13 @@ def _variant(words: int) -> Variant:
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launcher takes any number of rows."""
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any number of rows."""
     for words in range(1, MAX_WORDS + 1):
         yield _variant(words)
 
 
-def _launch(*given: Any) -> Repeated:
-    tensors, (layers, apart, pages) = given[:6], given[6:]
+def _launch(*arguments: Any) -> Repeated:
+    tensors, (layers, apart, pages) = arguments[:6], arguments[6:]
     positions, slots, kv_len, window, ancestors, table = tensors
     same_device(positions, slots=slots, kv_len=kv_len, window=window, ancestors=ancestors, block_table=table)
     (B, P), T = table.shape, len(positions)

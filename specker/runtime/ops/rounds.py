@@ -1,33 +1,31 @@
-"""place_rows and advance: where the rounds of B sequences stand, kept in memory. A CUDA graph replays the same launches
-with the same addresses; what changes from round to round is read from there: how long each text is, and with it
-positions, slots and masks.
+"""place_rows and advance: the state of the rounds of B sequences, in device memory. A CUDA graph replays the same
+launches with the same addresses; its kernels read the texts' lengths from memory and derive positions, slots and masks.
 
-Sequence b's text is `committed[b]` [C] int64, of which the first `length[b]` tokens count; the last is the root.
-A round's rows form a window that begins at column length - back (back 1: at the root's): row r stands at that column
-plus r. Row 0 begins the window and row r > 0 hangs on row parents[r - 1] < r, or on row r - 1 (a chain).
+Sequence b's text is the first `length[b]` tokens of `committed[b]` [C] int64; the last one is the root. A round's rows
+form a window that begins at column length - back (back 1: the root's column); row r has that column plus r. The parent
+of row r > 0 is row parents[r - 1] < r, or row r - 1 in a chain.
 
 place_rows, for rows first..first + count - 1 of each sequence (depth(r): steps from row r to row 0):
 
-    positions = min(length - back + depth(r), last_position)     a draft may reach beyond the text's end, for nothing
+    positions = min(length - back + depth(r), last_position)     rows beyond the text's limit are unused
     slots     = block_table[column // page_size] * page_size + column % page_size
     kv_len    = min(length - back + first + count, P * page_size)
-    ancestors = the bits of r and of every row on its way to row 0      (ancestors.py)
+    ancestors = the bits of r and of every row on the path to row 0     (ancestors.py)
 
-A window that reaches beyond the table stays inside it: its columns are taken for the last one, and since kv_len is cut
-while the caller's window size is not, its mask shifts. So a table has room for the rows behind the longest text whose
-tokens are wanted; only rows that nobody reads may reach beyond it.
+Columns beyond the table are clamped to its last column. kv_len is then clamped too, but the caller's window size is
+not, so the mask shifts. Therefore a table needs room for every row whose token is read; only unused rows may exceed it.
 
-advance, after `accept_walk` gave the paths and their counts:
+advance, with the paths and counts of `accept_walk`:
 
     emitted   = target[path[i]], i < count       the target's own tokens: the accepted ones and the next
-    committed[length + i] = emitted[i] and length += count, both no further than `limit`
+    committed[length + i] = emitted[i] and length += count, both up to `limit`
     window[0] = emitted[count - 1]               the new root
-    report    = count, path, emitted             [1 + 2 R], padded with -1: all that the host is told
+    report    = count, path, emitted             [1 + 2 R], padded with -1: the only copy to the host
     src, dst  = slots of rows path[i] and of rows i, for kv_commit; equal for i >= count
 
-Tables, parents, texts and windows may be row-strided views, such as the first columns of a wider table; nothing is
-copied. Integers, a few hundred bytes a sequence; on a GPU no number is read on the host. On a CPU a decoding step of a
-small model takes a millisecond, so both compute with Python's integers, which cost less than a torch operation each.
+Tables, parents, texts and windows may be row-strided views, such as the first columns of a wider table, without a copy.
+All integers, a few hundred bytes per sequence; on a GPU the host reads nothing. On a CPU a decoding step of a small
+model takes a millisecond, so both compute with Python integers, which are cheaper than torch operations.
 """
 
 from collections.abc import Iterator
@@ -55,16 +53,16 @@ def place_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """length [B] int64, parents [B, >= first + count - 1] int64 or None, block_table [B, P] int32 -> positions
     [B * count] and slots [B * count] int64, kv_len [B] int32, ancestors [B * count, W] int64, with
-    W = ceil((first + count) / 64) <= 4; row b * count + i is sequence b's row first + i. Read-only on a CPU, where the
-    words of a chain are shared.
+    W = ceil((first + count) / 64) <= 4; row b * count + i is sequence b's row first + i. On a CPU the result is
+    read-only, because chains share their words.
 
-    Raises ValueError on other shapes and dtypes. Columns outside the table are taken for its first or last.
+    Raises ValueError for other shapes and dtypes. Columns outside the table are clamped to its first or last.
     """
     rows, B = first + count, length.shape[0]
     if length.dim() != 1 or length.dtype != torch.int64 or not B:
         raise ValueError(f"length must be [B >= 1] int64, got {tuple(length.shape)} {length.dtype}")
     if first < 0 or count < 1 or rows > MAX_ROWS:
-        raise ValueError(f"a window has 1..{MAX_ROWS} rows; asked for {count} from row {first} on")
+        raise ValueError(f"a window has 1..{MAX_ROWS} rows, got {count} from row {first} on")
     if parents is not None:
         if parents.dim() != 2 or len(parents) != B or parents.dtype != torch.int64:
             raise ValueError(f"parents must be [{B}, n] int64, got {tuple(parents.shape)} {parents.dtype}")
@@ -116,9 +114,9 @@ def advance(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """path [B, R] and count [B] of `accept_walk`, target [B, R], committed! [B, C], length! [B], window! [B, >= 1] and
     limit [B], all int64, block_table [B, P] int32 -> report [B, 1 + 2 R], src [B * R], dst [B * R] int64. Without
-    `moves` (a chain, whose accepted rows are in place already) src and dst are empty.
+    `moves` (a chain's accepted rows are already in place) src and dst are empty. "!" marks tensors that it updates.
 
-    Raises ValueError on other shapes and dtypes. Nothing is written behind a row of `committed`.
+    Raises ValueError for other shapes and dtypes. Never writes beyond a row of `committed`.
     """
     shape = path.shape
     if len(shape) != 2 or target.shape != shape or not shape[0] or not 1 <= shape[1] <= MAX_ROWS:
@@ -133,9 +131,7 @@ def advance(
         )
     for x in (committed, window):
         if x.dim() != 2 or x.shape[0] != B or x.stride(1) != 1 or not x.shape[1]:
-            raise ValueError(
-                f"committed and window must be [{B}, n >= 1], a row's numbers side by side, got {tuple(x.shape)}"
-            )
+            raise ValueError(f"committed and window must be [{B}, n >= 1] with contiguous rows, got {tuple(x.shape)}")
     state = committed.dtype, length.dtype, window.dtype, limit.dtype
     if not path.dtype == count.dtype == target.dtype == torch.int64 or state != (torch.int64,) * 4:
         raise ValueError(f"all but the table must be int64: {path.dtype}, {count.dtype}, {target.dtype}, {state}")
@@ -147,8 +143,8 @@ def advance(
     dst: list[int] = []
     texts, lengths, roots = committed.numpy(), length.numpy(), window.numpy()
     capacity = texts.shape[1]
-    given = zip(path.tolist(), count.tolist(), target.tolist(), lengths.tolist(), limit.tolist(), strict=True)
-    for b, (rows, n, tokens, at, last) in enumerate(given):
+    each = zip(path.tolist(), count.tolist(), target.tolist(), lengths.tolist(), limit.tolist(), strict=True)
+    for b, (rows, n, tokens, at, last) in enumerate(each):
         n = min(max(n, 0), R)
         pad = [-1] * (R - n)
         kept = rows[:n]
@@ -176,12 +172,12 @@ def advance_cost(path: Tensor, *_: object) -> tuple[int, int]:
 
 
 def _tensor(numbers: list[int] | list[list[int]]) -> Tensor:
-    """int64; through numpy, which takes a list a third as long as torch does."""
+    """int64 tensor; numpy converts a list in a third of torch's time."""
     return torch.from_numpy(np.array(numbers, np.int64))
 
 
 def _paths(parents: list[int]) -> tuple[list[int], list[int]]:
-    """Every row's depth, and the bits of the rows on its way to row 0."""
+    """Each row's depth, and the bits of the rows on its path to row 0."""
     depths, bits = [0], [1]
     for r, parent in enumerate(parents, 1):
         parent = min(max(parent, 0), r - 1)
@@ -191,7 +187,7 @@ def _paths(parents: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _slots(columns: range, block_table: Tensor, b: int, page_size: int) -> list[int]:
-    """The slots of sequence b's columns, those outside the table taken for its first or last."""
+    """The slots of sequence b's columns; columns outside the table are clamped to its first or last."""
     last = block_table.shape[1] * page_size - 1
     if columns.start < 0 or columns[-1] > last:
         inside = [min(max(c, 0), last) for c in columns]
@@ -321,7 +317,7 @@ def _advance_kernel(
 
 @lru_cache
 def _place_variant(words: int, tree: bool) -> Variant:
-    """A program a row, one warp: a tree's row walks to the root by dependent loads, a dozen of them, from L1."""
+    """One program of one warp per row: a tree's row walks to the root by about a dozen dependent loads from L1."""
     return Variant(
         name=f"place {'tree' if tree else 'chain'} W{words}",
         kernel=_place_rows_kernel,
@@ -335,7 +331,7 @@ def _place_variant(words: int, tree: bool) -> Variant:
 
 @lru_cache
 def _advance_variant(block: int, moves: bool) -> Variant:
-    """A program a sequence."""
+    """One program per sequence."""
     return Variant(
         name=f"advance {block}" + " moves" * moves,
         kernel=_advance_kernel,
@@ -348,7 +344,7 @@ def _advance_variant(block: int, moves: bool) -> Variant:
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`."""
+    """The variants that the compile-only checks compile for sm_`arch`."""
     for words in (1, 2, 3, 4):
         for tree in (False, True):
             yield _place_variant(words, tree)
@@ -407,7 +403,7 @@ def _launch_advance(
 
 
 def _rowwise(x: Tensor) -> Tensor:
-    """x with a row's numbers side by side: itself, but for odd views."""
+    """x with contiguous rows; copies only unusual views."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
