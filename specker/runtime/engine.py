@@ -1,4 +1,4 @@
-"""An engine: a target, perhaps a drafter, and a strategy composed from them. What `specker.load` (load.py) returns."""
+"""The engine that `specker.load` (load.py) returns: a target, a drafter if any, and the strategy that joins them."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,15 +39,15 @@ class Engine:
     dtype: torch.dtype
     target_name: str
     draft_name: str | None
-    kept: Kept | None = None  # the rows of the draft's head where it is trimmed (strategy vocabtrim)
-    notes: dict[str, str] = field(default_factory=dict)  # what loading decided by itself, by its name in `remarks`
-    ranks: Ranks | None = None  # that share the target
+    kept: Kept | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
+    notes: dict[str, str] = field(default_factory=dict)  # decisions of the loader, by their names in `remarks`
+    ranks: Ranks | None = None  # the ranks that share the target
     trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # called with every round
     model: Model = field(init=False, repr=False)  # the target's
     cache: KVCache = field(init=False, repr=False)
     drafter: Drafter | None = field(init=False, repr=False)
     policies: PolicyContext = field(init=False, repr=False)
-    plan: Plan = field(init=False, repr=False)  # what `warmup` runs
+    plan: Plan = field(init=False, repr=False)  # the warm-up plan
     batch: Batch = field(init=False, repr=False)
     _request: object = field(init=False, repr=False, default=None)  # the one that owns the caches
 
@@ -85,14 +85,14 @@ class Engine:
 
     @property
     def bit_equal(self) -> bool:
-        """Whether tokens may not even differ within rounding: in float64, and of chains on a GPU."""
+        """Whether tokens must equal plain decoding's bit for bit: in float64, and for chains on a GPU."""
         chain = strategies.of(self.options).chains(self.options) and self.options.linear != "cublas"
         chain = chain and (self.ranks is None or self.ranks.ordered)
         return self.dtype == torch.float64 or (self.device.type == "cuda" and chain)
 
     @property
     def remarks(self) -> dict[str, str]:
-        """What a reader of the results must know, in sentences; the keys are those of `--json`."""
+        """Caveats for a reader of the results: sentences by their keys in `--json`."""
         said = dict(self.notes)
         if self.options.stand_ins:
             earned = "text, acceptance" if self.options.acceptance is None else "text"
@@ -118,7 +118,7 @@ class Engine:
         return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
 
     def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
-        """A prompt's token ids; ValueError if it is empty, has ids the target lacks or can never fit."""
+        """A prompt's token ids. Raises ValueError if it is empty, has ids that the target lacks or can never fit."""
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         text.checked(ids, self.target, self.target_name)
         self.batch.check_fits(len(ids), min(len(ids) + max_new_tokens, self.max_context))
@@ -131,13 +131,13 @@ class Engine:
         return strategies.of(self.options).policy(self.policies)
 
     def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Do once what a request may meet, so that none waits for it. `tell` is called with (done, of)."""
+        """Run the warm-up plan, so no request waits for a compiler or a capture. Calls `tell` with (done, of)."""
         warm_up(self, tell)
 
     def request(
         self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any
     ) -> Sequence:
-        """A request for `serve`, checked."""
+        """Check a prompt and its options and make a request for `serve`. Raises as `stream` does."""
         params = from_kwargs(Sampling, sampling)
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
@@ -148,7 +148,7 @@ class Engine:
 
     def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
         """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time."""
-        own = () if self.options.stand_ins else self.target.config.eos_ids  # a made-up token ends nothing
+        own = () if self.options.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
         self._request = request = object()
         self.batch.trace = self.trace if traced else None
         with self.in_memory():
@@ -158,8 +158,8 @@ class Engine:
                     raise RuntimeError("this stream ended when another request began: an engine decodes one at a time")
 
     def stream(self, prompt: Prompt | list[Prompt], max_new_tokens: Any = 128, **sampling: Any) -> Iterator[Chunk]:
-        """Decode one prompt, or several as a batch, yielding a Chunk a round and prompt. `sampling`: the fields of
-        `specker.config.Sampling`; each, like max_new_tokens, is one value for all prompts or a list with one a prompt.
+        """Decode one prompt, or several as a batch; yields a Chunk per round and prompt. `sampling`: the fields of
+        `specker.config.Sampling`; each of them, and max_new_tokens, is one value for all prompts or a list per prompt.
 
         Raises ValueError for an empty prompt, one that does not fit, or bad numbers; TypeError for unknown names.
         """
@@ -168,11 +168,11 @@ class Engine:
         return (self.chunk(step, texts) for step in self.serve(requests))
 
     def generate(self, prompt: Prompt | list[Prompt], max_new_tokens: Any = 128, **sampling: Any) -> Any:
-        """Decode to the end: a Generation for one prompt, a list of them for a list of text. See `stream`."""
+        """Decode to the end: a Generation for one prompt, a list of them for a list of prompts. See `stream`."""
         return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, True)
 
     def generate_ar(self, prompt: Prompt | list[Prompt], max_new_tokens: Any = 128, **sampling: Any) -> Any:
-        """The same by plain decoding with the same ops and weights: the baseline, and the truth."""
+        """`generate` by plain decoding with the same ops and weights: the baseline and the reference."""
         return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, False)
 
     def check(self, prompt: Prompt, generation: Generation, max_new_tokens: int = 128, **sampling: Any) -> CheckResult:
@@ -180,15 +180,15 @@ class Engine:
         return check(self, prompt, generation, max_new_tokens, **sampling)
 
     def chunk(self, step: Step, texts: dict[int, Detokenizer]) -> Chunk:
-        """What a step of `serve` added, as text; `texts` holds the unfinished characters of each prompt's text."""
+        """A step of `serve` as text; `texts` holds a detokenizer per unfinished prompt."""
         return text.chunk(step, texts, self.target.tokenizer_or_none)
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
-        """What trimming saved and cost in the decoding that `stats` counted; empty where nothing is trimmed."""
+        """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
         return vocabtrim.report(self, stats)
 
     def in_memory(self) -> AbstractContextManager[None]:
-        """Memory that runs out in here is reported in a sentence, with the context that would fit."""
+        """Context manager: out of memory becomes a ValueError that names a context that would fit."""
         return room_of(self.target, self.draft, self.options).running()
 
     def _requests(self, prompt: Any, options: dict[str, Any], drafting: bool) -> deque[Sequence]:

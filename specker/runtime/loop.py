@@ -1,9 +1,9 @@
 """The decoding loop: rounds over the sequences of a batch, and continuous batching. A finished sequence's slot goes to
 the next request; requests of unequal length share every launch.
 
-A request is admitted when a slot is free and every K/V pool has pages for its longest text, so that no admitted
-sequence ever has to be stopped for want of memory. Its prompt is prefilled before the next round. What a request emits
-does not depend on what else is in the batch, on the batch's size or on when it was admitted.
+A request is admitted when a slot is free and every K/V pool has pages for its longest text, so memory never runs out
+for an admitted sequence. Its prompt is prefilled before the next round. A request's tokens do not depend on the rest of
+the batch, the batch's size or the time of admission.
 """
 
 import time
@@ -26,13 +26,13 @@ from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
 
-PROMPT_ROWS = 32  # of a prompt that seed a policy's statistics (DEL)
+PROMPT_ROWS = 32  # last rows of a prompt, which seed a policy's statistics (DEL)
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a round added to one sequence."""
+    """The tokens that a round added to one sequence."""
 
     sequence: Sequence
     tokens: list[int]  # emitted; a stop id ends the text and is its last token
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(eq=False)
 class Batch:
-    """All that decodes, and the sequences being decoded. Slots 0..len(active)-1 are theirs."""
+    """The models, caches and state of decoding, and the active sequences, which occupy slots 0..len(active)-1."""
 
     target: Model
     cache: KVCache
@@ -88,11 +88,11 @@ class Batch:
     # --- requests
 
     def columns(self, limit: int) -> int:
-        """That the K/V of a sequence takes whose text has up to `limit` tokens."""
+        """The K/V columns of a sequence whose text has up to `limit` tokens."""
         return limit + self.scratch
 
     def check_fits(self, prompt: int, limit: int) -> None:
-        """Raise ValueError if no pool could ever hold a text of `limit` tokens, `prompt` of them given."""
+        """Raise ValueError if an empty pool cannot hold a text of `limit` tokens, `prompt` of them in the prompt."""
         for cache in self.caches:
             need, pages = cache.pages_for(self.columns(limit)), cache.k.shape[1] - (self.size > 1)
             if need > pages:
@@ -144,7 +144,7 @@ class Batch:
             self.drafter.head.reset()
 
     def clear(self) -> None:
-        """Forget all sequences, and what the caches show: another batch may have decoded over them."""
+        """Remove all sequences and reset the caches, which another batch may have overwritten."""
         self._bucket = -1
         while self.active:
             self.retire(self.active[-1])
@@ -182,7 +182,7 @@ class Batch:
     # --- rounds
 
     def see(self, columns: int) -> int:
-        """Let attention see `columns` at least: the KV bucket; 0 for all columns."""
+        """Limit attention to the smallest KV bucket with `columns`; 0 for all columns. Returns the bucket."""
         bucket = next((b for b in self.buckets if b >= columns), self.cache.capacity) if columns else 0
         if bucket != self._bucket:
             self._bucket = bucket
@@ -191,8 +191,8 @@ class Batch:
         return bucket
 
     def start(self, ahead: int = 0) -> Round | None:
-        """Launch a round of the active sequences. `ahead`: tokens that rounds on their way may add to each text. None
-        if there are any and the host must know where the texts end."""
+        """Launch a round of the active sequences. `ahead`: tokens that pending rounds may add to each text. None if
+        rounds are pending and the host must know the texts' lengths."""
         began = time.perf_counter()
         drafting = self.drafter is not None and self.active[0].drafting
         budget = self._shape() if drafting else Budget(0, 0)
@@ -215,7 +215,7 @@ class Batch:
         n = len(self.active)
         padded = min(self.size, 1 << (n - 1).bit_length()) if fixed else n
         state = self._views.get(padded) or self._views.setdefault(padded, self.state.first(padded))
-        for slot in set(range(n, padded)) - self._idle:  # what is copied from the host would be waited for
+        for slot in set(range(n, padded)) - self._idle:  # set up once: a copy from the host would block
             self.state.idle(slot, self.largest.depth + 1)
             self._idle.add(slot)
         longest = max(len(s.text) for s in self.active) + ahead
@@ -226,7 +226,7 @@ class Batch:
 
     @property
     def reads(self) -> bool:
-        """Whether a round must be over before the next one is drafted."""
+        """Whether the next draft needs the results of the previous round."""
         drafting = self.drafter is not None and self.active[0].drafting
         return drafting and (self.drafter.reads or self.active[0].policy.confident)  # type: ignore[union-attr]
 
@@ -255,7 +255,7 @@ class Batch:
         return all(self.drafter.fixed(len(s.text), budget) for s in self.active)
 
     def _clipped(self, budget: Budget) -> Budget:
-        """No draft goes beyond every text's end or the drafter's context: the target's own token needs one place."""
+        """Limit a draft to the longest remaining text, less one for the target's token, and the drafter's context."""
         if not budget.nodes:
             return budget
         assert self.drafter is not None
@@ -264,7 +264,7 @@ class Batch:
         return budget.clip(min(budget.nodes, self.largest.nodes), min(room, own))
 
     def finish(self, r: Round) -> list[tuple[Sequence, list[int], list[int]]]:
-        """Wait for a round, let texts grow, and tell policies and the drafter: (sequence, path, tokens) of each."""
+        """Wait for a round, extend the texts and update policies and the drafter. Returns (sequence, path, tokens)."""
         each, seconds = collect(r)
         start, n = time.perf_counter(), len(r.sequences)
         if r.fixed:
@@ -322,9 +322,8 @@ class Batch:
         )
 
     def _watch(self, r: Round, paths: list[list[int]], stages: dict[str, float]) -> None:
-        """Tell each policy what the tapped layers would have said after the accepted rows; rows past them follow tokens
-        that are not in the text. With captured rounds, the cost also includes how much longer this uncaptured round
-        took than a usual one."""
+        """Pass each policy the tapped layers' predictions after the accepted rows; later rows follow rejected tokens.
+        With captured rounds, the cost also includes how much longer this uncaptured round took than a usual one."""
         assert self.drafter is not None
         start, n, count = time.perf_counter(), len(r.sequences), r.n * (r.size + 1)
         rows, targets = r.kept("positions", count).view(n, -1), r.kept("target", count).view(n, -1)
@@ -362,7 +361,7 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
             if len(pending) >= deep or (pending and not pending[-1].fixed):
                 break
             if all(len(s.text) + len(pending) >= s.limit for s in batch.active):
-                break  # the rounds on their way end every text
+                break  # the pending rounds end every text
             if (r := batch.start(ahead)) is None:
                 break
             pending.append(r)
@@ -379,7 +378,7 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
 def _emitted(
     batch: Batch, r: Round, sequence: Sequence, path: list[int], tokens: list[int], stop_ids: frozenset[int]
 ) -> Step:
-    """Cut the text behind a stop id, and count."""
+    """Cut the tokens after a stop id and update the counters."""
     stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
     drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None

@@ -40,7 +40,7 @@ STAGES = ("draft", "verify", "accept")
 
 @dataclass(eq=False)
 class Round:
-    """A round on its way. A drafter sets the second group."""
+    """A pending round. The drafter sets the second group of fields."""
 
     sequences: list[states.Sequence]
     state: State  # of their slots, and of idle slots where the batch is padded
@@ -48,12 +48,12 @@ class Round:
     graphs: Graphs
     fixed: bool
     draws: Draws
-    lengths: Lengths  # what rows are placed by
+    lengths: Lengths  # the texts' lengths, which place the rows
     bucket: int = 0  # columns that attention sees, 0 for all
     asks: bool = False  # whether policies end the draft by the confidence of each token
 
     size: int = 0  # draft tokens of each sequence in the window
-    drafted: list[int] = field(default_factory=list)  # of them, those that a sequence's draft has; [] for all
+    drafted: list[int] = field(default_factory=list)  # of them, each sequence's own; []: `size` for all
     tree: bool = False
     depth: int = 0  # tokens of the longest path
     confidence: list[list[float]] = field(default_factory=list)  # of each draft token, of every sequence
@@ -80,14 +80,14 @@ class Round:
         return self.state.window
 
     def run(self, name: Any, work: Callable[[], None], attends: bool = True, draws: bool = True) -> None:
-        """A stretch of work; captured where shapes are fixed. `name` says what, besides the number of sequences, the KV
-        bucket (if it `attends`) and the kind of draws (if it `draws`), its launches depend on."""
+        """Run a piece of work, captured if shapes are fixed. Its launches may depend only on `name`, the number of
+        sequences, the KV bucket (if it `attends`) and the kind of draws (if it `draws`)."""
         key = name, self.n, self.bucket if attends else 0, self.draws.kind if draws else ""
         self.graphs.run(key if self.fixed else None, work)
 
     def keep(self, name: str, value: Tensor) -> None:
-        """`value` for a later stretch of work, which finds it with `kept`. A replayed graph runs none of this code, so
-        in a round of fixed shape values stand in the state."""
+        """Pass `value` to a later piece of work, which reads it with `kept`. A replayed graph runs no Python, so rounds
+        of fixed shape pass values through the state."""
         if self.fixed:
             getattr(self.state, name)[: len(value)].copy_(value)
         else:
@@ -98,13 +98,13 @@ class Round:
         return (getattr(self.state, name) if self.fixed else self._kept[name])[:count]
 
     def last(self, count: int) -> Tensor:
-        """[n, count], the last committed tokens of each sequence, by the device."""
+        """The last committed tokens of each sequence, [n, count] int64, read on the device."""
         s = self.state
         return s.committed.gather(1, s.length[:, None] + torch.arange(-count, 0, device=s.length.device))
 
     def write(self, tokens: list[list[int]], parents: list[list[int]]) -> None:
-        """Drafts made on the host, of each sequence tokens and parents (rows), of any size. Shorter ones are padded;
-        padding is a guess like any other, and a bad one."""
+        """Write drafts made on the host: tokens and parents (rows) of each sequence, of any size. Shorter drafts are
+        padded with a token that the target verifies like any other."""
         n, N = len(tokens), max(map(len, tokens))
         self.size, self.drafted = N, [len(each) for each in tokens]
         self.tree = any(up != list(range(len(up))) for up in parents)
@@ -138,7 +138,7 @@ class Round:
 
 
 def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> None:
-    """Start the round."""
+    """Start the round: launch drafting, the verify pass and acceptance."""
     capture = r.graphs.capture
     r.marks.append(now(capture))
     if drafter is not None and min(r.budget.nodes, r.budget.depth) > 0:
@@ -152,7 +152,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
 
 def verify(r: Round, model: Model, cache: KVCache) -> None:
     """One target forward over the root and the draft of every sequence: the logits after each row. A self-drafted chain
-    ran layers [0, exit) on all rows but the last already."""
+    has already run layers [0, exit) on all rows but the last."""
     exit = r.budget.exit if r.size else 0
     r.run(("verify", r.size, r.tree, exit), lambda: _verify(r, model, cache, exit), draws=False)
 
@@ -177,12 +177,12 @@ def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
 
 
 def _beside(rows: Tensor, last: Tensor) -> Tensor:
-    """[n, N, E] and [n, E] -> [n * (N + 1), E], each sequence's last row behind its others."""
+    """[n, N, E] and [n, E] -> [n * (N + 1), E], each sequence's last row after its other rows."""
     return torch.cat((rows, last.unsqueeze(1)), 1).flatten(0, 1)
 
 
 def accept(r: Round, model: Model, cache: KVCache) -> None:
-    """The target's own tokens, the path that agrees with them, the text's growth, and the K/V of the path in place."""
+    """Draw the target's tokens, find the path that agrees with them, extend the texts and keep the path's K/V."""
     r.run(("accept", r.size, r.tree), lambda: _accept(r, model, cache), attends=False)
 
 
@@ -203,7 +203,7 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
 
 
 def send(r: Round, traced: bool) -> None:
-    """Start copying to the host what became of the round, and with `traced` the draft and the target's tokens too."""
+    """Start copying the round's results to the host; `traced` adds the draft and the target's tokens."""
     N, s, n = r.size, r.state, r.n
     copies = {"report": r.kept("report", n * (3 + 2 * N)).view(n, -1)}
     if traced or r.generated:
@@ -221,8 +221,8 @@ def send(r: Round, traced: bool) -> None:
 
 
 def collect(r: Round) -> tuple[list[tuple[list[int], list[int]]], dict[str, float]]:
-    """Wait for the round: for each of its sequences the path's rows and as many tokens, those that the target drew
-    along the path; and the seconds of its stages."""
+    """Wait for the round. Returns (path rows, the target's tokens along the path) per sequence, and seconds per
+    stage."""
     if r.done is not None:
         r.done.synchronize()
     each = []
@@ -233,7 +233,7 @@ def collect(r: Round) -> tuple[list[tuple[list[int], list[int]]], dict[str, floa
 
 
 def path_length(parents: Sequence[int]) -> int:
-    """Tokens of the longest path of a tree."""
+    """The length of a tree's longest path, in tokens."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -241,7 +241,7 @@ def path_length(parents: Sequence[int]) -> int:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A pinned copy on its way; torch reuses such memory."""
+    """Start a copy to pinned memory, which torch reuses."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)
 
@@ -259,7 +259,7 @@ def _seconds(a: Any, b: Any) -> float:
 
 
 def best_shape(proposals: Sequence[Budget], promise: Callable[[Budget], float]) -> Budget:
-    """Each sequence's policy proposes a shape; the round takes the one with the most expected tokens for its cost, the
-    first of equals. `promise`: tokens over cost for all sequences."""
+    """The proposal with the most expected tokens for its cost; ties go to the first. `promise`: expected tokens of all
+    sequences over cost."""
     distinct = list(dict.fromkeys(proposals))
     return distinct[0] if len(distinct) == 1 else max(distinct, key=promise)

@@ -1,7 +1,7 @@
 """The strategies: one file each, and one line each in `STRATEGIES`.
 
-To add one, write a file with a subclass of `base.Strategy` and name it here. Its flags, help, bounds and refusals
-follow from its options.
+To add one, write a file with a subclass of `base.Strategy` and add it here. Its flags, help, bounds and checks come
+from its options.
 """
 
 from dataclasses import fields, replace
@@ -28,13 +28,13 @@ POLICIES = (*GENERAL, *(name for strategy in _ALL for name in strategy.policies)
 
 
 def of(options: Options) -> Strategy:
-    """The strategy that drafts."""
+    """The strategy that drafts, without +vocabtrim."""
     return STRATEGIES[options.base]
 
 
 def options(**flat: Any) -> Options:
-    """Parsed options from flat names, such as `strategy="draft", tree="4x5"`. Values are strings as on the command line
-    or parsed already; None means left out. TypeError for an unknown name, ValueError for what cannot be run."""
+    """Parse options from flat names, such as `strategy="draft", tree="4x5"`. Values are strings as on the command line
+    or parsed values; None means omitted. Raises TypeError for an unknown name, ValueError for invalid options."""
     owners = _owners()
     refuse_unknown(flat, [f.name for f in fields(Common)] + list(owners))
     flat = {name: value for name, value in flat.items() if value is not None}
@@ -57,7 +57,7 @@ def options(**flat: Any) -> Options:
 
 
 def add_flags(parser: Parser) -> None:
-    """The common flags, and a group for each strategy that has flags of its own."""
+    """Add the common flags, and a group for each strategy that has its own flags."""
     defaults = ", ".join(f"{s.policies[0]} for {s.name}" for s in _ALL if s.policies)
     words = {"strategies": ", ".join(NAMES), "policies": ", ".join(POLICIES), "defaults": defaults}
     parser.add(Common, "strategy", **words)
@@ -68,20 +68,20 @@ def add_flags(parser: Parser) -> None:
 
 
 def _owners() -> dict[str, str]:
-    """Which strategy an option belongs to, by the option's name."""
+    """Map each strategy-specific option to its strategy's name."""
     groups = [(s.name, s.options) for s in _ALL if s.options is not None] + [(TRIM, TrimOptions)]
     return {f.name: name for name, cls in groups for f in fields(cls)}
 
 
 def _parts(asked: str) -> tuple[str, bool]:
-    """The strategy that drafts, and whether its head is trimmed."""
+    """(name of the strategy that drafts, whether its head is trimmed). Raises ValueError for an unknown name."""
     parts = asked.split("+")
     for part in parts:
         if part not in NAMES:
             raise ValueError(f"unknown strategy {part!r}; available: {', '.join(NAMES)}")
     bases = [part for part in parts if part != TRIM]
     if len(bases) > 1 or len(set(parts)) < len(parts):
-        raise ValueError(f"strategies {' and '.join(parts)} do not compose: each decides what is drafted")
+        raise ValueError(f"strategies {' and '.join(parts)} do not compose: each one drafts")
     base, trimmed = next(iter(bases), Common.strategy), TRIM in parts
     if trimmed and (reason := STRATEGIES[base].no_head):
         raise ValueError(f"strategies {base} and {TRIM} do not compose: {reason}")

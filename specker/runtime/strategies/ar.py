@@ -1,4 +1,4 @@
-"""Plain decoding: nothing is drafted. The baseline runs the same ops and weights as every other strategy."""
+"""Strategy `ar`: plain decoding without a draft, the baseline. It runs the same ops and weights as other strategies."""
 
 from specker.config import Options
 from specker.runtime.policy import Budget, Fixed, Policy
@@ -7,7 +7,7 @@ from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, S
 
 class PlainDecoding(Strategy):
     name = "ar"
-    summary = "plain decoding, drafts nothing"
+    summary = "plain decoding, without a draft"
     drafts = False
     no_head = "ar drafts nothing, so it has no draft head"
 

@@ -1,7 +1,7 @@
-"""What a strategy is: the interface behind the registry, and what the engine hands to it.
+"""The interface of a strategy, and the contexts that the engine passes to it.
 
-A strategy is one file in this package. It holds the paper's equations, the options with their flags, the drafter, the
-policies of its own and the warm-up plan. The engine composes strategies through this interface alone.
+A strategy is one file in this package. It holds the paper's equations, the options with their flags, the drafter, its
+own policies and the warm-up plan. The engine uses strategies only through this interface.
 """
 
 from collections.abc import Callable
@@ -22,41 +22,41 @@ from specker.runtime.policy import GENERAL, LONGEST, Budget, Policy
 from specker.runtime.vocab_scores import tokenizer_hash
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
-# Of 2, 3 and 4 the best mean over temperatures 0 and 0.7 on the bundled pair (bench/results), by less than the noise.
+# The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter is made from."""
+    """The arguments for making a drafter."""
 
     options: Options
     target: Checkpoint
     model: Model  # the target's
     cache: KVCache  # the target's
-    draft: Checkpoint | None  # with the kept rows of the head alone where it is trimmed
-    kept: Kept | None  # which rows those are; None: all
+    draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
+    kept: Kept | None  # the kept rows; None: all
     bundled: bool  # whether the target is the bundled one
-    ranks: Ranks | None = None  # the ranks that share the target, as this one sees them
+    ranks: Ranks | None = None  # the ranks that share the target; None for one process
 
     @property
     def tokenizer_hash(self) -> str | None:
-        """Of the target's tokenizer, if it has one."""
+        """The hash of the target's tokenizer; None without one."""
         tokenizer = self.target.tokenizer_or_none
         return None if tokenizer is None else tokenizer_hash(tokenizer)
 
     @property
     def packable(self) -> bool:
-        """Rows that follow the text are written in place, which a packed head does not allow."""
+        """Whether the head may be packed: rows that follow the text need in-place writes, so theirs may not."""
         return self.kept is None or not self.kept.text
 
     def draft_model(self, packed: bool = True) -> Model:
-        """The draft checkpoint as a model; `packed` as in `Model`."""
+        """A model of the draft checkpoint; `packed` as in `Model`."""
         assert self.draft is not None
         return Model(self.draft, packed=packed, pack_head=self.packable, linear=linear(self.options))
 
     def head(self, model: Model, weight: Tensor | None = None) -> Head:
-        """The head that drafts: the model's norm with the model's own head or with the rows `weight` [K, E]."""
+        """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
         return Head(model.head if weight is None else weight, model.norm, model.config.rms_norm_eps, self.kept)
 
     def allocate(self, model: Model) -> KVCache:
@@ -64,14 +64,14 @@ class DraftContext:
         return allocate(model, self.options)
 
     def depth(self, strategy: "Strategy") -> int:
-        """Tokens of the longest path that is drafted."""
+        """The length of the longest draft path, in tokens."""
         context = PolicyContext(self.options, self.target.config.num_layers, self.bundled)
         return strategy.plan(context).largest.depth
 
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What policies and the warm-up plan are made from."""
+    """The arguments for making policies and the warm-up plan."""
 
     options: Options
     layers: int  # of the target
@@ -81,41 +81,41 @@ class PolicyContext:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a warm-up must run, so that no request meets anything for the first time."""
+    """The warm-up plan: the shapes to compile and capture before the first request."""
 
     largest: Budget  # the largest draft: nodes and depth
-    budgets: tuple[Budget, ...]  # that the policy may ask for; empty where nothing is drafted
-    verified: tuple[int, ...]  # sizes of drafts that the target verifies, beside those of `budgets`
-    accepted: tuple[int, ...]  # sizes of drafts that acceptance judges, likewise
+    budgets: tuple[Budget, ...]  # shapes that the policy may propose; empty without fixed-shape drafts
+    verified: tuple[int, ...]  # further sizes of drafts for the verify pass
+    accepted: tuple[int, ...]  # further sizes of drafts for acceptance
 
 
 class Strategy:
-    """A way to draft. Override what differs; the defaults fit a model that drafts a chain token by token."""
+    """A way to draft. The defaults suit a model that drafts a chain token by token; override the rest."""
 
     name: str  # as in --strategy
     summary: str = ""  # one sentence for --help
     options: type | None = None  # the strategy's own flags, a frozen dataclass whose fields are made by `opt`
-    policies: tuple[str, ...] = ()  # policies of its own beside `policy.GENERAL`; the first one is its default
+    policies: tuple[str, ...] = ()  # its own policies, besides `policy.GENERAL`; the first is the default
     drafts: bool = True
     self_drafting: bool = False  # the target drafts with its own weights and cache, on every rank
     divides: bool = False  # the ranks of --tp divide the work of a draft among them
     bundled_draft: str | None = None  # the bundled family's draft checkpoint; None: the strategy needs no checkpoint
-    causal: bool = True  # the draft checkpoint; False: a diffusion language model
-    no_head: str = ""  # why there is no LM head to trim; empty where there is one
+    causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
+    no_head: str = ""  # why there is no LM head to trim; empty if there is one
 
     # --- options and models: raise ValueError with a sentence for the user
 
     def check(self, options: Options) -> None:
-        """Refuse options that do not fit together. A policy that was left out is still None."""
+        """Raise ValueError for options that do not fit together. An omitted policy is still None."""
 
     def default_policy(self, options: Options) -> str | None:
         return self.policies[0] if self.policies else "fixed"
 
     def check_target(self, options: Options, layers: int) -> None:
-        """Refuse a target, by its number of layers."""
+        """Raise ValueError if the strategy cannot use a target with this many layers."""
 
     def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
-        """The draft checkpoint as the options ask for it."""
+        """Apply the options to the draft checkpoint."""
         return draft
 
     def chains(self, options: Options) -> bool:
@@ -128,11 +128,11 @@ class Strategy:
         raise NotImplementedError
 
     def head_cost(self, options: Options, drafter: Any) -> float:
-        """What a draft step costs beside the layers it runs, in layers of the target, for policies that ask."""
+        """The cost of a draft step besides its layers, in layers of the target, for policies that use it."""
         return 0.0
 
     def policy(self, context: PolicyContext) -> Policy:
-        """A request's own policy, fresh: what one learns from a prompt must not leak into the next."""
+        """A fresh policy for each request: statistics from one prompt must not leak into the next."""
         size = self.size(context.options)
         return GENERAL[context.options.policy or "fixed"](size.nodes, size.depth)
 
@@ -147,7 +147,7 @@ class Strategy:
         return Plan(size, (size,), sizes, sizes)
 
     def size(self, options: Options) -> Budget:
-        """Nodes and depth of what the general policies start from."""
+        """The budget that the general policies start from."""
         if (tree := options.tree) is not None:
             return Budget(options.draft_tokens or tree.width * tree.depth, tree.depth)
         usual = LONGEST + 1 if options.policy == "draft-and-verify" else DRAFT_TOKENS
@@ -156,14 +156,14 @@ class Strategy:
 
 
 def linear(options: Options) -> Callable[..., Tensor]:
-    """What a Model multiplies with: the batch-invariant kernel, or torch's own. A drafter's head uses neither: it ends
-    in the fused top-k."""
+    """The linear of a Model: the batch-invariant kernel, or torch's own. A drafter's head uses neither: it runs the
+    fused top-k kernel."""
     return row_linear_ref if options.linear == "cublas" else row_linear
 
 
 def allocate(model: Model, options: Options) -> KVCache:
-    """A cache for `--batch-size` sequences of the model's whole context and a round's scratch columns each, or with a
-    pool of `--kv-tokens` positions."""
+    """A cache for `--batch-size` sequences, each with the model's whole context and the scratch columns, or with a pool
+    of `--kv-tokens` positions."""
     page = options.page_size
     return KVCache(
         model.config,

@@ -1,12 +1,12 @@
 """Strategy `diffuspec`: a diffusion language model drafts a block in one denoising step over the text and a block of
 masks (DiffuSpec, arXiv 2510.02358).
 
-A round forwards the committed tokens that the cache lacks (the root among them) and k masks; all of these see each
-other and the cached columns. The masks' columns are dropped, the tokens' stay, so a round costs accepted + 1 + k rows
-and not the whole text. What stays saw other masks than the next round's: an approximation, which the target's check
-makes harmless; `exact` forwards the whole text every round instead.
+A round forwards the committed tokens that the cache lacks (including the root) and k masks; all of them see each other
+and the cached columns. The cache keeps the tokens' columns and drops the masks', so a round costs accepted + 1 + k rows
+instead of the whole text. The kept K/V saw an earlier round's masks: an approximation that can cost acceptance but not
+correctness. --diffusion-prefix exact forwards the whole text every round instead.
 
-CPS, the search for a path through the block's candidates, stands in lattice.py. ADL, the block's adaptive length, is
+CPS, the path search through the block's candidates, is in lattice.py. ADL, the adaptive block length, is
 `AdaptiveLength` below: with L_gen the guesses before the first stop token and L_acc the accepted ones,
 
     ema <- (1 - rho) ema + rho L          k = clip(floor(ema_gen) + step [ema_acc >= ema_gen], shortest, longest)
@@ -45,15 +45,15 @@ from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
-CATCH_UP_ROWS = 64  # more tokens that the cache lacks are a prompt: prefill them
-WINDOW = 64 * MAX_WORDS  # columns that the rows of one pass may hold
-# The winners on the bundled pair, and the paper's range for models of the paper's size.
+CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
+WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
+# The measured winners on the bundled pair, and the paper's range (ADL) for models of the paper's size.
 BLOCK = 4
 ADL_BUNDLED = (3, 8)
 ADL = (20, 30)
 CHUNK = (4, 0.5)
-CPS_LAMBDA = 0.85  # the paper has 0.5
-LONGEST_CHUNKS = 32  # tokens that chunks may add up to
+CPS_LAMBDA = 0.85  # 0.5 in the paper
+LONGEST_CHUNKS = 32  # maximum tokens of all chunks
 
 
 class DiffusionDrafter(Drafter):
@@ -72,17 +72,17 @@ class DiffusionDrafter(Drafter):
         exact: bool = False,
         depth: int = 0,
     ):
-        """`stops`: the rows of the target's stop ids, which are candidates everywhere. `search`: None takes the argmax
-        of each position. `depth`: the longest draft."""
+        """`stops`: a head with the rows of the target's stop ids, which are candidates everywhere. `search`: None
+        takes the argmax of each position. `depth`: length of the longest draft."""
         self.model, self.cache, self.head, self.stops = model, cache, head, stops
         self.stop_ids, self.search, self.exact = stop_ids, search, exact
         self.reads = search is not None
-        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards again
+        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards
         self._limit = min(model.config.max_context, cache.capacity)
-        self._last = 0  # tokens that the last pass guessed
+        self._last = 0  # tokens guessed by the last pass
 
     def prefill(self, slot: int, text: list[int]) -> None:
-        """The K/V of all but the root, each chunk of which sees itself and the columns before it."""
+        """Write the K/V of all tokens but the root; each chunk sees itself and the earlier columns."""
         if not self.exact and len(text) <= self.model.config.max_context:
             prefill(self.model, self.cache, self._known(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
@@ -90,15 +90,15 @@ class DiffusionDrafter(Drafter):
         return self._limit - length
 
     def fixed(self, length: int, budget: Budget) -> bool:
-        """The rows that are forwarded again and the masks stand in one window, in one pass."""
+        """Whether the catch-up rows and the masks fit into the window of one pass."""
         rows = self.catch_up + min(budget.depth, budget.nodes)
         if self.exact or budget.block or rows > WINDOW:
             return False
         return self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
 
     def draft(self, r: Round) -> None:
-        """A block of budget.block tokens (all of budget.depth if that is 0), and another behind it while the policies
-        go on at the probability of its least confident token."""
+        """Draft a block of budget.block tokens (budget.depth if that is 0), and further blocks while the policies
+        accept the probability of the last block's least confident token."""
         if self.head.kept is not None:
             self.head.follow(r.sequences)
         depth = min(r.budget.depth, r.budget.nodes)
@@ -143,7 +143,7 @@ class DiffusionDrafter(Drafter):
         r.found = [DiffusionStats(self.stopped(g), passes) for g in guesses]
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
-        """No draft token's K/V is kept: it was a mask's, or a guess's beside masks."""
+        """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
         if r.fixed:
             length = len(r.sequences[slot].text)
             self.cache.exact_len[slot] = max(0, min(length, self._limit) - self.catch_up)
@@ -154,7 +154,7 @@ class DiffusionDrafter(Drafter):
         return positions if len(positions) == count else torch.nn.functional.pad(positions, (0, count - len(positions)))
 
     def _masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Tensor:
-        """The hidden rows [sequences * n, E] that guess the n tokens behind the texts and this round's guesses."""
+        """The hidden rows [sequences * n, E] that predict the n tokens after the texts and this round's guesses."""
         config, cache = self.model.config, self.cache
         assert config.mask_token_id is not None
         masks = [config.mask_token_id] * n
@@ -163,7 +163,7 @@ class DiffusionDrafter(Drafter):
             kept = []
             for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
                 cache.truncate(0, slot)
-                # Beyond the drafter's context the end of the text is all it sees: a draft of no use, and no harm.
+                # If the text exceeds the drafter's context, it sees only the end: a poor draft, but a valid one.
                 whole, depth = (self._known(text + new) + masks)[-self._limit :], len(self.model.layers)
                 hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
                 cache.truncate(min(len(text), len(whole)), slot)
@@ -175,7 +175,7 @@ class DiffusionDrafter(Drafter):
             if behind > CATCH_UP_ROWS or behind + n > WINDOW:
                 self.prefill(slot, text)
             start = cache.exact_len[slot]
-            if done:  # the columns behind the text hold the guesses before the last block's
+            if done:  # the columns after the text hold the blocks before the last
                 before = done - self._last
                 starts.append(start + before)
                 new_tokens.append(self._known(new[before:]) + masks)
@@ -193,7 +193,7 @@ class DiffusionDrafter(Drafter):
         return torch.cat([each[out] for each in hidden.split([len(tokens) for tokens in new_tokens])])
 
     def _fixed_block(self, r: Round, k: int) -> None:
-        """One pass, placed by the device: the last committed tokens run again, beside the new masks."""
+        """One pass, placed by the device, over the last committed tokens and the new masks."""
         config, R, n = self.model.config, self.catch_up, r.n
         assert config.mask_token_id is not None
         text = r.last(R).clamp(max=config.vocab_size - 1)
@@ -212,8 +212,8 @@ class DiffusionDrafter(Drafter):
     def _candidates(
         self, r: Round, hidden: Tensor, lengths: list[int]
     ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
-        """hidden [n * k, E], the rows that guess the tokens behind texts of `lengths` -> each sequence's first guesses,
-        the candidates of its positions, and the probabilities of the guesses; reads them on the host."""
+        """hidden [n * k, E], the rows that predict the tokens after texts of `lengths` -> per sequence the best guesses
+        [k], the candidates of each position, and the guesses' probabilities [k]. Waits for the device."""
         how, n = self.search, len(r.sequences)
         k = len(hidden) // r.n
         last = self.model.config.max_context - 1
@@ -250,7 +250,7 @@ class DiffusionDrafter(Drafter):
         return noise
 
     def _searched(self, r: Round, guesses: list[list[int]], blocks: list[list[Lattice]], passes: int) -> None:
-        """The drafts that a search finds, and what there was to find."""
+        """Search paths through each sequence's blocks, write them as drafts and record the statistics."""
         how = self.search
         assert how is not None
         tokens: list[list[int]] = []
@@ -273,17 +273,17 @@ class DiffusionDrafter(Drafter):
         r.write(tokens, parents)
 
     def stopped(self, guesses: list[int]) -> int:
-        """Guesses before the first stop token; all of them if there is none."""
+        """The number of guesses before the first stop token; all if there is none."""
         return next((n for n, token in enumerate(guesses) if token in self.stop_ids), len(guesses))
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Ids that the drafter's vocabulary lacks become its last one: a draft may be anything."""
+        """Replace ids outside the drafter's vocabulary by its last id. That can cost acceptance, not correctness."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
 
 
 def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any, Any]:
-    """As numpy. From a GPU in one read: ids are exact in float64."""
+    """Copy to numpy, from a GPU in one transfer: float64 represents ids exactly."""
     if not ids.is_cuda:
         return ids.numpy(), ranks.numpy(), None if noise is None else noise.numpy()
     both = (ids, ranks) if noise is None else (ids, ranks, noise)
@@ -298,12 +298,12 @@ def _full_words(count: int, device: torch.device) -> Tensor:
 
 @dataclass
 class AdaptiveLength(Policy):
-    """ADL of DiffuSpec: follow how much the diffusion model generates before it would stop, and grow by `step` while
-    the target accepts as much.
+    """ADL of DiffuSpec (arXiv 2510.02358): follow the number of guesses before the first stop token, and add `step`
+    while the target accepts as many.
 
         k = clip(floor(ema_generated) + step [ema_accepted >= ema_generated], shortest, longest)
 
-    with ema <- (1 - rho) ema + rho L, from 0; the first block is the longest.
+    with ema <- (1 - rho) ema + rho L, starting from 0. The first block has the longest length.
     """
 
     shortest: int = 20
@@ -333,7 +333,7 @@ class AdaptiveLength(Policy):
 
 @dataclass
 class Chunks(Fixed):
-    """A diffusion drafter's block, and another behind it as long as it trusts every token (FailFast, 2512.20573)."""
+    """Draft further blocks while every token is at least as probable as `threshold` (FailFast, arXiv 2512.20573)."""
 
     block: int = 4
     threshold: float = 0.5
@@ -347,7 +347,7 @@ class Chunks(Fixed):
 
 
 def span(value: str | tuple[int, int]) -> tuple[int, int]:
-    """--adl: the shortest and the longest block, `20-30`."""
+    """Parse --adl: the shortest and the longest block, such as `20-30`."""
     text = value if isinstance(value, str) else "-".join(map(str, value))
     match = re.fullmatch(r"(\d{1,3})-(\d{1,3})", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]) <= 255:
@@ -356,7 +356,7 @@ def span(value: str | tuple[int, int]) -> tuple[int, int]:
 
 
 def chunked(value: str | tuple[int, float]) -> tuple[int, float]:
-    """--chunk: tokens of a pass, and the probability below which a token ends the draft, `8:0.5`."""
+    """Parse --chunk: tokens per pass and the probability below which a token ends the draft, such as `8:0.5`."""
     text = value if isinstance(value, str) else f"{value[0]}:{value[1]:f}"
     match = re.fullmatch(r"(\d{1,3}):(0|1|0?\.\d+|1\.0*)", text)
     if not match or not 1 <= int(match[1]) <= 128:
@@ -368,12 +368,12 @@ def chunked(value: str | tuple[int, float]) -> tuple[int, float]:
 class DiffuSpecOptions:
     cps: str | None = opt(
         None,
-        "off: take the argmax of each position (default, if no search option is given); chain: search the lattice of "
-        "candidates for the best path; tree: verify its best paths as one tree",
+        "off: take the argmax of each position (default without search options); chain: search the lattice of "
+        "candidates for the best path; tree: verify the best paths as one tree",
         choices=("off", "chain", "tree"),
     )
     cps_paths: int | None = opt(None, "width of the search's beam (default 3)", least=1, most=64)
-    cps_candidates: int | None = opt(None, "candidates of a position at most (default 15)", least=1, most=64)
+    cps_candidates: int | None = opt(None, "maximum candidates per position (default 15)", least=1, most=64)
     cps_mass: float | None = opt(
         None, "keep the fewest candidates of a position with this probability (default 0.8)", least=0, most=1
     )
@@ -385,7 +385,7 @@ class DiffuSpecOptions:
     )
     diffusion_prefix: str = opt(
         "reuse",
-        "reuse the text's K/V of earlier rounds, or run the whole text every round: exact",
+        "reuse: keep the text's K/V of earlier rounds; exact: run the whole text every round",
         choices=("reuse", "exact"),
     )
     shifted_logits: str | None = opt(
@@ -398,14 +398,14 @@ class DiffuSpecOptions:
     )
     chunk: tuple[int, float] | None = opt(
         None,
-        "tokens a pass of --policy chunk, and the probability below which a token ends the draft (default 4:0.5)",
+        "tokens per pass of --policy chunk, and the probability below which a token ends the draft (default 4:0.5)",
         parse=chunked,
     )
 
     def __post_init__(self) -> None:
         settle(self)
         if self.cps == "off" and self._search_options:
-            raise ValueError("--cps off searches nothing: the other --cps-... flags and --ngram do not apply")
+            raise ValueError("--cps off disables the search: the other --cps-... flags and --ngram do not apply")
 
     @property
     def _search_options(self) -> bool:
@@ -414,11 +414,11 @@ class DiffuSpecOptions:
 
     @property
     def search(self) -> str:
-        """Whether and how paths through a block are searched: off, chain or tree."""
+        """The mode of the path search: off, chain or tree."""
         return self.cps or ("chain" if self._search_options else "off")
 
     def lengths(self, bundled: bool) -> tuple[int, int]:
-        """The shortest and the longest block of --policy adl."""
+        """The shortest and the longest block of --policy adl, in tokens."""
         return self.adl or (ADL_BUNDLED if bundled else ADL)
 
 
@@ -466,7 +466,7 @@ class DiffuSpec(Strategy):
         row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
         ids = [token for token in stop_ids if token in row_of]
         at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
-        rows = rows[at]  # copied before the model packs the head
+        rows = rows[at]  # copy before the model packs the head
         model = context.draft_model()
         cache, head = context.allocate(model), context.head(model)
         stops = Head(rows, model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
@@ -476,7 +476,7 @@ class DiffuSpec(Strategy):
         )
 
     def policy(self, context: PolicyContext) -> Policy:
-        """The paths of a block share its length, so the block's depth is limited and its nodes only by room."""
+        """All paths of a block have its length, so the policies limit the depth; only MAX_NODES limits the nodes."""
         options, own = context.options, context.options.own
         length, rule = options.draft_tokens or BLOCK, options.policy or "fixed"
         if rule == "adl":
@@ -487,7 +487,7 @@ class DiffuSpec(Strategy):
         return GENERAL[rule](MAX_NODES if rule == "fixed" else length, length)
 
     def plan(self, context: PolicyContext) -> Plan:
-        """A searched path may end anywhere, so drafts of every size are verified."""
+        """A searched path may end anywhere, so the warm-up verifies drafts of every size."""
         options, own = context.options, context.options.own
         rule, shortest, longest = options.policy, 1, options.draft_tokens or BLOCK
         if rule == "adl":
@@ -496,7 +496,7 @@ class DiffuSpec(Strategy):
             longest = max(longest, LONGEST)
         elif rule == "fixed":
             shortest = longest
-        elif rule == "chunk":  # its passes are never of fixed shape
+        elif rule == "chunk":  # its rounds never have fixed shapes
             longest = options.draft_tokens or LONGEST_CHUNKS
             return Plan(Budget(min(longest * (own.cps_paths or Search.paths), MAX_NODES), longest), (), (0,), (0,))
         paths = (own.cps_paths or Search.paths) if own.search == "tree" else 1
@@ -507,7 +507,8 @@ class DiffuSpec(Strategy):
 
 
 def _search(context: DraftContext, own: DiffuSpecOptions) -> Search | None:
-    """The path search, or None for the argmax, which is faster on the bundled pair."""
+    """The path search, or None for the argmax, which is faster on the bundled pair. Raises ValueError if the n-gram
+    model is missing or of another vocabulary."""
     how, target = own.search, context.target
     if how == "off":
         return None
@@ -516,7 +517,7 @@ def _search(context: DraftContext, own: DiffuSpecOptions) -> Search | None:
     if path is None and weight < 1:
         raise ValueError(
             f"--cps {how} needs --ngram for {target.folder} (python -m specker.calibrate --ngram makes one), "
-            "or --cps-lambda 1 to go without, or --cps off"
+            "or --cps-lambda 1 to search without it, or --cps off"
         )
     model = None
     if path is not None and weight < 1:

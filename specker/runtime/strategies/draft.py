@@ -5,7 +5,8 @@ cumulative probability
 
     score(child) = score(parent) + log q(child | path)
 
-as EAGLE-2 and EasySpec grow theirs. Above temperature 0, q is perturbed with the target's own noise (runtime/head.py).
+as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturbed with the target's own noise
+(runtime/head.py).
 """
 
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from specker.runtime.strategies.base import DraftContext, Strategy
 if TYPE_CHECKING:  # easyspec.py builds on this file
     from specker.runtime.strategies.easyspec import LayerParallel
 
-CATCH_UP_ROWS = 64  # more uncommitted-to tokens than this are a prompt: prefill them
+CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
 
 
 class AutoregressiveDrafter(Drafter):
@@ -42,17 +43,17 @@ class AutoregressiveDrafter(Drafter):
         calibrate: str = "every",
         depth: int = 0,
     ):
-        """`width`: nodes of a tree's level; 1 drafts a chain. `parallel` runs draft steps with layers side by side; the
-        catch-up pass runs them in sequence. `calibrate`: "every" round, or for ablations on a "mismatch" or "never":
-        then exact_len counts fuzzy columns too. `depth`: the longest draft."""
+        """`width`: nodes per tree level; 1 drafts a chain. `parallel` runs draft steps with layers side by side; the
+        catch-up pass runs them in sequence. `calibrate`: "every" round, or for ablations on a "mismatch" or "never";
+        exact_len then also counts fuzzy columns. `depth`: length of the longest draft."""
         self.model, self.cache, self.head = model, cache, head
         self.width, self.parallel, self.calibrate = width, parallel, calibrate
-        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards again
+        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards
         self._limit = min(model.config.max_context, cache.capacity)
-        self._calibrated = [0] * len(cache.exact_len)  # columns of each sequence before which none is fuzzy
+        self._calibrated = [0] * len(cache.exact_len)  # per sequence, the columns before this one are not fuzzy
 
     def prefill(self, slot: int, text: list[int]) -> None:
-        """Make the cache exact up to the root, which the first draft forwards."""
+        """Make the cache exact up to, but without, the root: the first draft forwards the root."""
         if len(text) <= self.model.config.max_context:
             start = self.cache.exact_len[slot]
             if start == self._calibrated[slot]:
@@ -63,14 +64,14 @@ class AutoregressiveDrafter(Drafter):
         return self._limit - length + 1
 
     def fixed(self, length: int, budget: Budget) -> bool:
-        """The catch-up pass forwards as many tokens every round, whatever was accepted; the text needs as many, and
-        the context room for a draft behind a round that is still on its way."""
+        """The catch-up pass forwards a constant number of tokens per round. The text needs as many tokens, and the
+        context needs room for a draft after a pending round."""
         fits = self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
         return fits and self.calibrate == "every"
 
     def draft(self, r: Round) -> None:
-        """Where the draft's context has no room for a sequence, while others have some, its draft is of no use, and
-        nothing else happens: the target refuses it."""
+        """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
+        which the target rejects."""
         if self.head.kept is not None:
             self.head.follow(r.sequences)
         depth = r.depth = min(r.budget.depth, r.budget.nodes)
@@ -88,8 +89,8 @@ class AutoregressiveDrafter(Drafter):
             r.run(("draft", depth), lambda: self._chain(r, depth))
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
-        """Keep the exact K/V of accepted draft nodes, which the last level does not have. Fuzzy K/V is dropped: the
-        next catch-up forwards those tokens in sequence, with the bonus token (bonus calibration)."""
+        """Keep the exact K/V of accepted draft nodes; the last level has none yet. Drop fuzzy K/V: the next catch-up
+        forwards those tokens in sequence, with the bonus token (bonus calibration)."""
         length = len(r.sequences[slot].text)
         if r.fixed:  # the columns before the catch-up rows are exact
             self.cache.exact_len[slot] = self._calibrated[slot] = max(0, min(length, self._limit) - self.catch_up)
@@ -109,12 +110,12 @@ class AutoregressiveDrafter(Drafter):
         self._calibrated[slot] = 0
 
     def _lengths(self, r: Round) -> Lengths:
-        """Where drafts stand; those of texts beyond this model's context behind its last column."""
+        """The texts' lengths for placing drafts, clamped to this model's context."""
         return r.lengths if isinstance(r.lengths, Tensor) else [min(n, self._limit) for n in r.lengths]
 
     def _catch_up(self, r: Round) -> tuple[Tensor, Tensor]:
-        """Forward the committed tokens that the cache lacks, root included; the roots' hidden rows [n, E] and their
-        positions [n]."""
+        """Forward the committed tokens that the cache lacks, including the root. Returns the roots' hidden rows [n, E]
+        and positions [n] int64."""
         cache, n = self.cache, r.n
         if r.fixed:
             R = self.catch_up
@@ -146,7 +147,7 @@ class AutoregressiveDrafter(Drafter):
             self._step(r, n)
 
     def _step(self, r: Round, n: int) -> None:
-        """Draft token n of each sequence. The last token's K/V is left to the next catch-up."""
+        """Draft token n of each sequence. The next catch-up writes the last token's K/V."""
         if n == 0:
             hidden, positions = self._catch_up(r)
             r.forwarded = 0
@@ -162,7 +163,7 @@ class AutoregressiveDrafter(Drafter):
             r.window[:, n + 1] = self.head.best(hidden, r.draws, positions)
 
     def _tree(self, r: Round, depth: int) -> None:
-        """Level by level. Grown node j of a sequence stands j columns behind its root; children's scores are cumulative
+        """Draft a tree level by level. Node j of a sequence is j columns after its root; scores are cumulative
         log-probabilities."""
         n, width = r.n, self.width
         hidden, positions = self._catch_up(r)
@@ -186,7 +187,7 @@ class AutoregressiveDrafter(Drafter):
         r.state.parents[:, : r.size] = up
 
     def _forward(self, rows: Rows, tokens: Tensor) -> Tensor:
-        """Draft tokens [T] -> their hidden rows [T, E]."""
+        """Draft tokens [T] int64 -> hidden rows [T, E]."""
         if self.parallel is not None:
             return self.parallel.forward(rows, self._embed(tokens))
         return forward(self.model, self.cache, rows, self._embed(tokens)).hidden
@@ -195,7 +196,7 @@ class AutoregressiveDrafter(Drafter):
         return self.model.embed_tokens(tokens)
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Ids the draft's (unpadded) vocabulary lacks become its last one: a draft may be anything."""
+        """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
 

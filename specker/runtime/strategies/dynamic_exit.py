@@ -1,18 +1,18 @@
 """Strategy `del`: the target drafts with its own first layers (LayerSkip, arXiv 2404.16710), and DEL (arXiv 2504.05598)
 picks the exit layer and the length each round.
 
-One set of weights, one K/V cache. A draft step runs layers [0, E) on one row, whose K/V stays where the verify pass
-wants it; the rows that left layer E - 1 travel with the draft (`Round.hidden`), so that verification runs [0, E) on the
-last row alone and [E, L) on all.
+Draft and target share weights and K/V cache. A draft step runs layers [0, E) on one row and writes its K/V in place for
+the verify pass. `Round.hidden` keeps the rows after layer E - 1, so verification runs [0, E) on the last row only and
+[E, L) on all rows.
 
 DEL models a target of L layers that drafts g tokens with its first l layers. With a_l the share of positions at which
-layer l's own ("shadow") token is the full model's, a round yields (1 - a_l^(g+1)) / (1 - a_l) tokens on average and
+layer l's own ("shadow") token equals the full model's, a round yields (1 - a_l^(g+1)) / (1 - a_l) tokens on average and
 loads g * l + L layers:
 
     TPL(l, g) = ((1 - a_l^(g+1)) / (1 - a_l)) / (L + g * (l + c_head))       g in 0..17
 
 c_head is the cost of the LM head in layers. The paper sets it to 0; here it counts by default, because a draft step
-reads the head as well. Where it is measured, it also holds what one more row costs the verify pass.
+also reads the head. With --exit-cost measured it includes the cost of one more row in the verify pass.
 """
 
 import time
@@ -37,9 +37,9 @@ from specker.runtime.round import Round
 from specker.runtime.sampling import GREEDY, Draws
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
-DECAY = 0.95  # of a layer's statistics, each time the policy hears of the layer
-PATIENCE = 0.1  # drafting nothing must beat the best TPL by this share
-ELIGIBLE = 8  # exit layers watched at most
+DECAY = 0.95  # of a layer's statistics at each update of that layer
+PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
+ELIGIBLE = 8  # maximum number of exit layers
 
 
 class EarlyExitDrafter(Drafter):
@@ -54,7 +54,7 @@ class EarlyExitDrafter(Drafter):
         return not budget.taps
 
     def draft(self, r: Round) -> None:
-        """A chain by layers [0, r.budget.exit); one CUDA graph for a step of each exit."""
+        """Draft a chain with layers [0, r.budget.exit); one CUDA graph per exit runs a step."""
         if self.head.kept is not None:
             self.head.follow(r.sequences)
         budget, s = r.budget, r.state
@@ -74,7 +74,7 @@ class EarlyExitDrafter(Drafter):
         return r.state.hidden.view(-1, r.window.shape[1], self.model.config.hidden_size)[: r.n]
 
     def _step(self, r: Round, n: int, hidden: list[Tensor], tapped: dict[int, list[Tensor]]) -> None:
-        """Draft token n of each sequence. Captured work reads n from the state, so that one graph serves all n."""
+        """Draft token n of each sequence. Captured work reads n from the state, so one graph serves all n."""
         s = r.state
         if r.fixed:
             tokens, rows = s.window.index_select(1, s.step)[:, 0], self.cache.place(s.length + s.step, 1, 0, 1)
@@ -100,13 +100,13 @@ class EarlyExitDrafter(Drafter):
 
     def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple[Any, Any]:
         match, confidence = shadows(self.head, taps, target, positions, draws)
-        return match.cpu().numpy(), confidence.cpu().numpy()  # a GPU has done the work by now
+        return match.cpu().numpy(), confidence.cpu().numpy()  # waits for the GPU
 
     @torch.inference_mode()
     def price(self, how: str) -> float:
-        """What a draft token costs beside the layers that draft it, in layers of the target: nothing (`how` = layers,
-        the paper's count), the LM head's bytes (bytes), or the seconds of the head and of what one more row costs the
-        verify pass (measured; on a GPU that row costs next to nothing)."""
+        """The cost of a draft token besides its layers, in layers of the target. `how`: "layers" for 0 as in the paper;
+        "bytes" for the LM head's bytes; "measured" for the seconds of the head and of one more row in the verify pass
+        (that row costs almost nothing on a GPU)."""
         model, cache, layers = self.model, self.cache, self.model.config.num_layers
         if how == "layers":
             return 0.0
@@ -127,7 +127,7 @@ class EarlyExitDrafter(Drafter):
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median of seven."""
+    """Median of seven timings of `call`, in seconds."""
     times = []
     for _ in range(7):
         start = time.perf_counter()
@@ -141,9 +141,9 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 def shadows(
     head: Head, taps: dict[int, Tensor], target: Tensor, positions: Tensor, draws: Draws
 ) -> tuple[Tensor, Tensor]:
-    """What each tapped layer would have said. taps: depth -> [T, E], the rows of one sequence; target [T], the full
-    model's tokens after the rows at `positions` [T] -> match [n, T] bool, confidence [n, T]: one norm and head over all
-    rows of all layers, under the noise of the draw itself."""
+    """Each tapped layer's shadow token against the target's. taps: depth -> [T, E], the rows of one sequence; target
+    [T] int64, the full model's tokens after the rows at `positions` [T] -> match [n, T] bool and confidence [n, T]. One
+    norm and head pass over all rows of all layers, with the noise of the target's draw."""
     n, T = len(taps), len(target)
     ids, scores = head.candidates(torch.cat(list(taps.values())), 1, draws, positions.repeat(n))
     return ids.view(n, T) == target, scores.exp().view(n, T)
@@ -151,31 +151,31 @@ def shadows(
 
 @dataclass
 class DynamicExit(Policy):
-    """DEL. The exit layer is that of the best TPL; the length is ended by confidence, or (`by_length`) is TPL's g. What
-    differs from the paper was measured (bench/LOG.md):
+    """DEL (arXiv 2504.05598). The best TPL selects the exit layer. Confidence ends the draft, or TPL's g does
+    (`by_length`). The differences from the paper were measured (bench/LOG.md):
 
-    A round's draft is what its exit layer would have said, so that layer is heard of every round without a second look;
-    what `overhead` buys goes to the others. A layer's counts decay when it is heard of, not every round: a_l and the
-    mean confidences are ratios, which a decay without news would leave as they are.
+    A round's draft consists of its exit layer's shadow tokens, so that layer's statistics update every round for free;
+    `overhead` pays for the other layers. A layer's counts decay at its own updates, not every round: a_l and the mean
+    confidences are ratios, and a decay without new data would not change them.
 
-    A draft ends when the product of its confidences, not the last of them, falls below the threshold: a token is worth
-    something only if all before it are right.
+    A draft ends when the product of its confidences falls below the threshold, not the last confidence: a token is
+    useful only if all tokens before it are right.
 
-    A round that drafts nothing tells nothing about the layers, and a few bad rows would end drafting for long. So g = 0
-    has to win by PATIENCE; else one token is drafted at least."""
+    A round without a draft yields no statistics, so a few bad rows could stop drafting for a long time. Therefore g = 0
+    must win by PATIENCE; otherwise at least one token is drafted."""
 
-    layers: tuple[int, ...] = field()  # eligible, ascending, below `total`
+    layers: tuple[int, ...] = field()  # eligible exit layers, ascending, below `total`
     total: int = field()  # L
     head_cost: float = 0.0  # c_head
     by_length: bool = False
-    overhead: float = 0.01  # watch only rounds that keep its share of the time below this
+    overhead: float = 0.01  # maximum share of the time spent on watching layers
     chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
     threshold: float | None = field(default=None, init=False)
     _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
-    _sums: Any = field(init=False, repr=False)  # of confidence, likewise
-    _watching: float = field(default=0.0, init=False)  # seconds
-    _last: float = field(default=0.0, init=False)  # of them, the last time
-    _since: float | None = field(default=None, init=False)  # when the first round began
+    _sums: Any = field(init=False, repr=False)  # sums of confidence, [layers, (match, mismatch)], decayed
+    _watching: float = field(default=0.0, init=False)  # seconds spent on watching
+    _last: float = field(default=0.0, init=False)  # seconds of the last watch
+    _since: float | None = field(default=None, init=False)  # start time of the first round
     _sure: float = field(default=1.0, init=False)  # product of the confidences of this round's draft
 
     def __post_init__(self) -> None:
@@ -186,7 +186,7 @@ class DynamicExit(Policy):
         return not self.by_length
 
     def budget(self) -> Budget:
-        """The first round, before anything is known, drafts one token with the first eligible layer."""
+        """The budget by the best TPL. The first round drafts one token with the first eligible layer."""
         if not self._counts.any():
             self.chosen, self.threshold = (0, 1), None
         else:
@@ -201,21 +201,21 @@ class DynamicExit(Policy):
         return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
 
     def taken(self, budget: Budget) -> None:
-        """With another sequence's exit layer, that layer's own threshold ends the draft."""
+        """If the round uses another sequence's exit layer, use that layer's threshold."""
         index = self.layers.index(budget.exit)
         if index != self.chosen[0]:
             self.chosen, self.threshold = (index, budget.depth), self._threshold(index)
 
     def expected(self, budget: Budget) -> float:
-        """1 + a + .. + a^g, a the match rate of the exit layer; where confidence ends drafts, g is that of the best TPL
-        of this layer."""
+        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most that of
+        this layer's best TPL."""
         index = self.layers.index(budget.exit)
         a = float(self.match_rates()[index])
         g = budget.depth if self.by_length else min(budget.depth, int(self.tokens_per_layer()[index].argmax()))
         return sum(a**i for i in range(g + 1))
 
     def _affordable(self) -> bool:
-        """Whether watching once more, at the last price, stays within its share of the time since the first round."""
+        """Whether another watch, at the last one's cost, keeps watching within its share of the time."""
         now = time.perf_counter()
         if self._since is None:
             self._since = now
@@ -226,11 +226,11 @@ class DynamicExit(Policy):
         return self.threshold is None or self._sure >= self.threshold
 
     def observe(self, outcome: Outcome) -> None:
-        """The exit layer's own rows: the accepted tokens and the first refused one."""
+        """Update the exit layer from its own rows: the accepted tokens and the first rejected one."""
         if outcome.drafted:
-            heard = min(len(outcome.path), outcome.drafted)
-            match = np.arange(heard) < len(outcome.path) - 1
-            confidence = np.array(outcome.confidence[:heard] or np.zeros(heard))  # unused with `by_length`
+            rows = min(len(outcome.path), outcome.drafted)
+            match = np.arange(rows) < len(outcome.path) - 1
+            confidence = np.array(outcome.confidence[:rows] or np.zeros(rows))  # unused with `by_length`
             self._hear([self.chosen[0]], match[None], confidence[None])
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
@@ -239,33 +239,33 @@ class DynamicExit(Policy):
         self._hear([self.layers.index(n) for n in layers], match, confidence)
 
     def _hear(self, at: list[int], match: Any, confidence: Any) -> None:
-        """match, confidence [len(at), rows], of layers by their index."""
+        """Update the statistics of the layers with indices `at` from match and confidence [len(at), rows]."""
         split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
         self._counts[at] = DECAY * self._counts[at] + split.sum(1)
         self._sums[at] = DECAY * self._sums[at] + (split * confidence[..., None]).sum(1)
 
     def match_rates(self) -> Any:
-        """a_l [layers]; 0 where nothing is known."""
+        """a_l [layers]; 0 for layers without data."""
         total = self._counts.sum(1)
         return np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
 
     def tokens_per_layer(self) -> Any:
-        """TPL [layers, g = 0..17]."""
+        """TPL(l, g) of the module docstring, [layers, 18] for g = 0..17."""
         a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
         tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
         return tokens / (self.total + g * (np.array(self.layers)[:, None] + self.head_cost))
 
     def _threshold(self, index: int) -> float | None:
-        """Between the mean confidence of a layer's matches and of its mismatches; None while it has but one kind, or
-        where g is to end the draft."""
+        """The midpoint of a layer's mean confidences for matches and for mismatches. None if one of them has no data or
+        if g ends the draft."""
         if self.by_length or not self._counts[index].all():
             return None
         return float((self._sums[index] / self._counts[index]).mean())
 
 
 def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -> tuple[int, ...]:
-    """At most `count` exit layers, spread over 1..total - 1. Layers whose draft step costs a whole pass are left out,
-    but the first: with l + c_head >= L the TPL of drafts that are always right does not exceed 1 / L."""
+    """At most `count` exit layers, spread over 1..total - 1. Except for layer 1, it drops layers whose draft step costs
+    a whole pass: with l + c_head >= L, even drafts that are always right have a TPL of at most 1 / L."""
     spread = sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))}) if total > 1 else []
     return tuple(n for n in spread if n == 1 or n + head_cost < total)
 
@@ -273,11 +273,11 @@ def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -
 @dataclass(frozen=True)
 class DynamicExitOptions:
     exit_layer: int | None = opt(
-        None, "layers that draft, for the policies that do not choose them (default: half)", least=1
+        None, "layers that draft, for policies with a fixed exit layer (default: half)", least=1
     )
     exit_cost: str = opt(
         "bytes",
-        "what a draft token costs beside its layers: layers (nothing, as in the paper), bytes (the LM head's) or "
+        "cost of a draft token besides its layers: layers (0, as in the paper), bytes (those of the LM head) or "
         "measured (seconds of the LM head and of one more row in the verify pass)",
         choices=("layers", "bytes", "measured"),
     )
@@ -286,7 +286,7 @@ class DynamicExitOptions:
         settle(self)
 
     def exit(self, layers: int) -> int:
-        """The exit layer of a target of `layers` where the policy does not choose it."""
+        """The exit layer for a target of `layers`, for policies that do not choose it."""
         return self.exit_layer or max(1, layers // 2)
 
 
@@ -311,12 +311,12 @@ class SelfDrafting(Strategy):
             raise ValueError(f"strategy {options.strategy!r} needs a target of at least 2 layers")
 
     def drafter(self, context: DraftContext) -> EarlyExitDrafter:
-        """With the target's head, or with the rows of it that trimming keeps."""
+        """A drafter with the target's head, or with the rows that trimming keeps."""
         rows = None
         if context.draft is not None:
             rows = context.draft.weights.head
         elif context.ranks is not None:
-            rows = context.target.weights.head  # all of it: a draft step does not wait for the other ranks' candidates
+            rows = context.target.weights.head  # the whole head, so a draft step needs no other rank
         if rows is not None and context.packable:
             rows = pack(rows)
         return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows))
@@ -333,7 +333,7 @@ class SelfDrafting(Strategy):
         return GENERAL[rule](size.nodes, size.depth, context.options.own.exit(layers))
 
     def plan(self, context: PolicyContext) -> Plan:
-        """Draft steps are captured one by one, so only a fixed length is warmed up as a whole."""
+        """Draft steps are captured one by one, so the plan holds a whole draft only for a fixed length."""
         size, rule = self.size(context.options), context.options.policy or "del"
         exits: tuple[int, ...] = (context.options.own.exit(context.layers),)
         if rule in self.policies:

@@ -6,9 +6,9 @@ input h; their feed-forwards then follow one another:
     a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
     h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
 
-The K/V that a group of several layers writes is "fuzzy": the layers in sequence would write something else. Bonus
-calibration drops it: the first drafting pass of the next round runs the accepted tokens and the target's own token
-through the layers in sequence, so of d drafting passes one is exact and d - 1 are fuzzy. A group of one layer is exact.
+The K/V of a group of several layers is "fuzzy": layers in sequence would write other values. Bonus calibration drops
+it: the next round's first drafting pass runs the accepted tokens and the target's own token through the layers in
+sequence. One of d drafting passes is exact and d - 1 are fuzzy. A group of one layer is exact.
 """
 
 import json
@@ -56,7 +56,7 @@ class EasySpecOptions:
     )  # the paper recommends 4
     calibrate: str = opt(
         "every",
-        "when the layers in sequence rewrite the K/V of accepted tokens: every round, on a mismatch, never",
+        "when to recompute the K/V of accepted tokens with the layers in sequence: every round, on a mismatch, never",
         choices=("every", "mismatch", "never"),
     )
 
@@ -89,18 +89,18 @@ class Schedule:
     def __post_init__(self) -> None:
         order = [layer for group in self.groups for layer in group]
         if not order or order != list(range(len(order))) or not all(self.groups):
-            raise ValueError(f"a schedule's groups hold every layer from 0 on once and in order, got {self}")
+            raise ValueError(f"a schedule's groups must hold every layer from 0 on once and in order, got {self}")
 
     @classmethod
     def parallel(cls, layers: int, width: int) -> "Schedule":
-        """Groups of `width`, the last perhaps shorter; the first and the last layer stand alone."""
+        """Groups of `width` layers, the last one perhaps shorter; the first and the last layer are groups of one."""
         inner = range(1, layers - 1)
         groups = (tuple(inner[i : i + width]) for i in range(0, len(inner), width))
         return cls(((0,), *groups, (layers - 1,)) if layers > 1 else ((0,),))
 
     @classmethod
     def of(cls, groups: Groups, layers: int) -> "Schedule":
-        """--layer-parallel for a model of `layers`."""
+        """The schedule of --layer-parallel for a model of `layers`. Raises ValueError for another number of layers."""
         if isinstance(groups, int):
             return cls.parallel(layers, groups)
         if (count := sum(map(len, groups))) != layers:
@@ -108,7 +108,7 @@ class Schedule:
         return cls(groups)
 
     def owner(self, layer: int, ranks: int) -> int:
-        """The rank that runs `layer` within its group, where several share the work: neighbours stay together."""
+        """The rank that runs `layer` within its group if `ranks` share the work; adjacent layers share a rank."""
         group = next(g for g in self.groups if layer in g)
         return group.index(layer) * ranks // len(group) if len(group) > 1 else 0
 
@@ -117,9 +117,9 @@ class Schedule:
 
 
 class LayerParallel:
-    """A model whose layers run by a schedule over one cache. Where several ranks draft, each rank attends for its own
-    layers of a group and gathers the results; every rank does all other work itself, so no hidden row is sent. Only
-    the owner of a layer holds its fuzzy K/V. The exact pass is whole on every rank."""
+    """Runs a model's layers by a schedule over one cache. If several ranks draft, each rank attends for its own layers
+    of a group and gathers the results; every rank does all other work itself, so no hidden rows are sent. Only the
+    owner of a layer holds its fuzzy K/V. Every rank runs the whole exact pass."""
 
     def __init__(
         self,
@@ -129,15 +129,15 @@ class LayerParallel:
         ranks: Ranks | None = None,
         weights: Weights | None = None,
     ):
-        """Moves the attention weights of wide groups into stacks, one group at a time. `model`, and the `weights` of
-        the checkpoint it was made from, keep views of them."""
+        """Moves the attention weights of groups of several layers into stacks, one group at a time. `model` and
+        `weights`, the checkpoint's, keep views of the stacks."""
         self.model, self.cache, self.schedule, self._weights = model, cache, schedule, weights
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         self.groups = [self._group(layers) for layers in schedule.groups]
 
     def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
-        """hidden [T, E], the embedding -> [T, E], the residual stream after all layers, by the schedule. Writes the
+        """The embedding `hidden` [T, E] -> the residual stream [T, E] after all layers of the schedule. Writes the
         rows' K/V, fuzzy in groups of several layers."""
         return run_layers(self.model, self._steps(rows), hidden).hidden
 
@@ -154,16 +154,16 @@ class LayerParallel:
             yield group, self.kv, Batch(own.positions, own.slots, over_pages(model, own), join)
 
     def _repeated(self, rows: Rows) -> Rows:
-        """The rows of B sequences once for each of L layers: L * B sequences, layer by layer, over `self.kv`."""
+        """Repeat the rows of B sequences for L layers: L * B sequences, layer by layer, over `self.kv`."""
         L, T, (pages, page) = len(self.model.layers), len(rows.positions), self.cache.k.shape[1:3]
         B = len(rows.kv_len)
         every = repeat_rows(*rows[:5], rows.table, L, pages * page, pages)
         return Rows(*every[:5], sequence_bounds(T // B, self.model.device, L * B), every.table)
 
     def _gathered(self, layers: tuple[int, ...], ranks: Ranks, added: Tensor) -> Tensor:
-        """added [own, T, E] of every rank -> [N, T, E], of a group's `layers`."""
+        """Gather `added` [own, T, E] from every rank -> [N, T, E] for a group's `layers`."""
         N, R = len(layers), ranks.drafting
-        if N % R == 0:  # every rank has as many neighbours: the ranks' order is the layers'
+        if N % R == 0:  # equal shares: the order of ranks is that of layers
             return ranks.gather(added).flatten(0, 1)
         most = -(-N // R)  # a rank with fewer layers sends padding
         sent = added.new_zeros(most, *added.shape[1:])
@@ -173,24 +173,24 @@ class LayerParallel:
         return torch.stack([every[r, owners[:i].count(r)] for i, r in enumerate(owners)])
 
     def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        """The neighbours among a group's layers that this rank attends for."""
+        """The adjacent layers of a group that this rank attends for."""
         if self.ranks is None:
             return layers
         return tuple(n for n in layers if self.schedule.owner(n, self.ranks.drafting) == self.ranks.rank)
 
     def _group(self, layers: tuple[int, ...]) -> Group:
-        """Its stacks own the attention weights; the model's layers become views of them."""
+        """Make a group. Its stacks own the attention weights; the model's layers become views of them."""
         if len(layers) == 1:
             return self.model.layers[layers[0]]
         if own := self._own(layers):
             attention = Attention._make(self._stack(own, name) for name in Attention._fields)
-        else:  # this rank only waits for the others: stacks of no layers
+        else:  # this rank attends for no layer: empty stacks
             one = self.model.layers[0].attention
             attention = Attention._make(x if x is None else self.model.embed.new_empty(0, *x.shape) for x in one)
         return Group(attention, tuple(mlp for n in layers for mlp in self.model.layers[n].mlps))
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
-        """Stack the layers' attention weights of one name, [N, ...], and make the layers' own weights views of it."""
+        """Stack the layers' attention weights `name`, [N, ...], and make the layers' own weights views of it."""
         each = [getattr(self.model.layers[n].attention, name) for n in layers]
         if each[0] is None:
             return None
@@ -205,8 +205,8 @@ class LayerParallel:
 
 
 def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:
-    """The rows of neighbouring `layers` out of `batch`, which repeats them for `of` layers. Only slots and pages differ
-    between layers."""
+    """Select the rows of adjacent `layers` from `batch`, which repeats them for `of` layers. Only slots and pages
+    differ between layers."""
     N, T, B = len(layers), len(batch.positions) // of, len(batch.kv_len) // of
     first = layers[0] if layers else 0
     return Rows(
@@ -221,7 +221,7 @@ def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:
 
 
 def _in_one(each: list[Tensor]) -> Tensor:
-    """Stack N tensors of equal shape, [N, ...]: a view if they are adjacent in memory, as in a stacked checkpoint."""
+    """Stack N tensors of equal shape, [N, ...]; a view if they are adjacent in memory, as in a stacked checkpoint."""
     first = each[0]
     if all(x.is_contiguous() for x in each):
         places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in each]

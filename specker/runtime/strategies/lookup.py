@@ -1,12 +1,11 @@
-"""Strategy `lookup`: the text itself drafts (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487; the n-gram
-drafters of other engines). It needs no second model.
+"""Strategy `lookup`: copies the draft from the text (prompt lookup decoding, Saxena 2023; LLMA, arXiv 2304.04487). It
+needs no second model.
 
 The draft continues the longest recent suffix of the text that occurred before. With n tokens of suffix,
 
-    draft = text[p : p + k]     p = the latest position with text[p - n : p] = text[-n:], for the largest n that has one
+    draft = text[p : p + k]     p = the latest position with text[p - n : p] = text[-n:], for the largest possible n
 
-A tree takes the latest occurrences with different continuations, of the longest suffix first, and merges what they
-share.
+A tree takes the latest occurrences with different continuations, longest suffix first, and merges common prefixes.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from specker.runtime.round import Round
 from specker.runtime.state import Sequence
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
-LENGTH = 8  # tokens of a draft chain; a wrong one costs rows of a verify pass and nothing else
+LENGTH = 8  # tokens of a draft chain; a wrong token costs only its row in the verify pass
 
 
 @dataclass(frozen=True)
@@ -38,29 +37,30 @@ class LookupOptions:
 
 @dataclass
 class Index:
-    """Where every n-gram of one text ended, grown with the text."""
+    """The end positions of every n-gram of one text; grows with the text."""
 
     least: int
     most: int
-    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> positions behind it, ascending
+    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> positions after it, ascending
     seen: int = 0  # tokens whose n-grams are indexed
 
     def follow(self, text: list[int]) -> None:
-        """Index the n-grams that end before the text does: a suffix must not find itself."""
+        """Index the n-grams that end before the end of the text: a suffix must not find itself."""
         for end in range(max(self.seen, self.least), len(text)):
             for n in range(self.least, min(self.most, end) + 1):
                 self.ends.setdefault(tuple(text[end - n : end]), []).append(end)
         self.seen = max(self.seen, len(text))
 
     def continuations(self, text: list[int], length: int) -> Iterator[tuple[int, ...]]:
-        """What followed the longest suffix that occurred before, then shorter ones; the latest occurrence first."""
+        """Up to `length` tokens after each earlier occurrence of the text's suffix: longest suffix first, then latest
+        occurrence first."""
         for n in range(min(self.most, len(text) - 1), self.least - 1, -1):
             for end in reversed(self.ends.get(tuple(text[-n:]), ())):
                 yield tuple(text[end : end + length])
 
 
 class LookupDrafter(Drafter):
-    reads = True  # a draft needs the text that the round before added
+    reads = True  # a draft needs the tokens of the previous round
 
     def __init__(self, options: LookupOptions, width: int):
         self.options, self.width = options, width
@@ -70,14 +70,14 @@ class LookupDrafter(Drafter):
         return True
 
     def draft(self, r: Round) -> None:
-        """Texts without a match draft nothing; where only some have one, their drafts are padded."""
+        """Draft for all sequences. A text without a match drafts nothing; shorter drafts are padded."""
         depth, new = min(r.budget.depth, r.budget.nodes), Index(self.options.ngram_least, self.options.ngram_most)
         self._indices = {s: self._indices.get(s) or replace(new, ends={}) for s in r.sequences}
         found = [self._tree(sequence, depth, r.budget.nodes) for sequence in r.sequences]
         r.write([tokens for tokens, _ in found], [parents for _, parents in found])
 
     def _tree(self, sequence: Sequence, depth: int, nodes: int) -> tuple[list[int], list[int]]:
-        """tokens and parents (rows) of a sequence's draft."""
+        """The tokens and parents (rows) of a sequence's draft."""
         text = sequence.text
         index = self._indices[sequence]
         index.follow(text)
@@ -100,7 +100,7 @@ class LookupDrafter(Drafter):
 
 class Lookup(Strategy):
     name = "lookup"
-    summary = "the text itself drafts: it continues what followed the longest suffix that occurred before"
+    summary = "copies the draft from the text: the tokens after an earlier occurrence of the longest suffix"
     options = LookupOptions
     no_head = "lookup runs no draft model, so it has no draft head"
 
@@ -112,7 +112,7 @@ class Lookup(Strategy):
         return LookupDrafter(context.options.own, context.options.width)
 
     def plan(self, context: PolicyContext) -> Plan:
-        """A continuation may be short, so drafts of every size are verified."""
+        """A continuation may be short, so the warm-up verifies drafts of every size."""
         largest = super().plan(context).largest
         sizes = tuple(range(largest.nodes + 1))
         return Plan(largest, (), sizes, sizes)

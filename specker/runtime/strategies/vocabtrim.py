@@ -1,12 +1,12 @@
 """Strategy `vocabtrim`: the drafter's LM head keeps only the rows of frequent tokens (VocabTrim, arXiv 2506.22694).
 
-It does not draft by itself: it makes the head of another strategy's drafter smaller, and joins that strategy with `+`.
-Alone it means draft+vocabtrim. The paper's measure is the memory-bound speed-up
+It trims the head of another strategy's drafter: `+vocabtrim` after that strategy's name. Alone it means
+draft+vocabtrim. The paper's metric is the memory-bound speed-up
 
     MBSU = tau / (c gamma + 1)
 
-with tau the acceptance length, c the bytes of a draft step over those of a target step and gamma the draft steps of a
-round. Noise belongs to a token's id in the full vocabulary, so trimming can cost acceptance and never changes the text.
+with tau the acceptance length, c the bytes of a draft step over those of a target step and gamma the draft steps per
+round. Noise depends on a token's id in the full vocabulary, so trimming can cost acceptance but never changes the text.
 Beyond the paper, a few rows follow the text (runtime/head.py).
 """
 
@@ -35,37 +35,37 @@ VOCAB_KEEP = Keep(fraction=0.125)  # the measured winner on the bundled pair
 @dataclass(frozen=True)
 class TrimOptions:
     vocab_scores: str | None = opt(
-        None, "how often each token occurs (default: the bundled family's); see python -m specker.calibrate"
+        None, "file with token frequencies (default: the bundled family's); see python -m specker.calibrate"
     )
     vocab_keep: Keep | None = opt(
         None,
         "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of the counted tokens (default: 0.125, "
-        "or all that a file without counts lists)",
+        "or all ids of a file without counts)",
         parse=Keep.parse,
     )
-    vocab_text: int = opt(256, "further rows for tokens of the text that are not among those kept; 0: none", least=0)
+    vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
 
     def __post_init__(self) -> None:
         settle(self)
 
 
 def default_keep(scores: VocabScores) -> Keep:
-    """All that another's file keeps; of our own, which ranks everything, the measured winner on the bundled pair."""
+    """All ids of a file without counts; for specker's own files, the measured winner on the bundled pair."""
     return Keep(rows=len(scores.ids)) if scores.counts is None else VOCAB_KEEP
 
 
 def check(options: Options, target: object, bundled: bool) -> None:
-    """Refuse to trim without scores, but for random weights."""
+    """Raise ValueError if there are no scores for the target; random weights need none."""
     if options.trim.vocab_scores is None and not bundled and options.load != "dummy":
         raise ValueError(
-            f"strategy {options.strategy!r} needs --vocab-scores for {target}: python -m specker.calibrate makes them"
+            f"strategy {options.strategy!r} needs --vocab-scores for {target}: run python -m specker.calibrate"
         )
 
 
 def trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool) -> tuple[Checkpoint, Kept]:
-    """The draft with the kept rows of its head alone, copied once and contiguous, and which rows those are: the fixed
-    ones ascending, then those that follow the text. The embedding stays whole: any token may stand in the text. Random
-    weights without a score file keep the first ids, which are as good as any."""
+    """(draft with only the kept rows of its head, one contiguous copy; the kept rows: fixed ids ascending, then those
+    that follow the text). The embedding stays whole, because the text may contain any token. Random weights without a
+    score file keep the first ids. Raises ValueError if the scores do not match the target."""
     trim: TrimOptions = options.trim
     vocab, has_tokenizer = target.config.vocab_size, target.vocabulary is not None
     if trim.vocab_scores is None and not bundled:
@@ -83,7 +83,7 @@ def trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bo
     text = trim.vocab_text
     if len(fixed) + text >= rows:  # nothing is left to follow
         fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
-    also = scores.kept(Keep(rows=len(fixed) + text), fixed.tolist(), rows)  # the next in rank, until there is a text
+    also = scores.kept(Keep(rows=len(fixed) + text), fixed.tolist(), rows)  # next by rank, until a text replaces them
     spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
     ids = torch.cat((fixed, spare)).to(whole.device)
     if options.width > len(ids):
@@ -93,7 +93,7 @@ def trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bo
 
 
 def report(engine: "Engine", stats: Stats) -> dict[str, Any]:
-    """What trimming saved and cost in the decoding that `stats` counted; empty where nothing is trimmed."""
+    """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
     if engine.kept is None or engine.draft is None:
         return {}
     return {
@@ -108,11 +108,11 @@ def report(engine: "Engine", stats: Stats) -> dict[str, Any]:
 
 
 def mbsu(engine: "Engine", stats: Stats) -> float:
-    """The memory-bound speed-up, from counted rounds and the models' sizes. A model, not a measurement."""
+    """The memory-bound speed-up, from the counted rounds and the models' sizes; a model, not a measurement."""
     if engine.draft is None:
         return 1.0
     drafted = float(layer_elements(engine.draft.config))
-    if stats.exits:  # by the target's own first layers
+    if stats.exits:  # drafted by the target's first layers
         mean = sum(n * times for n, times in stats.exits.items()) / stats.rounds
         drafted *= mean / engine.target.config.num_layers
     drafted += engine.draft.weights.head.numel()
