@@ -2,7 +2,7 @@
 
 `python bench/versus.py --commit COMMIT` compares the working tree with COMMIT, which is checked out into a temporary folder.
 Every prompt is decoded by one and then the other, and who goes first alternates, so that a slow second of the machine
-hits both. Reported for each strategy and temperature: the median of the prompts' ratios of seconds (above 1: the
+hits both. Every round starts both processes anew: where a process's memory lies makes it faster or slower by some 5%. Reported for each strategy and temperature: the median of the prompts' ratios of seconds (above 1: the
 working tree is faster) with p20 and p80, and whether both emitted the same tokens.
 """
 
@@ -78,21 +78,26 @@ class Worker:
 
 def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str]) -> list[dict[str, Any]]:
     """A row for each temperature; `folders`: the old checkout and the new one."""
-    workers = [Worker(folder, STRATEGIES[name], args.threads) for folder in folders]
+    temperatures = [float(t) for t in args.temperatures.split(",")]
+    ratios: dict[float, list[float]] = {t: [] for t in temperatures}
+    same = dict.fromkeys(temperatures, True)
+    for n in range(args.rounds):
+        pair = [Worker(folder, STRATEGIES[name], args.threads) for folder in (folders if n % 2 else folders[::-1])]
+        workers = pair if n % 2 else pair[::-1]
+        for worker in workers:
+            worker.decode(prompts[0], args.max_new_tokens, 0.0)
+        for i, (prompt, temperature) in enumerate(itertools.product(prompts, temperatures)):
+            order = (0, 1) if i % 2 else (1, 0)
+            found = {k: workers[k].decode(prompt, args.max_new_tokens, temperature) for k in order}
+            same[temperature] &= found[0][1] == found[1][1]
+            ratios[temperature].append(found[0][0] / found[1][0])
+        for worker in workers:
+            worker.close()
     rows = []
-    for temperature in map(float, args.temperatures.split(",")):
-        ratios, same = [], True
-        for n, prompt in itertools.product(range(-1, args.rounds), prompts):
-            order = (0, 1) if (n + len(ratios)) % 2 else (1, 0)
-            found = {i: workers[i].decode(prompt, args.max_new_tokens, temperature) for i in order}
-            same &= found[0][1] == found[1][1]
-            if n >= 0:  # the round before is a warm-up
-                ratios.append(found[0][0] / found[1][0])
-        ratios.sort()
-        quantiles = {q: harness.quantile(ratios, p) for q, p in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
-        rows.append({"strategy": name, "temperature": temperature, "against": args.commit, "same": same, **quantiles})
-    for worker in workers:
-        worker.close()
+    for temperature, each in ratios.items():
+        quantiles = {q: harness.quantile(each, p) for q, p in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
+        row = {"strategy": name, "temperature": temperature, "against": args.commit, "same": same[temperature]}
+        rows.append({**row, **quantiles, "pairs": len(each)})
     return rows
 
 
