@@ -1,9 +1,10 @@
 """Is this commit as fast as that one? Two checkouts decode the same prompts in turn, each in a process of its own.
 
-`python bench/versus.py --commit COMMIT` compares the working tree with COMMIT, which is checked out into a temporary folder.
+`python bench/versus.py --commit COMMIT` compares the working tree with COMMIT, checked out into a temporary folder.
 Every prompt is decoded by one and then the other, and who goes first alternates, so that a slow second of the machine
-hits both. Every round starts both processes anew: where a process's memory lies makes it faster or slower by some 5%. Reported for each strategy and temperature: the median of the prompts' ratios of seconds (above 1: the
-working tree is faster) with p20 and p80, and whether both emitted the same tokens.
+hits both. Every round starts both processes anew: where a process's memory lies makes it faster or slower by some 5%.
+Reported for each strategy and temperature: the median of the prompts' ratios of seconds (above 1: the working tree is
+faster) with p20 and p80, and whether both emitted the same tokens.
 """
 
 import itertools
