@@ -36,8 +36,13 @@ def compose(
     """`draft`, `kept`: the draft checkpoint and the kept rows of its head. `bundled`: the target is the bundled one.
     Raises ValueError for --graphs on if rounds cannot be captured."""
     strategy, model = strategies.of(o), Model(target, linear=linear(o), ranks=ranks)
-    gpu, cache = model.device.type == "cuda", allocate(model, o)
+    gpu = model.device.type == "cuda"
     alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
+    if o.graphs == "on" and not alone and ranks is not None and ranks.drafting < ranks.size:
+        raise ValueError("--graphs on with several ranks needs all of them to draft: set --draft-ranks to --tp")
+    if o.graphs == "on" and gpu and model.dtype == torch.float64:
+        raise ValueError("--graphs on needs kernels, and float64 has none: use --graphs off or another --dtype")
+    cache = allocate(model, o)
     context = DraftContext(o, target, model, cache, draft, kept, bundled, ranks)
     inner = strategy.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
     drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
@@ -46,10 +51,6 @@ def compose(
         head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
     policies = PolicyContext(o, target.config.num_layers, bundled, head_cost)
     plan = strategy.plan(policies)
-    if o.graphs == "on" and not alone and ranks is not None and ranks.drafting < ranks.size:
-        raise ValueError("--graphs on with several ranks needs all of them to draft: set --draft-ranks to --tp")
-    if o.graphs == "on" and gpu and model.dtype == torch.float64:
-        raise ValueError("--graphs on needs kernels, and float64 has none: use --graphs off or another --dtype")
     # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
     # collectives, so they need --graphs on.
     fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"

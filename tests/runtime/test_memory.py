@@ -179,7 +179,7 @@ def test_while_reading(pair, monkeypatch):
 
 
 def test_while_allocating(pair, monkeypatch):
-    monkeypatch.setattr("specker.runtime.engine.allocate", runs_out)
+    monkeypatch.setattr("specker.runtime.compose.allocate", runs_out)
     with pytest.raises(ValueError, match="out of memory with a context of 512 positions: --max-context 384 would fit"):
         specker.load(*pair, device="cpu")
 
