@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "draft tree 4x4": {"tree": "4x4"},
     **{name: {"strategy": name} for name in ("easyspec", "del", "diffuspec", "vocabtrim")},
 }
+
+IDLE = 0.3  # seconds before a turn: threads of the process that had the last one spin for a while
 
 WORKER = """
 import json, sys, time
@@ -87,9 +90,11 @@ def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str
         workers = pair if n % 2 else pair[::-1]
         for worker in workers:
             worker.decode(prompts[0], args.max_new_tokens, 0.0)
-        for i, (prompt, temperature) in enumerate(itertools.product(prompts, temperatures)):
-            order = (0, 1) if i % 2 else (1, 0)
-            found = {k: workers[k].decode(prompt, args.max_new_tokens, temperature) for k in order}
+        for (i, prompt), (j, temperature) in itertools.product(enumerate(prompts), enumerate(temperatures)):
+            found = {}
+            for k in (0, 1) if (i + j + n) % 2 else (1, 0):
+                time.sleep(IDLE)
+                found[k] = workers[k].decode(prompt, args.max_new_tokens, temperature)
             same[temperature] &= found[0][1] == found[1][1]
             ratios[temperature].append(found[0][0] / found[1][0])
         for worker in workers:
