@@ -102,8 +102,6 @@ class Engine:
             said["linear"] = "cublas: " + (lost if self.device.type == "cuda" else "on a CPU it changes nothing")
         return said
 
-    # --- prompts
-
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own special tokens."""
         return list(self.tokenizer(prompt)["input_ids"])
@@ -123,8 +121,6 @@ class Engine:
         text.checked(ids, self.target, self.target_name)
         self.batch.check_fits(len(ids), min(len(ids) + max_new_tokens, self.max_context))
         return ids
-
-    # --- decoding
 
     def policy(self) -> Policy:
         """A fresh policy for one request."""
@@ -192,8 +188,7 @@ class Engine:
         return room_of(self.target, self.draft, self.options).running()
 
     def _requests(self, prompt: Any, options: dict[str, Any], drafting: bool) -> deque[Sequence]:
-        each = enumerate(text.each(prompt, options))
-        return deque(self.request(i, ids, drafting=drafting, **own) for i, (ids, own) in each)
+        return deque(self.request(i, p, drafting=drafting, **o) for i, (p, o) in enumerate(text.each(prompt, options)))
 
     def _generate(self, prompt: Any, options: dict[str, Any], drafting: bool) -> Any:
         requests = self._requests(prompt, options, drafting)
