@@ -281,12 +281,11 @@ class Batch:
             self.cache.exact_len[slot] = len(sequence.text) - 1
             if self.drafter is not None and sequence.drafting:
                 self.drafter.observe(r, slot, path)
-        if r.taps:
-            self._watch(r, [path for _, path, _ in out], seconds)
+        watched = self._watch(r, [path for _, path, _ in out], seconds) if r.taps else 0.0
         for slot, (sequence, path, tokens) in enumerate(out):
             if tokens and not sequence.finished:
                 self._account(r, slot, sequence, path, tokens)
-        share = time.perf_counter() - start
+        share = time.perf_counter() - start - watched
         for sequence in r.sequences:
             for stage, spent in {**seconds, "commit": share}.items():
                 sequence.stats.seconds[stage] += spent / n
@@ -321,9 +320,10 @@ class Batch:
             }
         )
 
-    def _watch(self, r: Round, paths: list[list[int]], stages: dict[str, float]) -> None:
+    def _watch(self, r: Round, paths: list[list[int]], stages: dict[str, float]) -> float:
         """Pass each policy the tapped layers' predictions after the accepted rows; later rows follow rejected tokens.
-        With captured rounds, the cost also includes how much longer this uncaptured round took than a usual one."""
+        With captured rounds, the cost also includes how much longer this uncaptured round took than a usual one.
+        Returns the seconds it took."""
         assert self.drafter is not None
         start, n, count = time.perf_counter(), len(r.sequences), r.n * (r.size + 1)
         rows, targets = r.kept("positions", count).view(n, -1), r.kept("target", count).view(n, -1)
@@ -338,6 +338,7 @@ class Batch:
             sequence.stats.seconds["watch"] += spent / n
             longer = sum(stages.values()) + spent - self.usual if self.fixed else 0.0
             sequence.policy.learn(tuple(r.taps), match, confidence, max(spent, longer))
+        return spent
 
 
 @torch.inference_mode()

@@ -122,8 +122,8 @@ class DiffusionDrafter(Drafter):
             hidden = self._masked(texts, guesses, done, n)
             passes += 1
             if self.search is None and not r.asks:
-                at = torch.cat([self.model.positions[len(t) + done - 1 :][:n] for t in texts])
-                new = self.head.best(hidden, r.draws, self._padded(at, len(hidden))).view(len(texts), n).tolist()
+                at = self._positions([len(t) + done for t in texts], n)
+                new = self.head.best(hidden, r.draws, at).view(len(texts), n).tolist()
             else:
                 new, blocks, sure = self._candidates(r, hidden, [len(t) + done for t in texts])
                 for b, block in enumerate(blocks):
@@ -135,6 +135,7 @@ class DiffusionDrafter(Drafter):
             if done == depth or not more or all(self.stopped(g) < done for g in guesses):
                 break
         if self.search is not None:
+            r.confidence = []  # of blocks; a searched path may hold other tokens
             self._searched(r, guesses, lattices, passes)
             return
         kept = [g[: self.stopped(g) + 1] for g in guesses]
@@ -150,8 +151,11 @@ class DiffusionDrafter(Drafter):
         if r.generated:
             r.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
 
-    def _padded(self, positions: Tensor, count: int) -> Tensor:
-        return positions if len(positions) == count else torch.nn.functional.pad(positions, (0, count - len(positions)))
+    def _positions(self, lengths: list[int], k: int) -> Tensor:
+        """[len(lengths) * k] int64, the positions that plain decoding draws the next k tokens of each text after."""
+        device, last = self.model.device, self.model.config.max_context - 1
+        first = torch.tensor(lengths, device=device)[:, None] - 1
+        return (first + torch.arange(k, device=device)).clamp(max=last).view(-1)
 
     def _masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Tensor:
         """The hidden rows [sequences * n, E] that predict the n tokens after the texts and this round's guesses."""
@@ -216,9 +220,7 @@ class DiffusionDrafter(Drafter):
         [k], the candidates of each position, and the guesses' probabilities [k]. Waits for the device."""
         how, n = self.search, len(r.sequences)
         k = len(hidden) // r.n
-        last = self.model.config.max_context - 1
-        first = torch.tensor(lengths + [1] * (r.n - n), device=hidden.device)[:, None] - 1
-        positions = (first + torch.arange(k, device=hidden.device)).clamp(max=last).view(-1)
+        positions = self._positions(lengths + [1] * (r.n - n), k)
         width = 1 if how is None else min(how.candidates, self.head.weight.shape[0])
         ids, scores, lse = self.head.ranked(hidden, width, r.draws, positions)
         stops = 0
