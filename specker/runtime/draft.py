@@ -11,12 +11,15 @@ from torch import Tensor
 
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Model
+from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.sampling import Draws
 
 if TYPE_CHECKING:
     from specker.runtime.policy import Budget
     from specker.runtime.round import Round
+
+
+CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
 
 
 class Drafter:
@@ -58,6 +61,39 @@ class Drafter:
 
     def reset(self, slot: int) -> None:
         """Forget the sequence in `slot`; its K/V was released."""
+
+
+class ModelDrafter(Drafter):
+    """A drafter with a model and a cache of its own. Each round forwards the committed tokens that the cache lacks."""
+
+    model: Model
+    cache: KVCache
+    head: Head
+
+    def __init__(self, model: Model, cache: KVCache, head: Head, depth: int):
+        """`depth`: length of the longest draft."""
+        self.model, self.cache, self.head = model, cache, head
+        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards
+        self.limit = min(model.config.max_context, cache.capacity)
+
+    def prefill(self, slot: int, text: list[int]) -> None:
+        """Write the K/V of all tokens but the root, which the first draft forwards."""
+        if len(text) <= self.model.config.max_context:
+            prefill(self.model, self.cache, self.known(text[self.cache.exact_len[slot] : -1]), slot=slot)
+
+    def fixed(self, length: int, budget: "Budget") -> bool:
+        """A round of fixed shape forwards `catch_up` tokens: the text needs as many, and the context needs room for a
+        draft after a pending round."""
+        return self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
+
+    def exact_after_fixed(self, length: int) -> int:
+        """The exact columns after a round of fixed shape: those before its catch-up rows."""
+        return max(0, min(length, self.limit) - self.catch_up)
+
+    def known(self, tokens: list[int]) -> list[int]:
+        """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
+        last = self.model.config.vocab_size - 1
+        return [min(token, last) for token in tokens]
 
 
 def top_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

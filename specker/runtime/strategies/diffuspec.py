@@ -34,7 +34,7 @@ from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
 from specker.runtime import ngram
 from specker.runtime import state as states
-from specker.runtime.draft import Drafter
+from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head, Kept
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.model.cache import KVCache
@@ -45,7 +45,6 @@ from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
-CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
 # The measured winners on the bundled pair, and the paper's range (ADL) for models of the paper's size.
 BLOCK = 4
@@ -56,11 +55,7 @@ CPS_LAMBDA = 0.85  # 0.5 in the paper
 LONGEST_CHUNKS = 32  # maximum tokens of all chunks
 
 
-class DiffusionDrafter(Drafter):
-    model: Model  # bidirectional
-    cache: KVCache
-    head: Head
-
+class DiffusionDrafter(ModelDrafter):
     def __init__(
         self,
         model: Model,
@@ -72,29 +67,25 @@ class DiffusionDrafter(Drafter):
         exact: bool = False,
         depth: int = 0,
     ):
-        """`stops`: a head with the rows of the target's stop ids, which are candidates everywhere. `search`: None
-        takes the argmax of each position. `depth`: length of the longest draft."""
-        self.model, self.cache, self.head, self.stops = model, cache, head, stops
-        self.stop_ids, self.search, self.exact = stop_ids, search, exact
+        """`model` is bidirectional. `stops`: a head with the rows of the target's stop ids, which are candidates
+        everywhere. `search`: None takes the argmax of each position."""
+        super().__init__(model, cache, head, depth)
+        self.stops, self.stop_ids, self.search, self.exact = stops, stop_ids, search, exact
         self.reads = search is not None
-        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards
-        self._limit = min(model.config.max_context, cache.capacity)
         self._last = 0  # tokens guessed by the last pass
 
     def prefill(self, slot: int, text: list[int]) -> None:
-        """Write the K/V of all tokens but the root; each chunk sees itself and the earlier columns."""
-        if not self.exact and len(text) <= self.model.config.max_context:
-            prefill(self.model, self.cache, self._known(text[self.cache.exact_len[slot] : -1]), slot=slot)
+        """Each chunk sees itself and the earlier columns."""
+        if not self.exact:
+            super().prefill(slot, text)
 
     def room(self, length: int) -> int:
-        return self._limit - length
+        return self.limit - length
 
     def fixed(self, length: int, budget: Budget) -> bool:
         """Whether the catch-up rows and the masks fit into the window of one pass."""
         rows = self.catch_up + min(budget.depth, budget.nodes)
-        if self.exact or budget.block or rows > WINDOW:
-            return False
-        return self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
+        return not self.exact and not budget.block and rows <= WINDOW and super().fixed(length, budget)
 
     def draft(self, r: Round) -> None:
         """Draft a block of budget.block tokens (budget.depth if that is 0), and further blocks while the policies
@@ -112,7 +103,7 @@ class DiffusionDrafter(Drafter):
             new, blocks, _ = self._candidates(r, r.kept("hidden", r.n * depth), lengths)
             self._searched(r, new, [[block] for block in blocks], 1)
             return
-        texts = [s.text[: self._limit] for s in r.sequences]
+        texts = [s.text[: self.limit] for s in r.sequences]
         guesses: list[list[int]] = [[] for _ in texts]
         lattices: list[list[Lattice]] = [[] for _ in texts]
         confidence: list[list[float]] = [[] for _ in texts]
@@ -146,8 +137,7 @@ class DiffusionDrafter(Drafter):
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
         if r.fixed:
-            length = len(r.sequences[slot].text)
-            self.cache.exact_len[slot] = max(0, min(length, self._limit) - self.catch_up)
+            self.cache.exact_len[slot] = self.exact_after_fixed(len(r.sequences[slot].text))
         if r.generated:
             r.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
 
@@ -168,7 +158,7 @@ class DiffusionDrafter(Drafter):
             for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
                 cache.truncate(0, slot)
                 # If the text exceeds the drafter's context, it sees only the end: a poor draft, but a valid one.
-                whole, depth = (self._known(text + new) + masks)[-self._limit :], len(self.model.layers)
+                whole, depth = (self.known(text + new) + masks)[-self.limit :], len(self.model.layers)
                 hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
                 cache.truncate(min(len(text), len(whole)), slot)
                 kept.append(hidden[out])
@@ -182,11 +172,11 @@ class DiffusionDrafter(Drafter):
             if done:  # the columns after the text hold the blocks before the last
                 before = done - self._last
                 starts.append(start + before)
-                new_tokens.append(self._known(new[before:]) + masks)
+                new_tokens.append(self.known(new[before:]) + masks)
             else:
                 start = min(start, len(text) - 1)
                 starts.append(start)
-                new_tokens.append(self._known(text[start:]) + masks)
+                new_tokens.append(self.known(text[start:]) + masks)
                 cache.exact_len[slot] = len(text)
         self._last = n
         rows = cache.after(starts, [len(tokens) for tokens in new_tokens], full=True)
@@ -277,11 +267,6 @@ class DiffusionDrafter(Drafter):
     def stopped(self, guesses: list[int]) -> int:
         """The number of guesses before the first stop token; all if there is none."""
         return next((n for n, token in enumerate(guesses) if token in self.stop_ids), len(guesses))
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Replace ids outside the drafter's vocabulary by its last id. That can cost acceptance, not correctness."""
-        last = self.model.config.vocab_size - 1
-        return [min(token, last) for token in tokens]
 
 
 def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any, Any]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specker.runtime.draft import Drafter, top_nodes
+from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter, top_nodes
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Lengths, Rows
-from specker.runtime.model.decoder import Model, forward, prefill
+from specker.runtime.model.decoder import Model, forward
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.strategies.base import DraftContext, Strategy
@@ -25,14 +25,8 @@ from specker.runtime.strategies.base import DraftContext, Strategy
 if TYPE_CHECKING:  # easyspec.py builds on this file
     from specker.runtime.strategies.easyspec import LayerParallel
 
-CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
 
-
-class AutoregressiveDrafter(Drafter):
-    model: Model
-    cache: KVCache
-    head: Head
-
+class AutoregressiveDrafter(ModelDrafter):
     def __init__(
         self,
         model: Model,
@@ -45,29 +39,21 @@ class AutoregressiveDrafter(Drafter):
     ):
         """`width`: nodes per tree level; 1 drafts a chain. `parallel` runs draft steps with layers side by side; the
         catch-up pass runs them in sequence. `calibrate`: "every" round, or for ablations on a "mismatch" or "never";
-        exact_len then also counts fuzzy columns. `depth`: length of the longest draft."""
-        self.model, self.cache, self.head = model, cache, head
+        exact_len then also counts fuzzy columns."""
+        super().__init__(model, cache, head, depth)
         self.width, self.parallel, self.calibrate = width, parallel, calibrate
-        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards
-        self._limit = min(model.config.max_context, cache.capacity)
         self._calibrated = [0] * len(cache.exact_len)  # per sequence, the columns before this one are not fuzzy
 
     def prefill(self, slot: int, text: list[int]) -> None:
-        """Make the cache exact up to, but without, the root: the first draft forwards the root."""
-        if len(text) <= self.model.config.max_context:
-            start = self.cache.exact_len[slot]
-            if start == self._calibrated[slot]:
-                self._calibrated[slot] = len(text) - 1
-            prefill(self.model, self.cache, self._known(text[start:-1]), slot=slot)
+        if self.cache.exact_len[slot] == self._calibrated[slot] and len(text) <= self.model.config.max_context:
+            self._calibrated[slot] = len(text) - 1
+        super().prefill(slot, text)
 
     def room(self, length: int) -> int:
-        return self._limit - length + 1
+        return self.limit - length + 1
 
     def fixed(self, length: int, budget: Budget) -> bool:
-        """The catch-up pass forwards a constant number of tokens per round. The text needs as many tokens, and the
-        context needs room for a draft after a pending round."""
-        fits = self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
-        return fits and self.calibrate == "every"
+        return self.calibrate == "every" and super().fixed(length, budget)
 
     def draft(self, r: Round) -> None:
         """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
@@ -93,8 +79,8 @@ class AutoregressiveDrafter(Drafter):
         forwards those tokens in sequence, with the bonus token (bonus calibration)."""
         length = len(r.sequences[slot].text)
         if r.fixed:  # the columns before the catch-up rows are exact
-            self.cache.exact_len[slot] = self._calibrated[slot] = max(0, min(length, self._limit) - self.catch_up)
-        elif not r.size or self.cache.exact_len[slot] > self._limit:
+            self.cache.exact_len[slot] = self._calibrated[slot] = self.exact_after_fixed(length)
+        elif not r.size or self.cache.exact_len[slot] > self.limit:
             return
         elif self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < r.depth:
             self.cache.truncate(self._calibrated[slot], slot)
@@ -111,7 +97,7 @@ class AutoregressiveDrafter(Drafter):
 
     def _lengths(self, r: Round) -> Lengths:
         """The texts' lengths for placing drafts, clamped to this model's context."""
-        return r.lengths if isinstance(r.lengths, Tensor) else [min(n, self._limit) for n in r.lengths]
+        return r.lengths if isinstance(r.lengths, Tensor) else [min(n, self.limit) for n in r.lengths]
 
     def _catch_up(self, r: Round) -> tuple[Tensor, Tensor]:
         """Forward the committed tokens that the cache lacks, including the root. Returns the roots' hidden rows [n, E]
@@ -127,12 +113,12 @@ class AutoregressiveDrafter(Drafter):
         else:
             texts, starts = [], []
             for slot, (sequence, end) in enumerate(zip(r.sequences, self._lengths(r), strict=True)):
-                if len(sequence.text) > self._limit:
+                if len(sequence.text) > self.limit:
                     cache.exact_len[slot] = end - 1
                 elif end - cache.exact_len[slot] > CATCH_UP_ROWS:
                     self.prefill(slot, sequence.text)
                 starts.append(cache.exact_len[slot])
-                texts.append(self._known(sequence.text[starts[-1] : end]))
+                texts.append(self.known(sequence.text[starts[-1] : end]))
                 if starts[-1] == self._calibrated[slot]:
                     self._calibrated[slot] = end
                 cache.exact_len[slot] = end
@@ -194,11 +180,6 @@ class AutoregressiveDrafter(Drafter):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed_tokens(tokens)
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
-        last = self.model.config.vocab_size - 1
-        return [min(token, last) for token in tokens]
 
 
 class SmallModel(Strategy):
