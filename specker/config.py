@@ -120,7 +120,7 @@ class Options(Common):
 
     base: str = "draft"  # the strategy that drafts: `strategy` without +vocabtrim
     own: Any = None  # that strategy's own options, a frozen dataclass; None if it has none
-    trim: Any = None  # strategies.vocabtrim.TrimOptions if the drafter's head is trimmed, else None
+    trim: Any = None  # strategies.vocabtrim.TrimOptions if the drafter's head is trimmed, otherwise None
 
     @property
     def width(self) -> int:
@@ -129,7 +129,7 @@ class Options(Common):
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
-        """Names what replaces the real models. If anything does, results measure time and memory only."""
+        """Names the stand-ins for the real models. If there are any, results measure time and memory only."""
         weights = ("random weights",) if self.load == "dummy" else ()
         if self.acceptance is None:
             return weights

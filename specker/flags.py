@@ -91,7 +91,7 @@ def make(cls: type[T], values: dict[str, Any]) -> T:
 def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True) -> int:
     """Run a command and turn its errors into one line on stderr; SPECKER_DEBUG=1 raises them instead. Returns the exit
     code: 0 for success, 1 if specker itself or the job failed, 2 for an error that the user can correct, 130 after
-    Ctrl-C, 141 for a closed pipe. `speaks` is called on an error: whether this process of the job prints it."""
+    Ctrl-C, 141 for a closed pipe. `speaks`, called on an error, says whether this process of the job prints it."""
     try:
         code = command()
         sys.stdout.flush()

@@ -34,7 +34,7 @@ def probe(path: str, flag: str = "--json") -> None:
 
 
 def write_file(path: str | Path, data: str | bytes) -> None:
-    """Write the file atomically: neither a reader nor a crash ever leaves half of it. Raises OSError."""
+    """Write the file atomically: no reader sees half of it, and no crash leaves half of it. Raises OSError."""
     where, data = Path(path), data.encode() if isinstance(data, str) else data
     if not _replaceable(where):
         where.write_bytes(data)

@@ -1,8 +1,8 @@
-"""accept_walk: what a round keeps: follow the draft as far as it agrees.
+"""accept_walk: choose what a round keeps by following the draft as far as the target agrees.
 
-A draft of n tokens is a tree over verify rows 0..n: row 0 the root, draft j in row j + 1 and its parent in
+A draft of n tokens is a tree over verify rows 0..n. Row 0 is the root; draft j is in row j + 1 and its parent in
 row parents[j] <= j. From row r the walk goes to the child whose token is target[r], the first of equal siblings, and
-stops where there is none. The emitted tokens are the target's own, so nothing more is needed to be exact. Integers.
+stops if there is none. The emitted tokens are the target's own, so the output is exact. All values are integers.
 """
 
 import itertools
@@ -20,18 +20,18 @@ from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 def accept_walk(
     tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The accepted path in each of B draft trees, which come in one of two forms, all int64.
+    """Follow the accepted path in each of B draft trees, which come in one of two forms, all int64.
 
-    Of one size: tokens [B, N], parents [B, N], target [B, N + 1]: the target's token after each verify row. Row-strided
-    views are read where they are.
-    Ragged: tokens, parents [N]: the drafts of all trees, one tree after another; target [N + B]; tree b's rows start at
-    cu_drafts[b] + b. cu_drafts [B + 1] int32 or int64: where each tree's drafts start, then N; None is one tree.
-    Parents are rows of the own tree; None are chains'. N = 0 is legal.
+    Equal sizes: tokens [B, N], parents [B, N], target [B, N + 1], the target's token after each verify row. Row-strided
+    views are not copied.
+    Ragged: tokens, parents [N] hold the drafts of all trees, one tree after another; target [N + B]. Tree b's rows
+    start at cu_drafts[b] + b. cu_drafts [B + 1], int32 or int64: where each tree's drafts start, then N; None: one
+    tree. Parents are rows of the same tree; without parents, the trees are chains. N may be 0.
 
-    Returns int64 path [B, N + 1], the rows of the own tree from the root on, padded with -1 (N bounds every tree and is
-    known without reading cu_drafts); count [B] = accepted + 1; next [B], the target after the path's last row.
-    Raises ValueError on other shapes and dtypes and, on a CPU, on values that are no trees. On CUDA nothing is read on
-    the host: from such values comes rubbish, but nothing is read or written out of bounds.
+    Returns int64 path [B, N + 1], the tree's rows from the root on, padded with -1 (N bounds every tree and is known
+    without reading cu_drafts); count [B] = accepted + 1; next [B], the target after the path's last row.
+    Raises ValueError on other shapes and dtypes and, on a CPU, on values that are not trees. On CUDA the host reads
+    nothing: such values give a meaningless result, but no access out of bounds.
     """
     return _accept_walk(tokens, parents, target, cu_drafts)
 
@@ -58,7 +58,7 @@ def accept_walk_ref(
         counts.append(len(path))
         nexts.append(its[path[-1]])
         paths.append(path + [-1] * (N + 1 - len(path)))
-    # Through numpy, which takes a list a third as long as torch does.
+    # numpy converts a list in a third of torch's time.
     path_ = torch.from_numpy(np.array(paths, np.int64).reshape(len(paths), N + 1))
     count, following = (torch.from_numpy(np.array(numbers, np.int64)) for numbers in (counts, nexts))
     if tokens.is_cpu:
@@ -82,7 +82,7 @@ def _follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> 
 def accept_walk_cost(
     tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[int, int]:
-    """(bytes, operations) of one call: every input once, path, count and next out; two comparisons a draft."""
+    """(bytes, operations) of one call: reads the inputs once, writes path, count, next; two comparisons per draft."""
     N, R = tokens.numel(), target.numel()
     B = R - N
     given = N + R if parents is None else 2 * N + R
@@ -99,7 +99,7 @@ _NONE = tl.constexpr(2**31 - 1)  # no id
     do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr", "target_ptr", "cu_drafts_ptr"],
 )
 def _accept_walk_kernel(
-    tokens_ptr,  # [B, N], or [N] of all trees
+    tokens_ptr,  # [B, N], or [N] for all trees
     parents_ptr,  # like tokens
     target_ptr,  # [B, N + 1] or [N + B]
     cu_drafts_ptr,  # [B + 1]
@@ -107,16 +107,16 @@ def _accept_walk_kernel(
     count_ptr,  # [B]
     next_ptr,  # [B]
     N,
-    token_stride,  # from a tree to the next
+    token_stride,  # from one tree to the next
     up_stride,
     target_stride,
-    RAGGED: tl.constexpr,  # else cu_drafts is not read
-    CHAIN: tl.constexpr,  # parents are not read
+    RAGGED: tl.constexpr,  # if false, cu_drafts is not read
+    CHAIN: tl.constexpr,  # if true, parents are not read
     WALK: tl.constexpr,
 ):
     i_b = tl.program_id(0).to(tl.int64)
     n = N
-    if RAGGED:  # clamped, so that whatever they hold nothing is read out of bounds
+    if RAGGED:  # clamped, so that no value causes a read out of bounds
         first = tl.minimum(tl.maximum(tl.load(cu_drafts_ptr + i_b), 0), N).to(tl.int32)
         last = tl.minimum(tl.maximum(tl.load(cu_drafts_ptr + i_b + 1), first), N).to(tl.int32)
         n = last - first
@@ -139,7 +139,7 @@ def _accept_walk_kernel(
             m_j = m_j & (b_parent >= 0) & (b_parent <= o_j)
         m_j = m_j & (tl.load(p_wanted + b_parent, mask=m_j, other=0) == b_token)
         b_parent = b_parent.to(tl.int32)
-        # All comparisons with the target are made; what is left is to follow the rows, in registers.
+        # The comparisons with the target are done; following the rows needs only registers.
         child = tl.min(tl.where(m_j & (b_parent == row), o_j, _NONE), axis=0)
         while child < n:
             row = child + 1
@@ -155,8 +155,8 @@ def _accept_walk_kernel(
 
 @lru_cache
 def _walk_variant(starts: torch.dtype | None, chain: bool) -> Variant:
-    """One program a tree. A step of the walk is a comparison and a minimum in registers; of a single warp, since the
-    minimum over several would wait at a barrier."""
+    """One program per tree. A step of the walk is a comparison and a minimum in registers. One warp, because a minimum
+    over several would wait at a barrier."""
     return Variant(
         name=("chain" if chain else "walk") + (f" {TYPES[starts]} starts" if starts else ""),
         kernel=_accept_walk_kernel,
@@ -169,7 +169,7 @@ def _walk_variant(starts: torch.dtype | None, chain: bool) -> Variant:
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launcher takes any N."""
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any N."""
     for starts in (None, torch.int64, torch.int32):
         for chain in (False, True):
             yield _walk_variant(starts, chain)
@@ -181,7 +181,7 @@ def _launch_walk(
     same_device(tokens, parents=parents, target=target, cu_drafts=cu_drafts)
     N = tokens.shape[-1]
     tokens, target = (_rowwise(x) for x in (tokens, target))
-    up = tokens if parents is None else _rowwise(parents)  # without them nothing is read there
+    up = tokens if parents is None else _rowwise(parents)  # tokens is a dummy, not read
     starts = tokens if cu_drafts is None else cu_drafts.contiguous()
     B = target.shape[0] if tokens.dim() == 2 else target.shape[0] - N
     path, count, following = tokens.new_empty(B, N + 1), tokens.new_empty(B), tokens.new_empty(B)
@@ -193,7 +193,7 @@ def _launch_walk(
 
 
 def _rowwise(x: Tensor) -> Tensor:
-    """x with a row's numbers side by side: itself, but for odd views."""
+    """x with contiguous rows; copies only unusual views."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 

@@ -1,7 +1,7 @@
-"""ancestors: which columns of the window a row sees, as 64-bit words, and as the additive mask of the reference.
+"""ancestors: which window columns a row sees, as 64-bit words and as the additive mask of the reference.
 
-Bit j % 64 of word j // 64 of a row is set where window column j holds the row itself or one of its ancestors. The words
-hold any relation, trees and more: a chain, a forest, a directed acyclic graph, or all ones.
+Bit j % 64 of word j // 64 of a row is set if window column j holds the row itself or one of its ancestors. The words
+can hold any relation: a chain, a tree, a forest, a directed acyclic graph, or all ones.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ _WORD = (1 << 64) - 1
 
 
 def ancestor_words(parents: Tensor) -> Tensor:
-    """parents [N] (rows, 0 = root, parents[n] <= n) -> [N + 1, W] int64: row r sees itself and its ancestors,
-    where verify row r stands at window column r. W = ceil((N + 1) / 64)."""
+    """parents [N] (rows, 0 = root, parents[n] <= n) -> [N + 1, W] int64, W = ceil((N + 1) / 64): row r sees itself and
+    its ancestors. Verify row r is at window column r. Raises ValueError on other parents and if W > 4."""
     bits = [1]
     for n, parent in enumerate(parents.tolist()):
         if not 0 <= parent <= n:
@@ -42,7 +42,7 @@ def pack_bits(bits: Sequence[int], columns: int) -> Tensor:
 
 
 def unpack_words(words: list[list[int]]) -> tuple[int, ...]:
-    """int64 words of each row -> one unbounded int of its bits."""
+    """The int64 words of each row -> one unbounded int per row."""
     if len(words[0]) == 1:
         return tuple(row[0] & _WORD for row in words)
     return tuple(sum((x & _WORD) << 64 * w for w, x in enumerate(row)) for row in words)
@@ -50,8 +50,8 @@ def unpack_words(words: list[list[int]]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def ancestor_mask(bits: tuple[int, ...], kv_len: int, window: int, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask [rows, kv_len] (0 or -inf), or None where every row sees every column. All layers of a forward
-    ask for the same one, hence the cache."""
+    """Additive mask [rows, kv_len] (0 or -inf), or None if every row sees every column. Cached, because all layers of a
+    forward use the same one."""
     full = (1 << window) - 1
     if all(b & full == full for b in bits):
         return None

@@ -4,25 +4,26 @@ Contract: q [T, Hq, D]; k_cache, v_cache [pages, page_size, Hkv, D]; block_table
 kv_len [B] int32, window included; window [B] int32; cu_rows [B + 1] int32: sequence b owns rows
 cu_rows[b]..cu_rows[b+1]; ancestors [T, W] int64, W <= 4 -> out [T, Hq, D], lse [T, Hq] float32 (float64 for float64).
     out = softmax(scale * q k^T + mask) v,   lse = log(sum(exp(scale * q k^T + mask)))
-Columns before kv_len - window are seen by all rows of the sequence; column kv_len - window + j by the rows whose bit j
-(bit j % 64 of word j // 64) is set: the row itself and its ancestors. The rows need not be the window's last columns,
-nor as many. Query heads g*Hq/Hkv.. share KV head g (GQA). Several layers are a batch of sequences: page ids of layer l
-are l * num_pages + page on the flattened cache. Every row sees at least one column. K and V before kv_len are
-finite: a column that a row does not see counts 0 times its V. Memory outside them may hold anything.
-Traffic: K and V of each sequence read once per KV head, from memory; rows beyond 64 of a KV head's (row, query head)
-pairs read them again, from the cache. q and out once; of a sequence of more than one split, a float32 partial a split,
-written and read. Softmax in float32 (float64 for float64).
+All rows of a sequence see the columns before kv_len - window. A row sees column kv_len - window + j if its bit j (bit j
+% 64 of word j // 64) is set; the set bits mark the row itself and its ancestors. The rows need not be the window's last
+columns, and their number may differ from the window's. The Hq / Hkv query heads from g * Hq / Hkv on share KV head g
+(GQA). A batch can hold the sequences of several layers: on the flattened cache, layer l has page ids l * num_pages +
+page. Every row must see at least one column. K and V before kv_len must be finite, because a masked column contributes
+0 times its V. Other cache memory may hold anything.
+Traffic: K and V of each sequence are read from memory once per KV head; (row, query head) pairs of a KV head beyond 64
+read them again from L2. q and out move once. A sequence of several splits also writes and reads a float32 partial per
+split. Softmax runs in float32 (float64 for float64).
 
-Determinism: the bits of a row are a function of its query and of the K and V of the columns it sees, at the columns
-where they stand. They do not depend on the rows and sequences beside it, nor on kv_len, on the width of block_table or
-on which columns it does not see. Tiles and splits stand at absolute columns, whatever the length: split boundaries are
-the numbers with four mantissa bits, 0, 1, .. 31, 32, 34, .. 62, 64, 68, .. times a unit that the number of KV heads
-sets. So a split is about 1/16 of the columns before it, there are 16 for each doubling of the context, and the last,
-longest ones are started first. A masked column adds exactly 0 to sum and accumulator, and so does a split of which a
-row sees nothing; every tile goes through one loop; partials are merged in split order. A verify row of a chain
-therefore equals the row that plain decoding computes at its position, bit for bit, at any length.
-A block_table wider than the sequences need costs scratch memory and programs that stop at once, nothing else: pass a
-narrower slice of it (`block_table[:, :n]`) where the lengths are known to stay below n * page_size.
+Determinism: the kernel is batch-invariant. A row's bits depend only on its query and on the K, V and positions of the
+columns it sees, not on other rows or sequences, kv_len or the width of block_table. Tiles and splits start at absolute
+columns for any length. Split boundaries are the numbers with four mantissa bits (0, 1, .. 31, 32, 34, .. 62, 64, 68,
+..) times a unit set by the number of KV heads. A split is thus about 1/16 of the columns before it, and each doubling
+of the context adds 16. The last, longest splits start first. A masked column adds exactly 0 to sum and accumulator, and
+so does a split of which a row sees nothing. Every tile runs through the same loop, and partials are merged in split
+order. A verify row of a chain therefore equals, bit for bit at any length, the row that plain decoding computes at its
+position.
+A block_table wider than needed costs only scratch memory and programs that stop at once. Where the lengths are known to
+stay below n * page_size, pass a narrower slice (`block_table[:, :n]`).
 """
 
 import math
@@ -60,8 +61,8 @@ __all__ = [
 ]
 
 _LOG2E = 1 / math.log(2)
-NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product; from here OpenBLAS wakes threads of its own, which
-# torch's waiting ones keep off the cores: 20 us become 3,700
+NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product. From this size OpenBLAS wakes its own threads, which
+# compete with torch's waiting threads for the cores: 20 us become 3,700
 
 
 def tree_attention(
@@ -79,7 +80,7 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """Returns out [T, Hq, D], lse [T, Hq]; see the module for shapes. Raises ValueError on other shapes or dtypes.
 
-    Without `with_lse` the second may be empty, [0], which saves a CPU a tenth of a short call.
+    Without `with_lse`, lse may be empty [0], which saves a tenth of a short call on a CPU.
     """
     args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
     done = _few_rows(*args, with_lse)
@@ -140,15 +141,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def gather_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """The first `length` rows [length, Hkv, D] of one sequence; a view where its pages lie one after another."""
+    """The first `length` rows [length, Hkv, D] of one sequence; a view if its pages are consecutive."""
     page_size = cache.shape[1]
     ids = pages[: -(-length // page_size)].tolist()
     if ids == list(range(ids[0], ids[0] + len(ids))):
         return cache[ids[0] : ids[0] + len(ids)].flatten(0, 1)[:length]
     return cache[ids].flatten(0, 1)[:length]
-
-
-# Split i holds the columns from split_start(i) to split_start(i + 1), numbers with four bits of mantissa times a unit.
 
 
 def _few_rows(
@@ -163,9 +161,9 @@ def _few_rows(
     scale: float,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor] | None:
-    """On a CPU, of pages one after another. Rows, and the query heads that share a KV head, are the rows of a product.
-    Sequences that differ in their pages alone, evenly apart, as the layers of a group do, are worked on together,
-    others one by one: a sequence's bits are those that it has alone."""
+    """The CPU path for few rows, if each sequence's pages are consecutive; None to decline. A product's rows are the
+    (row, query head) pairs of a KV head. Sequences that differ only in evenly spaced pages, such as a group's layers,
+    are computed together, others one by one. A sequence's bits are the same either way."""
     if not plain(q):
         return None
     x, k, v, table, words = q.numpy(), k_cache.numpy(), v_cache.numpy(), block_table.numpy(), ancestors.numpy()
@@ -231,7 +229,8 @@ def _few_rows(
 def _products(
     x: Any, k: Any, v: Any, first: int, apart: int, B: int, S: int, w: int, words: Any, scale: float, with_lse: bool
 ) -> tuple[Any, Any]:
-    """Of B sequences of S columns from slot `first` on and each `apart` slots further, all arrays of numpy."""
+    """Attention of B sequences of S columns, in numpy. The first starts at slot `first`, each next one `apart` slots
+    further."""
     (T, Hq, D), Hkv = x.shape, k.shape[2]
     t = T // B
     k, v = (c.reshape(-1, Hkv, D)[first : first + B * apart].reshape(B, apart, Hkv, D)[:, :S] for c in (k, v))
@@ -260,7 +259,7 @@ def _bounds(rows: int) -> Tensor:
 
 
 def _first_slot(table: Any, S: int, page: int, slots: int) -> int | None:
-    """Where a sequence's S columns begin in a cache of so many slots, if its pages [P] lie one after another."""
+    """The slot where a sequence's S columns begin; None unless its pages [P] are consecutive and within `slots`."""
     if not 0 < S <= len(table) * page:
         return None
     pages = table[: -(-S // page)]
@@ -271,7 +270,7 @@ def _first_slot(table: Any, S: int, page: int, slots: int) -> int | None:
 
 
 def _apart(table: Any, lengths: Any, windows: Any, bounds: Any, words: Any, page: int, slots: int) -> int:
-    """How many slots lie between sequences that differ in nothing else; 0 if they differ or overlap."""
+    """Slots from one sequence to the next if they differ only in their pages; 0 if they differ in more or overlap."""
     B, S = len(table), int(lengths[0])
     first = _first_slot(table[0], S, page, slots)
     apart = 0 if first is None else int(table[1, 0] - table[0, 0]) * page
@@ -281,7 +280,7 @@ def _apart(table: Any, lengths: Any, windows: Any, bounds: Any, words: Any, page
 
 
 def _alike(table: Any, lengths: Any, windows: Any, cu_rows: Any, words: Any) -> bool:
-    """Whether sequences have equal lengths, windows, numbers of rows and words, and pages evenly apart."""
+    """Whether the sequences have equal lengths, windows, row counts and words, and evenly spaced pages."""
     B, t = len(table), len(words) // len(table)
     return (
         bool((lengths == lengths[0]).all() and (windows == windows[0]).all())
@@ -293,7 +292,7 @@ def _alike(table: Any, lengths: Any, windows: Any, cu_rows: Any, words: Any) -> 
 
 @lru_cache(maxsize=64)
 def _mask(words: bytes, rows: int, columns: int, window: int, dtype: Any) -> Any:
-    """The additive mask of int64 ancestor words, as numpy; every layer of a forward asks for the same one."""
+    """The additive mask of int64 ancestor words, in numpy; cached, since all layers of a forward use the same one."""
     bits = unpack_words(np.frombuffer(words, np.int64).reshape(rows, -1).tolist())
     mask = ancestor_mask(bits, columns, window, torch.float64 if dtype == np.float64 else torch.float32)
     return None if mask is None else mask.numpy()
@@ -302,7 +301,7 @@ def _mask(words: bytes, rows: int, columns: int, window: int, dtype: Any) -> Any
 def _fused(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, first: int, S: int, mask: Any, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """torch's fused attention of q [T, Hq, D] over S slots from `first` on, a view apart from the reference's."""
+    """torch's fused attention of q [T, Hq, D] over S slots from `first` on; like `attend`, on views of the cache."""
     (T, Hq, D), (Hkv, width) = q.shape, (k_cache.shape[2], k_cache.shape[2] * k_cache.shape[3])
     x = q.as_strided((1, Hq, T, D), (0, q.stride(1), q.stride(0), q.stride(2)), q.storage_offset())
     k, v = (
@@ -314,7 +313,7 @@ def _fused(
 
 
 def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows: Sequence[int]) -> tuple[int, int]:
-    """(bytes, flops) of one call over sequences of `kv_len` columns with `rows` query rows each."""
+    """(bytes, flops) of one call; `kv_len` and `rows` are each sequence's columns and query rows."""
     Hkv, D = k_cache.shape[-2:]
     Hq = q.shape[1]
     bytes_ = 2 * sum(kv_len) * Hkv * D * k_cache.element_size() + 2 * q.numel() * q.element_size()
@@ -324,13 +323,15 @@ def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows:
     return bytes_, sum(4 * n * t * Hq * D for n, t in zip(kv_len, rows, strict=True))
 
 
+# Split i holds the columns from _split_start(i) up to _split_start(i + 1).
 def split_unit(Hkv: int) -> int:
-    """Columns of the shortest splits: 256 for 8 KV heads, inversely as many programs for fewer or more."""
+    """Columns of the shortest splits: 256 for 8 KV heads, otherwise in proportion (a power of two from 128 to
+    1,024), so that the number of programs stays about the same."""
     return min(max(32 << (Hkv - 1).bit_length(), 128), 1024)
 
 
 def split_count(kv_len: int, unit: int) -> int:
-    """Splits of `kv_len` columns: `_split_of(kv_len - 1) + 1`, on the host."""
+    """The number of splits of `kv_len` columns, on the host: `_split_of(kv_len - 1) + 1`."""
     x = (kv_len - 1) // unit
     shift = max(x.bit_length() - 5, 0)
     return 16 * shift + (x >> shift) + 1
@@ -351,7 +352,7 @@ def _split_start(split, UNIT: tl.constexpr):
 
 @triton.jit
 def _sequence_of(place, cu_rows_ptr, B, G: tl.constexpr, M: tl.constexpr, SLACK: tl.constexpr, SEQS: tl.constexpr):
-    """The sequence that has `place`, where sequence b ends before cu_rows[b + 1] * G // M + SLACK * (b + 1)."""
+    """The sequence that owns `place`. Sequence b's places end before cu_rows[b + 1] * G // M + SLACK * (b + 1)."""
     if SEQS == 1:
         i_b = tl.full([], 0, tl.int32)
     else:
@@ -370,7 +371,7 @@ def _first_bits(n):
 
 @triton.jit
 def _window_bits(words_ptr, o_t, m_t, j, W):
-    """Bits j..j+63 of each row's words; a bit before the first word or after the last is 0."""
+    """Bits j..j+63 of each row's words; bits before the first word and after the last are 0."""
     o_w = tl.zeros_like(o_t) + (j >> 6)
     shift = (j & 63).to(tl.uint64)
     p_words = words_ptr + o_t * W + o_w
@@ -393,7 +394,7 @@ def _tree_attention_kernel(
     cu_rows_ptr,  # [B + 1]
     words_ptr,  # [T, W]
     partial_ptr,  # [splits, T, HQ, D] float32
-    stats_ptr,  # [2, splits, T, HQ] float32: maximum of the scores in base 2, sum of their powers
+    stats_ptr,  # [2, splits, T, HQ] float32: base-2 maximum of the scores, sum of their powers of 2
     out_ptr,  # [T, HQ, D]
     lse_ptr,  # [T, HQ] float32
     scale2,  # scale * log2(e)
@@ -410,21 +411,21 @@ def _tree_attention_kernel(
     COLUMN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     UNIT: tl.constexpr,  # columns of the shortest splits
-    M: tl.constexpr,  # (row, query head) pairs of a program
+    M: tl.constexpr,  # (row, query head) pairs per program
     N: tl.constexpr,  # columns at a time; divides UNIT, at most 64
     SEQS: tl.constexpr,  # a power of two, at least B
 ):
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     G: tl.constexpr = HQ // HKV
-    # A slot holds M (row, head) pairs of one sequence. Sequence b has the slots from cu_rows[b] * G // M + b on: all
-    # that it needs, wherever its rows begin and end, and at most one to spare.
+    # A slot holds M (row, head) pairs of one sequence. Sequence b's slots start at cu_rows[b] * G // M + b. So it has
+    # enough slots wherever its rows begin and end, and at most one spare.
     i_slot = tl.program_id(0)
     i_kv = tl.program_id(1)
     i_b = _sequence_of(i_slot, cu_rows_ptr, B, G, M, 1, SEQS)
     first = tl.load(cu_rows_ptr + i_b)
     pairs = (tl.load(cu_rows_ptr + i_b + 1) - first) * G
     kv_len = tl.load(kv_len_ptr + i_b)
-    shared = kv_len - tl.load(window_ptr + i_b)  # columns before it are seen by all rows
+    shared = kv_len - tl.load(window_ptr + i_b)  # all rows see the columns before it
     i_m = (i_slot - (first * G // M + i_b)) * M
     splits = _split_of(kv_len - 1, UNIT) + 1
     i_split = splits - 1 - tl.program_id(2)  # the longest first
@@ -433,7 +434,7 @@ def _tree_attention_kernel(
     o_m = i_m + tl.arange(0, M)
     m_m = o_m < pairs
     o_t = (first + o_m // G).to(tl.int64)
-    o_th = o_t * HQ + i_kv * G + o_m % G  # where in [T, HQ]
+    o_th = o_t * HQ + i_kv * G + o_m % G  # index into [T, HQ]
     o_d = tl.arange(0, D_PAD)
     m_md = m_m[:, None] & (o_d < D)[None, :]
     b_q = tl.load(q_ptr + o_th[:, None] * D + o_d[None, :], mask=m_md, other=0.0)
@@ -446,8 +447,8 @@ def _tree_attention_kernel(
     b_acc = tl.zeros([M, D_PAD], tl.float32)
     start = _split_start(i_split, UNIT)
     stop = tl.minimum(_split_start(i_split + 1, UNIT), kv_len)
-    # The next tile's page is asked for one tile ahead, so that the loads of K and V depend on nothing in their own
-    # iteration: a load behind a load would be issued only when it is needed.
+    # Load the page id one tile ahead, so that the loads of K and V depend on nothing in their own iteration. A
+    # dependent load would be issued only when it is needed.
     if PAGE % N == 0:
         page = tl.load(p_table + start // PAGE)
     else:
@@ -456,7 +457,7 @@ def _tree_attention_kernel(
         o_c = i_n + o_n
         if PAGE % N == 0:
             o_page = page.to(tl.int64) * PAGE_STRIDE + (i_n % PAGE) * COLUMN_STRIDE
-            o_kv = o_n[:, None] * COLUMN_STRIDE + o_d[None, :]  # one number and a constant tile: few registers
+            o_kv = o_n[:, None] * COLUMN_STRIDE + o_d[None, :]  # a scalar and a constant tile need few registers
             page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
         else:
             o_page = 0
@@ -468,7 +469,7 @@ def _tree_attention_kernel(
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
             bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
-            # In halves: the compiler keeps 1 << column of each column, and 64-bit ones would cost 48 registers.
+            # 32-bit halves: the compiler keeps 1 << column of every column, and 64-bit values would cost 48 registers.
             low, high = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
             seen = (tl.where(o_n[None, :] < 32, low, high) >> (o_n % 32)[None, :].to(tl.uint32)) & 1
             b_s = tl.where(seen != 0, b_s, float("-inf"))
@@ -514,7 +515,7 @@ def _tree_attention_merge_kernel(
     i_th = tl.program_id(0).to(tl.int64)
     i_b = _sequence_of(i_th // HQ, cu_rows_ptr, B, 1, 1, 0, SEQS)
     splits = _split_of(tl.load(kv_len_ptr + i_b) - 1, UNIT) + 1
-    if (splits == 1) | (i_th // HQ >= tl.load(cu_rows_ptr + i_b + 1)):  # written already, or nobody's row
+    if (splits == 1) | (i_th // HQ >= tl.load(cu_rows_ptr + i_b + 1)):  # already written, or no sequence's row
         return
     rows = T.to(tl.int64) * HQ
     o_d = tl.arange(0, D_PAD)
@@ -544,14 +545,14 @@ def _tree_attention_merge_kernel(
 def _variants(
     dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int, strides: tuple[int, int, int], arch: int
 ) -> tuple[Variant, Variant]:
-    """The kernel and its merge. An M tile of 64 for any number of rows: wgmma's, and the same on sm_80, where fewer
-    rows would put the warps side by side along the columns and change the order of the sums. 4 warps, one warpgroup.
+    """The kernel and its merge. The M tile is 64 for any number of rows. wgmma requires it; on sm_80 fewer rows would
+    place the warps side by side along the columns and change the order of the sums. 4 warps make one warpgroup.
 
-    sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are under way while one is
-    worked on; three buffers and q's 16 KiB are 112 KiB, so two blocks an SM fill its shared memory and its registers,
-    and 64 to 128 KiB an SM are in flight; 132 SMs at 4.3 TB/s and 1 us need 33. One block's exponentials overlap the
-    other's products. sm_100 has the same room. sm_80 (164 KiB) takes tiles of 32 columns, three of them under way, for
-    two blocks an SM. D 256 splits the accumulator over 8 warps. float32 goes through FMA: small tiles, correctness.
+    sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are in flight while one is
+    computed. Three buffers and q's 16 KiB take 112 KiB, so two blocks fill an SM's shared memory and registers. 64 to
+    128 KiB per SM are in flight; 132 SMs at 4.3 TB/s and 1 us latency need 33. One block's exponentials overlap the
+    other's products. sm_100 has the same room. sm_80 (164 KiB) takes tiles of 32 columns, three in flight, for two
+    blocks per SM. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
     """
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
@@ -575,7 +576,7 @@ def _variants(
             "N": N,
         },
         num_warps=8 if d_pad > 128 else 4,
-        num_stages=3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3,  # sm_80: at most 99 KiB, for its kin
+        num_stages=3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3,  # 99 KiB, consumer cards' limit
         dot=half,
         wide=D * dtype.itemsize % 16 == 0,
         smoke=smoke,
@@ -586,14 +587,15 @@ def _variants(
         arguments=("*fp32", "*fp32", "*i32", "*i32", f"*{t}", "*fp32") + ("i32",) * 3,
         constexprs={**sizes, "S": 32},
         num_warps=4,
-        wide=False,  # but for two numbers a split, which stand apart
+        wide=False,  # each split's two statistics are strided; the rest is wide
         smoke=smoke,
     )
     return split, merge
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launcher takes any heads, D, page size and strides."""
+    """The variants compiled by the compile-only checks for sm_`arch`; the launcher takes any heads, D, page,
+    strides."""
     bf16 = torch.bfloat16
     for dtype, B, Hq, Hkv, D, page in (
         (bf16, 1, 32, 8, 128, 256),
@@ -639,7 +641,7 @@ def _launch(
     several = splits if splits > 1 else 0
     partial = q.new_empty((several, T, Hq, D), dtype=torch.float32)
     stats = q.new_empty((2, several, T, Hq), dtype=torch.float32)
-    # Sequences with x pairs of (row, query head) take ceil(x / M) tiles each; sum(x) // M + B slots hold them all.
+    # A sequence with x (row, query head) pairs takes ceil(x / M) tiles; sum(x) // M + B slots hold them all.
     grid = (T * (Hq // Hkv) // split.constexprs["M"] + B, Hkv, splits)
     numbers = (scale * _LOG2E, T, B, ancestors.shape[1], block_table.stride(0))
     split(

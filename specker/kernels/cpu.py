@@ -1,9 +1,9 @@
-"""cpu: shared by the CPU forms for few rows. Such a form computes in numpy what the op's reference computes. It returns
+"""cpu: shared code of the CPU forms for few rows. Such a form computes the op's reference in numpy. It returns
 None to decline its arguments: many rows, a GPU, half precision, or shapes that the op's check rejects.
 
-A decoding step runs some hundreds of operations on a few kilobytes each, and the weights evict their code from the
-caches in between, so an operation costs what refetching its code costs. A numpy view or ufunc costs a third of a torch
-one (bench/LOG.md has the step's time with and without). Torch handles more rows: it has threads.
+A decoding step runs some hundreds of operations on a few kilobytes each. In between, the weights evict their code from
+the caches, so an operation costs as much as refetching its code. A numpy view or ufunc costs a third of a torch one
+(bench/LOG.md has the step's time with and without). Torch handles more rows: it has threads.
 """
 
 from typing import Any

@@ -1,16 +1,16 @@
-"""kv_calibrate: split qkv, normalise and rotate q and k, write K/V at their slots, one pass; kv_commit: move rows.
+"""kv_calibrate: split qkv, normalise and rotate q and k, write K/V to their slots, in one pass. kv_commit: move rows.
 
 Contract of `kv_calibrate`: qkv [T, (Hq + 2 Hkv) * D] (q heads, then k, then v), positions [T] int64, slots [T] int64,
 rope [C, 2, D] (see `rope_table`), k_cache and v_cache [pages, page_size, Hkv, D] (mutated), q_norm and k_norm [G, D]
 or None -> q [T, Hq, D]. Row t belongs to group t // (T / G): G layers' rows run as one launch. A slot is
 page * page_size + offset. Heads are first RMS-normalised over D (Qwen3), then rotated:
     out = x * cos + swap(x) * sin,   swap([a, b]) = [b, a] over the halves of D, the sign folded into the table.
-The kernel reads the half of the table that determines it: cos[:D/2] and sin[D/2:]. It rounds once, the reference after
-the norm too. Traffic: qkv read once, q, k and v written once. A row's bits depend on that row alone.
+The kernel reads only cos[:D/2] and sin[D/2:], which determine the table. It rounds once; the reference also rounds
+after the norm. Traffic: qkv read once, q, k and v written once. A row's bits depend on that row alone.
 
 Contract of `kv_commit`: k_cache and v_cache [L, pages, page_size, Hkv, D] (mutated), src and dst [M] int64 slots of
-one layer: row dst[i] <- row src[i] in every layer, as if all were read before any is written (src and dst may overlap).
-Two equal dst must have equal src. Traffic: each moved row read and written once.
+one layer. Row dst[i] becomes row src[i] in every layer, as if all were read before any is written (src and dst may
+overlap). Equal dst must have equal src. Traffic: each moved row read and written once.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,8 @@ def kv_calibrate(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D]; K/V of the rows go to `slots`. See the module for the contract."""
+    """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D]; writes the rows' K/V to `slots`. See the module for the contract.
+    Raises ValueError on other shapes and dtypes."""
     q = _kv_calibrate_few(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     if q is not None:
         return q
@@ -60,7 +61,7 @@ def kv_calibrate_ref(
     Hkv, D = k_cache.shape[-2:]
     heads = qkv.view(T, qkv.shape[1] // D, D)
     Hq = heads.shape[1] - 2 * Hkv
-    qk = heads[:, : Hq + Hkv]  # rotated together: they lie side by side
+    qk = heads[:, : Hq + Hkv]  # adjacent, so rotated together
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((_norm(qk[:, :Hq], q_norm, eps), _norm(qk[:, Hq:], k_norm, eps)), dim=1)
     cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [T, 1, D]
@@ -81,7 +82,7 @@ def _norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) -> Tensor:
     """[length, 2, D] from inv_freq [D/2]: cos twice, and [-sin, sin], so that rotate_half needs no negation.
 
-    Angles, cos and sin are float32 whatever `dtype`, as in transformers; half types keep a float32 table.
+    Angles, cos and sin are computed in float32, as in transformers; only float64 converts the table.
     """
     angles = torch.arange(length, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq.float()
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -108,7 +109,7 @@ def _kv_calibrate_few(
         return None
     if not at.shape == place.shape == (T,) or not at.dtype == place.dtype == np.int64:
         return None
-    if not (k.flags.c_contiguous and v.flags.c_contiguous):  # a reshape would copy, and the rows be lost
+    if not (k.flags.c_contiguous and v.flags.c_contiguous):  # a reshape would copy, and the writes would be lost
         return None
     Hkv, D = k.shape[2:]
     if x.ndim != 2 or x.shape[1] % D or x.shape[1] <= 2 * Hkv * D:
@@ -138,7 +139,7 @@ def _kv_calibrate_few(
 
 
 def kv_calibrate_cost(qkv: Tensor, *_: object, **__: object) -> tuple[int, int]:
-    """(bytes, flops) of one call; positions, slots and the table's rows are small beside qkv and left out."""
+    """(bytes, flops) of one call; leaves out positions, slots and the table's rows, which are small beside qkv."""
     return 2 * qkv.numel() * qkv.element_size(), 3 * qkv.numel()
 
 
@@ -197,11 +198,11 @@ def _kv_calibrate_kernel(
     Hkv: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,  # D / 2 padded to a power of two
-    BT: tl.constexpr,  # rows a program
-    BH: tl.constexpr,  # heads a program, all of them q, all k or all v
+    BT: tl.constexpr,  # rows per program
+    BH: tl.constexpr,  # heads per program: all q, all k or all v
     NORM: tl.constexpr,
 ):
-    # Indices are loaded as vectors and spread afterwards: of a column, triton 3.6 loads each once for every 8 columns.
+    # Load indices as vectors and broadcast later: as a column, Triton 3.6 loads each index once per 8 columns.
     o_r = tl.arange(0, BT * BH)
     i_t1 = tl.program_id(0) * BT + o_r // BH
     m_t1 = i_t1 < T
@@ -239,12 +240,12 @@ def _kv_calibrate_kernel(
 
 @lru_cache
 def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool) -> Variant:
-    """Rows and heads lie in one tile of which every head is q, k or v, so a program does one thing; as many heads as
-    fill a KV block without padding, then as many rows as make 256 threads of 16 bytes of each half (2-byte types). A
-    partner in the rotation is in the same thread: no shuffles. A program has 8 KiB of qkv in flight, the compiler's
-    registers leave six an SM (four with norms); the table's rows are read by every head of a row, from L1. A head's
-    sum of squares runs over the same threads in the same order whatever T. Alike on every architecture: nothing but
-    memory is used."""
+    """The heads of a tile are all q, all k or all v, so that a program does one thing. A tile holds as many heads as
+    fill a KV block without padding, and as many rows as give 256 threads 16 bytes of each half (2-byte types). The two
+    partners of a rotation are in one thread: no shuffles. A program has 8 KiB of qkv in flight; the compiler's
+    registers allow six per SM (four with norms). All heads of a row read the table's rows, from L1. A head's sum of
+    squares runs over the same threads in the same order for any T. All architectures share the tiles, since the kernel
+    is memory-bound."""
     half = triton.next_power_of_2(D // 2)
     rows = max(TILE // half, 1)
     BH = min(triton.next_power_of_2(Hkv), rows)
@@ -340,7 +341,7 @@ def _check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
 
 def _fake(qkv: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor, *_: object) -> Tensor:
     Hkv, D = k_cache.shape[2:]
-    heads = qkv.new_empty(qkv.shape[0], qkv.shape[1] // D - Hkv, D)  # the reference's q is a view beside its k
+    heads = qkv.new_empty(qkv.shape[0], qkv.shape[1] // D - Hkv, D)  # the reference's q and k are views of one tensor
     q = heads[:, : heads.shape[1] - Hkv]
     return q.new_empty(q.shape) if qkv.is_cuda and qkv.dtype != torch.float64 else q
 
@@ -357,7 +358,8 @@ _kv_calibrate = register(
 
 
 def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Move rows src [M] to dst [M] in every layer of k_cache, v_cache [L, pages, page_size, Hkv, D], in place."""
+    """Move rows src [M] to dst [M], int64, in every layer of k_cache, v_cache [L, pages, page_size, Hkv, D], in place.
+    Raises ValueError on other shapes."""
     _kv_commit(k_cache, v_cache, src, dst)
 
 
@@ -373,7 +375,7 @@ def kv_commit_cost(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -
     return 4 * L * src.shape[0] * Hkv * D * k_cache.element_size(), 0
 
 
-MAX_COMMIT = 256  # a window's rows; more are moved by the reference, which reads all first too
+MAX_COMMIT = 256  # a window's rows; the reference moves more, and also reads all of them first
 
 
 @triton.jit(
@@ -400,16 +402,16 @@ def _kv_commit_kernel(
     o_dst = (first + tl.load(dst_ptr + o_m, mask=m_m, other=0).to(tl.int64))[:, None] * ROW + o_c
     b_k = tl.load(k_cache_ptr + o_src, mask=m)
     b_v = tl.load(v_cache_ptr + o_src, mask=m)
-    tl.debug_barrier()  # a row may be another's destination: all are read before any is written
+    tl.debug_barrier()  # a row may be another's destination, so read all before writing any
     tl.store(k_cache_ptr + o_dst, b_k, mask=m)
     tl.store(v_cache_ptr + o_dst, b_v, mask=m)
 
 
 @lru_cache
 def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
-    """A program owns some columns of all moved rows of one layer, K and V, hence nobody else's reads come after its
-    writes. 4 KiB each of K and V (8 columns of 16 bytes where many rows are moved): at 16 rows and 32 layers of Hkv 8,
-    D 128 that is 256 programs, all resident at once, each with one round trip to memory."""
+    """A program owns some columns of all moved rows of one layer, K and V, so no other program reads after its writes.
+    It holds 4 KiB each of K and V, or 8 x 16 bytes of each row if many rows move. For 16 rows and 32 layers of Hkv 8, D
+    128 that is 256 programs, all resident at once, each with one round trip to memory."""
     t = TYPES[dtype]
     BC = min(max(4096 // (BM * dtype.itemsize), 128 // dtype.itemsize), triton.next_power_of_2(ROW))
     return Variant(
@@ -453,7 +455,7 @@ _kv_commit = register(
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launchers take any heads and D."""
+    """The variants that the compile-only checks compile for sm_`arch`; the launchers take any heads and D."""
     for norm in (False, True):
         yield _variant(torch.bfloat16, 32, 8, 128, norm)
         yield _variant(torch.bfloat16, 14, 2, 64, norm)

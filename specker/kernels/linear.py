@@ -1,20 +1,20 @@
-"""row_linear: y = x W^T (+ bias), for few rows (a decoding step, a verify pass), with an optional SiLU(gate) * up.
+"""row_linear: y = x W^T (+ bias) for few rows (a decoding step, a verify pass), with an optional SiLU(gate) * up.
 
-Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]; with epilogue "silu_mul" the weight's first
-O/2 rows are the gate and the rest the up projection, and the result is silu(x Wg^T) * (x Wu^T), [T, O/2]. G layers side
-by side are one call: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. Accumulation is in float32 (float64 for
-float64). Traffic: the weight is read once, G * O * E elements; G * T * (E + O) beside it. On a CPU a row may differ in
-the last bits from the same row among others: equal to 1e-12 in float64.
+Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]. With epilogue "silu_mul" the weight's first
+O/2 rows are the gate and the rest the up projection; the result is silu(x Wg^T) * (x Wu^T), [T, O/2]. One call can run
+G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. Accumulation is in float32 (float64 for
+float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On a CPU a row's last bits may depend on
+the other rows: results agree to 1e-12 in float64.
 
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
-Determinism: a row's bits are a function of that row, the weight and the architecture. The matrix tile has 64 rows
-whether T is 1 or 256, absent ones are zero; K runs in order; the number of splits of K follows (G, O, E, architecture)
-alone, and a second kernel adds their float32 partials in order. No atomics.
+Determinism: the kernel is batch-invariant: a row's bits depend only on that row, the weight and the architecture. The
+matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only
+on (G, O, E, architecture), and a second kernel adds their float32 partials in order. No atomics.
 
-`pack` puts a large float32 CPU weight in oneDNN's blocked layout: a plain float32 linear re-reads the weight as the
-rows grow (8 rows cost 2.5x one row), the packed one does not. Below `PACK_MIN` elements that is not noticed, but the
-packed call's fixed cost (10 to 40 us) is.
+`pack` puts a large float32 CPU weight into oneDNN's blocked layout. A plain float32 linear re-reads the weight as the
+rows grow (8 rows cost 2.5x one row); the packed one does not. Below `PACK_MIN` elements the packed call's fixed cost
+(10 to 40 us) matters more.
 """
 
 import math
@@ -31,20 +31,20 @@ from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, trito
 
 EPILOGUES = ("none", "silu_mul")
 PACK_MIN = 1 << 21
-MAX_ROWS = 256  # of the kernel
-_PACK_ROWS = 16  # the row count the layout is chosen for; measured good from 1 to 64 rows
+MAX_ROWS = 256  # that the kernel serves
+_PACK_ROWS = 16  # the row count the layout is chosen for; measured good for 1 to 64 rows
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-    """x [T, E], weight [O, E] (plain or from `pack`), bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul"; or all
-    of them, plain, with a dimension G in front."""
+    """x [T, E], weight [O, E] (plain or from `pack`), bias [O] -> [T, O], or [T, O/2] with epilogue
+    "silu_mul". Plain tensors may all have a leading dimension G. Raises ValueError on other shapes and dtypes."""
     matrices = x.dim() == weight.dim() > 1
     plain = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
-    eager = type(x) is Tensor and not is_dynamo_compiling()  # nor a fake tensor of torch.export
+    eager = type(x) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
     if eager and x.is_cpu and bias is None and matrices and plain:
         try:
             return row_linear_ref(x, weight, bias, epilogue)
-        except RuntimeError:  # checking only after a failure saves a decoding step the checks
+        except RuntimeError:  # check after a failure only, to spare decoding steps the checks
             _check(x, weight, bias, epilogue)
             raise
     return _row_linear(x, weight, bias, epilogue)
@@ -65,7 +65,7 @@ def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilog
 
 
 def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
-    """(bytes, flops) of one call; where the kernel splits K, with its float32 partials, written and read."""
+    """(bytes, flops) of one call; if the kernel splits K, its float32 partials are included, written and read."""
     T, E = x.shape[-2:]
     G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
     out = O // 2 if epilogue == "silu_mul" else O
@@ -76,7 +76,7 @@ def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilo
 
 
 def pack(weight: Tensor) -> Tensor:
-    """`weight` [O, E] in the layout `row_linear` runs fastest on here; the weight itself where that is row-major."""
+    """`weight` [O, E] in the layout in which `row_linear` is fastest here; the weight itself if that is row-major."""
     if (
         weight.layout is torch.strided  # not packed already
         and weight.device.type == "cpu"
@@ -91,10 +91,10 @@ def pack(weight: Tensor) -> Tensor:
 @triton.jit
 def stream_rows(
     x_ptr,  # [T, E]
-    w_ptr,  # its first row is the first of the tile's
+    w_ptr,  # at the tile's first row
     o_m,  # [M] rows of x
-    m_m,  # [M] which of them there are
-    m_n,  # [N] which rows of the weight there are; not read if EVEN_N
+    m_m,  # [M] whether each row exists
+    m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
     start,  # a multiple of BLOCK_E
     stop,
     pair,  # elements from a row of the weight to its partner
@@ -106,8 +106,8 @@ def stream_rows(
     EVEN_N: tl.constexpr,
     PAIR: tl.constexpr,
 ):
-    """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32; with PAIR also that of the
-    rows `pair` elements further on. Rows of x that are absent are zeros and cost no reading."""
+    """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
+    with the weight rows `pair` elements further on. Absent rows of x are zeros and are not read."""
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * E
     b_acc = tl.zeros([M, N], tl.float32)
@@ -148,8 +148,8 @@ def _row_linear_kernel(
     G: tl.constexpr,
     O: tl.constexpr,
     E: tl.constexpr,
-    M: tl.constexpr,  # rows of x of a program
-    N: tl.constexpr,  # columns of the output of a program, each of two rows of the weight with SILU
+    M: tl.constexpr,  # rows of x per program
+    N: tl.constexpr,  # output columns per program; with SILU each takes two rows of the weight
     BLOCK_E: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
@@ -158,7 +158,7 @@ def _row_linear_kernel(
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 256 * E < 2**31)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
-    o_m = tl.program_id(0) * M + tl.arange(0, M)  # the programs of one tile of the weight are neighbours
+    o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
     i_n = tl.program_id(1) * N
     i_s = tl.program_id(2)
@@ -242,12 +242,12 @@ def _row_linear_merge_kernel(
 
 
 SMS = {80: 108, 90: 132, 100: 148}
-LONG = 8192  # columns from which a merge's launch is small beside the stream
-MIN_SPLIT = 512  # columns of a split, at least
+LONG = 8192  # with at least this many columns, a merge's launch is cheap beside the stream
+MIN_SPLIT = 512  # fewest columns per split
 
 
 def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1) -> tuple[int, int, int, int, int]:
-    """Rows of x, rows of the weight, columns, stages, splits: the tile table, whose reasons are in `_variants`."""
+    """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons."""
     sms = SMS[arch]
     aligned = E * dtype.itemsize % 16 == 0
     if E >= LONG and aligned:
@@ -260,11 +260,11 @@ def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1) -> tuple[in
         m, block = 64, 64 if n == 128 or not aligned else 128
     count = G * -(-O // n)
     splits = max(1, min(sms // count, E // MIN_SPLIT))
-    splits = -(-E // (-(-E // (splits * block)) * block))  # whole tiles of columns may need fewer
+    splits = -(-E // (-(-E // (splits * block)) * block))  # rounding to whole tiles may need fewer
     if dtype != torch.float32:
         room = 72 if arch == 80 else 192 if count * splits <= sms else 96  # KiB
         stages = min(room * 1024 // ((m + n) * block * dtype.itemsize), 8)
-        stages += arch == 80  # its matrix instructions wait: one buffer fewer than stages
+        stages += arch == 80  # its matrix instructions are synchronous: one buffer fewer than stages
     return m, n, block, stages, splits
 
 
@@ -274,19 +274,20 @@ def _variants(
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge where K is split.
 
-    64 rows of x for any T: wgmma's M, and on sm_80 the same order of sums. What is to be tuned is how many bytes of the
-    weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us) needs 33 KiB an SM.
-    * About one program an SM, weight tiles of 32, 64 or 128 rows, and 192 KiB of stages. O 4096: 128 programs of 32
-      rows; a stage is 8 KiB of weight and 16 of x, eight of them keep 56 KiB in flight.
-    * More programs than SMs: 96 KiB, two blocks an SM. O 28672: 224 programs of 128 rows for 264 places, four stages of
-      16 + 8 KiB, 96 KiB in flight an SM.
-    * Each program reads x from L2 anew: at 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half; at one
-      row nothing). Where E is long, a merge is cheap beside the stream, and tiles of 128 with K split share x better:
-      14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight an SM. Few outputs split K too: 4096 -> 1024 is 32
-      tiles of 32 times 4.
-    * G layers have G times the programs, so larger tiles and fewer splits: all follows from their number.
-    sm_80 has 164 KiB an SM: 72 KiB, so that two blocks fit. float32 goes through FMA: small tiles, for correctness, as
-    are those of an E that is no multiple of 16 bytes, whose odd half is read 2 bytes at a time through registers.
+    64 rows of x for any T: wgmma's M, and the same order of sums on sm_80. The tuning decides how many bytes of the
+    weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 33 KiB per SM.
+    * About one program per SM: weight tiles of 32, 64 or 128 rows, and 192 KiB of stages. O 4096: 128 programs of 32
+      rows; a stage is 8 KiB of weight and 16 of x, and eight stages keep 56 KiB in flight.
+    * More programs than SMs: 96 KiB, two blocks per SM. O 28672: 224 programs of 128 rows for 264 resident blocks; four
+      stages of 16 + 8 KiB keep 96 KiB in flight per SM.
+    * Each program reads x from L2 again. At 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half); at
+      one row it is nothing. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
+      better: 14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
+      is 32 tiles of 32 times 4.
+    * G layers have G times the programs, so they get larger tiles and fewer splits.
+    sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. float32 uses FMA in small tiles, for correctness only.
+    Half precision also uses small tiles if a row is no multiple of 16 bytes: it is then read 2 bytes at a time,
+    through registers.
     """
     m, n, block, stages, splits = tiles(dtype, O, E, arch, G)
     t = TYPES[dtype]
@@ -328,7 +329,7 @@ def _variants(
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
     bf16 = torch.bfloat16
     for dtype, O, E, silu, bias, *G in (
         (bf16, 4096, 4096, False, False),
@@ -343,7 +344,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 28672, 4096, True, False),
         (torch.float32, 4096, 4096, False, False),
         (torch.float32, 1024, 4096, True, True),
-        (bf16, 6144, 4096, False, False, 4),  # groups of an 8B and of a 1B draft
+        (bf16, 6144, 4096, False, False, 4),  # groups of an 8B and a 1B draft model
         (bf16, 4096, 4096, False, False, 4),
         (bf16, 3072, 2048, False, False, 4),
         (bf16, 2048, 2048, False, False, 4),
@@ -363,7 +364,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Te
         return y
     stream, merge = _variants(x.dtype, O, E, silu, bias is not None, arch(x.device), G)
     sizes = stream.constexprs
-    b = x if bias is None else bias.contiguous()  # not read where there is none
+    b = x if bias is None else bias.contiguous()  # x is a dummy, not read
     splits = sizes["SPLITS"]
     out = y if merge is None else x.new_empty((splits, G, T, O), dtype=torch.float32)
     stream((-(-T // sizes["M"]), G * -(-y.shape[-1] // sizes["N"]), splits), x, weight, b, out, T)

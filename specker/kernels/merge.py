@@ -1,12 +1,12 @@
 """residual_merge: y = x + deltas[0] + ... + deltas[P-1]; normed[q] = RMSNorm(y; norm_weight[q]), in one pass.
 
 Contract: x [T, E], deltas [P, T, E], norm_weight [Q, E] or None, one dtype -> y [T, E], normed [Q, T, E] (Q = 0
-without weights). The last delta may stand elsewhere: deltas [P-1, T, E] and `last` [T, E]. Sums run in float32 (float64
-for float64) in the order p = 0..P-1 and are rounded once, to y; the norm is taken of the rounded y, so a row's bits
-depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w. P = 1, Q = 1 is a decoder layer's residual
-add + norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a group of N layers that run side by side.
-Traffic: (1 + P + 1 + Q) * T * E elements, each moved once for E up to 16,384 (the row stays in registers); a longer row
-is read back once from the cache, T * E elements more.
+without weights). The last delta may be a separate tensor: deltas [P-1, T, E] and `last` [T, E]. Sums run in float32
+(float64 for float64) in the order p = 0..P-1 and are rounded once, to y. The norm is taken of the rounded y, so a row's
+bits depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w. P = 1, Q = 1 is a decoder layer's residual
+add and norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a group of N layers that run side by side.
+Traffic: (1 + P + 1 + Q) * T * E elements. Each moves once for E up to 16,384, because the row stays in registers. A
+longer row is read back once from the cache, T * E more elements.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ def residual_merge(
     x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [T, E], deltas [P, T, E], norm_weight [Q, E] or None -> y [T, E], normed [Q, T, E]. Neither aliases x. `last`
-    [T, E]: one more delta, which need not stand beside the others and is added after them."""
+    [T, E] is one more delta, added after the others. Raises ValueError on other shapes and dtypes."""
     return _residual_merge_few(x, deltas, norm_weight, eps, last) or _residual_merge(x, deltas, norm_weight, eps, last)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`residual_merge` of one delta [T, E], or none, and one weight [E] -> y [T, E] (x itself without a delta) and
-    normed [T, E]: a decoder layer's."""
+    """`residual_merge` in a decoder layer, with one delta [T, E] or none and one weight [E] -> y [T, E] (x itself
+    without a delta) and normed [T, E]."""
     if (done := _add_norm_few(x, delta, weight, eps)) is not None:
         return done
     if x.is_cpu and not is_compiling() and x.shape[0] > FEW_ROWS and x.dtype == weight.dtype:
@@ -129,7 +129,7 @@ def _residual_merge_kernel(
     eps,
     P: tl.constexpr,
     Q: tl.constexpr,
-    LAST: tl.constexpr,  # the last delta stands elsewhere
+    LAST: tl.constexpr,  # the last delta is last_ptr
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
 ):
@@ -145,7 +145,7 @@ def _residual_merge_kernel(
             b_y += tl.load(deltas_ptr + p * plane + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
         if LAST:
             b_y += tl.load(last_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
-        if Q > 0 and E <= BLOCK:  # asked for before the reduction, whose barrier nothing crosses
+        if Q > 0 and E <= BLOCK:  # loaded early: no load crosses the reduction's barrier
             b_first = tl.load(weight_ptr + o_e, mask=m_e, other=0.0, eviction_policy="evict_last")
         b_kept = b_y.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + o_row + o_e, b_kept, mask=m_e)
@@ -172,10 +172,10 @@ def _residual_merge_kernel(
 
 @lru_cache
 def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False) -> Variant:
-    """One program a row, so that rows cannot meet; the tile and the warps follow E alone, and so does the order of the
-    sum. 16 elements a thread: two 16-byte loads of each operand in flight (four in float32). At E 4096 the compiler's
-    48 registers leave five programs an SM, 40 KiB of each operand in flight. The same on every architecture: nothing
-    but memory is used. A row of more than 16,384 goes through the registers in pieces."""
+    """One program per row, so rows cannot affect each other. The tile, the warps and the order of the sum depend on E
+    alone. 16 elements per thread: two 16-byte loads of each operand in flight (four in float32). At E 4096 the
+    compiler's 48 registers allow five programs per SM, 40 KiB of each operand in flight. All architectures share the
+    tiles, since the kernel is memory-bound. A row longer than 16,384 goes through the registers in pieces."""
     block = min(triton.next_power_of_2(E), MAX_BLOCK)
     t = TYPES[dtype]
     return Variant(
@@ -190,7 +190,7 @@ def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False) -> 
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launcher takes any P, Q and E."""
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any P, Q and E."""
     for P, Q in ((0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (4, 1)):
         yield _variant(torch.bfloat16, P, Q, 4096)
     for P, Q, E in ((2, 1, 4096), (2, 1, 2048), (1, 4, 18432)):

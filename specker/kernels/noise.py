@@ -1,6 +1,6 @@
 """noise: Gumbel noise that is a pure function of (seed, position, token id).
 
-Contract. The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), that of Triton's `tl.philox`:
+Contract. The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), as in Triton's `tl.philox`:
 
     key     = (seed & 0xffffffff, seed >> 32)
     counter = (id // 4, position & 0xffffffff, position >> 32, STREAM)
@@ -8,18 +8,18 @@ Contract. The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), 
     u       = min((x + 0.5) * 2^-32, 1 - 2^-24)            fp32, from 2^-33
     g       = -log(-log1p(-u))                             fp32, in [-2.82, 22.88]
 
-An id's noise does not depend on the size of the vocabulary, on the other positions asked for, or on their order. The
-largest g, which win, come from the smallest u; there x + 0.5 is exact in fp32 (x < 2^23) and log1p keeps the relative
-precision. The tail is a lattice: u has a spacing of 2^-32, so g has steps of 5e-6 at 10, of 0.1 at 20, and its topmost
-values are 22.87, 21.78, 21.26; probabilities are right to about 2^-32, and a token 25.7 nats below another never wins.
+An id's noise does not depend on the size of the vocabulary, nor on the other positions in the call or their order. The
+largest g win, and come from the smallest u. There x + 0.5 is exact in fp32 (x < 2^23) and log1p keeps the relative
+precision. The tail is discrete: u has a spacing of 2^-32, so g has steps of 5e-6 at 10 and 0.1 at 20, and its topmost
+values are 22.87, 21.78, 21.26. Probabilities are right to about 2^-32; a token 25.7 nats below another never wins.
 
-The integers are the same on every machine; the two logarithms are the platform's own. Traffic: the noise, written once
-(a kernel that computes it where it is used has none).
+The integers are the same on every machine; the two logarithms are the platform's own. Traffic: the noise, written once;
+none in a kernel that computes it where it is used.
 
-On the device `gumbel_of` and `gumbel_run` are for kernels that add noise to logits they hold. Same integers, and u to
-the bit; both logarithms are polynomials in FMAs (`_log_near`), since the hardware's own is only good to an absolute
-2^-22 near 1, where log1p must keep the relative precision. Against float64, over the whole range of u: log1p(-u) to
-2e-7 of itself, g to 2.5e-7 of itself, or absolute where |g| < 1 (torch's on a CPU: 1.2e-7).
+`gumbel_of` and `gumbel_run` are device functions for kernels that add noise to logits they hold. Their integers and u
+are the same to the bit. Both logarithms are polynomials in FMAs (`_log_near`): near 1 the hardware's own has an
+absolute error of 2^-22, but log1p must keep the relative precision there. Errors against float64, over the whole range
+of u: log1p(-u) 2e-7, relative; g 2.5e-7, relative, or absolute where |g| < 1 (torch on a CPU: 1.2e-7).
 """
 
 import operator
@@ -33,14 +33,14 @@ from torch import Tensor
 
 from specker.kernels.variant import tl, triton
 
-STREAM = 0x73706563  # the fourth counter word, "spec": apart from any other use of Philox under the same seed
+STREAM = 0x73706563  # the fourth counter word, "spec": distinct from any other use of Philox under the same seed
 MASK = 0xFFFFFFFF
 U_MAX = 1 - 2.0**-24  # the largest fp32 below 1
 
-BLOCK_ELEMENTS = 1 << 17  # 512 KiB of noise is made at a time
-TILE = 1 << 13  # counters at a time: scratch of 64 KiB an array stays in cache, and malloc does not map it afresh
+BLOCK_ELEMENTS = 1 << 17  # 512 KiB of noise at a time
+TILE = 1 << 13  # counters at a time: 64 KiB of scratch per array stays in cache, and malloc maps no new pages
 CACHED_BLOCKS = 64  # 32 MiB of noise; 1024 positions of a vocabulary of 8192
-CACHED_ROWS = 256  # more positions than this in one call are not a decoding step and pass the cache by
+CACHED_ROWS = 256  # a call with more positions is not a decoding step and bypasses the cache
 
 
 def gumbel(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
@@ -86,13 +86,13 @@ def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_cost(positions: Tensor, vocab_size: int) -> tuple[int, int]:
-    """(bytes, operations) of one call. Four values share 10 rounds of 10 integer operations; each adds 7 on floats."""
+    """(bytes, operations) of one call. Four values share 10 rounds of 10 integer operations; each adds 7 float ones."""
     n = positions.numel() * vocab_size
     return 8 * positions.numel() + 4 * n, n * (10 * 10 // 4 + 7)
 
 
 def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    """Adds the noise to z [T, K] in place. Column c is token c, or token_ids[c], whose noise it gets whatever K is."""
+    """Add noise to z [T, K] in place. Column c gets the noise of token c, or of token_ids[c], whatever K is."""
     if token_ids is None:
         return z.add_(gumbel(seed, positions, z.shape[1]))
     if z.is_cuda:
@@ -101,20 +101,21 @@ def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | Non
 
 
 def pack_draw(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """The numbers of a draw as kernels read them from memory, [4] int64 on the CPU: seed, top_k, and the float64 bits
-    of temperature and top_p. A CUDA graph holds the address, so the next request's numbers need no new graph. The
-    numbers of several sequences are stacked, [B, 4]."""
+    """A draw's numbers for kernels that read them from memory, [4] int64 on the CPU: seed, top_k, and the float64 bits
+    of temperature and top_p. A CUDA graph holds only the address, so a new request needs no new graph. Stack the
+    numbers of several sequences to [B, 4]."""
     return torch.tensor(struct.unpack("4q", struct.pack("Qqdd", check_seed(seed), top_k, temperature, top_p)))
 
 
 def unpack_draw(draw: Tensor) -> tuple[int, float, int, float]:
-    """(seed, temperature, top_k, top_p) of `pack_draw`, of one sequence; reads them on the host."""
+    """(seed, temperature, top_k, top_p) of one sequence's `pack_draw`; reads them on the host."""
     seed, top_k, temperature, top_p = struct.unpack("Qqdd", struct.pack("4q", *draw.tolist()))
     return seed, temperature, top_k, top_p
 
 
 def check_draw(draw: Tensor | None, rows: int) -> int:
-    """How many of so many rows share each of the draw's sets of numbers: all of them where it is [4]."""
+    """How many rows share one set of the draw's numbers: `rows` for [4] or None, rows / B for [B, 4]. Raises ValueError
+    on other shapes and dtypes."""
     if draw is None:
         return max(rows, 1)
     if draw.dtype != torch.int64 or not 1 <= draw.dim() <= 2 or draw.shape[-1] != 4 or not draw.numel():
@@ -128,12 +129,12 @@ def check_draw(draw: Tensor | None, rows: int) -> int:
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any, Any, Any]:
     """Ten rounds of Philox on broadcastable counter words held in 64-bit lanes: numpy uint64 or torch int64.
 
-    The words that depend on the id alone or on the position alone stay small for the first rounds.
+    Words that depend only on the id or only on the position stay small for the first rounds.
     """
     k0, k1 = seed & MASK, seed >> 32
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        # c1 and c3 carry rubbish above bit 31; the masks on c0 and c2 remove it before the next product.
+        # c1 and c3 carry garbage above bit 31; the masks on c0 and c2 remove it before the next product.
         c0 = (b >> 32) ^ c1
         c0 ^= k0
         c0 &= MASK
@@ -146,13 +147,13 @@ def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any,
 
 
 def _counter(blocks: Any, positions: Any) -> tuple[Any, Any, Any, Any]:
-    """Counter words for id // 4 = blocks [n] or [T, n] at positions [T]; the former as [1, n] and [T, 1]."""
+    """Counter words for id // 4 = blocks [n] or [T, n] at positions [T], as [1, n] or [T, n], and [T, 1]."""
     p = positions[:, None]
     return blocks if blocks.ndim == 2 else blocks[None], p & MASK, (p >> 32) & MASK, p * 0 + STREAM
 
 
 def _gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
-    """Noise [T, K] of any ids, [K] or [T, K]; spends four words on each."""
+    """Noise [T, K] of any ids, [K] or [T, K]; computes four words for each."""
     ids = ids.long()
     words = torch.stack(philox4x32(*_counter(ids >> 2, positions), seed))  # [4, T, K]
     lane = (ids & 3).expand(1, positions.shape[0], -1)
@@ -181,7 +182,7 @@ def _rows(seed: int, positions: Any, padded: int) -> Tensor:
 
 @lru_cache(CACHED_BLOCKS)
 def _block(seed: int, block: int, padded: int) -> Tensor:
-    """Noise of the positions of one aligned block, [rows, padded]: drafter and target ask for the same ones."""
+    """Noise of one aligned block of positions, [rows, padded]; cached, since drafter and target need the same ones."""
     size = _block_rows(padded)
     with torch.inference_mode(False):  # the cache outlives the caller's mode
         return _rows(seed, np.arange(block * size, (block + 1) * size), padded)
@@ -192,7 +193,7 @@ def _block_rows(padded: int) -> int:
 
 
 def _padded(vocab_size: int) -> int:
-    """A power of two up to 8192, then multiples of it, so that a trimmed head finds the whole vocabulary's block."""
+    """Round up to a power of two up to 8192, then to its multiples: a trimmed head then uses the full head's blocks."""
     return max(4, 1 << (vocab_size - 1).bit_length()) if vocab_size <= 8192 else -(-vocab_size // 8192) * 8192
 
 
@@ -202,8 +203,8 @@ _U_MAX = tl.constexpr(U_MAX)
 
 @triton.jit
 def drawn(draw_ptr, seed, temperature, top_p, DRAWN: tl.constexpr):
-    """(seed, temperature, top_p): those given, or with DRAWN those in memory (`pack_draw`), of one set or of several,
-    as draw_ptr is. At temperature 0 there is no noise and no filter: top_p is 1."""
+    """(seed, temperature, top_p): the arguments, or with DRAWN the numbers at draw_ptr (`pack_draw`), which may be one
+    pointer or a tensor of them. At temperature 0 there is no noise and no filter: top_p is 1."""
     if DRAWN:
         seed = tl.load(draw_ptr)
         temperature = tl.load(draw_ptr + 2).to(tl.float64, bitcast=True).to(tl.float32)
@@ -218,7 +219,7 @@ def gumbel_of(
     position,  # int64, broadcast with ids
     seed,  # int64: the 64 bits of the seed
 ):
-    """The noise of each id, fp32. Every id spends a Philox of its own: for ids in no order."""
+    """The noise of each id, fp32. Runs one Philox per id, so ids may come in any order."""
     x0, x1, x2, x3 = _philox(ids >> 2, position, seed)
     lane = ids & 3
     return _gumbel_from(tl.where(lane < 2, tl.where(lane == 0, x0, x1), tl.where(lane == 2, x2, x3)))
@@ -227,18 +228,18 @@ def gumbel_of(
 @triton.jit
 def gumbel_run(
     first,  # a multiple of 4
-    position,  # int64, one
+    position,  # int64 scalar
     seed,  # int64: the 64 bits of the seed
     N: tl.constexpr,  # a power of two, at least 4
 ):
-    """The noise of ids first..first + N - 1, fp32 [N]. One Philox for four ids."""
+    """The noise of ids first..first + N - 1, fp32 [N]. Runs one Philox per four ids."""
     x0, x1, x2, x3 = _philox((first >> 2) + tl.arange(0, N // 4), position, seed)
     return _gumbel_from(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)))
 
 
 @triton.jit
 def _philox(block, position, seed):
-    """The four words of each block of four ids. What is the same for a whole block stays a scalar for some rounds."""
+    """The four words of each block of four ids. A scalar position stays a scalar for the first rounds."""
     p = tl.cast(position, tl.int64)
     stream = tl.full([], _STREAM, tl.uint32)
     return tl.philox(tl.cast(seed, tl.int64), block.to(tl.uint32), p.to(tl.uint32), (p >> 32).to(tl.uint32), stream)
@@ -253,7 +254,7 @@ def _gumbel_from(x):
 
 @triton.jit
 def _log1m(u):
-    """log(1 - u) for 2^-33 <= u < 1. While 1 - u is near 1 the series takes -u itself, which 1 - u has rounded off."""
+    """log(1 - u) for 2^-33 <= u < 1. While 1 - u is near 1 the series uses -u itself, which 1 - u has rounded off."""
     v = 1.0 - u
     m, e = _parts(v)
     return _log_near(tl.where(e == 0, -u, m), e)
@@ -277,8 +278,7 @@ def _parts(x):
 
 @triton.jit
 def _log_near(m, e):
-    """log(2^e (1 + m)): the minimax polynomial of Cephes' logf; ln 2 in two parts, of which e times the first is
-    exact."""
+    """log(2^e (1 + m)) by the minimax polynomial of Cephes' logf. ln 2 is in two parts; e times the first is exact."""
     y = tl.fma(m, 7.0376836292e-2, -1.1514610310e-1)
     y = tl.fma(y, m, 1.1676998740e-1)
     y = tl.fma(y, m, -1.2420140846e-1)
@@ -304,7 +304,7 @@ def check_seed(seed: int) -> int:
 
 
 def signed(seed: int) -> int:
-    """The int64 that has the bits of a seed in [0, 2^64)."""
+    """The int64 with the bits of a seed in [0, 2^64)."""
     return seed - (seed >> 63 << 64)
 
 

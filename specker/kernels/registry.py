@@ -1,6 +1,6 @@
 """registry: register an op from the one signature of its documented function.
 
-An op file ends with a registration and its function calls what that returns:
+An op file ends with a registration; the op's function calls the result:
 
     def add_rows(x: Tensor, deltas: Tensor) -> Tensor:
         \"""x [T, E], deltas [P, T, E] -> [T, E].\"""
@@ -41,7 +41,7 @@ def register(
     pack: Callable[..., tuple[Any, ...]] | None = None,
     unpack: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[P, R]:
-    """Define torch.ops.specker.<name of function>; return what the function calls, with all arguments in order.
+    """Define torch.ops.specker.<name of function>; return what the function calls with all arguments in order.
 
     `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
     `few` is the CPU form for few rows: it does its own checks and returns None to decline. The function calls it

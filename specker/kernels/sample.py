@@ -1,22 +1,22 @@
 """sample_rows: the target's own token after each verify row.
 
-Sampling is greedy decoding of perturbed logits. Row t stands at absolute position positions[t]:
+Sampling is greedy decoding of perturbed logits. Row t is at absolute position positions[t]:
 
     z      = logits / temperature                                                          temperature > 0
     top_k  > 0 keeps the ids with z >= the k-th largest z
-    top_p  < 1 keeps, of p = softmax over what top_k left, the ids with z >= that of the token at which the
-           descending cumulative mass first reaches top_p
+    top_p  < 1 keeps, with p = softmax over the ids that top_k keeps, the ids whose z is at least that of the token
+           where the descending cumulative mass first reaches top_p
     token  = argmax over the kept ids of z + g(seed, positions[t], id)                     g: noise.py
 
 Ties at a boundary are kept, so the support does not depend on an order; the argmax gives a tie to the lower id. This is
-an exact draw from p (the Gumbel-max trick), whatever was drafted. temperature 0 is the argmax of the logits. fp32 from
-fp16 and bf16 logits, float64 stays float64. A row depends on nothing but itself. Logits may be -inf, but not NaN: of a
-row that has no number a kernel gives id 0, the reference may raise. Traffic: the logits, once.
+an exact draw from p (the Gumbel-max trick), whatever was drafted. temperature 0 is the argmax of the logits. z is fp32
+for fp16 and bf16 logits, float64 for float64. Rows are independent. Logits may be -inf, but not NaN: for a row of NaN,
+a kernel gives id 0 and the reference may raise.
 
-The kernels find the k-th largest exactly. They sum masses as integers, in units of 2^-40 of the largest, so that a sum
-has no order; an id's own mass is an fp32 exponential. Where the cumulative mass is within 2^-20 of top_p, the edge may
-be the neighbour of the float64 reference's. z is bit for bit the CPU reference's, g up to its last bits. Without a
-filter the logits are read once, else three times, twice of them from the cache where they fit.
+The kernels find the k-th largest exactly. They sum masses as integers, in units of 2^-40 of the largest, so the order
+of the sum does not matter; an id's own mass is an fp32 exponential. Where the cumulative mass is within 2^-20 of top_p,
+the edge may be the neighbour of the float64 reference's. z equals the CPU reference's bit for bit, g up to its last
+bits. Traffic: without a filter the logits once, otherwise three times, two of them from the cache if they fit.
 """
 
 import math
@@ -42,8 +42,8 @@ from specker.kernels.noise import (
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
 
-NUCLEUS = 128  # top-p on a CPU: so many candidates mostly hold the mass; sorting all costs ten times more
-MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow, and is greedy in effect
+NUCLEUS = 128  # top-p on a CPU: this many usually hold the mass; sorting all costs ten times more
+MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow; it is in effect greedy
 
 
 def sample_rows(
@@ -57,11 +57,11 @@ def sample_rows(
 ) -> Tensor:
     """logits [T, V], positions [T] int64 -> the token after each row, [T] int64.
 
-    temperature 0 or >= 1e-6, top_k >= 0 (0 keeps all), 0 < top_p <= 1, seed in [0, 2^64). ValueError otherwise.
+    temperature 0 or >= 1e-6, top_k >= 0 (0 keeps all), 0 < top_p <= 1, seed in [0, 2^64). Raises ValueError otherwise.
     With `draw` [4] (noise.pack_draw, on the logits' device) the op reads the four numbers from memory; the arguments
-    only select noise and filters. With `draw` [B, 4] rows come in B equal runs, of a sequence each, with its own
-    numbers: greedy, sampled and filtered sequences share a launch. Temperature 0 in memory is greedy; a top_k of 0 or
-    of V and more and a top_p of 1 keep all. A row's token is the one that it would get alone.
+    only enable noise and filters. With `draw` [B, 4] rows come in B equal runs, one per sequence, each with its own
+    numbers: greedy, sampled and filtered sequences share a launch. In memory, temperature 0 is greedy; a top_k of 0 or
+    of V and more and a top_p of 1 keep all. A row's token does not depend on the other rows.
     """
     return _sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
 
@@ -85,7 +85,7 @@ def sample_rows_ref(
 
 
 def first_argmax(z: Tensor) -> Tensor:
-    """z [T, V] -> the column of each row's largest value, the lowest of equals. [T] int64."""
+    """z [T, V] -> the column of each row's largest value, ties to the lowest column. [T] int64."""
     if z.is_cuda:
         return z.max(-1).indices
     if z.dtype in (torch.float16, torch.bfloat16):
@@ -96,7 +96,7 @@ def first_argmax(z: Tensor) -> Tensor:
 def _sample_runs(
     logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor, draw: Tensor | None
 ) -> Tensor:
-    """Without a kernel, on a CPU or in float64. Each sequence's run of rows has its own numbers."""
+    """The path without a kernel (CPU or float64). Each sequence's run of rows has its own numbers."""
     if draw is None or temperature == 0:
         return _sample_host(logits, temperature, top_k, top_p, seed, positions)
     run = check_draw(draw, logits.shape[0])
@@ -108,7 +108,7 @@ def _sample_runs(
 
 
 def _sample_host(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
-    """One draw's rows without a kernel."""
+    """The rows of one draw, without a kernel."""
     if top_k >= logits.shape[1]:
         top_k = 0  # all are kept
     if logits.is_cuda or temperature == 0 or (top_k == 0 and top_p == 1):
@@ -117,7 +117,7 @@ def _sample_host(logits: Tensor, temperature: float, top_k: int, top_p: float, s
 
 
 def _sample_few(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
-    """`sample_rows_ref` on a CPU, several times faster: selects instead of sorting, adds noise to the kept ids only."""
+    """`sample_rows_ref` on a CPU, several times faster: selects instead of sorting, adds noise only to the kept ids."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     z = (logits.detach().to(wide) / temperature).numpy()
     noise = gumbel(seed, positions, z.shape[1]).numpy()
@@ -129,7 +129,7 @@ def _sample_few(logits: Tensor, temperature: float, top_k: int, top_p: float, se
 
 
 def _least_kept(z: Any, top_k: int, top_p: float) -> float:
-    """The smallest value of z [V] (numpy) that top_k, then top_p leave."""
+    """The smallest value of z [V] (numpy) that top_k and then top_p keep."""
     V = m = len(z)
     if 0 < top_k < V:
         edge = np.partition(z, V - top_k)[V - top_k]
@@ -156,13 +156,13 @@ def sample_rows_cost(
     return logits.numel() * logits.element_size() + 16 * logits.shape[0], logits.numel() * each
 
 
-TILE = 4096  # logits a program
+TILE = 4096  # logits per program
 FINISH = 2048  # listed ids at a time
 BINS = 2048
 _BINS = tl.constexpr(BINS)
-_LINEAR = tl.constexpr(1024)  # bins of 1/64 nat below the row's largest z: 16 nats; then 64 bins to an octave
+_LINEAR = tl.constexpr(1024)  # bins of 1/64 nat cover 16 nats below the row's largest z; then 64 bins per octave
 _LINEAR_BITS = tl.constexpr(0x44800000)  # of 1024.0
-_UNIT = tl.constexpr(2.0**40)  # of mass; 2^22 ids of mass 1 fit into an int64
+_UNIT = tl.constexpr(2.0**40)  # a mass of 1; an int64 holds the sum of 2^22 of them
 _NONE = tl.constexpr(2**31 - 1)  # no id
 _KEEP_ALL = tl.constexpr(2**31 - 1)  # a top_k that no row reaches
 _LEAST = tl.constexpr(-(2**31))  # the least key
@@ -177,16 +177,16 @@ def _scaled(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """z of a tile; -inf after the row's end."""
+    """z of a tile; -inf beyond the row's end."""
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(logits_ptr + i_t * V + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
-    b_x = tl.div_rn(b_x, tl.where(temperature == 0, 1.0, temperature))  # 0, in memory: the logits themselves
-    return b_x + 0.0  # makes zeros equal, keys too
+    b_x = tl.div_rn(b_x, tl.where(temperature == 0, 1.0, temperature))  # 0 in memory: greedy
+    return b_x + 0.0  # turns -0 into 0, so that their keys are equal
 
 
 @triton.jit
 def _key(z):
-    """An int32 in the order of z."""
+    """An int32 that orders like z."""
     i = z.to(tl.int32, bitcast=True)
     return i ^ ((i >> 31) & 0x7FFFFFFF)
 
@@ -198,13 +198,13 @@ def _z(key):
 
 @triton.jit
 def _below(z, peak):
-    """How far z lies below the row's largest; 0 where both are infinite, since the maximum drops a NaN."""
+    """How far z lies below the row's largest; 0 if both are infinite, since the maximum drops a NaN."""
     return tl.maximum(peak - z, 0.0)
 
 
 @triton.jit
 def _bin(below):
-    """A bin that does not fall as z falls: every step rounds monotonously."""
+    """The bin of z, `below` the peak. It never falls as z falls: every step rounds monotonically."""
     x = below * 64.0
     octaves = (x.to(tl.int32, bitcast=True) - _LINEAR_BITS) >> 17
     return tl.where(x < _LINEAR, tl.minimum(x, _LINEAR).to(tl.int32), tl.minimum(_LINEAR + octaves, _BINS - 1))
@@ -217,7 +217,7 @@ def _mass(below):
 
 @triton.jit
 def _share(mass, top_p):
-    """The least integer of at least top_p * mass."""
+    """The least integer that is at least top_p * mass."""
     x = mass.to(tl.float64) * top_p
     down = x.to(tl.int64)
     return down + (down.to(tl.float64) < x).to(tl.int64)
@@ -225,7 +225,7 @@ def _share(mass, top_p):
 
 @triton.jit
 def _best(b_v, o_id, m):
-    """The largest value where m, and the lowest id that has it."""
+    """The largest value where m is set, and the lowest id that has it."""
     b_v = tl.where(m, b_v, float("-inf"))
     best = tl.max(b_v, axis=0)
     return best, tl.min(tl.where(m & (b_v == best), o_id, _NONE), axis=0)
@@ -235,10 +235,10 @@ def _best(b_v, o_id, m):
 def _sample_argmax_kernel(
     logits_ptr,  # [T, V]
     positions_ptr,  # [T]
-    draw_ptr,  # [B, 4]: a set for each run of rows
+    draw_ptr,  # [B, 4]: one set per run of rows
     value_ptr,  # [T, S] fp32: each split's largest
-    id_ptr,  # [T, S] int32: where it stands
-    out_ptr,  # [T] int64, written where S is 1
+    id_ptr,  # [T, S] int32: its id
+    out_ptr,  # [T] int64, written only if S is 1
     temperature,
     seed: tl.int64,
     run,  # rows that share a set
@@ -252,7 +252,7 @@ def _sample_argmax_kernel(
     seed, temperature, _ = drawn(draw_ptr + i_t // run * 4, seed, temperature, 1.0, DRAWN)
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
-    if NOISE:  # noqa: SIM102 (the compiler's `and` of a constant and a number is no shortcut)
+    if NOISE:  # noqa: SIM102 (the compiler's `and` of a constant and a number does not short-circuit)
         if temperature != 0:
             b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
     best, i_best = _best(b_z, o_v, o_v < V)
@@ -282,7 +282,7 @@ def _sample_merge_kernel(
 @triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["draw_ptr"])
 def _sample_peak_kernel(
     logits_ptr,  # [T, V]
-    draw_ptr,  # [B, 4]: a set for each run of rows
+    draw_ptr,  # [B, 4]: one set per run of rows
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64: count and mass; zeroed here
     listed_ptr,  # [T] int32: length of the row's list; zeroed here
@@ -312,7 +312,7 @@ def _peak(peak_ptr, i_t, S: tl.constexpr, S_PAD: tl.constexpr):
 @triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["draw_ptr"])
 def _sample_histogram_kernel(
     logits_ptr,  # [T, V]
-    draw_ptr,  # [B, 4]: a set for each run of rows
+    draw_ptr,  # [B, 4]: one set per run of rows
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64
     temperature,
@@ -331,8 +331,8 @@ def _sample_histogram_kernel(
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
     b_below = _below(b_z, _peak(peak_ptr, i_t, S, S_PAD))
     p_bin = hist_ptr + i_t * (2 * _BINS) + _bin(b_below)
-    # What is masked out with -inf would all queue for one address. It is never an edge: with fewer than k others bin_k
-    # is after the last bin.
+    # Ids masked out with -inf would all contend for one address. They are never an edge: with fewer than k others,
+    # bin_k is after the last bin.
     if TOP_K:
         tl.atomic_add(p_bin, tl.full([BLOCK], 1, tl.int64), mask=m_v & (b_below < float("inf")), sem="relaxed")
     if TOP_P:
@@ -344,12 +344,12 @@ def _sample_histogram_kernel(
 def _sample_select_kernel(
     logits_ptr,  # [T, V]
     positions_ptr,  # [T]
-    draw_ptr,  # [B, 4]: a set for each run of rows
+    draw_ptr,  # [B, 4]: one set per run of rows
     peak_ptr,  # [T, S] fp32
     hist_ptr,  # [T, 2, 2048] int64
     value_ptr,  # [T, S] fp32
     id_ptr,  # [T, S] int32
-    list_ptr,  # [T, V] int64: key << 32 | id of what may be at an edge, in any order
+    list_ptr,  # [T, V] int64: key << 32 | id for ids that may be at an edge, in any order
     listed_ptr,  # [T] int32
     edge_ptr,  # [T, 6] int64
     temperature,
@@ -371,14 +371,14 @@ def _sample_select_kernel(
     if DRAWN and TOP_K:
         k = tl.load(p_draw + 1)
         top_k = tl.where((k <= 0) | (k >= V) | (temperature == 0), _KEEP_ALL, k).to(tl.int32)
-    # bin_k holds the k-th largest. What is kept of it decides the mass that top_p is a share of, and so where in
-    # first..last the other edge lies.
+    # bin_k holds the k-th largest. How many of its ids are kept decides the mass that top_p is a share of, and so where
+    # in first..last the top-p edge lies.
     o_bin = tl.arange(0, _BINS)
     bin_k = tl.full([], _BINS, tl.int32)
     want_k = tl.full([], 0, tl.int64)
     if TOP_K:
         b_count = tl.load(hist_ptr + i_t * (2 * _BINS) + o_bin)
-        bin_k = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)  # after the last if all are kept
+        bin_k = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)  # past the last bin if all are kept
         want_k = top_k - tl.sum(tl.where(o_bin < bin_k, b_count, 0), axis=0)
     first, last = bin_k, bin_k
     surely = tl.full([], 0, tl.int64)
@@ -388,7 +388,7 @@ def _sample_select_kernel(
         b_reached = tl.cumsum(b_mass, axis=0)
         surely = tl.sum(tl.where(o_bin < bin_k, b_mass, 0), axis=0)
         most = tl.sum(tl.where(o_bin <= bin_k, b_mass, 0), axis=0)
-        # A top_p of 1, in memory, is no filter; a share of 1 would still lose what float64 rounds off.
+        # A top_p of 1 in memory is no filter; as a share, 1 would still lose what float64 rounds off.
         first = tl.sum((b_reached < _share(surely, top_p)).to(tl.int32), axis=0)
         last = tl.sum((b_reached < _share(most, top_p)).to(tl.int32), axis=0)
         first, last = tl.where(top_p < 1, first, bin_k), tl.where(top_p < 1, last, bin_k)
@@ -415,7 +415,7 @@ def _sample_select_kernel(
     best, i_best = float("-inf"), tl.full([], _NONE, tl.int32)
     if tl.sum(m_kept.to(tl.int32), axis=0) > 0:
         if DRAWN:
-            seed = tl.load(p_draw)  # not before: registers
+            seed = tl.load(p_draw)  # loaded late, to save registers
         if temperature != 0:
             b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
         best, i_best = _best(b_z, o_v, m_kept)
@@ -425,7 +425,7 @@ def _sample_select_kernel(
 
 @triton.jit
 def _listed(p_list, i, n, FINISH: tl.constexpr):
-    """Entries i..i + FINISH - 1 of a row's list: key, id, whether it is there."""
+    """Entries i..i + FINISH - 1 of a row's list: key, id, whether the entry exists."""
     o_list = i + tl.arange(0, FINISH)
     b_entry = tl.load(p_list + o_list, mask=o_list < n, other=0)
     return (b_entry >> 32).to(tl.int32), b_entry.to(tl.int32), o_list < n
@@ -433,7 +433,7 @@ def _listed(p_list, i, n, FINISH: tl.constexpr):
 
 @triton.jit
 def _weight(p_list, n, peak, low, high, MASS: tl.constexpr, FINISH: tl.constexpr):
-    """The mass or the number of the listed ids whose key is in low..high."""
+    """The mass (MASS) or the number of the listed ids with keys in low..high."""
     total = tl.full([], 0, tl.int64)
     for i in tl.range(0, n, FINISH):
         b_key, _, m = _listed(p_list, i, n, FINISH)
@@ -448,8 +448,8 @@ def _weight(p_list, n, peak, low, high, MASS: tl.constexpr, FINISH: tl.constexpr
 
 @triton.jit
 def _edge(p_list, n, peak, first, last, least, want, MASS: tl.constexpr, FINISH: tl.constexpr):
-    """Of the listed ids in bins first..last, none below the key `least`: the largest key from which on they weigh
-    `want`, and the largest of all."""
+    """Of the listed ids in bins first..last with keys from `least` on: the largest key such that the ids from it on
+    weigh at least `want`, and the largest key of all."""
     low, high = tl.full([], 2**31 - 1, tl.int32), tl.full([], _LEAST, tl.int32)
     for i in tl.range(0, n, FINISH):
         b_key, _, m = _listed(p_list, i, n, FINISH)
@@ -457,7 +457,7 @@ def _edge(p_list, n, peak, first, last, least, want, MASS: tl.constexpr, FINISH:
         m = m & (b_bin >= first) & (b_bin <= last) & (b_key >= least)
         low = tl.minimum(low, tl.min(tl.where(m, b_key, 2**31 - 1), axis=0))
         high = tl.maximum(high, tl.max(tl.where(m, b_key, _LEAST), axis=0))
-    # No other key lies between: bins and keys have one order. 64 bits, for the sum of two.
+    # No other listed key lies between, because bins and keys have one order. 64 bits hold the sum of two keys.
     least_kept, most_kept = low.to(tl.int64), high.to(tl.int64)
     while least_kept < most_kept:
         middle = (least_kept + most_kept + 1) >> 1
@@ -471,7 +471,7 @@ def _edge(p_list, n, peak, first, last, least, want, MASS: tl.constexpr, FINISH:
 @triton.jit(do_not_specialize=["run", "seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
 def _sample_finish_kernel(
     positions_ptr,  # [T]
-    draw_ptr,  # [B, 4]: a set for each run of rows
+    draw_ptr,  # [B, 4]: one set per run of rows
     peak_ptr,  # [T, S] fp32
     value_ptr,  # [T, S] fp32
     id_ptr,  # [T, S] int32
@@ -530,11 +530,11 @@ def _sample_finish_kernel(
 def _sample_variants(
     dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p: bool, drawn: bool = False
 ) -> tuple[Variant, ...]:
-    """The launches of a call: argmax and, of several splits, merge; with a filter peak, histogram, select, finish.
+    """The launches of a call: argmax and, for several splits, merge; with a filter peak, histogram, select, finish.
 
-    A program holds one tile, whatever T is: 16 logits a thread, two 16-byte loads of 2-byte ones. V 128,256 is 32
-    splits, so 8 rows are 256 programs, two an SM; Philox, 40 us of work on one SM a row, is shared out too. Alike on
-    every architecture.
+    A program holds one tile for any T: 16 logits per thread, two 16-byte loads of 2-byte logits. V 128,256 makes 32
+    splits, so 8 rows are 256 programs, two per SM. The splits also share Philox, which takes one SM 40 us per row. All
+    architectures use the same tiles.
     """
     block = min(TILE, max(128, triton.next_power_of_2(V)))
     S = -(-V // block)
@@ -542,7 +542,7 @@ def _sample_variants(
     row, pad = {"V": V, "S": S}, {"S_PAD": triton.next_power_of_2(S)}
     held = {"DRAWN": drawn}
     flags = {"TOP_K": top_k, "TOP_P": top_p, **held}
-    # Beside 16-byte loads of logits there are two or three single numbers; those of a small or an odd row are narrow.
+    # Besides 16-byte loads of logits there are two or three scalar ones; small and odd rows load narrowly.
     fixed = {"wide": block >= 1024 and V * dtype.itemsize % 16 == 0, "num_warps": warps}
     smoke = dtype == torch.bfloat16 and V == 128256
     name = f"{t} V{V}" + (" noise" if noise else "") + (" top-k" if top_k else "") + (" top-p" if top_p else "")
@@ -617,7 +617,7 @@ def _sample_variants(
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launcher takes any V and T."""
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any V and T."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for V in (128256, 32000, 8192, 151936, 262144):
         yield from _sample_variants(bf16, V, True, False, True)

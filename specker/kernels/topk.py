@@ -1,4 +1,4 @@
-"""vocab_topk: LM head over the kept rows of the vocabulary, the k best tokens of each row, the log-sum-exp of all.
+"""vocab_topk: LM head over the kept vocabulary rows: the k best tokens of each row and the log-sum-exp of all.
 
 Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. For row t:
 
@@ -8,15 +8,15 @@ Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. F
     logits   = the k largest z, descending, ties to the lower id(c); ids = their id(c)
     lse      = log sum_c exp z[c]
 
-so exp(logits - lse) is a confidence over the kept rows in the very ranking that was used. A trimmed head sees the whole
-head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] of one dtype; ids [T, k] int64
-in the full vocabulary; logits [T, k] and lse [T] fp32, float64 for float64. Traffic: the weight once, K * E elements;
-logits do not reach memory in the kernel. The reference rounds them to hidden's dtype, as `row_linear` does; the kernel
-ranks and returns the float32 sums. It takes up to 256 rows and ids below 2^32; more rows and float64 stay with the
-reference. Determinism: a row's bits are a function of that row, weight, ids, k and the architecture. The products are
-row_linear's (64 rows for any T, K in order), and what follows runs row by row in tiles that do not follow T. A norm is
-residual_merge's kernel, one launch before: every program would else need the row's scale before its first product, or
-round x * weight unscaled, which can overflow float16.
+exp(logits - lse) is therefore a confidence over the kept rows, in the same ranking that chose the ids. A trimmed head
+uses the full head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] have one dtype;
+ids [T, k] are int64 in the full vocabulary; logits [T, k] and lse [T] are fp32, float64 for float64. Traffic: the
+weight once, K * E elements; the kernel does not write the full logits to memory. It ranks and returns the float32 sums;
+the reference rounds them to hidden's dtype, as `row_linear` does. The kernel takes up to 256 rows and ids below 2^32.
+More rows and float64 go to the reference. Determinism: a row's bits depend only on that row, weight, ids, k and the
+architecture. The products are row_linear's (64 rows for any T, K in order), and the selection runs row by row in tiles
+that do not depend on T. A norm is residual_merge's kernel, launched first. Otherwise every program would need the row's
+scale before its first product, or would round x * weight unscaled, which can overflow float16.
 Source of the trimmed head: VocabTrim, arXiv 2506.22694.
 """
 
@@ -47,8 +47,8 @@ class Noise(NamedTuple):
     seed: int
     positions: Tensor  # [T] int64
     temperature: float
-    # [4] or [B, 4], noise.pack_draw: seed and temperature are read there, and the one above only says that there is
-    # noise. Rows come in B equal runs, of a sequence each; a temperature of 0 in memory is greedy, without noise.
+    # [4] or [B, 4] from noise.pack_draw: seed and temperature are read from it, and `temperature` above only enables
+    # noise. Rows come in B equal runs, one per sequence; a temperature of 0 in memory is greedy, without noise.
     draw: Tensor | None = None
 
 
@@ -67,8 +67,8 @@ def vocab_topk(
     """hidden [T, E], weight [K, E] (plain or packed), token_ids [K] -> ids [T, k], logits [T, k], lse [T].
 
     token_ids are distinct, int32 or int64. 1 <= k <= min(64, K). norm = (weight [E], eps), noise = (seed, positions [T]
-    int64, temperature 0 or >= 1e-6) or a `Noise`, whose `draw` keeps those two in memory. Without `with_lse` lse is
-    empty, [0]: on a CPU it costs as much as the search.
+    int64, temperature 0 or >= 1e-6) or a `Noise`, whose `draw` holds seed and temperature in memory. Without
+    `with_lse`, lse is empty [0]; on a CPU it costs as much as the search.
     Raises ValueError on other shapes, dtypes and ranges.
     """
     return _vocab_topk(hidden, weight, token_ids, k, norm, noise, with_lse)
@@ -104,14 +104,14 @@ def vocab_topk_ref(
 
 
 def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row and their columns, ties to the lower id: sorts everything, without a host read."""
+    """The k largest of each row and their columns, ties to the lower id. Sorts everything, without a host read."""
     by_id = torch.arange(z.shape[1], device=z.device) if token_ids is None else token_ids.argsort()
     values, order = z[:, by_id].sort(dim=-1, descending=True, stable=True)
     return values[:, :k].contiguous(), by_id[order[:, :k]]
 
 
 def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """`_largest` on a CPU: selects, and orders by id only where there is a tie (torch.topk orders ties anyhow)."""
+    """`_largest` on a CPU: selects, and orders by id only if there is a tie (torch.topk orders ties arbitrarily)."""
     if k == 1:
         best = _largest_few(z)
         if best is None:
@@ -120,13 +120,13 @@ def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
         values, columns = best
         if token_ids is None or _count_equal(z, values) == z.shape[0]:  # no tie
             return values, columns
-    m = min(k + 1, z.shape[1])  # one more shows a tie at the edge
+    m = min(k + 1, z.shape[1])  # one more, to detect a tie at the edge
     values, columns = z.topk(m)
     rows = values.tolist()
     values, columns = values[:, :k].contiguous(), columns[:, :k].contiguous()
     for t, row in enumerate(rows):
         if len(set(row)) < m:
-            at = (~(z[t] < values[t, -1])).nonzero()[:, 0]  # every candidate; NaN is one, as for topk
+            at = (~(z[t] < values[t, -1])).nonzero()[:, 0]  # every candidate, including NaN, as in topk
             if token_ids is not None:
                 at = at[token_ids[at].argsort()]
             values[t], order = (x[:k] for x in z[t, at].sort(descending=True, stable=True))
@@ -135,7 +135,7 @@ def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
 
 
 def _largest_few(z: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The largest value of each row of z [T, K] and its column, both [T, 1], the lower column of equals."""
+    """The largest value of each row of z [T, K] and its column, both [T, 1], ties to the lower column."""
     if not few(z):
         return None
     rows = z.numpy()
@@ -157,8 +157,9 @@ def vocab_topk_cost(
     noise: Noisy | None = None,
     with_lse: bool = True,
 ) -> tuple[int, int]:
-    """(bytes, flops) of one call: weight, hidden, ids and norm once, the results out; two flops a weight and row. With
-    the kernel's partials: each tile's candidates written, their first and the best tiles' read; lse's sums both."""
+    """(bytes, flops) of one call: reads weight, hidden, ids and norm once, writes the results; two flops per weight and
+    row. Includes the kernel's partials: each tile's candidates written, their first and the best tiles' read, and lse's
+    sums written and read."""
     (T, E), K = hidden.shape, weight.shape[0]
     read = (K * E + T * E + (E if norm is not None else 0)) * hidden.element_size()
     if token_ids is not None:
@@ -197,8 +198,8 @@ def _value_of(key):
 
 @triton.jit
 def _take(key, R: tl.constexpr, TOP: tl.constexpr, C: tl.constexpr):
-    """key [R, n] -> the TOP <= C largest of each row, descending, in [R, C]; what is left over is unspecified. A few
-    are taken out one by one, many sorted out; keys differ."""
+    """key [R, n] -> the TOP <= C largest of each row, descending, in [R, C]; the rest is unspecified. Takes a few out
+    one by one, sorts for many. Keys must differ."""
     if C <= 16:
         o_c = tl.arange(0, C)[None, :]
         b_top = tl.full([R, C], _NONE, tl.int64)
@@ -213,7 +214,7 @@ def _take(key, R: tl.constexpr, TOP: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _power(z, top):
-    """exp(z - top), 1 where they are equal, infinities included."""
+    """exp(z - top); 1 if they are equal, infinities included."""
     return tl.where(z == top, 1.0, tl.exp(z - top))
 
 
@@ -226,7 +227,7 @@ def _vocab_topk_kernel(
     w_ptr,  # [K, E]
     ids_ptr,  # [K]
     positions_ptr,  # [T]
-    draw_ptr,  # [B, 4]: a set for each run of rows
+    draw_ptr,  # [B, 4]: one set per run of rows
     keys_ptr,  # [T, tiles, C]: the tile's largest, descending
     stats_ptr,  # [2, T, tiles]: the tile's maximum, and its sum of exp(z - maximum)
     T,
@@ -235,12 +236,12 @@ def _vocab_topk_kernel(
     run,  # rows that share a set
     K: tl.constexpr,
     E: tl.constexpr,
-    M: tl.constexpr,  # rows of x of a program
-    N: tl.constexpr,  # rows of the weight of a program
+    M: tl.constexpr,  # rows of x per program
+    N: tl.constexpr,  # rows of the weight per program
     BLOCK_E: tl.constexpr,
-    R: tl.constexpr,  # rows that are looked at together; divides M
+    R: tl.constexpr,  # rows per selection; divides M
     TOP: tl.constexpr,  # k
-    C: tl.constexpr,  # candidates of a tile; a power of two, at least k
+    C: tl.constexpr,  # candidates per tile; a power of two, at least k
     MAPPED: tl.constexpr,
     NOISE: tl.constexpr,
     DRAWN: tl.constexpr,
@@ -248,10 +249,10 @@ def _vocab_topk_kernel(
 ):
     tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and 256 * E < 2**31)
     i_tile = tl.program_id(1)
-    o_m = tl.program_id(0) * M + tl.arange(0, M)  # the programs of one tile of the weight are neighbours
+    o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     o_n = i_tile * N + tl.arange(0, N)
     m_n = o_n < K
-    if MAPPED:  # asked for before the stream
+    if MAPPED:  # loaded early, to overlap with the stream
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
     else:
         b_id = o_n.to(tl.int64)
@@ -276,8 +277,8 @@ def _vocab_topk_kernel(
     b_all = tl.reshape(b_all, (M // R, R, N))
     o_group = tl.arange(0, M // R)[:, None, None]
     for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
-        # R rows; the sum is with zeros, so it is exact. The compiler would leave each of them with every fourth warp,
-        # which all repeat the selection; a load, though it reads nothing, sets the layout: spread over all threads.
+        # Takes R rows; summing with zeros is exact. The compiler would leave each row in every fourth warp, and those
+        # warps would all repeat the selection. A load that reads nothing sets a layout that uses all threads.
         b_z = tl.sum(tl.where(o_group * R == i_r, b_all, 0.0), axis=0)
         o_spread = tl.arange(0, R)[:, None] * N + tl.arange(0, N)[None, :]
         b_z += tl.load(stats_ptr + o_spread, mask=o_spread + T < 0, other=0.0)
@@ -322,8 +323,8 @@ def _vocab_topk_merge_kernel(
     C: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """A program a row. The largest C can only lie in the C tiles with the largest maxima, and of the r-th of these
-    (from 0) only in the first C - r: what is further down has C above it, in this tile and the maxima before."""
+    """One program per row. The C largest keys can only lie in the C tiles with the largest maxima, and in the r-th of
+    these (from 0) only among the first C - r: any later key has C larger ones, in its tile and the maxima before."""
     i_t = tl.program_id(0).to(tl.int64)
     o_tile = tl.arange(0, TILES_PAD)
     m_tile = o_tile < TILES
@@ -343,16 +344,16 @@ def _vocab_topk_merge_kernel(
         SOME: tl.constexpr = min(TILES_PAD, 256)
         RANKS: tl.constexpr = min(C, TILES_PAD)
         FIRST: tl.constexpr = min(TOP, TILES_PAD)
-        if RANKS <= 16:  # as in `_take`, keeping the place
+        if RANKS <= 16:  # like `_take`, but keeps the tile
             b_tile = tl.zeros([RANKS], tl.int32)
             for i in tl.range(FIRST):
-                found = b_first == tl.max(b_first, axis=0)  # one: keys differ
+                found = b_first == tl.max(b_first, axis=0)  # exactly one, since keys differ
                 b_tile = tl.where(tl.arange(0, RANKS) == i, tl.max(tl.where(found, o_tile, 0), axis=0), b_tile)
                 b_first = tl.where(found, _NONE, b_first)
         else:
             b_rank = tl.topk(b_first, RANKS)
             b_tile = tl.zeros([RANKS], tl.int32)
-            for i_tile in tl.range(0, TILES, SOME):  # all at once would be more than registers hold
+            for i_tile in tl.range(0, TILES, SOME):  # all at once would not fit in registers
                 o_some = i_tile + tl.arange(0, SOME)
                 b_some = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=_NONE)
                 same = (b_rank[:, None] == b_some[None, :]) & (o_some < TILES)[None, :]
@@ -367,7 +368,7 @@ def _vocab_topk_merge_kernel(
 
 
 def tiles(dtype: torch.dtype, K: int, E: int, arch: int) -> tuple[int, int, int, int]:
-    """Rows of x, rows of the weight, columns, stages: the tile table, whose reasons are in `_variants`."""
+    """The tile table: rows of x, rows of the weight, columns, stages. `_variants` gives the reasons."""
     aligned = E * dtype.itemsize % 16 == 0
     if dtype == torch.float32 or not aligned:
         return 16 if dtype == torch.float32 else 64, 64, 32, 2
@@ -389,14 +390,14 @@ def _variants(
     lse: bool,
     arch: int,
 ) -> tuple[Variant, Variant]:
-    """The kernel and its merge. The stream is row_linear's; what is new is that a tile ends in a selection, during
-    which its program reads nothing.
+    """The kernel and its merge. The stream is row_linear's, but each tile ends in a selection, during which its
+    program reads nothing.
 
-    K 32,768: 256 programs of 128 rows on an H200's 264 places (two blocks of 96 KiB an SM, 96 KiB in flight): one
-    wave, so that each place pays for one selection; tiles of 64 would pay for two and read x twice as often. 8 warps
-    halve the selection. It takes 8 rows at a time, as many times as there are rows: the dot's 64 may not follow T,
-    what comes after may. (16 at a time spill 8 to 32 bytes at the 128 registers that two blocks leave a thread.) The
-    merge reads the tiles' maxima, then at most C tiles. float32 and odd E: small tiles, for correctness.
+    K 32,768: an H200 holds 264 blocks at once (two of 96 KiB per SM, 96 KiB in flight). 256 programs of 128 rows run in
+    one wave, with one selection each; tiles of 64 would need two waves and read x twice as often. 8 warps halve
+    the selection. It takes 8 rows at a time and loops over the rows that exist: the dot's 64 rows must not depend on T,
+    the selection may. (16 at a time spill 8 to 32 bytes at the 128 registers per thread that two blocks allow.) The
+    merge reads the tiles' maxima, then at most C tiles. float32 and odd E use small tiles, for correctness only.
     """
     m, n, block, stages = tiles(dtype, K, E, arch)
     t, count = TYPES[dtype], -(-K // n)
@@ -432,7 +433,7 @@ def _variants(
         dot=half,
         wide=E * dtype.itemsize % 16 == 0,
         smoke=smoke,
-        options={"maxnreg": 128} if half else {},  # two blocks an SM
+        options={"maxnreg": 128} if half else {},  # two blocks per SM
     )
     merge = Variant(
         name=name + " merge",
@@ -446,14 +447,14 @@ def _variants(
             "LSE": lse,
         },
         num_warps=4 if C <= 16 and count <= 256 else 8,
-        wide=False,  # one key in C of the tiles' maxima
-        smoke=smoke and C <= 16,  # sorting takes the compiler 5 to 13 s
+        wide=False,  # for the tiles' maxima it reads one key in C
+        smoke=smoke and C <= 16,  # the sort takes 5 to 13 s to compile
     )
     return stream, merge
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """What the compile-only checks compile for sm_`arch`; the launcher takes any K, E and k up to 64."""
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any K, E and k up to 64."""
     bf16, i32, i64 = torch.bfloat16, torch.int32, torch.int64
     for dtype, K, E, k, ids, noise, held, lse in (
         (bf16, 32768, 4096, 1, i64, True, False, False),
@@ -508,7 +509,7 @@ def _launch(
         (-(-T // sizes["M"]), count),
         hidden,
         weight.contiguous(),
-        hidden if token_ids is None else token_ids.contiguous(),  # neither is read where there is none
+        hidden if token_ids is None else token_ids.contiguous(),  # hidden is a dummy for absent tensors
         positions.contiguous() if noisy and positions is not None else hidden,
         draw.contiguous() if held and draw is not None else hidden,
         keys,

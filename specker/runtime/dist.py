@@ -225,7 +225,7 @@ def speaks() -> bool:
         return os.environ.get("RANK", "0") == "0"
     try:
         return td.distributed_c10d._get_default_store().add("specker/errors", 1) == 1
-    except RuntimeError:  # the store went with its owner
+    except RuntimeError:  # the store ended with the process that owned it
         return True
 
 

@@ -2,8 +2,8 @@
 
 Interpolated Kneser-Ney with one discount per order (Chen and Goodman, TR-10-98, sections 2.7 and 3), in back-off form:
 
-    p(w | u v) = p3(u v w)                    where u v w is listed, else b(u v) p(w | v)
-    p(w | v)   = p2(v w)                      where v w is listed,   else b(v) p1(w)
+    p(w | u v) = p3(u v w)                    if u v w is listed, otherwise b(u v) p(w | v)
+    p(w | v)   = p2(v w)                      if v w is listed,   otherwise b(v) p1(w)
 
 The back-off weights b make each p sum to 1 over the vocabulary; they are computed from the listed probabilities when
 the model is made or read. The tables are sorted numpy arrays; one look-up serves many contexts and candidates.

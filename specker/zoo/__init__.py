@@ -1,6 +1,6 @@
-"""The bundled family: a small code model, its drafts and its masked-diffusion drafter, with held-out prompts.
+"""The bundled family: a small code model, its draft models and its masked-diffusion drafter, with held-out prompts.
 
-`python -m specker.zoo.train` reproduces the weights; RECIPE.md, corpus.json and losses.json say how they came about."""
+`python -m specker.zoo.train` reproduces the weights; RECIPE.md, corpus.json and losses.json record how."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def parse_version(text):
 
 
 def path(name: str) -> Path:
-    """The Hugging Face folder of one model of the family."""
+    """The Hugging Face folder of one model of the family. Raises ValueError for another name."""
     if name not in NAMES:
         raise ValueError(f"expected one of {', '.join(NAMES)}, got {name!r}")
     return Path(__file__).parent / name
 
 
 def vocab_scores() -> Path:
-    """How often each token occurs in text that the target wrote; see specker/runtime/vocab_scores.py."""
+    """The file of token counts of text that the target wrote; see specker/runtime/vocab_scores.py."""
     return Path(__file__).parent / "vocab_scores.safetensors"
 
 
 def ngram() -> Path:
-    """Trigrams of text that the target wrote; see specker/runtime/ngram.py."""
+    """The file of trigrams of text that the target wrote; see specker/runtime/ngram.py."""
     return Path(__file__).parent / "ngram.safetensors"
 
 
 def heldout() -> list[dict[str, str]]:
-    """Beginnings of functions of modules never trained on: {"prompt", "source" ("module:line"), "licence"} each."""
+    """Function beginnings from modules never trained on, each {"prompt", "source" ("module:line"), "licence"}."""
     text = (Path(__file__).parent / "heldout.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

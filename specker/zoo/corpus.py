@@ -1,7 +1,7 @@
 """The corpus: Python source under permissive licences from the standard library and an allow-list of distributions.
 
-Order, selection and the held-out prompts are fixed by the constants here and by the versions installed, which
-`corpus.json` records.
+The constants here and the installed versions fix the order, the selection and the held-out prompts. `corpus.json`
+records the versions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 EOS, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"  # ids 0, 1, 2
 
-# distribution -> licence, checked against its metadata; what is absent on a machine is left out and so recorded
+# distribution -> licence, checked against its metadata; corpus.json lists those that were installed
 ALLOWED = {
     "annotated-types": "MIT", "anyio": "MIT", "click": "BSD-3-Clause", "contourpy": "BSD-3-Clause",
     "filelock": "MIT", "fonttools": "MIT", "fsspec": "BSD-3-Clause", "h11": "MIT", "httpcore2": "BSD-3-Clause",
@@ -43,7 +43,7 @@ HELD_OUT = (
     "packaging/version.py",
 )  # fmt: skip
 STDLIB_HELD_OUT = frozenset(p for p in HELD_OUT if p.count("/") == 0 or p.startswith("json/"))
-CAP = 12_000_000  # bytes of one distribution
+CAP = 12_000_000  # bytes per distribution
 SKIP_PARTS = {"tests", "test", "testing", "_vendor", "vendor", "idlelib", "lib2to3", "site-packages",
               "unicode_data", "turtledemo", "pydoc_data", "encodings", "mypyc", "typeshed", "__pycache__"}  # fmt: skip
 SKIP_FILE = re.compile(
@@ -74,7 +74,7 @@ def library_files(only_stdlib: bool = False) -> dict[str, tuple[str, str, list[t
 
 
 def readable(rel: str, path: Path) -> str | None:
-    """The text, or None for what teaches little: tests, vendored copies, generated tables, very long lines."""
+    """The text, or None for a file that teaches little: tests, vendored copies, generated tables, very long lines."""
     parts = rel.split("/")
     if SKIP_PARTS & set(parts[:-1]) or SKIP_FILE.search(parts[-1]) or not 200 < path.stat().st_size < 250_000:
         return None
@@ -93,7 +93,7 @@ def readable(rel: str, path: Path) -> str | None:
 
 
 def without_licence(text: str) -> str:
-    """Drops the licence comment at the head of a file: the same fifteen lines a thousand times over."""
+    """Drop the licence comment at the head of a file, which would repeat the same fifteen lines a thousand times."""
     lines = text.split("\n")
     n = 0
     while n < len(lines) and (lines[n].startswith("#") or not lines[n].strip()):
@@ -103,21 +103,21 @@ def without_licence(text: str) -> str:
 
 
 def runs(text: str, step: int, size: int = 12) -> list[bytes]:
-    """Digests of the runs of `size` lines, indentation left out, that begin at every `step`-th line."""
+    """Digests of runs of `size` lines without indentation; one run begins at every `step`-th line."""
     lines = [x.strip() for x in text.split("\n")]
     parts = ("\n".join(lines[i : i + size]) for i in range(0, len(lines) - size + 1, step))
     return [hashlib.blake2b(p.encode(), digest_size=8).digest() for p in parts]
 
 
 def shared(text: str, seen: set[bytes], step: int) -> float:
-    """Which share of its runs stands in the texts `seen`."""
+    """The share of the text's runs whose digests are in `seen`."""
     return sum(r in seen for r in runs(text, step)) / -(-(text.count("\n") + 1) // step)
 
 
 def collect(limit: int | None = None) -> tuple[list[str], list[tuple[str, str]], dict]:
-    """-> (training texts in a seeded order, [(module, text)] held out, the record for corpus.json).
+    """-> (training texts in a seeded order, held-out [(module, text)], the record for corpus.json).
 
-    `limit`: about so many bytes, of the standard library alone."""
+    `limit`: take about this many bytes, from the standard library alone."""
     texts, held, record, seen_files, seen_runs = [], [], [], set(), set()
     for name, (version, licence, files) in library_files(only_stdlib=limit is not None).items():
         order = files[:]
@@ -152,11 +152,12 @@ def collect(limit: int | None = None) -> tuple[list[str], list[tuple[str, str]],
 
 
 def train_tokenizer(texts: list[str], vocab: int):
-    """Byte-level BPE of exactly `vocab` ids; runs of blanks and newline + indentation stay whole before the merges."""
+    """Train a byte-level BPE of exactly `vocab` ids, or raise ValueError. Its pre-tokenizer keeps runs of blanks, and a
+    newline with its indentation, whole."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tok = Tokenizer(models.BPE())
-    # words with one leading blank, three digits, punctuation runs, newlines with the indentation behind them, blanks
+    # words with one leading blank, three digits, punctuation runs, newlines with the indentation after them, blanks
     pattern = r" ?[A-Za-z]+| ?_+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9_]+|(?:\n[ ]*)+|[^\S\n]+(?=[^\s])|\s+"
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -179,7 +180,7 @@ def train_tokenizer(texts: list[str], vocab: int):
 
 
 def encode(tok, texts: list[str]) -> np.ndarray:
-    """All texts, each ended by <|endoftext|>, as one uint16 row."""
+    """Encode the texts as one uint16 row; <|endoftext|> follows each."""
     rows = []
     for i in range(0, len(texts), 256):
         for e in tok.encode_batch(texts[i : i + 256], add_special_tokens=False):
@@ -193,7 +194,7 @@ def licence_of(module: str) -> str:
 
 
 def prompts(held: list[tuple[str, str]], tok, count: int = 96, seed: int = 0) -> list[dict]:
-    """`count` beginnings of functions and classes of the held-out modules, 64..160 tokens, cut inside the body."""
+    """`count` beginnings of functions and classes in the held-out modules, 64..160 tokens or so, cut in the body."""
     rng, pool = random.Random(seed), []
     for module, text in held:
         lines = text.split("\n")
@@ -210,7 +211,7 @@ def prompts(held: list[tuple[str, str]], tok, count: int = 96, seed: int = 0) ->
         rng.shuffle(mine)
         pool.append(mine)
     chosen = []
-    while len(chosen) < count and any(pool):  # round robin: every module has its share
+    while len(chosen) < count and any(pool):  # round robin, so that every module has its share
         for mine in pool:
             if mine and len(chosen) < count:
                 row = mine.pop()

@@ -1,4 +1,4 @@
-"""The two drafters, distilled from the target on the corpus and on text that the target wrote itself."""
+"""Distil the drafters from the target, on the corpus and on text that the target wrote itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASK_ID = 1
 
 
 class Lessons:
-    """Windows of the corpus in every `every`-th step, of the target's own text in the others."""
+    """Training windows: of the corpus in every `every`-th step, otherwise of the target's own text."""
 
     def __init__(self, run, every: int = 2):
         self.run, self.every = run, every
@@ -34,7 +34,7 @@ class Lessons:
 
 
 class Judge:
-    """Acceptance on the target's own continuations of held-out text, greedy and at T = 0.7."""
+    """Acceptance length on the target's own continuations of held-out text, greedy and at T = 0.7."""
 
     def __init__(self, run, target: Net, prompt: int = 64, rows: int = 32):
         held = np.load(run.work / "held.npy")
@@ -52,8 +52,8 @@ class Judge:
 
 @torch.no_grad()
 def start_from(net: Net, target: Net) -> Net:
-    """The target's embedding on its leading principal axes: its geometry need not be found anew. A net as wide as the
-    target starts as its first layers, which were trained to exit early."""
+    """Start from the target's embedding on its leading principal axes, so that training need not find its geometry
+    again. A net as wide as the target starts as the target's first layers, which were trained to exit early."""
     if net.c.hidden == target.c.hidden:
         fresh = net.state_dict()
         net.load_state_dict(fresh | {name: w for name, w in target.state_dict().items() if name in fresh})
@@ -66,7 +66,7 @@ def start_from(net: Net, target: Net) -> Net:
 
 
 def train_draft(run, target: Net, name: str, which: int) -> list[dict] | None:
-    """KL(target || draft) at every position, at the temperature 1 and, every other time, 0.7."""
+    """Train with KL(target || draft) at every position, alternately at temperature 1 and 0.7."""
     net, lessons, judge = start_from(run.net(getattr(run.p, name)), target), Lessons(run), Judge(run, target)
 
     def loss(net, part, step, done):
@@ -85,9 +85,9 @@ def train_draft(run, target: Net, name: str, which: int) -> list[dict] | None:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A text as the drafter meets it in use, all rounds in one forward: `lead` tokens that see each other, then `count`
-    rounds of `step` committed tokens, run for the first time, and `block` masks behind them. A round sees the committed
-    tokens before it, as their own round left them, and all of itself."""
+    """A text as the drafter meets it when decoding, all rounds in one forward. First come `lead` tokens that see each
+    other, then `count` rounds of `step` new committed tokens and `block` masks after them. A round sees all of itself
+    and the earlier committed tokens, as their own round computed them."""
 
     lead: int
     step: int
@@ -96,7 +96,7 @@ class Rounds:
 
     @property
     def tokens(self) -> int:
-        """Of the text, from the first to the last that is predicted."""
+        """Tokens of the text, up to the last predicted one."""
         return self.lead + self.count * self.step + self.block
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,19 +111,19 @@ class Rounds:
         return positions, (earlier & ~is_mask[None, :]) | (owner[None, :] == owner[:, None]), is_mask
 
     def predicts(self) -> tuple[Tensor, Tensor]:
-        """-> the rows that predict, [count * block], and the position that each predicts from (shifted: the next is
-        the one predicted)."""
+        """-> the predicting rows [count * block], and each one's position; a row predicts the token after it."""
         last, i = self.step - 1, torch.arange(self.block)
         begin = torch.arange(self.count)[:, None]
         rows = self.lead + begin * (self.step + self.block) + last + i
         return rows.flatten(), (self.lead + begin * self.step + last + i).flatten()
 
 
-NEAR = 0.8  # weight of a guess over that of the one before it: far ones are seldom reached
+NEAR = 0.8  # weight of a guess relative to the one before it: far guesses are seldom reached
 
 
 def train_diffusion(run, target: Net) -> list[dict] | None:
-    """Shifted masked prediction: rounds as in use (`Preset.rounds`), else one block behind a prefix that sees it."""
+    """Train shifted masked prediction: rounds as in decoding (`Preset.rounds`), or one block after a prefix that sees
+    it."""
     net = start_from(run.net(run.p.diffusion), target)
     lessons, judge, budget = Lessons(run, every=4), Judge(run, target), run.p.batch // run.p.micro
     on = [[x.to(run.device) for x in (*layout.rows(), *layout.predicts())] for layout, _ in run.p.rounds]

@@ -1,4 +1,4 @@
-"""Trained networks as Hugging Face folders: config.json, model.safetensors (bf16), tokenizer.json."""
+"""Write trained networks as Hugging Face folders: config.json, model.safetensors (bf16), tokenizer.json."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hf_config(c: NetConfig, dtype: str = "bfloat16") -> dict:
 
 
 def export(net: Net, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes `folder` anew; `tokenizer` is a tokenizer.json."""
+    """Write `folder`, replacing its files; `tokenizer` is a tokenizer.json."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def export(net: Net, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.b
     config = hf_config(net.c, str(dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     whole = json.loads(tokenizer.read_text())
-    small = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)  # 0.2 MB instead of 0.5, four times over
+    small = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)  # 0.2 MB instead of 0.5, in all four folders
     (folder / "tokenizer.json").write_text(small + "\n")
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,7 +75,7 @@ def export(net: Net, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.b
 
 
 def load(folder: Path, compute: torch.dtype = torch.float32) -> Net:
-    """The exported folder as a Net again."""
+    """Load an exported folder as a Net."""
     from safetensors.torch import load_file
 
     j, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")

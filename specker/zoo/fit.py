@@ -1,4 +1,4 @@
-"""One training loop for the three models: schedule, checkpoints, loss log, progress."""
+"""One training loop for all models: schedule, checkpoints, loss log, progress."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .optim import Optimizer, lr_scale
 
 @dataclass(frozen=True)
 class FitOptions:
-    tokens: int  # in all; may be lowered on resume: the schedule depends on (tokens so far, tokens) alone
-    batch: int  # tokens in a step
+    tokens: int  # in total; may be lowered on resume: the schedule depends only on (tokens so far, tokens)
+    batch: int  # tokens per step
     lr: float
     seed: int = 0
     eval_every: int = 250  # steps
     micro: int = 4  # parts of a batch
-    workers: int = 1  # threads that take the parts; with one, the result is a function of the options alone
+    workers: int = 1  # threads that process the parts; with one, the result depends only on the options
     save_every: float = 120.0  # seconds
-    stop_after: int | None = None  # steps of this model, then leave (to try the resume)
+    stop_after: int | None = None  # stop after this many steps of this model (to test the resume)
 
 
 class Windows:
-    """Windows of length + 1 tokens of one long row; the order is a function of (seed, step) alone."""
+    """Windows of length + 1 tokens of one long row; their order depends only on (seed, step)."""
 
     def __init__(self, data: np.ndarray, seed: int, device: str):
         self.data, self.seed, self.device, self.orders = data, seed, device, {}
@@ -56,7 +56,7 @@ class Windows:
 
 
 def twin_of(net: Net) -> Net:
-    """A network on the same weights with gradients of its own."""
+    """A network that shares the weights but has its own gradients."""
     twin = copy.deepcopy(net)
     for mine, other in zip(twin.parameters(), net.parameters(), strict=True):
         mine.data = other.data
@@ -64,24 +64,24 @@ def twin_of(net: Net) -> Net:
 
 
 class Workers:
-    """Threads that each take the next part of the batch: a core shared with other processes does fewer parts.
+    """Threads that each take the next part of the batch, so a core shared with other processes does fewer parts.
 
-    (One OpenMP team over both cores waits at every op for the busier core: measured three times slower.)"""
+    One OpenMP team over both cores waits at every op for the busier core: measured three times slower."""
 
     def __init__(self, net: Net, count: int):
         self.nets = [net]
         for _ in range(count - 1):
             self.nets.append(twin_of(net))
-        # the threads live on: oneDNN keeps its compiled kernels per thread
+        # the threads persist, because oneDNN keeps its compiled kernels per thread
         self.pool = ThreadPoolExecutor(count, initializer=self._begin) if count > 1 else None
 
     @staticmethod
     def _begin() -> None:
         torch.set_num_threads(1)
-        torch._dynamo.config.recompile_limit = 64  # one for each shape; the setting is the thread's own
+        torch._dynamo.config.recompile_limit = 64  # one per shape; the setting is per thread
 
     def gradients(self, parts: int, part_loss: Callable[[Net, int], tuple[Tensor, dict]]) -> dict[str, float]:
-        """Sums the gradients of all parts' losses into the first net's; returns the summed values."""
+        """Sum the gradients of all parts' losses into the first net's; returns the summed values."""
         todo, lock, values, errors = iter(range(parts)), threading.Lock(), {}, []
 
         def work(net: Net) -> None:
@@ -114,7 +114,7 @@ class Workers:
 
 
 def save(path: Path, value) -> None:
-    """A kill leaves the old file or the new one."""
+    """Save atomically: a kill leaves the old file or the new one."""
     temporary = path.with_suffix(".tmp")
     torch.save(value, temporary)
     os.replace(temporary, path)
@@ -138,10 +138,10 @@ def fit(
     o: FitOptions,
     work: Path,
 ) -> list[dict] | None:
-    """Trains `net` in place. `train_loss(net, part, step=, done=)` gives the loss of one of `micro` parts of a batch
+    """Train `net` in place. `train_loss(net, part, step=, done=)` returns the loss of one of `micro` parts of a batch
     and the values to log; both are summed over the parts.
 
-    Returns the loss log, or None when `stop_after` ended it early. Checkpoints lie in work/<name>.pt."""
+    Returns the loss log, or None if `stop_after` ended it early. The checkpoint is work/<name>.pt."""
     team = Workers(net, o.workers)
     path, opt, log, start = work / f"{name}.pt", Optimizer(net, o.lr), [], 0
     if path.exists():
@@ -173,7 +173,7 @@ def fit(
             if step % o.eval_every == 0 or step * o.batch >= o.tokens:
                 n = step - since
                 row = {"step": step, "tokens": step * o.batch, "tokens_per_s": round(n * o.batch / (now - last_print))}
-                with torch.compiler.set_stance("force_eager"):  # every length is a new one
+                with torch.compiler.set_stance("force_eager"):  # every length would be compiled
                     judged = held_out()
                 row |= {k: round(v / n, 4) for k, v in sums.items()} | {k: round(v, 4) for k, v in judged.items()}
                 log.append(row)

@@ -1,6 +1,6 @@
 """The decoder of the bundled family: Llama (causal) or Qwen2 in Dream's layout (bidirectional, qkv bias), for training.
 
-Weights are fp32 masters; the computation runs in `Net.compute` (bf16 on AMX or CUDA). export.py names them.
+Weights are fp32 masters; computation runs in `Net.compute` (bf16 on AMX or CUDA). export.py has the weights' names.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Block(nn.Module):
             nn.init.normal_(w, std=(2 * c.layers * w.shape[1]) ** -0.5)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past=None) -> Tensor:
-        """x [B,T,E] -> [B,T,E]. `mask` [T,T] bool: what each row sees, if not what the config says (causal or all).
+        """x [B,T,E] -> [B,T,E]. `mask` [T,T] bool: what each row sees, instead of the config's default (causal or all).
 
-        `past` = (K, V [B,Hkv,length,D], rows already there): the new rows, all or one, are written behind them."""
+        `past` = (K, V [B,Hkv,length,D], rows already there). The new rows go after them: one row, or many into an empty
+        cache. Raises ValueError for many rows after others."""
         c, t = self.c, x.dtype
         b, n, _ = x.shape
         h = F.rms_norm(x, (c.hidden,), self.norm1.to(t), c.eps)
@@ -81,7 +82,7 @@ class Block(nn.Module):
         gate, up = F.linear(h, self.gate_up.to(t)).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate) * up, self.down.to(t))
 
-    cached = forward  # stays as it is where `forward` is replaced by its compiled self: every step has other shapes
+    cached = forward  # stays eager when `forward` is compiled: every step has other shapes
 
 
 class Net(nn.Module):
@@ -102,10 +103,10 @@ class Net(nn.Module):
     def forward(
         self, ids: Tensor, skip=frozenset(), taps=(), mask: Tensor | None = None, rows=None, past=None, done: int = 0
     ):
-        """ids [B,T] -> normed hidden rows [B,T,E] after the last layer; with `taps` also those after each layer listed.
+        """ids [B,T] -> normed hidden rows [B,T,E] after the last layer; with `taps` also those after each listed layer.
 
-        `skip`: layers left out (layer dropout). `mask`: see Block. `rows` [T]: positions, if not done, done + 1, ...
-        `past`: a cache of `new_cache` that holds `done` rows."""
+        `skip`: layers to leave out (layer dropout). `mask`: see Block. `rows` [T]: positions (default: done, done + 1,
+        ...). `past`: a cache from `new_cache` that holds `done` rows."""
         x = F.embedding(ids, self.embed).to(self.compute)
         rows = slice(done, done + ids.shape[1]) if rows is None else rows
         cos, sin = self.cos[rows].to(x.dtype), self.sin[rows].to(x.dtype)
@@ -137,9 +138,9 @@ def _head_chunk(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor) -> tupl
 
 
 def _head_chunk_kl(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor, teacher: Tensor, hard: float, heat: Tensor):
-    """As `_head_chunk`, against the mixture (1 - hard) * softmax(teacher logits) + hard * one-hot label.
+    """Like `_head_chunk`, against the mixture (1 - hard) * softmax(teacher logits) + hard * one-hot label.
 
-    All at temperature `heat` (a tensor, so that a new value compiles nothing anew)."""
+    All at temperature `heat` (a tensor, so that a new value does not recompile)."""
     logits, t = F.linear(h, weight).float() / heat, teacher.float() / heat
     logq = logits - logits.logsumexp(-1, keepdim=True)
     logp = t - t.logsumexp(-1, keepdim=True)
@@ -151,7 +152,7 @@ def _head_chunk_kl(h: Tensor, weight: Tensor, label: Tensor, scale: Tensor, teac
 
 
 class LinearLoss(torch.autograd.Function):
-    """sum_i scale_i * loss_i of the tied head, in chunks of rows: fp32 logits [T,V] never exist, nor are they kept.
+    """sum_i scale_i * loss_i of the tied head, in chunks of rows, so that fp32 logits [T,V] never exist.
 
     hidden [T,E], weight [V,E], label [T] int64, scale [T]; `teacher`: None, or (rows [T,E'], weight [V,E']) of the net
     whose softmax at temperature `heat` is the soft label. The gradients are computed in the forward pass."""

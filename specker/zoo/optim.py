@@ -9,7 +9,7 @@ from .net import Net
 
 
 def lr_scale(done: float, warmup: float = 0.02, decay: float = 0.25) -> float:
-    """Factor on the peak rate after the fraction `done` of all tokens: linear up, flat, linear down to zero."""
+    """Factor on the peak rate after a fraction `done` of all tokens: linear up, flat, linear down to zero."""
     return min(1.0, (done + 1e-9) / warmup) * min(1.0, (1 - done) / decay)
 
 
@@ -26,7 +26,7 @@ def orthogonal(m: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """Stacked matrices (qkv, gate/up) are orthogonalised by part, equal shapes of all layers in one batch."""
+    """Orthogonalises stacked matrices (qkv, gate/up) by part, and equal shapes of all layers in one batch."""
 
     def __init__(self, net: Net, lr: float, weight_decay: float = 0.1, betas=(0.9, 0.95), momentum: float = 0.95):
         self.lr, self.decay, self.momentum = lr, weight_decay, momentum
@@ -53,7 +53,7 @@ class Optimizer:
         self.adam.step()
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for (w, sizes), buf in zip(self.matrices, self.buffers, strict=True):
-            if w.grad is None:  # layer dropped in this step
+            if w.grad is None:  # the layer was dropped in this step
                 continue
             buf.lerp_(w.grad, 1 - self.momentum)
             update = w.grad.lerp(buf, self.momentum)  # Nesterov

@@ -1,4 +1,4 @@
-"""python -m specker.zoo.report [FOLDER]: evaluates an exported family on the held-out prompts -> evaluation.json."""
+"""python -m specker.zoo.report [FOLDER]: evaluate an exported family on the held-out prompts -> evaluation.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def exit_losses(target: Net, ids: Tensor) -> list[float]:
 
 @torch.no_grad()
 def overlap(target: Net, draft: Net, ids: Tensor, prompt: int, temperature: float) -> float:
-    """Mean of sum_v min(p, q) = 1 - TV: what p/q rejection accepts of a first draft token."""
+    """Mean of sum_v min(p, q) = 1 - TV: the rate at which p/q rejection accepts a first draft token."""
     p, q = ((n.logits(n(ids[:, :-1])[:, prompt - 1 :]).float() / temperature).softmax(-1) for n in (target, draft))
     return torch.minimum(p, q).sum(-1).mean().item()
 
@@ -57,7 +57,7 @@ def evaluate(folder: Path, compute: torch.dtype, prompt: int = 64, new: int = 19
             right = draft_right(nets[draft], text, prompt, t, seed=1)
             row |= {"draft_agreement": float(right.mean())}
             row |= {f"draft_chain{c}": acceptance(right, c) for c in (2, 4, 8)}
-            row["draft_chain4_first_64"] = acceptance(right[:, :64], 4)  # before most of the loops begin
+            row["draft_chain4_first_64"] = acceptance(right[:, :64], 4)  # before most texts begin to repeat
             if t:
                 row["draft_overlap"] = np.mean([overlap(target, nets[draft], x, prompt, t) for x in text.split(8)])
         if "code-draft-deep" in nets:

@@ -1,4 +1,4 @@
-"""Batched sampling from a Net, and what the drafters would have got accepted of it."""
+"""Batched sampling from a Net, and the drafters' acceptance lengths on the result."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .net import Net
 
 
 def gumbel(shape: tuple[int, ...], seed: int, position: int, device) -> Tensor:
-    """Noise that target and drafter share at one position: argmax(log p / T + g) is an exact draw from p at T."""
+    """The noise that target and drafter share at one position: argmax(log p / T + g) is an exact draw from p at T."""
     g = torch.Generator(device).manual_seed(seed * 1_000_003 + position)
     return -(-torch.rand(shape, generator=g, device=device).log()).log()
 
 
 def choose(logits: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
-    """logits [...,V] -> ids [...]; the specials after <|endoftext|> are never chosen."""
+    """logits [...,V] -> ids [...]; never the special tokens after <|endoftext|>."""
     logits = logits.float()
     logits[..., 1:3] = -torch.inf
     return (logits if temperature == 0 else logits / temperature + noise).argmax(-1)
@@ -38,7 +38,7 @@ def generate(net: Net, prompts: Tensor, new: int, temperature: float, seed: int 
 
 
 def own_text(net: Net, data: np.ndarray, part: int, rows: int, length: int, seed: int) -> np.ndarray:
-    """[rows, length] uint16: the target's words behind 16..64 tokens of the corpus, at T = 0.7, 0.85 or 1."""
+    """[rows, length] uint16: 16..64 tokens of the corpus that the target continues, at T = 0.7, 0.85 or 1."""
     rng = np.random.default_rng([seed, part])
     p = int(rng.integers(16, 65))
     prompts = np.stack([data[s : s + p] for s in rng.integers(0, len(data) - p, size=rows)]).astype(np.int64)
@@ -47,9 +47,9 @@ def own_text(net: Net, data: np.ndarray, part: int, rows: int, length: int, seed
 
 
 def acceptance(right: np.ndarray, chain: int = 4) -> float:
-    """right [B,T] bool, would the drafter propose the token here, given the true ones before -> acceptance length.
+    """right [B,T] bool (would the drafter propose this token after the true ones before it?) -> acceptance length.
 
-    Exact for a chain: within the accepted part its context is the target's own text."""
+    Exact for a chain, whose context within the accepted part is the target's own text."""
     rounds = tokens = 0
     for row in right:
         i = 0
@@ -73,7 +73,7 @@ def draft_right(draft: Net, ids: Tensor, prompt: int, temperature: float, seed: 
 def block_accepted(
     net: Net, ids: Tensor, prompt: int, temperature: float, seed: int = 0, block: int = 8, every: int = 5
 ) -> float:
-    """Acceptance length of the diffusion drafter's first guesses, one block of masks behind every fifth position."""
+    """The diffusion drafter's acceptance length, with a block of masks after every `every`-th position."""
     total, places = 0.0, range(prompt, ids.shape[1] - block, every)
     for i in places:
         masked = torch.cat((ids[:, :i], torch.full_like(ids[:, :block], 1)), dim=1)

@@ -1,4 +1,4 @@
-"""python -m specker.zoo.train: corpus, tokenizer, target, own text, drafters, export; what is done stays."""
+"""python -m specker.zoo.train: corpus, tokenizer, target, own text, drafters, export; skips finished stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Preset:
     draft: NetConfig
     deep: NetConfig  # many thin layers, for layer-parallel drafting
     diffusion: NetConfig
-    tokens: tuple[int, ...]  # of each of MODELS
+    tokens: tuple[int, ...]  # for each of MODELS
     lr: tuple[float, ...]
     batch: int = 4096  # tokens, in `micro` parts
     micro: int = 4
@@ -46,10 +46,10 @@ class Preset:
         (Rounds(64, 3, 8, 61), 0.35),
         (Rounds(64, 4, 16, 44), 0.1),
         (Rounds(64, 8, 32, 20), 0.05),
-        (Rounds(704, 3, 8, 33), 0.1),  # the distances of long texts
+        (Rounds(704, 3, 8, 33), 0.1),  # for the distances of long texts
     )
     own_rows: int = 6144  # windows of the target's own text
-    ngram_least: int = 8  # times that a bundled trigram was seen
+    ngram_least: int = 8  # least count of a bundled trigram
     corpus_bytes: int | None = None
     eval_every: int = 50
 
@@ -84,7 +84,7 @@ PRESETS = {
 
 
 class Run:
-    """The options of one command, and the loss compiled or not as they say."""
+    """The options of one command, and the loss, compiled if they say so."""
 
     def __init__(
         self, preset: Preset, work: Path, device: str, compiled: bool, seed: int, stop_after: int | None, workers: int
@@ -95,7 +95,7 @@ class Run:
         self.ops = (nets._head_chunk, nets._head_chunk_kl)
         self.target_head: Tensor | None = None  # [V,E] of the teacher, in `compute`
         if compiled:
-            torch._dynamo.config.recompile_limit = 64  # shapes, not mistakes
+            torch._dynamo.config.recompile_limit = 64  # the many shapes are intended
             nets.Block.forward = torch.compile(nets.Block.forward, dynamic=False)
             self.ops = tuple(torch.compile(f, dynamic=False) for f in self.ops)
 
@@ -118,9 +118,9 @@ class Run:
         return net
 
     def head_loss(self, net: Net, hidden, label, scale, teacher=None, hard: float = 0.0, heat: float = 1.0):
-        """(sum of scale * loss, losses [T]) of the rows hidden [T,E]; `teacher`: hidden rows of the target, for KL."""
+        """(sum of scale * loss, losses [T]) of the rows hidden [T,E]; `teacher`: the target's hidden rows, for KL."""
         chunk, n = 512 if self.device == "cpu" else 4096, len(hidden)
-        if self.compiled and n % chunk:  # whole chunks: every new shape would be compiled
+        if self.compiled and n % chunk:  # pad to whole chunks, because every new shape would be compiled
             hidden, label, scale = (F.pad(x, (0, 0) * (x.ndim - 1) + (0, -n % chunk)) for x in (hidden, label, scale))
             teacher = None if teacher is None else F.pad(teacher, (0, 0, 0, -n % chunk))
         soft = None if teacher is None else (teacher, self.target_head)
@@ -157,7 +157,7 @@ def make_tokenizer(run: Run) -> None:
 
 
 def train_target(run: Run) -> list[dict] | None:
-    """Cross-entropy after the last layer, plus LayerSkip: layer dropout and one rotating early exit a step."""
+    """Cross-entropy after the last layer, plus LayerSkip: layer dropout and one rotating early exit per step."""
     c, net, data, held = run.p.target, run.net(run.p.target), run.windows("train"), run.windows("held")
     p_max, exit_scale = 0.1, 0.25
     drop = [
@@ -193,7 +193,7 @@ def train_target(run: Run) -> list[dict] | None:
 
 
 def write_own_text(run: Run) -> None:
-    """Text of the target for its drafters: what they meet in use is not the corpus but this."""
+    """Write the target's own text for its drafters, because in use they continue such text, not the corpus."""
     data, net = np.load(run.work / "train.npy", mmap_mode="r"), run.teacher()
     rows = min(128, run.p.own_rows)
     length = run.p.lengths[0][1] + 9  # a window, its next token and the lead of the longest block
@@ -211,7 +211,7 @@ STAGES = ("corpus", "tokenizer", "target", "own", "draft", "deep", "diffusion", 
 
 
 def do(run: Run, stage: str, out: Path) -> bool:
-    """Runs one stage unless it is done; False when `stop_after` ended it early."""
+    """Run one stage unless it is done; returns False if `stop_after` ended it early."""
     made = {"corpus": "corpus.json", "tokenizer": "tokenizer.json", "own": "own.npy"}
     if stage in made:
         if not (run.work / made[stage]).exists():
@@ -232,7 +232,7 @@ def do(run: Run, stage: str, out: Path) -> bool:
 
 
 def export_all(run: Run, out: Path) -> None:
-    """Folders, prompts and records of what is trained so far."""
+    """Export the folders, prompts and records of what is trained so far."""
     logs = {}
     for name, folder in MODELS.items():
         if saved := run.saved(name):
@@ -273,7 +273,7 @@ def main(
     stop_after: Annotated[int | None, typer.Option(help="leave after this many steps of a model")] = None,
     until: Annotated[str, typer.Option(help="last stage: " + ", ".join(STAGES))] = "export",
 ) -> None:
-    """Trains the bundled family; the same command goes on after a kill."""
+    """Train the bundled family; after a kill, the same command resumes."""
     if preset not in PRESETS or until not in STAGES:
         raise typer.BadParameter(f"expected a preset of {', '.join(PRESETS)} and a stage of {', '.join(STAGES)}")
     p = PRESETS[preset]
@@ -285,7 +285,7 @@ def main(
         p = replace(p, draft=replace(p.draft, hidden=draft_hidden, ffn=3 * draft_hidden))
     compiled = compile if compile is not None else preset != "tiny" and (device != "cpu" or bool(shutil.which("g++")))
     if workers > 1:
-        torch.set_num_threads(1)  # of each: an OpenMP team waits at every op for the core that others use too
+        torch.set_num_threads(1)  # per worker: an OpenMP team waits at every op for a core that others use too
     work = work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
     run = Run(p, work, device, compiled, seed, stop_after, workers)

@@ -229,7 +229,7 @@ def _place_rows_kernel(
     table_stride,
     W: tl.constexpr,
     W_PAD: tl.constexpr,  # a power of two
-    TREE: tl.constexpr,  # else parents are not read
+    TREE: tl.constexpr,  # if false, parents are not read
 ):
     i, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_out = i_b * tl.num_programs(0) + i
@@ -289,7 +289,7 @@ def _advance_kernel(
     window_stride,
     table_stride,
     BLOCK: tl.constexpr,  # a power of two, at least rows
-    MOVES: tl.constexpr,  # else there are no src and dst
+    MOVES: tl.constexpr,  # if false, there are no src and dst
 ):
     i_b = tl.program_id(0).to(tl.int64)
     o = tl.arange(0, BLOCK)
