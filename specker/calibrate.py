@@ -139,8 +139,8 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
 
 def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[str]]:
     """(n -> token ids of text n, vocabulary size, tokenizer, the models and texts that identify the job)."""
-    import specker
     from specker import zoo
+    from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
     from specker.runtime.model.checkpoint import read_config, read_tokenizer
 
     target = job.target or zoo.path("code-target")
@@ -157,10 +157,10 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
     if job.source == "draft":
         if job.target is not None and job.draft is None:
             raise ValueError(f"--source draft needs --draft beside --target {job.target}")
-        engine = specker.load(job.draft or zoo.path("code-draft"), strategy="ar", device=job.device, dtype=job.dtype)
+        engine = load(job.draft or zoo.path("code-draft"), strategy="ar", device=job.device, dtype=job.dtype)
     else:
         fast = job.draft is not None or job.target is None
-        engine = specker.load(job.target, job.draft, "draft" if fast else "ar", device=job.device, dtype=job.dtype)
+        engine = load(job.target, job.draft, "draft" if fast else "ar", device=job.device, dtype=job.dtype)
     vocab_size = read_config(target).vocab_size
 
     def encode(turn: str, where: str) -> list[int]:

@@ -1,12 +1,14 @@
 """Output of a run: the streamed text, the closing table and the object that `--json` writes."""
 
 import contextlib
+import importlib.metadata
 import io
 import os
+import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from specker.config import Common, Options, Sampling
 from specker.runtime.stats import Stats
 
 # A model's control characters must not steer the terminal: print Unicode's control pictures instead.
@@ -65,7 +68,7 @@ class Result:
     finished: str | None = None  # "stop" or "length"
 
 
-def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, Any]:
+def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: bool) -> dict[str, Any]:
     """The object that `--json` writes. `total` joins the prompts; its rates use the summed counts and times."""
     total = Result([t for r in results for t in r.tokens], "".join(r.text for r in results), _total(results))
     checked = [r for r in results if r.check]
@@ -76,7 +79,10 @@ def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, A
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "batch_size": engine.options.batch_size,
-        "prompts": [{"seed": r.seed, **_row(r, [r] if r.check else [])} for r in results],
+        "sampling": asdict(sampling),
+        "settings": settings(engine.options),
+        "versions": versions(),
+        "prompts": [_prompt(r) for r in results],
         "total": _row(total, checked),
     }
     trim = engine.trim_report(total.stats)
@@ -85,6 +91,28 @@ def report(engine: Any, results: list[Result], interrupted: bool) -> dict[str, A
         out["ranks"] = names | {"reduce": "ordered" if ranks.ordered else "fast"}
     out |= engine.remarks
     return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})
+
+
+def settings(options: Options) -> dict[str, Any]:
+    """The options in effect, by their names as flags; omitted ones without a default are left out."""
+    parts = [(options, fields(Common)), *((own, fields(own)) for own in (options.own, options.trim) if own is not None)]
+    values = {f.name: getattr(part, f.name) for part, names in parts for f in names}
+    plain = (bool, int, float, str, tuple)
+    return {name: x if isinstance(x, plain) else str(x) for name, x in values.items() if x is not None}
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, specker and the packages that compute."""
+    found = {"python": platform.python_version()}
+    for name in ("specker", "torch", "triton", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _prompt(result: Result) -> dict[str, Any]:
+    own = {"seed": result.seed, "prompt_tokens": len(result.ids), "finish_reason": result.finished}
+    return own | _row(result, [result] if result.check else [])
 
 
 def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
@@ -209,6 +237,8 @@ def _column(stats: Stats) -> dict[str, str]:
     column = {
         "tokens": str(stats.tokens),
         "tokens/s": f"{stats.tokens_per_second:.1f}",
+        "tokens/s after prefill": f"{stats.decode_tokens_per_second:.1f}",
+        "prefill, tokens/s": f"{stats.prefill_tokens_per_second:.0f}",
         "acceptance length": f"{stats.acceptance_length:.2f}",
         "accepted by position": " ".join(f"{share:.0%}" for share in stats.accepted_per_position[:8]),
     }

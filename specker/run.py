@@ -312,10 +312,10 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.trace is not None:
         probe(job.trace, "--trace")
 
-    import specker
     from specker.runtime.dist import collect
+    from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
-    engine = specker.load(job.target, job.draft, options, device=job.device, dtype=job.dtype)
+    engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype)
     ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer
@@ -373,7 +373,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.trace is not None:
         write_file(job.trace, "".join(f"{line}\n" for line in rounds))
     if job.json is not None:
-        text = json.dumps(report(engine, results, interrupted), ensure_ascii=False) + "\n"
+        text = json.dumps(report(engine, results, sampling, interrupted), ensure_ascii=False) + "\n"
         if job.json == "-":
             sys.stdout.write(text)
         else:

@@ -125,8 +125,9 @@ def test_stopped_anywhere_it_goes_on_to_the_same_file(pair, prompts, tmp_path, m
             written.append(args)
             return self.inner.generate(*args, **kwargs)
 
-    load = specker.load
-    monkeypatch.setattr(specker, "load", lambda *args, **kwargs: Stopping(load(*args, **kwargs)))
+    from specker.runtime.load import load
+
+    monkeypatch.setattr("specker.runtime.load.load", lambda *args, **kwargs: Stopping(load(*args, **kwargs)))
     assert calibrate.main([*argv, "--out", str(out)]) == 130
     assert not out.exists() and (tmp_path / "s.safetensors.part").exists() == (stop_at > 0)
     out.with_suffix(".go").touch()

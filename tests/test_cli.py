@@ -28,7 +28,9 @@ from specker.runtime.vocab_scores import Keep
 
 ROOT = Path(__file__).parent.parent
 ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position", "lengths"}
-ROW |= {"tokens_per_second", "seconds"}
+ROW |= {"tokens_per_second", "decode_tokens_per_second", "prefill_tokens_per_second", "seconds"}
+OWN = {"seed", "prompt_tokens", "finish_reason"}  # of a prompt
+RUN = {"strategy", "target", "draft", "device", "dtype", "batch_size", "sampling", "settings", "versions"}
 CHECKED = {"ar_tokens_per_second", "speedup", "identical"}
 
 
@@ -269,12 +271,18 @@ def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str,
     out, err = capsys.readouterr()
     got = json.loads((tmp_path / "o.json").read_text())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "p.jsonl"]  # no temporary file
-    assert set(got) == {"strategy", "target", "draft", "device", "dtype", "batch_size", "prompts", "total"}
+    assert set(got) == RUN | {"prompts", "total"}
+    assert got["sampling"] == {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+    assert got["settings"]["page_size"] == 256 and "tree" not in got["settings"]
+    assert set(got["versions"]) == {"python", "specker", "torch", "triton", "transformers"}
     assert (got["strategy"], got["target"], got["draft"]) == ("draft", "tiny-target", "tiny-draft")
     assert (got["device"], got["dtype"]) == ("cpu", "float32")
-    assert all("seed" in row for row in got["prompts"])
+    assert [row["prompt_tokens"] for row in got["prompts"]] == [len("def f("), len("class A:")]
+    assert [row["finish_reason"] for row in got["prompts"]] == ["length", "length"]
     for row in (*got["prompts"], got["total"]):
-        assert set(row) - {"seed"} == ROW | CHECKED
+        assert set(row) - OWN == ROW | CHECKED
+        seconds = row["seconds"]["total"] - row["seconds"]["prefill"]
+        assert row["decode_tokens_per_second"] == pytest.approx(len(row["tokens"]) / seconds)
         assert set(row["seconds"]) >= {"prefill", "draft", "verify", "accept", "commit"}
         assert row["identical"] is True
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["ar_tokens_per_second"])
@@ -287,6 +295,14 @@ def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str,
     assert "\x1b" not in out + err
     for word in ("def f(", "tokens/s", "acceptance length", "verify", "speedup", "identical", "yes"):
         assert word in err
+
+
+def test_a_folder_named_like_the_package(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Such a folder in the working directory hides the package's own attributes, not its modules."""
+    (tmp_path / "specker").mkdir()
+    command = [sys.executable, "-m", "specker.run", *models(pair, "--prompt", "x")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_json_to_stdout(
@@ -428,7 +444,7 @@ def test_config_json_is_enough(capsys: pytest.CaptureFixture[str], bare: str, tm
     assert "bare has no tokenizer: the prompt is 128 made-up ids" in err
     assert "the draft has the shape of bare" in err and (got["target"], got["draft"]) == ("bare", "bare")
     for row in (*got["prompts"], got["total"]):
-        assert set(row) - {"seed"} == ROW | CHECKED - {"identical"}
+        assert set(row) - OWN == ROW | CHECKED - {"identical"}
         assert len(row["tokens"]) == 8 and row["text"] == ""
     assert "identical" not in err and "speedup" in err
     traced = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
@@ -598,7 +614,7 @@ def test_interrupt_while_loading(capsys: pytest.CaptureFixture[str], monkeypatch
     def load(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specker.load", load)
+    monkeypatch.setattr("specker.runtime.load.load", load)
     assert run.main(["--prompt", "x"]) == 130
     assert capsys.readouterr().err == "specker: interrupted\n"
 

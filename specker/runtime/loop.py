@@ -124,6 +124,7 @@ class Batch:
         seconds = time.perf_counter() - start
         sequence.stats.seconds["prefill"] += seconds
         sequence.stats.wall += seconds
+        sequence.stats.prompt = len(sequence.text) - 1
 
     def retire(self, sequence: Sequence) -> None:
         """Return a sequence's pages; the last slot's sequence moves to its slot."""
@@ -298,7 +299,7 @@ class Batch:
         confidence = [each[slot] for each in r.confidence]
         sequence.policy.observe(Outcome(drafted, path, confidence, found))
         stats = sequence.stats
-        stats.observe_budget(drafted, r.budget.exit if sequence.drafting else 0)
+        stats.observe_budget(drafted, r.budget.exit if drafted else 0)
         if found is not None:
             stats.observe_found(found, r.depth, len(path) - 1)
         if self.trace is None:

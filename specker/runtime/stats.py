@@ -33,6 +33,7 @@ class Stats:
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
     lost: int = 0  # rounds whose draft ended at a token outside it
     found: dict[str, float] = field(default_factory=dict)  # sums of `DiffusionStats` over rounds
+    prompt: int = 0  # tokens prefilled
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
@@ -96,6 +97,16 @@ class Stats:
         """Emitted tokens divided by the wall time, prefill included."""
         return self.tokens / self.wall if self.wall else 0.0
 
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Emitted tokens divided by the wall time without prefill."""
+        seconds = self.wall - self.seconds["prefill"]
+        return self.tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prompt / self.seconds["prefill"] if self.seconds["prefill"] else 0.0
+
     def __add__(self, other: "Stats") -> "Stats":
         longest = max(len(self.hits), len(other.hits))
         padded = [s.hits + [0] * (longest - len(s.hits)) for s in (self, other)]
@@ -110,6 +121,7 @@ class Stats:
             kept=self.kept + other.kept,
             found=_joined(self.found, other.found),
             lost=self.lost + other.lost,
+            prompt=self.prompt + other.prompt,
             wall=self.wall + other.wall,
             seconds={name: self.seconds[name] + other.seconds[name] for name in STAGES},
         )
@@ -125,6 +137,8 @@ class Stats:
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"diffusion": self.diffusion} if self.found else {}),
             "tokens_per_second": self.tokens_per_second,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+            "prefill_tokens_per_second": self.prefill_tokens_per_second,
             "seconds": {**self.seconds, "total": self.wall},
         }
 
