@@ -1,12 +1,12 @@
-"""Does a batch pay? Total tokens per second of `ar` and of `draft` for several batch sizes, beside transformers'
-batched `generate` of the same target.
+"""Total tokens per second of `ar` and of `draft` for several batch sizes, and of transformers' batched `generate` with
+the same target.
 
-All prompts are decoded to the same length, the ways in turn, medians of rounds. Tokens must equal those of plain
-decoding one by one (in float32 up to a tie within rounding, which is counted), or the row has the reason and no times.
+All prompts are decoded to the same length. The configurations take turns; medians of rounds are reported. Tokens must
+equal plain decoding one by one (in float32 ties within rounding are allowed and counted), or the bench ends.
 
-The physics: a step reads every weight once, whatever the batch, so while memory is the limit B sequences cost as much
-as one, and speculation, which spends the same idle arithmetic, gains less the larger the batch is. The bundled target's
-weights (22 MB in float32) stand in a CPU's caches, where arithmetic is the limit from a few rows on.
+A step reads every weight once for any batch. While memory bandwidth is the limit, B sequences therefore cost as much as
+one. Speculation uses the same idle arithmetic, so it gains less in larger batches. The bundled target's weights (22 MB
+in float32) fit into a CPU's caches, where arithmetic is the limit from a few rows on.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Args:
 
 
 class Transformers:
-    """The bundled target through transformers, padded batches."""
+    """The bundled target in transformers, with padded batches."""
 
     def __init__(self) -> None:
         from transformers import AutoModelForCausalLM
@@ -52,7 +52,7 @@ class Transformers:
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]], size: int, count: int, temperature: float) -> list[list[int]]:
-        """Padding on the left; a batch ends with its longest text, as without continuous batching it does."""
+        """Pads on the left. Without continuous batching, a batch ends with its longest text."""
         how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": count, "min_new_tokens": count}
         if temperature > 0:
             how |= {"temperature": temperature, "top_k": 0}
@@ -68,7 +68,7 @@ class Transformers:
 
 
 def rounding(engine: Engine, prompts: list[list[int]], got: list[Generation], want: list[Generation], how: dict) -> int:
-    """How many texts differ from plain decoding within rounding; raises SystemExit where rounding does not explain
+    """The number of texts that differ from plain decoding within rounding; SystemExit if rounding does not explain
     one."""
     count = 0
     for prompt, ours, theirs in zip(prompts, got, want, strict=True):

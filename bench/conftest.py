@@ -1,4 +1,4 @@
-"""`pytest bench --benchmark-only` runs every kernel bench; on a CPU, the references on small shapes."""
+"""`pytest bench --benchmark-only` runs every kernel bench; on a CPU it runs the references on small shapes."""
 
 import pytest
 

@@ -1,30 +1,30 @@
-"""How close decoding comes to what the memory allows: batch 1, shapes of real models, random weights.
+"""How close decoding comes to the memory limit: batch 1, shapes of real models, random weights.
 
-Time follows shapes and not what weights or K/V hold, so both are made up (`--load dummy`), and a context is put in
-place, not run: the caches are filled with noise (zeros might flatter a GPU's clock), the text is id 0 n times, and
-rounds go on from there. What is decoded means nothing and is compared with nothing; where tokens are accepted,
-acceptance is given (`--acceptance`). Every row says so.
+Time depends on shapes, not on the values of weights or K/V, so both are made up (`--load dummy`). The context is not
+prefilled: the caches are filled with noise (zeros might raise a GPU's clock), the text is n times id 0, and rounds
+continue from there. The decoded text is meaningless and not checked; acceptance is synthetic (`--acceptance`). Every
+row says so.
 
-* `ar`: a token of plain decoding, from one round's report to the next one's as `generate` takes them, one round always
-  on its way. Limit: bytes of weights (linears, head, norms, biases) and of K/V over the read bandwidth measured in the
-  same process. `host`: the time that it takes to launch a round.
-* `verify`: 8 and 64 rows beside one row, verified and accepted at one place (CUDA events, cold L2, in turn).
-* `round`: a target with a draft's chain of 5, acceptance 0.8. *outside*: the share of a round that is neither of the
-  two models' forwards, 1 - (V + D) / R. R: from report to report, as in `ar`. V: embedding, layers, norm and head of
-  the target over 6 rows. D: the same of the draft over the 6 rows that it forwards again and 4 times over one, its head
-  with the argmax. V and D are captured and timed by themselves. So outside are: placing rows, drawing tokens, the given
-  acceptance, the walk, moving the state on, the report's copy, and all gaps. *over ar*: tokens a second over those of
-  `ar`, beside what acceptance and bytes allow, tau / (1 + 5 d / t): tau tokens a round (those that came; expected are
-  (1 - p^6) / (1 - p)), d and t bytes of a draft and of a target step.
-* `first`: from a prompt (a real prefill) to its first token, the first request after `warmup` over later ones.
-* `beside`: `ar` beside transformers' generate of the same shape with a static cache, its decoding compiled or not; from
-  token to token as its streamer hears of them, after a real prefill and a whole run to warm up.
-* `launches`: kernels and copies of a round, as torch.profiler counts them. Last of all: a profiler that has run may
-  slow down what is launched after it.
+* `ar`: time of one token of plain decoding, between the reports of two rounds as in `generate`, with one round always
+  in flight. Limit: bytes of weights (linears, head, norms, biases) and of K/V over the read bandwidth measured in the
+  same process. `host`: the time to launch a round.
+* `verify`: verify and accept 8 and 64 rows, against one row, at one text length (CUDA events, cold L2, in turn).
+* `round`: a target with a draft's chain of 5, acceptance 0.8. *outside*: the share of a round outside the two models'
+  forwards, 1 - (V + D) / R. R: time between reports, as in `ar`. V: embedding, layers, norm and head of the target over
+  6 rows. D: the same for the draft, once over the 6 rows that it forwards again and 4 times over one row; its head
+  includes the argmax. V and D are captured and timed separately. Outside are therefore: placing rows, drawing tokens,
+  the synthetic acceptance, the walk, advancing the state, copying the report, and all gaps. *over ar*: tokens/s over
+  those of `ar`, against the limit of acceptance and bytes, tau / (1 + 5 d / t), with tau the measured tokens per round
+  (expected: (1 - p^6) / (1 - p)), d and t the bytes of a draft and of a target step.
+* `first`: from a prompt (with a real prefill) to its first token, the first request after `warmup` over later ones.
+* `beside`: `ar` against transformers' generate of the same shape with a static cache, decoding compiled or not. Times
+  between tokens come from its streamer, after a real prefill and a whole warm-up run.
+* `launches`: kernels and copies of a round, counted by torch.profiler. It runs last, since a profiler may slow down
+  later launches.
 
-A case that cannot be run is a row with the reason, and the others go on. After --seconds no further case begins (330:
-the bench is meant to be over within six minutes on an H200; it has not been timed there). On a CPU times are the host
-clock's, nothing is compiled and there is no limit to compare with: that it runs is what there is to see.
+A case that cannot run becomes a row with the reason, and the others continue. After --seconds no further case begins
+(330: the bench should take less than six minutes on an H200; it has not been timed there). On a CPU the host clock
+times, nothing is compiled and there is no limit to compare with: the run only shows that the bench works.
 """
 
 import gc
@@ -65,14 +65,14 @@ from specker.runtime.synthetic import agreements
 
 DRAFTED, ACCEPTANCE = 5, 0.8
 ROWS = (1, 8, 64)  # of `verify`
-WARM = 8  # rounds before the timed ones: compiled, captured, one on its way
+WARM = 8  # rounds before the timed ones, to compile, capture and fill the pipeline
 LATER = 8  # requests after the first
 CONTEXTS = (512, 8192, 32768)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a value is meant to reach."""
+    """The target for a value."""
 
     least: float | None = None
     most: float | None = None
@@ -103,7 +103,7 @@ ROUND = {"outside": Goal(most=0.03), "over ar": Goal(least=0.90)}
 FIRST = {"first request": Goal(most=1.2)}
 
 
-# Those that share an engine stand together, those with goals first.
+# Cases that share an engine are adjacent; cases with goals come first.
 CASES = [
     *(Case("ar", "8b", n) for n in CONTEXTS),
     *(Case("verify", "8b", n, goals=VERIFY if n == 8192 else {}) for n in CONTEXTS),
@@ -135,7 +135,7 @@ class Args:
 
 
 def chosen(args: Args) -> list[Case]:
-    """The cases that `args` ask for; ValueError where there is none."""
+    """The cases that `args` select; ValueError if there are none."""
     parts = [part.strip() for part in args.cases.split(",") if part.strip()]
     tiny = torch.device(args.device).type == "cpu"
     found = [c for c in CASES if any(p in c.name for p in parts) or (not parts and (c.shape == "tiny") == tiny)]
@@ -155,7 +155,7 @@ class Bench:
         self._held: tuple[tuple[str, str | None], Engine] | None = None
 
     def options(self, case: Case) -> dict[str, Any]:
-        # Every context of the shape, and what the rounds add.
+        # Room for every context of the shape and for the rounds' tokens.
         most = max(c.context for c in CASES if c.shape == case.shape) + (self.args.rounds + WARM) * (DRAFTED + 1) + 128
         how: dict[str, Any] = {"load": "dummy", "graphs": "on", "max_context": most, "strategy": "ar"}
         if case.draft is not None:
@@ -163,7 +163,7 @@ class Bench:
         return how
 
     def engine(self, case: Case, fresh: bool = False) -> Engine:
-        """The last one if it is of the same shapes, unless a `fresh` one is asked for."""
+        """The last engine if its shapes are the same and `fresh` is not set."""
         key = case.shape, case.draft
         if self._held is None or self._held[0] != key or fresh:
             self.drop()
@@ -179,7 +179,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def in_turn(self, ways: dict[str, Callable[[], Any]]) -> dict[str, Timing]:
-        """Timings of `ways`, which compile at their first call and are captured at their second."""
+        """Timings of `ways`; the first call compiles and the second captures."""
         if not self.cuda:
             return harness.measure(ways, self.args.rounds)
         for call in 3 * list(ways.values()):
@@ -189,7 +189,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Rounds, after those that warm up."""
+    """Results of the rounds after warm-up."""
 
     timing: Timing  # of a round, from report to report
     tokens: int
@@ -202,14 +202,14 @@ class Decoded:
 
 
 def in_place(batch: Batch, sequence: Sequence) -> None:
-    """Put a sequence into the batch, alone, as if its text were in the caches: what stands there is noise."""
+    """Make a sequence the batch's only one, with noise as the K/V of its text."""
     batch.clear()
     for cache in batch.caches:
         cache.k.normal_(), cache.v.normal_()
         cache.take(0, batch.columns(sequence.limit))
         cache.exact_len[0] = len(sequence.text) - 1
     agrees = None
-    if batch.acceptance is not None:  # nothing is drafted, nothing agrees
+    if batch.acceptance is not None:  # without drafts nothing agrees
         p = batch.acceptance if sequence.drafting else 0.0
         agrees = agreements(p, sequence.sampling.seed, batch.state.agrees.shape[1])
     batch.active.append(sequence)
@@ -217,14 +217,14 @@ def in_place(batch: Batch, sequence: Sequence) -> None:
 
 
 def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Sequence:
-    """A request behind a text of `context` tokens that may grow by `tokens`."""
+    """A request with a text of `context` tokens that may grow by `tokens`."""
     policy = engine.policy() if drafting else Fixed(0, 0)
     return Sequence(0, [0] * context, context + tokens, Sampling(), policy, drafting)
 
 
 @torch.inference_mode()
 def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decoded:
-    """As `generate` decodes behind a text of `context` tokens: the next round is launched before one is over."""
+    """Decode after `context` tokens like `generate`, which launches the next round before one has finished."""
     batch, rounds = engine.batch, bench.args.rounds
     sequence = a_text(engine, context, (WARM + rounds + 4) * (DRAFTED + 1), drafting)
     in_place(batch, sequence)
@@ -233,7 +233,7 @@ def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decode
     stages: dict[str, float] = {}
     r = batch.start()
     for n in range(1, WARM + rounds + 1):
-        assert r is not None and r.fixed, "the bench is of rounds of fixed shape"
+        assert r is not None and r.fixed, "the bench needs rounds of fixed shape"
         after = batch.start(r.size + 1)
         [(_, _, new)] = batch.finish(r)
         r = after
@@ -250,7 +250,7 @@ def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decode
     return Decoded(Timing(tuple(sorted(seconds)), None), tokens, host, stages)
 
 
-# --- what is measured: a case -> its ways, each as fields of a row
+# --- measurements: a case -> row fields for each configuration
 
 
 Found = dict[str, dict[str, Any]]
@@ -278,8 +278,8 @@ def verify(bench: Bench, case: Case) -> Found:
 
 
 def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round]:
-    """What verifies and accepts a draft of a given size, as a stretch of work that is captured, behind a text of
-    `context` tokens that stays as long as it is."""
+    """A function that verifies and accepts a draft of a given size after `context` tokens, to be captured; the text
+    does not grow."""
     most = ROWS[-1] - 1
     how = Budget(most, most), True, Graphs(bench.cuda), lambda _: 1.0, SCRATCH
     batch = Batch(engine.model, engine.cache, None, *how)
@@ -300,7 +300,7 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
 
 @torch.inference_mode()
 def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
-    """The two models' forwards of a round and nothing else, each as one graph: `target` and `draft`."""
+    """Only a round's forwards of the two models, each as one graph: `target` and `draft`."""
     drafter: Any = engine.drafter
     target, draft = engine.model, drafter.model
     engine.batch.see(context + engine.batch.beyond)
@@ -378,7 +378,7 @@ def first(bench: Bench, case: Case) -> Found:
 
 
 class Stamps:
-    """A streamer that notes when it is told of a token."""
+    """A streamer that records the time of each token."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -390,7 +390,7 @@ class Stamps:
 
 
 def theirs(bench: Bench, case: Case, compiled: bool, model: Any) -> Timing:
-    """Of a token of transformers' generate."""
+    """Time of a token in transformers' generate."""
     ids = torch.zeros(1, case.context, dtype=torch.int64, device=bench.args.device)
     how = {"cache_implementation": "static", "disable_compile": not compiled, "do_sample": False}
     count = WARM + bench.args.rounds
@@ -400,7 +400,7 @@ def theirs(bench: Bench, case: Case, compiled: bool, model: Any) -> Timing:
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, streamer=stamps, **how)
     if compiled and not hasattr(model, "_compiled_call"):
         raise RuntimeError("generate did not compile")
-    told = stamps.seconds[WARM:]  # the first is the prompt's
+    told = stamps.seconds[WARM:]  # the first stamp is the prompt's
     return Timing(tuple(sorted(b - a for a, b in itertools.pairwise(told))), None)
 
 
@@ -418,7 +418,7 @@ def beside(bench: Bench, case: Case) -> Found:
             if compiled and not bench.cuda:
                 raise RuntimeError("generate does not compile on a CPU")
             timing = theirs(bench, case, compiled, model)
-        except Exception as error:  # a compiler's are of many kinds
+        except Exception as error:  # compilers raise many kinds
             found[way] = {"reason": reason(error)}
         else:
             value = timing.median / ours.median
@@ -429,7 +429,7 @@ def beside(bench: Bench, case: Case) -> Found:
 @torch.inference_mode()
 def launches(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    in_place(engine.batch, a_text(engine, case.context, 0, engine.drafter is not None))  # the limit is reached
+    in_place(engine.batch, a_text(engine, case.context, 0, engine.drafter is not None))  # the text cannot grow
 
     def once() -> None:
         r = engine.batch.start()
@@ -463,7 +463,7 @@ KINDS: dict[str, Callable[[Bench, Case], Found]] = {
 
 
 def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
-    """The rows of a case: one a way, or a single one with the reason why it was not measured."""
+    """The rows of a case: one per configuration, or a single one with the reason why it was not measured."""
     remarks = {"sizing": "; ".join(strategies.options(**bench.options(case)).stand_ins)}
     failed = {}
     try:
@@ -473,11 +473,11 @@ def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
         remarks = bench.engine(case).remarks
     except Exception as error:
         found = {"": {"reason": reason(error)}}
-        if not isinstance(error, (ValueError, torch.OutOfMemoryError)):  # what the engine refuses, and memory elsewhere
+        if not isinstance(error, (ValueError, torch.OutOfMemoryError)):  # refusals, and running out of memory
             traceback.print_exc()
             failed = {"failed": True}
     if any("reason" in values for values in found.values()):
-        bench.drop()  # what is left of it may be what the next lacks
+        bench.drop()  # frees its memory for the next case
     about = {"bench": "decode", "case": case.name, "kind": case.kind, "shape": case.shape, "draft": case.draft}
     about |= {"context": case.context, "dtype": bench.args.dtype, "device": bench.args.device, "remarks": remarks}
     rows = []
@@ -494,7 +494,7 @@ def number(value: float, unit: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The error's first line; the type where the message alone says too little."""
+    """The error's first line, with the type if the message alone says too little."""
     text = str(error).strip().split("\n")[0]
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
@@ -538,7 +538,7 @@ def main() -> None:
             for case in cases:
                 new = run(bench, case, late=time.perf_counter() - start > args.seconds)
                 rows += new
-                if args.save:  # now: who is cut off keeps the rows before
+                if args.save:  # after each case, so that an interrupt keeps the rows
                     saved = harness.save("decode", new, args.device)
     finally:
         show(rows, args.device)

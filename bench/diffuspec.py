@@ -1,22 +1,19 @@
 """A diffusion drafter on held-out prompts of the bundled pair: path search x length policy.
 
 Search: off (argmax), chain (the best path), tree (the best paths as one trie). Length: ADL with the paper's 20..30 and
-with a range that suits small models, chunks, fixed blocks. Beside them `ar`, the sequential `draft`, the exact prefix
-and a trimmed head; all interleaved. MAT is the acceptance length without the target's own token, as the paper counts.
-Rows go to bench/results/<machine>/diffuspec.jsonl, a picture beside them.
+with a range that suits small models, chunks, fixed blocks. For comparison: `ar`, the sequential `draft`, the exact
+prefix and a trimmed head. All take turns. MAT is the acceptance length without the target's own token, as in the paper.
+Rows and a picture go to bench/results/<machine>/diffuspec.jsonl, .png and .svg.
 """
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from transformers import HfArgumentParser
 
 import specker
-from bench import harness, plot
+from bench import harness
 from bench.e2e import differing, ours, row_of, share_target
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.diffuspec import DiffusionDrafter
@@ -39,14 +36,14 @@ class Args:
 
 
 def lengths(args: Args) -> dict[str, dict[str, Any]]:
-    """Every length policy by name."""
+    """The length policies by name."""
     ways: dict[str, dict[str, Any]] = {f"k {k}": {"draft_tokens": int(k)} for k in args.fixed.split(",")}
     ways |= {f"adl {span}": {"policy": "adl", "adl": span} for span in args.adl.split(",")}
     return ways | {f"chunk {chunk}": {"policy": "chunk", "chunk": chunk} for chunk in args.chunk.split(",")}
 
 
 def share_drafter(engine: Engine, base: Engine) -> None:
-    """One diffusion model and cache for all engines that decode in turn."""
+    """All engines share one diffusion model and cache, since they decode in turn."""
     mine, other = engine.drafter, base.drafter
     assert isinstance(mine, DiffusionDrafter) and isinstance(other, DiffusionDrafter)
     mine.model, mine.cache, mine.head = other.model, other.cache, other.head
@@ -76,9 +73,8 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], about: dic
 
 
 def show(rows: list[dict], temperature: float) -> None:
-    table = Table(title=f"temperature {temperature:g}")
-    for column in ("way", "tokens/s", "over ar", "tau", "MAT", "k", "L_gen", "width", "draft", "search", "verify"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    columns = ("way", "tokens/s", "over ar", "tau", "MAT", "k", "L_gen", "width", "draft", "search", "verify")
+    table = harness.table_of(temperature, columns)
     for row in rows:
         found, share = row.get("diffusion"), row["seconds"]
         table.add_row(
@@ -96,7 +92,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def draw(rows: list[dict], title: str) -> Any:
-    """Acceptance length and speed of every length policy, a bar for each search; a row of panels a temperature."""
+    """Acceptance length and speed per length policy, with a bar per search; one row of panels per temperature."""
     from matplotlib.figure import Figure
 
     temperatures = sorted({row["temperature"] for row in rows})
@@ -142,17 +138,7 @@ def main() -> None:
     add("default, trimmed head", {}, "diffuspec+vocabtrim")
     add("k 8 chain, lambda 0.5", {"cps": "chain", "cps_lambda": 0.5, "draft_tokens": 8})
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
-    rows = []
-    for temperature in map(float, args.temperatures.split(",")):
-        new = bench(args, temperature, engines, about, prompts)
-        show(new, temperature)
-        rows += new
-    if args.save:
-        path = harness.save("diffuspec", rows, args.device)
-        plot.save(draw(rows, f"diffuspec on the bundled pair, {harness.machine(args.device)}"), path.with_suffix(""))
-        print(path)
-    else:
-        print(json.dumps(dataclasses.asdict(args)))
+    harness.report("diffuspec", args, lambda temperature: bench(args, temperature, engines, about, prompts), show, draw)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Self-speculation on the bundled target: DEL beside fixed exits, the +-1 rule and a confidence threshold.
+"""Self-speculation on the bundled target: DEL, fixed exits, the +-1 rule and a confidence threshold.
 
-The full sweep of fixed settings (exit layer E, draft tokens g) is exact without decoding each: as long as drafts are
-right they are the text itself, so which positions of `ar`'s text each layer would have said decides every round. The
-best of the sweep is decoded in earnest, and must be accepted as the sweep says. tokens/layer is the paper's eTPL,
+The full sweep of fixed settings (exit layer E, draft tokens g) needs no decoding per setting. Accepted drafts are the
+text itself, so it is enough to know which tokens of `ar`'s text each layer predicts. The best settings of the sweep are
+also decoded, and must have the acceptance that the sweep predicts. tokens/layer is the paper's eTPL,
 
-    tokens / (L + g E) summed over rounds, with the LM head of a draft step counted too in tokens/layer+head.
+    tokens / (L + g E) summed over rounds; tokens/layer+head also counts the LM head of a draft step.
 
-The ways take turns at every prompt; rows go to bench/results/<machine>/dynamic_exit.jsonl, pictures beside them.
+The configurations take turns at every prompt; rows and pictures go to bench/results/<machine>/dynamic_exit.*.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import HfArgumentParser
 
 import specker
@@ -59,7 +58,7 @@ def matches(engine: Engine, prompt: list[int], text: list[int], temperature: flo
 
 
 def fixed(match: list[torch.Tensor], layers: int, head: float) -> list[dict[str, float]]:
-    """Every (E, g) over all texts: rounds, tokens, tokens per loaded layer with and without the head."""
+    """For every (E, g) over all texts: acceptance length, tokens per loaded layer with and without the head."""
     found = []
     for E in range(1, layers):
         for g in LENGTHS:
@@ -83,7 +82,7 @@ def load(args: Args, **options: Any) -> Engine:
 
 
 class EarlyExit:
-    """transformers' self-speculation of the same checkpoint."""
+    """transformers' self-speculation with the same checkpoint."""
 
     def __init__(self, args: Args, exit: int, eos: tuple[int, ...]):
         from transformers import AutoModelForCausalLM
@@ -141,7 +140,7 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
         hf = EarlyExit(args, int(best_head["exit"]), plain.target.config.eos_ids)
         ways[f"transformers early exit {best_head['exit']}"] = lambda prompt: hf.decode([prompt])
         hf.decode(prompts[:1])
-    # What is traced is not timed: it warms up what will be, and a round's record costs some microseconds.
+    # Tracing costs some microseconds per round, so traced runs are not timed; they serve as warm-up.
     traces = {name: trace(engine, prompts, args.max_new_tokens, temperature) for name, engine in engines.items()}
     timings = harness.measure_each(ways, prompts, args.rounds, warmup=0)
     timings = {name: dataclasses.replace(t, last=joined(t.last)) for name, t in timings.items()}
@@ -188,9 +187,8 @@ def trace(engine: Engine, prompts: list[list[int]], count: int, temperature: flo
 
 
 def show(rows: list[dict], temperature: float) -> None:
-    table = Table(title=f"temperature {temperature:g}")
-    for column in ("way", "tokens/s", "over ar", "tau", "tokens/layer", "with head", "watching", "mean g", "mean E"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    columns = ("way", "tokens/s", "over ar", "tau", "tokens/layer", "with head", "watching", "mean g", "mean E")
+    table = harness.table_of(temperature, columns)
 
     def mean(histogram: dict[int, int]) -> str:
         return f"{sum(n * c for n, c in histogram.items()) / sum(histogram.values()):.1f}" if histogram else ""
@@ -213,7 +211,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def draw(rows: list[dict], title: str) -> Any:
-    """The sweep as lines, one an exit layer, DEL's as levels; a column for each temperature."""
+    """The sweep as one line per exit layer, DEL as horizontal lines; one column per temperature."""
     from matplotlib.figure import Figure
 
     temperatures = sorted({row["temperature"] for row in rows})
@@ -237,7 +235,7 @@ def draw(rows: list[dict], title: str) -> Any:
 
 
 def draw_choices(traces: list[dict], title: str) -> Any:
-    """DEL's exit layer and draft length over the position in the text, the first eight prompts."""
+    """DEL's exit layer and draft length over the position in the text, for the first eight prompts."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -1,15 +1,15 @@
-"""End to end on the bundled family: what speculation gains, and whether the runtime costs anything.
+"""End to end on the bundled family: the gain from speculation and the overhead of the runtime.
 
-One process, held-out prompts, the ways in turn at every one of them, medians of rounds over all. Ways: `ar`, chains and
-trees of `draft`, every other strategy as it comes, transformers' `generate` and its assisted generation with the target
-and the draft of `draft` in the same dtype. Speedup over `ar` should be
+One process decodes held-out prompts. The configurations take turns at every prompt; medians of rounds are reported.
+Configurations: `ar`, chains and trees of `draft`, every other strategy with its defaults, transformers' `generate` and
+its assisted generation with the models of `draft` in the same dtype. Speedup over `ar` should be
 
     tau / (k * c + v)      tau: acceptance length, k: draft tokens, c: a draft step over a target step,
                            v: a verify pass (with accept and commit) over a target step
 
-so c and v are printed, with the speedup they predict beside the one measured. Tokens must equal those of `ar` (in
-float32, up to a tie within rounding, which is counted) or the way's row has no times but the reason; so has that of a
-way which this machine cannot run. Distinct 4-grams stand beside acceptance because text that loops flatters it.
+so c, v and the predicted speedup are printed with the measured one. Tokens must equal those of `ar` (in float32, ties
+within rounding are allowed and counted). A configuration that fails this or cannot run here has a row with the reason
+and no times. Distinct 4-grams are printed because looping text raises acceptance.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import HfArgumentParser
 
 import specker
@@ -57,7 +56,7 @@ class Args:
 @dataclass(frozen=True)
 class Decoded:
     tokens: list[list[int]]
-    stats: Stats | None  # None where the way is not ours
+    stats: Stats | None  # None for transformers
 
     @property
     def count(self) -> int:
@@ -65,7 +64,7 @@ class Decoded:
 
 
 def share_target(engines: Sequence[Engine]) -> None:
-    """One target and one cache for all of them, which decode in turn: what is idle between turns may be paged out."""
+    """Share one target and cache, since the engines decode in turn and idle memory may be paged out."""
     base = engines[0]
     for engine in engines[1:]:
         engine.target, engine.model, engine.cache = base.target, base.model, base.cache
@@ -75,7 +74,7 @@ def share_target(engines: Sequence[Engine]) -> None:
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:
-    """Share of 4-grams of tokens that are the first of their kind in their text."""
+    """Distinct 4-grams of tokens within each text, over all 4-grams."""
     grams = [[tuple(t[i : i + 4]) for i in range(len(t) - 3)] for t in texts]
     return sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
 
@@ -86,13 +85,13 @@ def ours(engine: Engine, prompts: list[list[int]], count: int, temperature: floa
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded:
-    """Several prompts decoded one by one, as `ours` gives them."""
+    """Joins the results of prompts decoded one by one."""
     stats = [part.stats for part in parts if part.stats is not None]
     return Decoded([text for part in parts for text in part.tokens], sum(stats, Stats()) if stats else None)
 
 
 class Transformers:
-    """The same checkpoints through transformers."""
+    """The same checkpoints in transformers."""
 
     def __init__(self, args: Args, eos: tuple[int, ...]):
         from transformers import AutoModelForCausalLM
@@ -124,11 +123,11 @@ class Transformers:
 
 
 class WrongTokens(SystemExit):
-    """Other tokens than plain decoding's: ends a bench that does not catch it."""
+    """Tokens differ from plain decoding; ends a bench that does not catch it."""
 
 
 def differing(engine: Engine, prompts: list[list[int]], got: Decoded, want: Decoded, args: Args, how: dict) -> int:
-    """How many texts differ from `ar` within rounding; WrongTokens where rounding does not explain one."""
+    """The number of texts that differ from `ar` within rounding; WrongTokens if rounding does not explain one."""
     count = 0
     for prompt, ours_, theirs in zip(prompts, got.tokens, want.tokens, strict=True):
         if ours_ != theirs:
@@ -141,7 +140,7 @@ def differing(engine: Engine, prompts: list[list[int]], got: Decoded, want: Deco
 
 
 def row_of(bench: str, way: str, temperature: float, args: Any, timings: dict[str, Any]) -> dict[str, Any]:
-    """What every row of an end-to-end bench says of one of its ways; `timings` of all of them, with `ar`."""
+    """The fields of every end-to-end row; `timings` holds all configurations, including `ar`."""
     timing = timings[way]
     done: Decoded = timing.last
     speed, plain = done.count / timing.median, timings["ar"].last.count / timings["ar"].median
@@ -197,7 +196,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 
 
 def reason_not(call: Callable[[], Any]) -> str:
-    """Why `call` fails on this machine, told on stderr too; "" where it does not."""
+    """Why `call` fails on this machine, with a traceback on stderr; "" if it succeeds."""
     try:
         call()
     except Exception as error:
@@ -212,9 +211,8 @@ def _step(stats: Stats) -> float:
 
 
 def show(rows: list[dict], temperature: float) -> None:
-    table = Table(title=f"temperature {temperature:g}")
-    for column in ("way", "tokens/s", "over ar", "tau", "k", "c", "v", "predicted", "distinct 4-grams", "differ"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    columns = ("way", "tokens/s", "over ar", "tau", "k", "c", "v", "predicted", "distinct 4-grams", "differ")
+    table = harness.table_of(temperature, columns)
 
     def number(row: dict, key: str, digits: int) -> str:
         return f"{row[key]:.{digits}f}" if key in row else ""
@@ -252,12 +250,12 @@ def main() -> None:
     prompts = [p[: plain.max_context - args.max_new_tokens] for p in prompts]
     hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None
     for temperature in map(float, args.temperatures.split(",")):
-        if "ar" not in engines:  # nothing to compare with
+        if "ar" not in engines:  # no baseline
             break
         new = bench(args, temperature, engines, prompts, hf)
         show(new, temperature)
         rows += new
-        if args.save:  # now: who is cut off keeps them
+        if args.save:  # after each temperature, so that an interrupt keeps the rows
             print(harness.save("e2e", new, args.device))
     if not args.save:
         print(json.dumps(dataclasses.asdict(args)))

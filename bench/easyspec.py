@@ -1,13 +1,11 @@
 """Layer-parallel drafting on the bundled pair with the deep draft: tree width x layers in a group x calibration.
 
-For each: acceptance length, speed, what a drafting forward takes (median), and how near the fuzzy hidden rows are to
-those of the layers in sequence (cosine, the same tokens after the same exact prefix). Chain and tree meet at equal
-budgets too. All ways of a temperature are interleaved; rows go to bench/results/<machine>/easyspec.jsonl, a picture
-beside them.
+For each: acceptance length, speed, median time of a drafting forward, and the cosine between the fuzzy hidden rows and
+those of the layers in sequence (same tokens after the same exact prefix). Chain and trees are also compared at equal
+budgets. All configurations of a temperature take turns; rows and a picture go to bench/results/<machine>/easyspec.*.
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -15,12 +13,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.nn import functional as F
 from transformers import HfArgumentParser
 
 import specker
-from bench import harness, plot
+from bench import harness
 from bench.e2e import differing, joined, ours, row_of, share_target
 from specker.runtime.engine import Engine
 from specker.runtime.model.decoder import forward, prefill
@@ -48,14 +45,14 @@ def shape(width: int, depth: int) -> dict[str, Any]:
 
 
 def load(args: Args, **options: Any) -> Engine:
-    """Rounds are launched one by one on a GPU too, so that forwards can be timed; kernels/bench_layer_group.py says
-    what graphs make of a group."""
+    """Without graphs on a GPU too, so that forwards can be timed; kernels/bench_layer_group.py times a group with
+    graphs."""
     pair = specker.zoo.path("code-target"), specker.zoo.path("code-draft-deep")
     return specker.load(*pair, device=args.device, dtype=args.dtype, graphs="off", **options)
 
 
 def timed_forward(engine: Engine, times: list[float]) -> None:
-    """Every fuzzy forward of the engine's drafter adds its seconds to `times`."""
+    """Append the seconds of every fuzzy forward of the engine's drafter to `times`."""
     parallel = engine.drafter.parallel  # type: ignore[union-attr]
     inner = parallel.forward
 
@@ -72,7 +69,7 @@ def timed_forward(engine: Engine, times: list[float]) -> None:
 
 @torch.inference_mode()
 def cosine(args: Args, texts: list[list[int]], width: int) -> float:
-    """Mean cosine of fuzzy and exact final rows of four draft tokens in a chain, every eighth position of the texts."""
+    """Mean cosine of fuzzy and exact final rows of a chain of four draft tokens, at every eighth position."""
     drafter: AutoregressiveDrafter = load(args, strategy="easyspec", layer_parallel=str(width)).drafter  # type: ignore[assignment]
     model, cache = drafter.model, drafter.cache
     parallel = LayerParallel(model, cache, Schedule.parallel(len(model.layers), width))
@@ -122,7 +119,7 @@ def bench(
             how = {"temperature": temperature}
             row["differing_within_rounding"] = differing(engines[name], prompts, done, plain, args, how)
         rows.append(row)
-    for row in rows:  # beside the same shape drafted in sequence
+    for row in rows:  # compared with the same shape drafted in sequence
         for base in rows:
             if base.get("parallel") == 1 and row.get("shape") == base.get("shape"):
                 row["of_sequential"] = row["acceptance_length"] / base["acceptance_length"]
@@ -132,10 +129,8 @@ def bench(
 
 
 def show(rows: list[dict], temperature: float) -> None:
-    table = Table(title=f"temperature {temperature:g}")
     columns = ("way", "tokens/s", "over ar", "tau", "of N 1", "forward, us", "x N 1", "cosine", "draft share")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    table = harness.table_of(temperature, columns)
 
     def text(row: dict, key: str, form: str) -> str:
         return format(row[key], form) if key in row else ""
@@ -156,7 +151,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def draw(rows: list[dict], title: str) -> Any:
-    """Over layers in a group: acceptance length, forwards against sequential ones, cosine; calibrated and not."""
+    """Acceptance length, speed of forwards and cosine over layers in a group, calibrated and not."""
     from matplotlib.figure import Figure
 
     temperatures = sorted({row["temperature"] for row in rows})
@@ -198,7 +193,7 @@ def main() -> None:
         for parallel in numbers[1]:
             for calibrate in ("every", "never"):
                 if (parallel, calibrate) == (1, "never"):
-                    continue  # in sequence nothing is fuzzy
+                    continue  # layers in sequence need no calibration
                 name = f"{width}x{args.depth} N {parallel} {calibrate}"
                 how = {"layer_parallel": str(parallel), "calibrate": calibrate, **shape(width, args.depth)}
                 engines[name] = load(args, strategy="easyspec", **how)
@@ -213,17 +208,7 @@ def main() -> None:
         share_target(list(engines.values()))
         about[name] = {"width": width, "cap": args.equal, "parallel": 4, "calibrate": "every"}
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
-    rows = []
-    for temperature in map(float, args.temperatures.split(",")):
-        new = bench(args, temperature, engines, about, prompts)
-        show(new, temperature)
-        rows += new
-    if args.save:
-        path = harness.save("easyspec", rows, args.device)
-        plot.save(draw(rows, f"easyspec on the bundled pair, {harness.machine(args.device)}"), path.with_suffix(""))
-        print(path)
-    else:
-        print(json.dumps(dataclasses.asdict(args)))
+    harness.report("easyspec", args, lambda temperature: bench(args, temperature, engines, about, prompts), show, draw)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Timing several ways to do one thing, fairly, and keeping the rows.
+"""Fair timing of several configurations, and storage of the rows.
 
-The ways take turns within each round, so that a machine that slows down, or another process, hits all of them; a round
-rotates who goes first. What is reported is the median with p20 and p80, and the ratio of medians to the first way. Rows
-are appended to bench/results/<machine>/<name>.jsonl, each with the machine, versions, commit and command it came from.
+The configurations take turns within each round, so that a slow phase of the machine affects all of them; the order
+rotates each round. Reported are the median with p20 and p80, and the ratio of medians to the first configuration. Rows
+are appended to bench/results/<machine>/<name>.jsonl, each with its machine, versions, commit and command.
 """
 
 import json
@@ -13,14 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
+from bench import plot
 from specker.report import write_file
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each timed round, in their order, and what the last call returned."""
+    """Seconds of each timed round, in order, and the result of the last call."""
 
     seconds: tuple[float, ...]
     last: Any
@@ -49,15 +51,15 @@ class Timing:
         }
 
     def times_as_fast(self, other: "Timing") -> dict[str, float]:
-        """As `other`: the ratios of the same rounds, in which a slow machine was slow for both, and how many are above
-        one."""
+        """Speed relative to `other`: ratios within the same round, where a slow phase affects both, and how many are
+        above one."""
         each = [theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)]
         named = {name: quantile(each, q) for name, q in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
         return named | {"rounds_above_1": sum(ratio > 1 for ratio in each)}
 
 
 def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1) -> dict[str, Timing]:
-    """Call each way `warmup` times untimed, then once in each of `rounds` rounds; CUDA is waited for on both sides."""
+    """Call each way `warmup` times untimed, then once in each of `rounds` rounds, with CUDA synchronised around it."""
     if rounds < 1 or not ways:
         raise ValueError(f"nothing to measure: {len(ways)} ways, {rounds} rounds")
     for _ in range(warmup):
@@ -80,8 +82,8 @@ def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
 def measure_each(
     ways: dict[str, Callable[[Any], Any]], items: list[Any], rounds: int = 5, warmup: int = 1
 ) -> dict[str, Timing]:
-    """As `measure`, of ways that take one item: they take turns at every item, not only in every round, so that what is
-    compared is seconds apart. A round's seconds are the sum over the items, `last` is the list of their results."""
+    """`measure` for ways that take one item. They take turns at every item, so compared calls are seconds apart. A
+    round's seconds are the sum over the items; `last` is the list of their results."""
     if rounds < 1 or not ways or not items:
         raise ValueError(f"nothing to measure: {len(ways)} ways, {len(items)} items, {rounds} rounds")
     seconds = {name: [0.0] * rounds for name in ways}
@@ -102,7 +104,7 @@ def measure_each(
 
 
 def ratios(timings: dict[str, Timing]) -> dict[str, float]:
-    """How many times as fast as the first way each is: ratio of medians."""
+    """How many times as fast as the first each is: ratio of medians."""
     base = next(iter(timings.values())).median
     return {name: base / timing.median for name, timing in timings.items()}
 
@@ -121,7 +123,7 @@ def wait() -> None:
 
 
 def machine(device: str = "cpu") -> str:
-    """The GPU's name for a CUDA device, else the processor's name and how many of its cores are ours."""
+    """The GPU's name for a CUDA device, otherwise the processor's name and the number of usable cores."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
@@ -132,12 +134,12 @@ def machine(device: str = "cpu") -> str:
 
 
 def folder(device: str = "cpu") -> Path:
-    """bench/results/<machine>, in letters that every file system takes."""
+    """bench/results/<machine>, with characters that every file system accepts."""
     return RESULTS / re.sub(r"[^a-z0-9.]+", "-", machine(device).lower()).strip("-")
 
 
 def where_from(device: str = "cpu") -> dict[str, Any]:
-    """What a number means nothing without; the same fields stand in every row."""
+    """The origin of a number; every row has these fields."""
     return {
         "machine": machine(device),
         "threads": torch.get_num_threads(),
@@ -152,11 +154,11 @@ def where_from(device: str = "cpu") -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit's hash, with a + where tracked files differ from it; "unknown" outside a checkout."""
+    """The commit's hash, with a + if tracked files differ from it; "unknown" outside a checkout."""
     root = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
-        # Rows that earlier benches of the same run wrote do not change what is measured.
+        # Results do not affect measurements, so rows of earlier benches do not count as changes.
         command = ["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)bench/results"]
         dirty = subprocess.run(command, cwd=root, capture_output=True)
     except OSError:
@@ -169,6 +171,35 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def table_of(temperature: float, columns: Iterable[str]) -> Table:
+    """An empty table for one temperature; all columns but "way" are numbers."""
+    table = Table(title=f"temperature {temperature:g}")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    return table
+
+
+def report(
+    name: str,
+    args: Any,
+    measured: Callable[[float], list[dict[str, Any]]],
+    show: Callable[[list[dict[str, Any]], float], None],
+    draw: Callable[[list[dict[str, Any]], str], Any],
+) -> None:
+    """Measure and show each of `args.temperatures`, then save all rows and a picture; without --save print `args`."""
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        new = measured(temperature)
+        show(new, temperature)
+        rows += new
+    if args.save:
+        path = save(name, rows, args.device)
+        plot.save(draw(rows, f"{name} on the bundled pair, {machine(args.device)}"), path.with_suffix(""))
+        print(path)
+    else:
+        print(json.dumps(asdict(args)))
 
 
 def save(name: str, rows: Iterable[dict[str, Any]], device: str = "cpu") -> Path:

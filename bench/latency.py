@@ -1,14 +1,14 @@
-"""A forward's time from its bytes, launches and collectives, and EasySpec's rounds from its forwards. Batch 1.
+"""Models the time of a forward from its bytes, launches and collectives, and EasySpec's rounds from forwards. Batch 1.
 
 A forward of T rows of L layers takes, on the busiest of R ranks,
 
     graphs: device = bytes / bandwidth + launches * node_us + collectives
     eager:  max(device, (launches + collectives' launches) * host_us)
 
-since an eager host runs ahead of the device until it is the slower of the two. Weights are all that is read (K/V is 1%
-of an 8B model's bytes at 1,200 tokens), and flops hide behind them up to some 150 rows on an A100 and 200 on an H200,
-so more than 128 rows are refused. The target is tensor parallel over R: 2 L all-reduces of T * E, then candidates are
-gathered. The draft is
+since an eager host runs ahead of the device unless it is slower. Only weights are counted as reads (K/V is 1% of an 8B
+model's bytes at 1,200 tokens). Flops hide behind these reads up to about 150 rows on an A100 and 200 on an H200; more
+than 128 rows are refused. The target is tensor parallel over R: 2 L all-reduces of T * E, then a gather of candidates.
+The draft is
 
     replicated      whole on every rank, in sequence, no communication: the paper's baseline, draft TP 1
     tensor          tensor parallel like the target
@@ -16,8 +16,8 @@ gathered. The draft is
                     N feed-forwards on every rank; first and last layer and head whole on every rank
 
 A round is one exact catch-up forward (in sequence; depth + 1 rows), depth - 1 forwards of `width` rows by the layout, a
-verify pass of width * depth + 1 rows, and a broadcast. Skew between ranks and the host's own work between forwards are
-left out, so times are lower bounds.
+verify pass of width * depth + 1 rows, and a broadcast. Skew between ranks and host work between forwards are ignored,
+so times are lower bounds.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ def arg(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """0 where a number is to come from committed rows or from the GPU's data sheet: bench/project.py fills it in."""
+    """0 means that bench/project.py takes the number from committed rows or from the GPU's data sheet."""
 
     bandwidth: float = arg(0.0, "TB/s of a GPU; else measured rows of this GPU, else data sheet x efficiency")
     efficiency: float = arg(0.9, "of the data sheet's bandwidth; an assumption")
     memory: float = arg(0.0, "GB of a GPU; else the data sheet's")
-    # Assumptions, usual orders of magnitude: a launch from Python or C++, and one kernel after another in a graph.
+    # Assumed orders of magnitude: a launch from Python or C++, and one kernel after another in a graph.
     host_us: float = arg(5.0, "us of the host for a launch, eager")
     node_us: float = arg(1.0, "us of the device for a kernel's start")
     # NCCL's own estimates, src/graph/tuning.cc (commit 01afd20a): ring, protocol LL over NVLink, 3.6 us and 0.47 us a
@@ -61,7 +61,7 @@ class Inputs:
     width: int = arg(12, "rows of each forward: the paper's top-k tree")
     parallel: int = arg(4, "layers in a group")
     logits: bool = arg(False, "verification gathers logits (sampling), not (id, logit) pairs")
-    # As recorded without a GPU (bench/LOG.md, tests/test_project.py); shards are assumed to launch what the whole does.
+    # Recorded without a GPU (bench/LOG.md, tests/test_project.py). Assumes as many launches for a shard as for a whole.
     mlp_launches: float = arg(4, "of a layer's feed-forward, its norm included")
     group_launches: float = arg(6, "of a group's attention, two layers or more of it on a rank")
     group_layer_launches: float = arg(4, "of each layer's feed-forward in a group")
@@ -85,7 +85,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder, as far as time goes."""
+    """The sizes of a decoder that determine its time."""
 
     layers: int
     hidden: int
@@ -94,7 +94,7 @@ class Shape:
     head_dim: int
     inner: float
     vocab: int
-    attention_launches: float = 7  # of a layer, its norm included; 6 where no linear of it is split
+    attention_launches: float = 7  # per layer, including the norm; 6 if no linear is split
     tied: bool = False  # the head is the embedding
 
     @property
@@ -112,12 +112,12 @@ class Shape:
 
     @property
     def elements(self) -> float:
-        """Read by a step."""
+        """Elements read by a step."""
         return self.layers * (self.attention + self.mlp) + self.head
 
     @property
     def stored(self) -> float:
-        """`elements`, and the embedding where it is not the head."""
+        """`elements`, plus the embedding unless it is the head."""
         return self.elements + (0 if self.tied else self.head)
 
 
@@ -128,12 +128,12 @@ SHAPES = {  # Llama 3's config.json
 }
 
 
-# --- what a forward costs
+# --- cost of a forward
 
 
 @dataclass(frozen=True)
 class Cost:
-    bytes: float = 0.0  # that the busiest rank reads
+    bytes: float = 0.0  # read by the busiest rank
     launches: float = 0.0  # kernels, without collectives
     wire: float = 0.0  # us of collectives
     calls: float = 0.0  # collectives
@@ -150,12 +150,12 @@ class Cost:
 
 
 def all_reduce(i: Inputs, ranks: int, size: float) -> Cost:
-    """Of `size` bytes: 2(R - 1) / R of them over each link."""
+    """All-reduce of `size` bytes: 2(R - 1) / R of them over each link."""
     return _ring(i, ranks, 2 * (ranks - 1), size)
 
 
 def all_gather(i: Inputs, ranks: int, size: float) -> Cost:
-    """`size` bytes are what every rank then has: (R - 1) / R of them over each link."""
+    """All-gather into `size` bytes on every rank: (R - 1) / R of them over each link."""
     return _ring(i, ranks, ranks - 1, size)
 
 
@@ -166,14 +166,14 @@ def _ring(i: Inputs, ranks: int, steps: int, size: float) -> Cost:
 
 
 def tensor_parallel(i: Inputs, m: Shape, rows: int, ranks: int, beyond: float, gathered: float) -> Cost:
-    """A forward whose ranks then have `gathered` bytes of each rank's candidates. One rank: in sequence."""
+    """A forward that ends by gathering `gathered` bytes of candidates on each rank. One rank runs in sequence."""
     launches = m.layers * (m.attention_launches + i.mlp_launches) + beyond
     sums = all_reduce(i, ranks, rows * m.hidden * 2) * (2 * m.layers)
     return Cost(m.elements * 2 / ranks, launches) + sums + all_gather(i, ranks, gathered * ranks)
 
 
 def layer_parallel(i: Inputs, m: Shape, rows: int, ranks: int) -> Cost:
-    """A draft forward by specker's own schedule, shared out by its own rule."""
+    """A draft forward by specker's schedule, split over ranks by specker's rule."""
     total = Cost(m.head * 2, i.draft_launches)
     schedule = Schedule.parallel(m.layers, i.parallel)
     for n, share in _shares(schedule, ranks):
@@ -181,17 +181,17 @@ def layer_parallel(i: Inputs, m: Shape, rows: int, ranks: int) -> Cost:
         total += Cost(2 * (share * m.attention + n * m.mlp), launches)
         if n > 1:
             total += all_gather(i, ranks, n * rows * m.hidden * 2)
-    # One launch repeats the rows for all groups. `draft_launches` has the sum after the last layer.
+    # One launch repeats the rows for all groups. `draft_launches` includes the sum after the last layer.
     return total + Cost(launches=1.0 if any(len(group) > 1 for group in schedule.groups) else 0.0)
 
 
 def _shares(schedule: Schedule, ranks: int) -> list[tuple[int, int]]:
-    """Each group's layers, and how many of them the busiest rank attends for."""
+    """Per group, the number of layers and how many of them the busiest rank attends for."""
     return [(len(g), max(Counter(schedule.owner(l, ranks) for l in g).values())) for g in schedule.groups]
 
 
 def verify(i: Inputs, target: Shape, rows: int, ranks: int) -> Cost:
-    """A target forward, what a round does beside its forwards, and its broadcast. One row: plain decoding."""
+    """A target forward, the round's other launches, and its broadcast. One row means plain decoding."""
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows: beyond {MAX_ROWS} flops take longer than bytes, and this model has no flops")
     gathered = rows * (target.vocab * 2 / ranks if i.logits else 8)
@@ -200,7 +200,7 @@ def verify(i: Inputs, target: Shape, rows: int, ranks: int) -> Cost:
 
 
 def drafts(i: Inputs, draft: Shape, ranks: int, layout: str) -> tuple[Cost, Cost]:
-    """The exact forward and each of the others."""
+    """The cost of the exact forward, and of each other one."""
     over = ranks if layout == "tensor" else 1
     exact, other = (
         tensor_parallel(i, draft, rows, over, i.draft_launches, rows * i.width * 8) for rows in (i.depth + 1, i.width)
@@ -209,7 +209,7 @@ def drafts(i: Inputs, draft: Shape, ranks: int, layout: str) -> tuple[Cost, Cost
 
 
 def project(i: Inputs, target: Shape, draft: Shape, ranks: int, layout: str, engine: str) -> Row:
-    """Microseconds of one round, and what follows from them. `i` is resolved."""
+    """Microseconds of one round, and the resulting speeds. `i` is resolved."""
     exact, other = (cost.us(i, engine) for cost in drafts(i, draft, ranks, layout))
     stage = exact + (i.depth - 1) * other
     one, all_ = (cost.us(i, engine) for cost in drafts(i, draft, ranks, "replicated"))
@@ -231,16 +231,16 @@ def project(i: Inputs, target: Shape, draft: Shape, ranks: int, layout: str, eng
         "speedup": tau * plain / (stage + check),
         "draft_speedup": (one + (i.depth - 1) * all_) / stage,
         "weights_gb": gb,
-        "fits": gb < 0.9 * i.memory,  # a tenth for K/V and the rest, an assumption
+        "fits": gb < 0.9 * i.memory,  # assumes a tenth for K/V and the rest
     }
 
 
-# --- what would have to be true
+# --- solvers for a required speedup
 
 
 def attention_share(i: Inputs, m: Shape, ranks: int, target: float, stage: bool) -> float:
-    """Share of a forward in sequence that attention has to take for layers side by side to be `target` times as fast,
-    where nothing else costs: of a forward, or of the draft stage with its exact one. Above 1: not to be had."""
+    """The share of a sequential forward that attention must take for layers side by side to be `target` times as fast
+    if nothing else costs time: for a forward, or for the draft stage with its exact forward. Above 1: impossible."""
     saved = sum(n - share for n, share in _shares(Schedule.parallel(m.layers, i.parallel), ranks)) / m.layers
     if stage:
         saved *= (i.depth - 1) / i.depth
@@ -248,8 +248,7 @@ def attention_share(i: Inputs, m: Shape, ranks: int, target: float, stage: bool)
 
 
 def solve(f: Callable[[float], float], target: float, low: float, high: float) -> float | None:
-    """x in [low, high] with f(x) = target, for f that rises, or `low` where that is enough; None where f(high) is below
-    it too."""
+    """x in [low, high] with f(x) = target for a rising f; `low` if f(low) is enough, None if f(high) is too small."""
     if f(low) >= target:
         return low
     if f(high) < target:
@@ -261,13 +260,13 @@ def solve(f: Callable[[float], float], target: float, low: float, high: float) -
 
 
 def host_for(i: Inputs, target: Shape, draft: Shape, ranks: int, speedup: float) -> float | None:
-    """us of an eager launch with which layer-parallel drafting is `speedup` times as fast as in sequence."""
+    """us of an eager launch at which layer-parallel drafting is `speedup` times as fast as in sequence."""
     how = (target, draft, ranks, "layer-parallel", "eager")
     return solve(lambda x: project(replace(i, host_us=x), *how)["draft_speedup"], speedup, 0, 1000)
 
 
 def launches_for(i: Inputs, target: Shape, draft: Shape, ranks: int, speedup: float) -> float | None:
-    """Launches of a layer's attention (a group's grows by as many) that do the same at i.host_us."""
+    """Launches of a layer's attention (a group's grows by as many) with the same effect at i.host_us."""
 
     def with_(x: float) -> float:
         more = replace(i, group_launches=i.group_launches + x - draft.attention_launches)
@@ -283,5 +282,5 @@ def tau_for(row: Row, speedup: float) -> float:
 
 
 def room_for(row: Row, speedup: float) -> float:
-    """us that drafting may take for `speedup` at the row's acceptance length; negative: none would do."""
+    """us that drafting may take for `speedup` at the row's acceptance length; negative: impossible."""
     return row["tau"] * row["plain_us"] / speedup - row["verify_us"]

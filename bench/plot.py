@@ -1,8 +1,8 @@
-"""What the results say, drawn: `python bench/plot.py [FOLDER of bench/results ...]`.
+"""Plot the results: `python bench/plot.py [FOLDER of bench/results ...]`.
 
-For each machine's folder: the newest row of every (op, case, way) and (way, temperature) counts. Kernels: the share of
-the hardware's limit, with the goal where it names one, and how many times as fast as each baseline. End to end: tokens
-a second, and acceptance length. PNG and SVG beside the rows; a table of all of it is printed last.
+Each machine's folder is plotted with the newest row of every (op, case, way) and (way, temperature). Kernels: the share
+of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end: tokens/s and
+acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
 """
 
 import argparse
@@ -33,12 +33,12 @@ def read(folder: Path) -> list[Row]:
 
 
 def newest(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
-    """Of rows with the same key the last one, where the first of them stood."""
+    """The last row of each key, at the place of the first."""
     return list({key(row): row for row in rows}.values())
 
 
 def kernels(rows: Iterable[Row]) -> list[list[Row]]:
-    """Each case's rows of one run, ours first, by op and case."""
+    """Each case's rows of one run, specker's first, by op and case."""
     timed = (r for r in rows if r.get("bench") == "kernels" and "reason" not in r)
     rows = newest(timed, lambda row: (row["op"], row["case"], row["way"]))
     cases: dict[tuple[str, str], list[Row]] = {}
@@ -89,7 +89,7 @@ def draw_kernels(cases: list[list[Row]], title: str) -> Any:
 
 
 def draw_end_to_end(rows: list[Row], title: str) -> Any:
-    """Tokens a second of each way, a panel for each temperature; acceptance lengths beside the bars."""
+    """Tokens/s per configuration, with a panel per temperature and acceptance lengths next to the bars."""
     from matplotlib.figure import Figure
 
     temperatures = sorted({row["temperature"] for row in rows})
@@ -153,7 +153,7 @@ def main() -> None:
         if not cases and not runs:
             parser.error(f"{folder}: there are no rows to draw")
         machine = rows[-1]["machine"]
-        timed = [ways for ways in cases if "share" in ways[0]]  # a CPU has no limit to compare with
+        timed = [ways for ways in cases if "share" in ways[0]]  # on a CPU there is no limit
         show(machine, cases, runs)
         for name, data, draw in (("kernels", timed, draw_kernels), ("e2e", runs, draw_end_to_end)):
             if data:

@@ -1,10 +1,10 @@
-"""What several GPUs would do with EasySpec's layouts of the draft: a model (bench/latency.py), not a measurement.
+"""Projects EasySpec's draft layouts to several GPUs with a model (bench/latency.py), not a measurement.
 
     python bench/project.py [--gpus h200,a100] [--pairs 70b+8b,70b+1b] [--tau X] [any other input]
 
 For each GPU, pair and kind of engine: times of a round, speed over plain decoding under the same tensor parallelism,
-and what would have to be true for the paper's numbers. Writes bench/results/projection.md, .jsonl (its rows say
-"model": true and carry their inputs) and a picture. Where one GPU was measured, predicted over measured stands last.
+and the conditions for the paper's numbers. Writes bench/results/projection.md, .jsonl (rows have "model": true and
+their inputs) and a picture. If one GPU was measured, predicted over measured comes last.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ class Run:
     save: bool = arg(True, "write bench/results/projection.*")
 
 
-# --- where inputs come from, and what was measured
+# --- sources of inputs, and measurements
 
 
 def resolved(i: Inputs, gpu: str, rows: Iterable[Row]) -> tuple[Inputs, dict[str, str]]:
-    """`i` with every 0 filled in, and where each of these came from. `rows`: all committed ones."""
+    """`i` with every 0 filled in, and the sources of these values. `rows`: all committed rows."""
     if gpu not in GPUS:
         raise ValueError(f"gpu {gpu!r} is not known; there are {', '.join(GPUS)}")
     sheet, rows, found = GPUS[gpu], list(rows), {}
@@ -58,7 +58,7 @@ def resolved(i: Inputs, gpu: str, rows: Iterable[Row]) -> tuple[Inputs, dict[str
         if 1 not in mine or i.parallel not in mine:
             what = f"trees {tree} in groups of {i.parallel} at T {i.temperature:g}"
             raise ValueError(f"there are no committed rows of {what}; give --tau and --keep")
-        # Above 1 is the choice of prompts, not a gain.
+        # A value above 1 comes from the choice of prompts and is not a gain.
         keep = min(1.0, mine[i.parallel]["acceptance_length"] / mine[1]["acceptance_length"])
         i = replace(i, tau=i.tau or mine[1]["acceptance_length"], keep=i.keep or keep)
         prompts = f"{mine[1]['prompts']} prompts"
@@ -67,9 +67,9 @@ def resolved(i: Inputs, gpu: str, rows: Iterable[Row]) -> tuple[Inputs, dict[str
 
 
 def checked(rows: Iterable[Row]) -> list[Row]:
-    """Predicted over measured tokens a second of one GPU: plain decoding and chains, in graphs, in 16 bits. Rows of
-    other benches, ways, models or of a CPU are passed over. Measured seconds have the prompt in them, predicted ones
-    do not. Bandwidth is what the same machine's rows say, else the data sheet's."""
+    """Predicted over measured tokens/s on one GPU: plain decoding and chains, in graphs, in 16 bits. Rows of other
+    benches, configurations, models or of a CPU are ignored. Measured times include the prompt, predicted ones do not.
+    Bandwidth comes from the same machine's rows, otherwise from the data sheet."""
     rows, out = list(rows), []
     for row in rows:
         machine, (way, speed) = str(row.get("machine", "")), _measured(row)
@@ -90,8 +90,8 @@ def checked(rows: Iterable[Row]) -> list[Row]:
 
 
 def _measured(row: Row) -> tuple[str, float | None]:
-    """What was decoded, and its tokens a second; bench/decode.py has a step's seconds, and a round's speed beside
-    other things."""
+    """What was decoded, and its tokens/s. Rows of bench/decode.py hold the seconds of a step, or the speed of
+    rounds."""
     way, speed = str(row.get("way", "")), row.get("tokens_per_second")
     if row.get("bench") != "decode":
         return way, speed
@@ -101,7 +101,7 @@ def _measured(row: Row) -> tuple[str, float | None]:
 
 
 def _shapes(row: Row) -> tuple[Shape, Shape] | None:
-    """Target's and draft's: the bundled pair's of bench/e2e.py, else those that bench/decode.py names."""
+    """Target and draft: the bundled pair for bench/e2e.py, the named shapes for bench/decode.py."""
     if row.get("bench") == "e2e":
         return bundled("code-target"), bundled("code-draft")
     target = SHAPES.get(str(row.get("shape"))) if row.get("bench") == "decode" else None
@@ -114,7 +114,7 @@ def bundled(name: str) -> Shape:
     return Shape(c["num_hidden_layers"], c["hidden_size"], *heads, c["intermediate_size"], c["vocab_size"])
 
 
-# --- what is shown
+# --- output
 
 COLUMNS = {
     "R": lambda r: str(r["ranks"]),
@@ -132,7 +132,7 @@ COLUMNS = {
 
 
 def best(rows: Iterable[Row]) -> dict[int, str]:
-    """The layout with most tokens a second at each R, of those that fit."""
+    """The fitting layout with the most tokens/s at each R."""
     out: dict[int, Row] = {}
     for row in rows:
         if (
@@ -144,7 +144,7 @@ def best(rows: Iterable[Row]) -> dict[int, str]:
 
 
 def findings(i: Inputs, target: Shape, draft: Shape, rows: list[Row]) -> list[str]:
-    """Sentences, every number in them computed; `rows` are of one engine."""
+    """Sentences with computed numbers; `rows` are of one engine."""
     winners, ranks, engine = best(rows), rows[-1]["ranks"], rows[-1]["engine"]
     where = ", ".join(f"R {r}: {winners.get(r, 'nothing fits')}" for r in dict.fromkeys(r["ranks"] for r in rows))
     last = {row["layout"]: row for row in rows if row["ranks"] == ranks}
@@ -194,7 +194,7 @@ def _for_drafting_eager(i: Inputs, target: Shape, draft: Shape, ranks: int) -> l
 
 
 def draw(rows: list[Row]) -> Any:
-    """Speedup over R of each layout, a panel for each GPU, engine and pair; hollow where the weights do not fit."""
+    """Speedup over R of each layout, with a panel per GPU, engine and pair; hollow if the weights do not fit."""
     from matplotlib.figure import Figure
 
     panels: dict[tuple[str, ...], list[Row]] = {}
@@ -221,7 +221,7 @@ def draw(rows: list[Row]) -> Any:
 
 
 def section(title: str, about: str, rows: list[Row], said: list[str], console: Console) -> str:
-    """Prints it, and returns it as markdown."""
+    """Prints a section and returns it as markdown."""
     cells = [[form(row) for form in COLUMNS.values()] for row in rows]
     table = Table(title=f"{title}. {WARNING}", caption=about)
     for name in COLUMNS:

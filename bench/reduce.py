@@ -1,10 +1,10 @@
-"""What `--reduce ordered` costs: the ranks' sums by all-reduce, and gathered and added in the order of ranks.
+"""The cost of `--reduce ordered`: sums by all-reduce, against gathering and adding in the order of ranks.
 
     torchrun --nproc-per-node 2 bench/reduce.py [--device cuda] [--rounds 50]
 
-A target's layer has two such sums over [T, E]. Ordered sends (R - 1) T E elements to each rank where a ring of
-all-reduce sends 2 (R - 1) / R T E, so it is a question of latency for few rows and of bandwidth for many. Times are
-rank 0's, from call to result; rows go to bench/results/<machine>/reduce.jsonl.
+A target's layer has two such sums over [T, E]. Ordered sends (R - 1) T E elements to each rank, a ring all-reduce
+2 (R - 1) / R T E, so latency matters for few rows and bandwidth for many. Times are rank 0's, from call to result; rows
+go to bench/results/<machine>/reduce.jsonl.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Shapes of real models, and what a decoding step of one has to read."""
+"""Shapes of real models, and the bytes that a decoding step reads."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def _config(
         "tie_word_embeddings": tied,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 1 << 17,  # room for every context, and RoPE that costs the same as any
+        "max_position_embeddings": 1 << 17,  # room for every context; the length does not change RoPE's cost
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     }
 
@@ -37,15 +37,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path) -> None:
-    """A folder of each shape, with a config.json and nothing else: for `--load dummy`."""
+    """A folder per shape that holds only config.json, for `--load dummy`."""
     for name, config in SHAPES.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
 
 
 def step_bytes(c: ModelConfig, context: int, itemsize: int) -> int:
-    """What a step of one row has to read: the layers' linears, norms and biases, the head, and the K/V of `context`
-    columns. A single row of the embedding is not counted."""
+    """Bytes read by a step of one row: the layers' linears, norms and biases, the head, and the K/V of `context`
+    columns. The embedding's single row is not counted."""
     qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     small = 2 * c.hidden_size + 2 * c.head_dim * c.qk_norm + qkv * c.qkv_bias + c.hidden_size * c.o_bias
     small += (2 * c.intermediate_size + c.hidden_size) * c.mlp_bias

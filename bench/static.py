@@ -1,17 +1,16 @@
-"""Compile every kernel variant for sm_80, sm_90 and sm_100, without a GPU, and write down what came out.
+"""Compile every kernel variant for sm_80, sm_90 and sm_100, without a GPU, and record the results.
 
-An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the very objects that its
+An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the same objects that its
 launcher launches. Each is compiled to a cubin. Registers, stack and shared memory come from
-`cuobjdump --dump-resource-usage`; the instruction mix is counted in the PTX. A kernel fails when
+`cuobjdump --dump-resource-usage`; the instruction mix is counted in the PTX. A kernel fails if
 
 * it spills: its stack frame is not empty;
-* its shared memory exceeds what a block may have on the architecture;
-* a half-precision dot was meant (`dot`) and there is no matrix instruction;
-* wide reads were meant (`wide`) and less than `WIDE` of the bytes that the load instructions name are read
-  16 bytes at a time or asynchronously.
+* its shared memory exceeds the architecture's limit for a block;
+* it should use a half-precision dot (`dot`) and has no matrix instruction;
+* it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously.
 
-Occupancy is an estimate: blocks an SM by registers (allocated to a warp in units of 256), by shared memory (1 KiB of
-each block is the system's) and by warps. The resource table of everything goes to bench/results/static.md.
+Occupancy is an estimate of blocks per SM by registers (allocated per warp in units of 256), by shared memory (the
+system takes 1 KiB of each block) and by warps. The table of all resources goes to bench/results/static.md.
 
     python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save]
 """
@@ -32,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 ARCHES = (80, 90, 100)
-SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB an SM; a block may have 1 KiB less
-WIDE = 0.6  # of the loaded bytes, where wide reads were meant; what is left are indices, or the check fails
+SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB per SM; a block may have 1 KiB less
+WIDE = 0.6  # of the loaded bytes, for kernels that should read wide; the rest are indices
 WARPS_SM, BLOCKS_SM, REGISTERS_SM = 64, 32, 65536
 RESULT = Path(__file__).parent / "results" / "static.md"
 
@@ -48,9 +47,9 @@ class Report:
     arch: int
     warps: int
     stages: int
-    registers: int  # of a thread
-    stack: int  # bytes of a thread; more than none means spills
-    shared: int  # bytes of a block
+    registers: int  # per thread
+    stack: int  # bytes per thread; more than 0 means spills
+    shared: int  # bytes per block
     matrix: str  # the matrix instructions in the PTX: "wgmma 8"
     loads: int  # global load instructions, asynchronous ones included
     wide: float  # share of the bytes loaded by 16-byte (or wider), asynchronous or bulk instructions
@@ -76,7 +75,7 @@ def ops() -> dict[str, Any]:
 
 
 def compile_variant(variant: Any, arch: int) -> tuple[str, bytes, int]:
-    """-> PTX, cubin, bytes of shared memory. Raises ValueError where launches would compile something else."""
+    """-> PTX, cubin, bytes of shared memory. ValueError if launches would compile something else."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -127,7 +126,7 @@ _ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\S* .*?,.*?, *(0x[0-9a-f]+|\d+)"
 
 
 def mix(ptx: str) -> dict[str, Any]:
-    """Counts of the instructions that matter, and what share of the loaded bytes comes in wide."""
+    """Counts of matrix, load and store instructions, and the share of loaded bytes that is read wide."""
     plain = [int(vector or 1) * int(bits) // 8 for vector, bits in _LOAD.findall(ptx)]
     copies = [int(size, 0) for size in _ASYNC.findall(ptx)]
     bulk = len(re.findall(r"\bcp\.async\.bulk\S*global", ptx))

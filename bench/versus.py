@@ -1,9 +1,9 @@
-"""Is this commit as fast as that one? Two checkouts decode the same prompts in turn, each in a process of its own.
+"""Compare the speed of two commits: two checkouts decode the same prompts in turn, each in its own process.
 
 `python bench/versus.py --commit COMMIT` compares the working tree with COMMIT, checked out into a temporary folder.
-Every prompt is decoded by one and then the other, and who goes first alternates, so that a slow second of the machine
-hits both. Every round starts both processes anew: where a process's memory lies makes it faster or slower by some 5%.
-Each process decodes all prompts `repeats` times.
+Both decode every prompt one after the other, and the order alternates, so that a slow phase of the machine affects
+both. Every round restarts both processes, since a process's memory layout changes its speed by about 5%. Each process
+decodes all prompts `repeats` times.
 
 Reported for each strategy and temperature, as seconds of COMMIT over seconds of the working tree (above 1: the working
 tree is faster): the median of all pairs with p20 and p80, and `best`, the sum over prompts of the shortest time of
@@ -66,7 +66,7 @@ class Args:
 
 
 class Worker:
-    """A checkout that decodes in a process of its own."""
+    """A checkout that decodes in its own process."""
 
     def __init__(self, folder: Path, options: dict[str, Any], threads: int):
         command = [sys.executable, "-c", WORKER, json.dumps(options), str(threads)]

@@ -1,11 +1,11 @@
-"""Trimmed draft heads: kept rows x whose text was counted, on held-out prompts of the bundled pair.
+"""Trimmed draft heads: number of kept rows x source of the counts, on held-out prompts of the bundled pair.
 
-Sources, the same number of tokens each: continuations that the target writes of the held-out prompts that are not
-decoded here, continuations that the draft writes of them, and Python source as it is (the standard library without the
-held-out modules); `bundled` is the family's own score file, of far more of the target's text, and `bundled + text` the
-same with more rows that follow the text. Beside them the untrimmed `draft` and `ar`, in turns at every prompt; what one
-of them gains over `draft` is the median of the rounds' own ratios, with the number of rounds in which it is above one.
-Rows go to bench/results/<machine>/vocabtrim.jsonl, a picture beside them.
+Sources, with the same number of tokens each: the target's continuations of held-out prompts that are not decoded here,
+the draft's continuations of them, and Python source (the standard library without the held-out modules). `bundled` is
+the family's own score file, with far more of the target's text; `bundled + text` adds rows that follow the text. All
+take turns with the untrimmed `draft` and `ar` at every prompt. The gain over `draft` is the median of the rounds'
+ratios, with the number of rounds in which the ratio is above one. Rows and a picture go to
+bench/results/<machine>/vocabtrim.*.
 """
 
 import dataclasses
@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import HfArgumentParser
 
 import specker
-from bench import harness, plot
+from bench import harness
 from bench.e2e import differing, joined, ours, row_of, share_target
 from specker import calibrate
 from specker.runtime import vocab_scores
@@ -59,12 +58,12 @@ def texts(budget: int, tokenizer: Any) -> Iterator[list[int]]:
         if is_held_out(path.name) or budget <= 0:
             continue
         ids = tokenizer(path.read_text(encoding="utf-8", errors="replace"), add_special_tokens=False)["input_ids"]
-        yield ids[: min(budget, 2000)]  # the beginning of many files rather than all of a few
+        yield ids[: min(budget, 2000)]  # the beginnings of many files instead of a few whole ones
         budget -= min(budget, 2000, len(ids))
 
 
 def score_files(args: Args, prompts: list[str], folder: Path) -> dict[str, Path]:
-    """One file a source; `bundled` is the family's."""
+    """One file per source; `bundled` is the family's own."""
     lines = folder / "prompts.jsonl"
     lines.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     out = {"bundled": specker.zoo.vocab_scores()}
@@ -113,8 +112,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 
 
 def show(rows: list[dict], temperature: float) -> None:
-    table = Table(title=f"temperature {temperature:g}")
-    for column in (
+    columns = (
         "way",
         "tokens/s",
         "over draft (rounds)",
@@ -124,8 +122,8 @@ def show(rows: list[dict], temperature: float) -> None:
         "coverage",
         "mbsu",
         "head, KiB",
-    ):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    )
+    table = harness.table_of(temperature, columns)
     whole = next(row for row in rows if row["way"] == "draft")["acceptance_length"]
     for row in rows:
         table.add_row(
@@ -143,7 +141,7 @@ def show(rows: list[dict], temperature: float) -> None:
 
 
 def draw(rows: list[dict], title: str) -> Any:
-    """Acceptance length, modelled and measured speed over kept rows, a row of panels for each temperature."""
+    """Acceptance length, modelled and measured speed over kept rows, with a row of panels per temperature."""
     from matplotlib.figure import Figure
 
     temperatures = sorted({row["temperature"] for row in rows})
@@ -192,17 +190,7 @@ def main() -> None:
                 engines[f"{source} {keep}"] = specker.load(**how, **trimmed)
                 share_target(list(engines.values()))
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
-    rows = []
-    for temperature in map(float, args.temperatures.split(",")):
-        new = bench(args, temperature, engines, prompts)
-        show(new, temperature)
-        rows += new
-    if args.save:
-        path = harness.save("vocabtrim", rows, args.device)
-        plot.save(draw(rows, f"vocabtrim on the bundled pair, {harness.machine(args.device)}"), path.with_suffix(""))
-        print(path)
-    else:
-        print(json.dumps(dataclasses.asdict(args)))
+    harness.report("vocabtrim", args, lambda temperature: bench(args, temperature, engines, prompts), show, draw)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernels with the faults that the compile-only checks look for, one each."""
+"""Kernels with one fault each, for the compile-only checks to find."""
 
 from collections.abc import Iterator
 from typing import Any

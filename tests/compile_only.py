@@ -1,8 +1,8 @@
-"""Kernels as the compiler sees them, without a GPU and without the interpreter: in a process of its own, since a kernel
-is interpreted or compiled from its definition on.
+"""Compile kernels without a GPU. This runs in a separate process, since a kernel's definition decides whether it is
+interpreted or compiled.
 
 `compilations(test_file, function)` runs `function()` of a test file there. The function calls launchers on CPU tensors;
-a launch compiles for sm_90 through Triton's own cache and runs nothing. Back comes {kernel: how often it was compiled}.
+a launch compiles for sm_90 through Triton's own cache and runs nothing. Returns {kernel: number of compilations}.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(*command: str) -> str:
-    """The output of `python command...` with the compiler on; an AssertionError with its errors where it fails."""
+    """The output of `python command...` without the interpreter; AssertionError with stdout and stderr if it fails."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=ROOT)
@@ -30,7 +30,7 @@ def compilations(test_file: str, function: str) -> dict[str, int]:
 
 
 class _Driver:
-    """As much of a Triton driver as compiling for sm_90 takes."""
+    """The part of a Triton driver that compiling for sm_90 needs."""
 
     def get_current_device(self) -> int:
         return 0

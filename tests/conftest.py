@@ -1,6 +1,7 @@
-"""What every test shares. One thread: the tiny models gain nothing from two, and sums come out in one order."""
+"""Shared fixtures. Tests use one thread: tiny models gain nothing from two, and sums keep one order."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Kernels run in Triton's interpreter, on CPU tensors, but where the GPU's tests were asked for (`-m gpu`). Before
-    any test module is imported, since a kernel is one or the other from its definition on."""
+    """Without `-m gpu`, kernels run in Triton's interpreter on CPU tensors. This is set before any test module is
+    imported, since a kernel's definition decides between interpreter and compiler."""
     if config.getoption("markexpr").split()[0:1] != ["gpu"]:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """After the marks have been looked at."""
+    """Select the part after marks have been filtered."""
     part, of = map(int, config.getoption("part").split("/"))
     items[:] = items[part::of]
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """New tensors hold NaN, or a large integer, until they are written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all() and torch.zeros(1).new_empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +50,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def bundled() -> Any:
-    """The bundled family behind `specker.load()`. Its weights are part of the repository: nothing to skip."""
+    """The bundled family behind `specker.load()`. The repository contains its weights, so no test is skipped."""
     import specker
 
     return specker.load(device="cpu")

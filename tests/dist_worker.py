@@ -1,5 +1,5 @@
-"""What tests/test_dist.py runs on every rank of a job: `torchrun ... dist_worker.py CASES.json OUT`. A case is what to
-load and what to decode; every rank writes the tokens of all cases to OUT.<rank>.json."""
+"""tests/test_dist.py runs this on every rank: `torchrun ... dist_worker.py CASES.json OUT`. A case says what to load
+and decode; every rank writes the tokens of all cases to OUT.<rank>.json."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ def main(cases: Path, out: Path) -> None:
 
 
 def rows_apart(ranks: dist.Ranks) -> dict[str, bool]:
-    """Whether a row's sum has the same bits alone and among 64, and whether rank order is what orders it."""
+    """Whether a row's sum has the same bits alone and among 64, and whether ranks are added in order."""
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float32)
     every = torch.stack([torch.randn(64, 96, generator=torch.Generator().manual_seed(r)) for r in range(ranks.size)])
     ordered = replace(ranks, ordered=True)

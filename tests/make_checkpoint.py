@@ -1,7 +1,7 @@
 """Tiny random Hugging Face checkpoints, one for every architecture and option that the runtime reads.
 
-transformers' own classes write them and, through `oracle`, compute what they mean. The scales are chosen so that greedy
-text is not constant and that every weight, bias and norm changes the logits.
+transformers' own classes write them and, through `oracle`, compute the expected results. The scales are chosen so that
+greedy text is not constant and every weight, bias and norm changes the logits.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-# Context lengths for which a head of 16 has frequencies on all three sides of llama3's and yarn's boundaries.
+# With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -141,7 +141,7 @@ def make(
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Projections keep the scale of their input times 1.2, norms are 1 +- 0.2, biases and embeddings 0.3."""
+    """Projections scale their input by 1.2; norms are 1 +- 0.2, biases and embeddings 0.3."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -152,7 +152,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
-    """Change keys of a JSON file in `folder`, creating it if need be; `...` deletes the key."""
+    """Change keys of a JSON file in `folder`, creating the file if needed; `...` deletes a key."""
     path = folder / name
     content = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
@@ -189,7 +189,7 @@ def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def exact_oracle(monkeypatch: Any) -> None:
-    """transformers computes RMSNorm and softmax in float32 whatever the dtype; an oracle to 1e-9 must not."""
+    """Make transformers compute RMSNorm and softmax in the model's dtype; its float32 is too coarse for 1e-9."""
     import transformers.models as models
 
     def norm(self: Any, x: Tensor) -> Tensor:

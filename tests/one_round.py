@@ -1,4 +1,4 @@
-"""One round by hand: what a drafter drafts behind a text, and caches looked at between rounds."""
+"""Run a drafter for one round after a given text, and inspect caches between rounds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def new_round(
     policy: Policy | None = None,
     fixed: bool = False,
 ) -> Round:
-    """A round of one sequence, not yet drafted. `policy`: who is asked after each token; by default nobody."""
+    """A round of one sequence, not yet drafted. `policy` is asked after each token; the default never stops early."""
     assert drafter.model is not None
     sampling = sampling or Sampling()
     state = states.State.empty(
@@ -42,8 +42,7 @@ def new_round(
 
 @torch.inference_mode()
 def draft(drafter: Drafter, *args: Any, **more: Any) -> Round:
-    """The round of `new_round`, drafted. A drafter whose cache is empty prefills the text first, as it does when a
-    request is admitted."""
+    """Draft the round of `new_round`. A drafter with an empty cache prefills the text first, as at admission."""
     r = new_round(drafter, *args, **more)
     if drafter.cache.exact_len == [0]:
         drafter.prefill(0, r.sequences[0].text)
@@ -60,7 +59,7 @@ def parents(r: Round) -> list[int]:
 
 
 def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]:
-    """Let the target keep the rows `path` and add `token` of its own; the text."""
+    """Accept the rows `path` followed by the target's `token`; returns the text."""
     text = r.sequences[0].text
     text += [int(r.window[0, row]) for row in path[1:]] + [token]
     drafter.observe(r, 0, path)
@@ -70,12 +69,12 @@ def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]
 def outcome(
     drafted: int, accepted: int, confidence: tuple[float, ...] = (), found: DiffusionStats | None = None
 ) -> Outcome:
-    """Of a chain."""
+    """The outcome of a chain."""
     return Outcome(drafted, list(range(accepted + 1)), list(confidence), found)
 
 
 def apart(model: Model, cache: KVCache, text: list[int], length: int, slot: int = 0) -> float:
-    """How far the K/V of the first `length` columns is from what a pass over the text writes."""
+    """The largest difference between the K/V of the first `length` columns and a fresh pass over the text."""
     fresh = KVCache(model.config, max(length, 1), dtype=model.dtype, device="cpu")
     prefill(model, fresh, [min(token, model.config.vocab_size - 1) for token in text[:length]])
     own = cache.slots(slot, 0, length)
@@ -88,8 +87,7 @@ def apart(model: Model, cache: KVCache, text: list[int], length: int, slot: int 
 
 @contextmanager
 def after_every_round(patch: Any, look: Any) -> Iterator[list[int]]:
-    """Call look(batch, round) whenever a round is over and its texts have grown, of sequences that go on; yields a
-    list with one entry a call."""
+    """Call look(batch, round) after every round, when its texts have grown; yields a list with one entry per call."""
     finish, seen = loop.Batch.finish, []
 
     def finished(self: loop.Batch, r: Round) -> Any:

@@ -1,5 +1,5 @@
-"""A draft for tests: the target with its weights perturbed, so that it agrees often and errs often. And rounds looked
-at one by one."""
+"""A draft for tests: the target with perturbed weights, so that it is often right and often wrong. Also helpers that
+step through rounds."""
 
 import shutil
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ def perturbed(target: Path, draft: Path, amount: float = 0.15, seed: int = 7) ->
 
 
 def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, beside=(), **sampling) -> tuple:
-    """What each token of rounds of fixed shape was drawn from, [count, V], and the text. `beside`: other prompts, in
-    the slots before it."""
+    """The logits [count, V] from which fixed-shape rounds drew each token, and the text. `beside`: other prompts, in
+    the slots before this one."""
     batch, rows = engine.batch, []
     with admitted(engine, [*beside, prompt], count, drafting, **sampling) as sequences:
         sequence = sequences[-1]
@@ -37,12 +37,12 @@ def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, besi
 
 
 def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
-    """How many tokens rounds of fixed shape would emit otherwise than `text` says, each after the text as it is, and of
-    how many: greedy."""
+    """How many greedy tokens of fixed-shape rounds differ from `text` when each follows `text`'s own prefix, and the
+    number of tokens."""
     batch, whole, turned = engine.batch, prompt + text, 0
     with admitted(engine, [prompt], len(text)) as [sequence]:
         while (known := len(sequence.text)) < sequence.limit:
-            batch.state.load(0, sequence)  # the text is said anew each round
+            batch.state.load(0, sequence)  # restores the given text
             r = batch.start()
             assert r.fixed
             [(_, _, tokens)] = batch.finish(r)
@@ -55,7 +55,7 @@ def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
 
 @contextmanager
 def admitted(engine, prompts, count: int, drafting: bool = True, **sampling) -> Iterator[list]:
-    """Requests in the engine's batch, prefilled, whose rounds the caller starts and finishes."""
+    """Prefilled requests in the engine's batch; the caller starts and finishes the rounds."""
     batch = engine.batch
     with torch.inference_mode():
         batch.clear()

@@ -1,4 +1,4 @@
-"""What a kernel reads, in the interpreter, where a load beyond a tensor would otherwise find whatever lies there."""
+"""Check a kernel's reads in the interpreter, which does not notice a load beyond a tensor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def reads(monkeypatch: pytest.MonkeyPatch, *tensors: Tensor) -> Iterator[None]:
-    """AssertionError where a kernel reads beyond `tensors` and what `new_empty` and `empty_like` make meanwhile."""
+    """AssertionError if a kernel reads outside `tensors` and the results of `new_empty` and `empty_like`."""
     allowed = [(x, x.data_ptr(), x.numel() * x.element_size()) for x in tensors]  # the tensor is kept alive
     load = interpreter.InterpreterBuilder.create_masked_load
 
@@ -23,12 +23,12 @@ def reads(monkeypatch: pytest.MonkeyPatch, *tensors: Tensor) -> Iterator[None]:
         inside = np.zeros(at.shape, bool)
         for _, first, count in allowed:
             inside |= (at >= first) & (at + size <= first + count)
-        assert inside.all(), "a load of what no tensor holds"
+        assert inside.all(), "a load outside every tensor"
         return load(self, ptrs, mask, *rest, **options)
 
     def kept(make: Any) -> Any:
         def call(*args: Any, **options: Any) -> Tensor:
-            x = make(*args, **options)  # the interpreter makes empty ones, which become views of its arguments
+            x = make(*args, **options)  # the interpreter turns empty tensors into views of its arguments
             allowed.append((x, x.data_ptr(), x.numel() * x.element_size()))
             return x
 

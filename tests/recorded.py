@@ -1,5 +1,5 @@
-"""What would be launched on a GPU, without one: every tensor is fake, has no numbers, and says that it is CUDA's.
-Reading one on the host raises; a kernel is written down instead of launched, and so is every torch op."""
+"""Record GPU launches without a GPU. Every tensor is fake: it has no values and reports a CUDA device. Reading one on
+the host raises. Kernels and torch ops are logged instead of launched."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory
 
 
 class Log(list):
-    """What is launched, in order."""
+    """The launches, in order."""
 
     def __init__(self) -> None:
-        self.stretches: list[tuple[Any, int, int]] = []  # key, and where its launches begin and end
+        self.stretches: list[tuple[Any, int, int]] = []  # key, first launch, end of the launches
 
 
 def described(x: Any) -> Any:
@@ -39,8 +39,8 @@ FROM_HOST = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.Tensor.cpu, 
 
 
 class Cuda(TorchFunctionMode):
-    """Tensors are on a GPU as far as the ops can tell. While a graph would be captured nothing may come from the host
-    or go to it: such a copy would end the capture."""
+    """To the ops, every tensor appears to be on a GPU. During a graph capture, copies from or to the host are
+    forbidden: they would end the capture."""
 
     capturing = False
 
@@ -69,12 +69,12 @@ class Ops(TorchDispatchMode):
 
 @contextmanager
 def recording() -> Iterator[Log]:
-    """What is launched meanwhile. Tensors made meanwhile are fake; others are let in."""
+    """Log the launches in this context. Tensors created here are fake; existing ones are accepted."""
     log = Log()
     cuda, seen, run = Cuda(), set(), Graphs.run
 
     def stretch(graphs: Graphs, key: Any, work: Any) -> None:
-        cuda.capturing = key in seen  # the second time, as `Graphs` does
+        cuda.capturing = key in seen  # `Graphs` captures on the second run
         seen.add(key)
         start = len(log)
         run(graphs, key, work)
@@ -94,7 +94,7 @@ def recording() -> Iterator[Log]:
 
 
 def _forget() -> None:
-    """Constants that are made once: those made meanwhile have no numbers, and all recordings make them."""
+    """Clear cached constants: those created while recording have no values, and every recording must create them."""
     for made in (cache.sequence_bounds, cache._repeated, cache._full_words, diffuspec._full_words, chain_words):
         made.cache_clear()
 

@@ -1,5 +1,5 @@
-"""Every op's kernels compile for sm_80, sm_90 and sm_100 into what was meant; no GPU takes part. `make static` compiles
-all variants, this the ones marked `smoke`."""
+"""Every op's kernels compile for sm_80, sm_90 and sm_100 without a GPU and pass the checks of bench/static.py.
+`make static` compiles all variants; these tests compile those marked `smoke`."""
 
 import contextlib
 import json
@@ -33,13 +33,13 @@ def test_every_op_with_kernels_is_compiled_for_each_architecture(reports):
     assert {(r["op"], r["arch"]) for r in reports} == {(op, arch) for op in found for arch in ARCHES}
 
 
-def test_what_was_meant_is_what_was_compiled(reports):
+def test_compiled_kernels_have_no_problems(reports):
     assert [(r["op"], r["variant"], r["arch"], p) for r in reports for p in r["problems"]] == []
     for r in reports:
         assert 0 < r["registers"] <= 255 and r["blocks"] >= 1 and r["loads"] > 0 and r["stores"] > 0, r
 
 
-def test_each_problem_is_noticed():
+def test_each_problem_is_reported():
     program = """
 import dataclasses, json
 import bad_kernels
@@ -74,7 +74,7 @@ except ValueError as error:
     assert "recompiles with n: name it in do_not_specialize" in python("-c", program)
 
 
-def test_the_mix_is_counted_from_the_text():
+def test_instructions_are_counted_in_the_ptx():
     ptx = """
     @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
     ld.global.L1::evict_last.L2::cache_hint.v2.b64 { %rd2, %rd3 }, [ %rd4 + 0 ], %rd5;
@@ -104,7 +104,7 @@ def test_occupancy_is_bounded_by_each_resource():
 
 @pytest.mark.parametrize(("device", "entered"), [("cuda:0", []), ("cuda:1", ["cuda:1"]), ("cpu", [])])
 def test_a_kernel_is_launched_where_its_tensors_are(monkeypatch, device, entered):
-    """Triton launches on the current device, which here is the first."""
+    """Triton launches on the current device, here the first."""
     seen: list[str] = []
 
     @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Batch invariance: a request's tokens do not depend on what else is in the batch, on the batch's size, on when the
-request was admitted, or on what drafts."""
+"""Batch invariance: a request's tokens do not depend on the rest of the batch, the batch size, the time of admission,
+or the strategy."""
 
 import dataclasses
 import random
@@ -49,7 +49,7 @@ SIZES = (1, 2, 5, 8)
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Models, requests and their tokens by plain decoding one by one. Some texts end early, with a stop id."""
+    """Models, requests, and their tokens from plain decoding one by one. Some texts end early, with a stop id."""
     folder = tmp_path_factory.mktemp("batches")
     target = make(folder / "target", "qwen2", layers=4, max_context=400)
     models = {"draft": perturbed(target, folder / "draft", amount=0.05), "dream": make(folder / "dream", "dream")}
@@ -79,7 +79,7 @@ def load(world, name, **options):
 
 
 def served(engine, requests, every=3, **options):
-    """The tokens of each request; a few are there from the start, then one more arrives every so many chunks."""
+    """The tokens of each request. A few requests are there from the start; one more arrives every `every` chunks."""
     waiting = deque(engine.request(n, prompt, **how, **options) for n, (prompt, how) in enumerate(requests))
     queue = deque([waiting.popleft(), waiting.popleft()])
     tokens = [[] for _ in requests]
@@ -105,15 +105,15 @@ FIXED = ("ar", "chain", "tree", "easyspec", "del", "diffuspec", "diffuspec-tree"
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_tokens_do_not_depend_on_who_places_the_rows(world, name):
-    """Rounds of fixed shape, as a GPU captures them: 5 slots, padded to 8 where fewer than 8 but more than 4 decode."""
+def test_host_and_device_placement_give_the_same_tokens(world, name):
+    """Rounds of fixed shape, as a GPU captures them. With 5 to 7 sequences decoding, the batch is padded to 8."""
     engine = load(world, name, batch_size=5, graphs="on")
     assert served(engine, world["requests"]) == world["texts"] and engine.batch.launched > 5
 
 
 @pytest.mark.parametrize("name", ["chain", "del"])
-def test_plain_decoding_in_a_batch_too(world, name):
-    """Alone, and mixed with requests that draft."""
+def test_plain_decoding_is_batch_invariant(world, name):
+    """Plain requests only, and mixed with requests that draft."""
     engine = load(world, name, batch_size=5)
     assert served(engine, world["requests"], drafting=False) == world["texts"]
     mixed = deque(engine.request(n, p, drafting=n % 3 > 0, **how) for n, (p, how) in enumerate(world["requests"]))
@@ -124,7 +124,7 @@ def test_plain_decoding_in_a_batch_too(world, name):
 
 
 def test_vocabtrim_follows_all_texts_of_the_batch():
-    """Rows that follow the text hold tokens of every prompt in the batch, and go when the batch is empty."""
+    """Rows that follow the text hold tokens of every prompt in the batch, and are cleared when the batch is empty."""
     plain = specker.load(strategy="ar", dtype="float64", device="cpu")
     engine = specker.load(strategy="vocabtrim", vocab_keep="64", dtype="float64", device="cpu", batch_size=4)
     head = engine.drafter.head
@@ -143,7 +143,7 @@ def test_vocabtrim_follows_all_texts_of_the_batch():
 
 
 def test_admission_by_free_pages(world):
-    """A pool smaller than the batch's contexts: requests wait until pages are free, and nothing else changes."""
+    """In a pool smaller than the batch's contexts, requests wait for free pages and keep their tokens."""
     engine = load(world, "chain", batch_size=8, page_size=16, kv_tokens=700)
     most = 0
     requests = deque(engine.request(n, prompt, **how) for n, (prompt, how) in enumerate(world["requests"]))
@@ -158,7 +158,7 @@ def test_admission_by_free_pages(world):
         load(world, "chain", batch_size=8, page_size=16, kv_tokens=400).generate([5] * 390, 20)
 
 
-def test_batches_of_generate_and_stream(world):
+def test_generate_and_stream_take_batches(world):
     engine = load(world, "tree", batch_size=3)
     prompts = [prompt for prompt, _ in world["requests"]]
     columns = {
@@ -179,7 +179,7 @@ def test_batches_of_generate_and_stream(world):
 
 
 def test_seconds_of_a_batch_add_up(world):
-    """Each sequence bears its share of a round, so that sums over requests are the machine's time."""
+    """Each sequence is charged its share of a round, so sums over requests are the machine's time."""
     import time
 
     engine = load(world, "chain", batch_size=5)
@@ -191,7 +191,7 @@ def test_seconds_of_a_batch_add_up(world):
     assert sum(total.seconds.values()) <= total.wall * 1.001
 
 
-def test_a_left_stream_frees_its_pages(world):
+def test_an_abandoned_stream_frees_its_pages(world):
     engine = load(world, "chain", batch_size=3, page_size=16)
     stream = engine.stream([[5, 9], [7] * 30, [8] * 60, [4]], 20)
     next(stream)
@@ -206,9 +206,9 @@ REPLAYED = (*FIXED, "capped", "draft-and-verify", "easyspec-tree", "del-fixed")
 
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("name", REPLAYED)
-def test_captured_work_needs_nothing_of_a_later_round(world, name, size):
-    """A CUDA graph replays the launches of the round that it was captured in, and runs no Python. So here the work of a
-    key's second call is called again in place of every later one."""
+def test_captured_work_replays_in_later_rounds(world, name, size):
+    """A CUDA graph replays the launches of its capture and runs no Python. So here the work of a key's second call
+    replaces the work of every later call."""
     engine = load(world, name, batch_size=size, graphs="on")
     captured, times, replayed = {}, {}, 0
 

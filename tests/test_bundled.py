@@ -1,4 +1,4 @@
-"""The bundled family: small enough, lossless on its own prompts, and worth drafting with."""
+"""The bundled family: small, lossless on its prompts, and with a good acceptance length."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.stats import Stats
 
 CHAIN = {"draft_tokens": 4}
-# Acceptance length on the first held-out prompts, with room below what was measured.
+# Acceptance lengths on the first held-out prompts, somewhat below the measured ones.
 FLOOR = {0.0: 3.1, 0.7: 2.5}
 DEEP = {0.0: 3.3, 0.7: 2.5}
 DIFFUSION = {0.0: 2.5, 0.7: 2.1}
@@ -46,7 +46,7 @@ def test_every_strategy_needs_no_flag_and_passes_its_check(strategy, temperature
 
 @pytest.mark.parametrize("temperature", DEEP)
 def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
-    """The bar: with groups of four and calibration at most 7% below the layers in sequence."""
+    """With groups of four and calibration, at most 7% below the layers in sequence."""
     found = []
     for width in ("1", "4"):
         engine = specker.load(strategy="easyspec", layer_parallel=width, device="cpu", **CHAIN)
@@ -75,7 +75,7 @@ def test_the_diffusion_drafter_is_accepted(temperature):
     assert stats.acceptance_length >= DIFFUSION[temperature]
 
 
-def test_the_models_are_what_they_say():
+def test_model_configs_and_sizes():
     import torch
 
     target, draft, diffusion = (read_config(specker.zoo.path(name)) for name in specker.zoo.NAMES[:3])
@@ -84,7 +84,7 @@ def test_the_models_are_what_they_say():
     assert (diffusion.architecture, diffusion.causal, diffusion.shifted_logits) == ("DreamModel", False, True)
     assert diffusion.qkv_bias and diffusion.mask_token_id is not None
 
-    def read_per_step(name):  # weights that one decoding step reads
+    def read_per_step(name):  # weights read by a decoding step
         w = load(specker.zoo.path(name), dtype=torch.float32, device="cpu").weights
         return w.head.numel() + sum(t.numel() for kind in (w.qkv, w.o, w.gate_up, w.down) for t in kind)
 

@@ -1,4 +1,4 @@
-"""`python -m specker.calibrate` as its users meet it: the same counts whatever interrupts it, and what it refuses."""
+"""`python -m specker.calibrate`: the same counts after any interruption, and the commands that it refuses."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def refused(capsys, argv, *words):
         assert word in err
 
 
-def test_counts_are_of_what_the_target_writes_with_or_without_a_draft(pair, prompts, tmp_path):
+def test_target_counts_do_not_depend_on_the_draft(pair, prompts, tmp_path):
     out = [tmp_path / f"{name}.safetensors" for name in ("alone", "drafted")]
     how = ["--prompts", prompts, "--temperature", "0.9", "--seed", "4"]
     assert calibrate.main(models(pair, *how, "--out", str(out[0]))) == 0
@@ -61,7 +61,7 @@ def test_counts_are_of_what_the_target_writes_with_or_without_a_draft(pair, prom
     ).exists()
 
 
-def test_the_draft_writes_and_text_is_counted_as_it_is(pair, prompts, tmp_path, capsys):
+def test_counts_of_draft_continuations_and_of_plain_text(pair, prompts, tmp_path, capsys):
     out = tmp_path / "s.safetensors"
     argv = models(pair, "--prompts", prompts, "--source", "draft", "--draft", pair[1], "--out", str(out))
     assert calibrate.main(argv) == 0
@@ -81,7 +81,7 @@ def test_the_draft_writes_and_text_is_counted_as_it_is(pair, prompts, tmp_path, 
 
 
 def test_an_ngram_model_is_fitted_to_the_same_text(pair, prompts, tmp_path, capsys):
-    """Alone and beside the scores; of what the target writes."""
+    """On the target's continuations, alone and together with the scores."""
     alone, beside, out = (tmp_path / f"{name}.safetensors" for name in ("alone", "beside", "out"))
     argv = models(pair, "--prompts", prompts, "--temperature", "0.9", "--ngram-least", "1")
     assert calibrate.main([*argv, "--ngram", str(alone)]) == 0
@@ -101,7 +101,7 @@ def test_an_ngram_model_is_fitted_to_the_same_text(pair, prompts, tmp_path, caps
 
 @pytest.mark.parametrize("stop_at", [0, 1, 3])
 @pytest.mark.parametrize("ngram", [False, True])
-def test_stopped_anywhere_it_goes_on_to_the_same_file(pair, prompts, tmp_path, monkeypatch, stop_at, ngram):
+def test_an_interrupted_run_resumes_to_the_same_file(pair, prompts, tmp_path, monkeypatch, stop_at, ngram):
     whole, out = tmp_path / "whole.safetensors", tmp_path / "s.safetensors"
     argv = models(pair, "--prompts", prompts, "--temperature", "1", "--ngram-least", "1")
     if ngram:
@@ -138,8 +138,8 @@ def test_stopped_anywhere_it_goes_on_to_the_same_file(pair, prompts, tmp_path, m
     assert len(written) == 5, "a text was written twice or not at all"
 
 
-def test_killed_in_earnest_it_goes_on_to_the_same_file(pair, tmp_path):
-    """SIGKILL at a moment of its own choosing, twice."""
+def test_a_killed_run_resumes_to_the_same_file(pair, tmp_path):
+    """SIGKILL at an arbitrary moment, twice."""
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"x{i}"}) + "\n" for i in range(40)))
     argv = models(pair, "--prompts", str(prompts), "--out", str(tmp_path / "s.safetensors"))
@@ -163,7 +163,7 @@ def test_killed_in_earnest_it_goes_on_to_the_same_file(pair, tmp_path):
     assert (tmp_path / "s.safetensors").read_bytes() == whole.read_bytes()
 
 
-def test_another_job_does_not_go_on_from_this_one(pair, prompts, tmp_path, capsys, monkeypatch):
+def test_another_job_does_not_resume_this_one(pair, prompts, tmp_path, capsys, monkeypatch):
     out = tmp_path / "s.safetensors"
     part = tmp_path / "s.safetensors.part"
     argv = models(pair, "--prompts", prompts, "--out", str(out))

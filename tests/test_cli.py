@@ -1,4 +1,4 @@
-"""`python -m specker.run` as its users meet it: what it refuses and how, what goes to stdout, stderr and --json."""
+"""`python -m specker.run`: refusals and their messages, and the contents of stdout, stderr and --json."""
 
 import dataclasses
 import io
@@ -70,7 +70,7 @@ def test_flags_are_the_dataclasses() -> None:
     ("argv", "words"),
     [
         ("--nonsense 1", ["unrecognized arguments: --nonsense"]),
-        ("--temp 1", ["unrecognized"]),  # no abbreviations: a later flag could change what they mean
+        ("--temp 1", ["unrecognized"]),  # no abbreviations: a later flag could change their meaning
         ("hello", ["unexpected argument 'hello'", "--prompt"]),
         ("--prompt x --prompts y", ["--prompt and --prompts"]),
         ("- --prompt x", ["stdin", "--prompt"]),
@@ -230,7 +230,7 @@ def test_chat_grows(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_
     assert [m["role"] for m in seen[-1]] == ["user", "assistant", "user"]
 
 
-# --- what only the engine knows
+# --- checks that need the engine
 
 
 def test_refused_models(
@@ -330,12 +330,12 @@ def test_strategy_ar(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) 
     "make_path", [lambda tmp: tmp, lambda tmp: tmp / "no" / "o.json", lambda tmp: Path("/dev/full/x")]
 )
 def test_unwritable_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, make_path: Any) -> None:
-    refused(capsys, ["--prompt", "x", "--json", str(make_path(tmp_path))], "--json")  # before any model is looked for
+    refused(capsys, ["--prompt", "x", "--json", str(make_path(tmp_path))], "--json")  # before any model is loaded
     assert list(tmp_path.iterdir()) == []
 
 
 def test_batches_and_samples(capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path) -> None:
-    """Prompts decoded side by side, each several times: the same tokens, text and order as one by one."""
+    """Batched prompts with several samples each give the same tokens, text and order as one by one."""
     lines = [{"prompt": "one"}, {"turns": ["two", "three"]}, {"prompt": "four, longer"}]
     (tmp_path / "p.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = {}
@@ -385,9 +385,9 @@ def test_write_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report.write_file(link, "one")
     assert link.is_symlink() and target.read_text() == "one"
     report.write_file(os.devnull, "gone")
-    assert not Path(os.devnull).is_file()  # written to, not replaced
+    assert not Path(os.devnull).is_file()  # was not replaced
     reading, writing = os.pipe()
-    report.probe(f"/dev/fd/{writing}")  # its folder takes no new files, nor need it
+    report.probe(f"/dev/fd/{writing}")  # works although its folder accepts no new files
     report.write_file(f"/dev/fd/{writing}", "piped")
     assert os.read(reading, 9) == b"piped"
     os.close(reading)
@@ -419,7 +419,7 @@ def test_failed_check(
         assert "differs at token 3" in err
 
 
-# --- sizing: what stands in for a model is told in every output, and nothing is claimed of the text
+# --- sizing: every output says what was made up, and nothing is claimed about the text
 
 WORDS = "no statement about text"
 
@@ -469,7 +469,7 @@ def test_a_tokenizer_beside_config_json_reads_text(
     assert "def f(" in err and WORDS in err and "made-up" not in err
 
 
-def test_given_acceptance(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+def test_synthetic_acceptance(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
     argv = models(pair, "--prompt", "x", "--acceptance", "synthetic:1", "--draft-tokens", "3", "--check", "--json", "-")
     assert run.main(argv) == 0
     out, err = capsys.readouterr()
@@ -492,13 +492,13 @@ def test_a_sizing_check_never_fails(
     assert "speedup" in capsys.readouterr().err
 
 
-def test_terminal_names_no_tokens_the_targets_own(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_with_synthetic_acceptance(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
     assert run.main(models(pair, "--prompt", "x", "--acceptance", "synthetic:0.5")) == 0
     assert WORDS in screen.getvalue() and "target's own tokens" not in screen.getvalue()
 
 
-def test_linear_is_told(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
+def test_linear_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str, str]) -> None:
     argv = models(pair, "--prompt", "x", "--check", "--json", "-")
     assert run.main([*argv, "--linear", "cublas"]) == 0
     out, err = capsys.readouterr()
@@ -516,7 +516,7 @@ class Terminal(io.StringIO):
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """stdout as a colour terminal, from here on: a fixture's would be replaced when pytest resumes its capture."""
+    """Replace stdout by a colour terminal. A fixture could not: pytest replaces stdout when it resumes its capture."""
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -568,7 +568,7 @@ def test_table(capsys: pytest.CaptureFixture[str], wall: float, words: list[str]
         assert word in err
 
 
-# --- endings that need a process
+# --- exits that need a process
 
 
 def start(pair: tuple[str, str], *more: str) -> subprocess.Popen[bytes]:
@@ -579,7 +579,7 @@ def start(pair: tuple[str, str], *more: str) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target without stop ids and with room for thousands of tokens, which is its own draft."""
+    """A target without stop ids and with room for thousands of tokens, used as its own draft."""
     folder = make(tmp_path_factory.mktemp("endless") / "endless", tokenizer=True, max_context=8192)
     edit(folder, "tokenizer_config.json", eos_token=...)
     return str(folder), str(folder)

@@ -1,4 +1,4 @@
-"""bench/decode.py: what a step reads, by hand; goals; every case on a tiny shape; what cannot be run."""
+"""bench/decode.py: bytes of a step by hand, goals, every case on a tiny shape, and cases that cannot run."""
 
 import json
 
@@ -24,7 +24,7 @@ def bench(tmp_path):
 
 @pytest.fixture
 def rows_of(tmp_path, monkeypatch):
-    """The bench's command line -> the rows that it saves."""
+    """Runs the bench with the given flags; returns the saved rows."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
 
     def run(*flags):
@@ -63,7 +63,7 @@ def test_bytes_of_a_step_by_hand(bench):
 
 
 def test_bytes_are_those_of_the_weights(bench):
-    """As they stand in memory, but for the embedding."""
+    """The weights in memory, without the embedding."""
     for shape, draft in (("tiny", None), ("tiny", "tiny")):
         engine = bench.engine(Case("ar", shape, 64, draft))
         w = engine.model.layers
@@ -90,7 +90,7 @@ def test_goals():
 
 
 def test_outside_and_over_ar_by_hand(bench, monkeypatch):
-    """Rounds of 10 ms (one late), forwards of 6 and 3.5; 15 tokens in 4 rounds against 4 in 4 of 5 ms."""
+    """Rounds of 10 ms (one late) with forwards of 6 and 3.5 ms: 15 tokens in 4 rounds. `ar`: 4 tokens at 5 ms each."""
     whole = Decoded(timing(0.01, 0.01, 0.01, 0.03), 15, 1e-4, {})
     plain = Decoded(timing(*[0.005] * 4), 4, 1e-4, {})
     monkeypatch.setattr(decode, "decode", lambda bench, engine, context, drafting: whole if drafting else plain)
@@ -99,7 +99,7 @@ def test_outside_and_over_ar_by_hand(bench, monkeypatch):
     outside, over = decode.run(bench, Case("round", "tiny", 64, "tiny", goals))
     assert outside["value"] == pytest.approx(0.05) and outside["goal"] == "<= 4.0%" and outside["met"] is False
     assert over["over_ar"] == pytest.approx((15 / 0.06) / (4 / 0.02))
-    assert over["limit"] == pytest.approx((15 / 4) / 6)  # target and draft read the same: 5 steps and 1
+    assert over["limit"] == pytest.approx((15 / 4) / 6)  # 5 draft steps and 1 target step of equal size
     assert over["value"] == pytest.approx(1.25 / 0.625) and over["met"] is True
     assert over["acceptance_length_expected"] == pytest.approx(sum(ACCEPTANCE**n for n in range(6)))
     assert over["bytes"] == 6 * step_bytes(bench.engine(Case("", "tiny", 64, "tiny")).target.config, 64, 4)
@@ -116,7 +116,7 @@ def test_the_share_of_the_bandwidth(bench, monkeypatch):
     assert row["bytes"] == read and row["limit"] == read / 1e8 and row["value"] == pytest.approx(read / 1e8 / 0.002)
 
 
-# --- what is run
+# --- cases that run
 
 
 def test_every_case_on_a_tiny_shape(rows_of, capsys):
@@ -155,8 +155,8 @@ def test_every_case_on_a_tiny_shape(rows_of, capsys):
     assert RANDOM in shown and GIVEN in shown and "of one row" in shown
 
 
-def test_a_context_in_place_is_not_run(bench, monkeypatch):
-    """No prefill; rounds of fixed shape that go on behind the text, and the caches hold numbers."""
+def test_a_made_up_context_needs_no_prefill(bench, monkeypatch):
+    """No prefill runs, rounds of fixed shape continue the text, and the caches hold finite values."""
     engine = bench.engine(Case("round", "tiny", 64, "tiny"))
     ran = []
     monkeypatch.setattr("specker.runtime.loop.prefill", lambda *_: ran.append(1))
@@ -169,13 +169,13 @@ def test_a_context_in_place_is_not_run(bench, monkeypatch):
     done = decode.decode(bench, engine, 100, True)
     assert not ran and seen[0] == (True, 100) and seen == sorted(seen) and all(fixed for fixed, _ in seen)
     assert len(done.timing.seconds) == 4 and 4 <= done.tokens <= 24
-    assert len(seen) == decode.WARM + 4 + 1  # one is on its way when the last is timed
+    assert len(seen) == decode.WARM + 4 + 1  # the next one is in flight when the last is timed
     for cache in (engine.cache, engine.drafter.cache):
         assert not cache.k.isnan().any() and cache.k.std() > 0.5 and cache.v.std() > 0.5
 
 
-def test_a_round_is_judged_in_place(bench):
-    """Rows of the size asked for get logits and are accepted; the text stays as long as it is."""
+def test_a_timed_verify_pass_leaves_the_text_unchanged(bench):
+    """The requested number of rows get logits and are accepted; the text length does not change."""
     engine = bench.engine(Case("verify", "tiny", 64))
     r = decode.judging(bench, engine, 64)(3)
     assert r.fixed and bool((r.kept("logits", 4) != 0).any(1).all())
@@ -183,8 +183,8 @@ def test_a_round_is_judged_in_place(bench):
     assert int(r.state.length) == 64 and int(r.kept("report", 1)) >= 1
 
 
-def test_the_forwards_are_a_rounds_own(bench, monkeypatch):
-    """The target's over 6 rows; the draft's over 6, then 4 times over one."""
+def test_timed_forwards_have_the_rows_of_a_round(bench, monkeypatch):
+    """6 target rows; 6 draft rows, then 4 times one."""
     engine = bench.engine(Case("round", "tiny", 64, "tiny"))
     seen = []
     forward = decode.forward
@@ -207,10 +207,10 @@ def test_the_forwards_are_a_rounds_own(bench, monkeypatch):
     ]
 
 
-# --- what is not
+# --- cases that do not run
 
 
-def test_what_does_not_fit_is_a_row_and_the_others_go_on(rows_of, monkeypatch):
+def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, monkeypatch):
     monkeypatch.setattr("specker.runtime.model.memory.free", lambda device: 1 << 30)
     refused, done = rows_of("--cases", "ar 32b 512, ar tiny 64")
     assert refused["case"] == "ar 32b 512" and done["case"] == "ar tiny 64"
@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_a_row_and_the_others_go_on(rows_of, monkeypatch):
     assert done["median"] > 0 and "reason" not in done
 
 
-def test_memory_that_runs_out_and_time_that_is_over(bench, monkeypatch):
+def test_out_of_memory_and_out_of_time_are_rows(bench, monkeypatch):
     def out(bench, case):
         bench.engine(case)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
@@ -233,7 +233,7 @@ def test_memory_that_runs_out_and_time_that_is_over(bench, monkeypatch):
     assert row["reason"] == "not begun: 330 s were over" and row["case"] == case.name
 
 
-def test_a_case_that_fails_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, monkeypatch, capsys):
+def test_a_failed_case_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, monkeypatch, capsys):
     def wrong(bench, case):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -248,7 +248,7 @@ def test_a_case_that_fails_is_a_row_and_the_bench_goes_on(rows_of, tmp_path, mon
     assert refused["case"] == "launches tiny 64" and "no work on a GPU" in refused["reason"]
 
 
-def test_who_is_interrupted_keeps_the_rows(rows_of, tmp_path, monkeypatch):
+def test_an_interrupt_keeps_the_rows(rows_of, tmp_path, monkeypatch):
     def stopped(bench, case):
         raise KeyboardInterrupt
 
@@ -259,7 +259,7 @@ def test_who_is_interrupted_keeps_the_rows(rows_of, tmp_path, monkeypatch):
     assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["ar tiny 64"]
 
 
-def test_which_cases(monkeypatch):
+def test_case_selection(monkeypatch):
     assert {c.shape for c in decode.chosen(Args(device="cpu"))} == {"tiny"}
     assert {c.shape for c in decode.chosen(Args(device="cuda"))} == {"1b", "8b", "32b"}
     names = [c.name for c in decode.chosen(Args(device="cuda", cases="ar 8b, round"))]

@@ -1,4 +1,4 @@
-"""A diffusion language model drafts: what its pass computes, how it is searched, and that tokens never change."""
+"""A diffusion language model as drafter: its forward pass, the path search, and tokens equal to plain decoding."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ DRAFTS = {"dream": {"arch": "dream"}, "qwen3": {"arch": "qwen3", "mask": 126}, "
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """(target, draft of the same weights, n-gram file) for each kind of draft; ids below 128."""
+    """(target, draft with the same weights, n-gram file) for each kind of draft; ids below 128."""
     made = {}
     for name, options in DRAFTS.items():
         folder = tmp_path_factory.mktemp(name)
@@ -63,18 +63,18 @@ SHAPES = {
 HOW = {"greedy": {}, "T0.7": {"temperature": 0.7}, "top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}}
 CASES = [
     *itertools.product(["dream"], SHAPES, HOW),
-    *itertools.product(["qwen3"], ["chain", "exact"], ["T0.7", "top"]),  # greedy, its random guesses are never right
+    *itertools.product(["qwen3"], ["chain", "exact"], ["T0.7", "top"]),  # its random guesses never match greedy tokens
     ("qwen2", "tree", "T0.7"),
 ]
 
 
-BY_DEVICE = ("off", "chain", "tree", "adl-off", "plus-minus-one")  # the others are never of fixed shape
+BY_DEVICE = ("off", "chain", "tree", "adl-off", "plus-minus-one")  # the others never have a fixed shape
 RUNS = [(*case, "off") for case in CASES] + [("dream", *case, "on") for case in itertools.product(BY_DEVICE, HOW)]
 
 
 @pytest.mark.parametrize(("name", "shape", "how", "graphs"), RUNS, ids=["-".join(run) for run in RUNS])
 def test_tokens_equal_plain_decoding(family, monkeypatch, name, shape, how, graphs):
-    """Placed by the host, and by the device once the text is longer than the longest block."""
+    """With rows placed by the host, and by the device once the text is longer than the longest block."""
     plain, fast = load(family, name), load(family, name, graphs=graphs, **SHAPES[shape])
     drafted = accepted = fixed = 0
     for prompt in PROMPTS:
@@ -114,7 +114,7 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
 
 
 def guessed(engine, committed, n):
-    """Log-probabilities [n, V] of what the drafter guesses behind `committed`, on a fresh cache."""
+    """Log-probabilities [n, V] of the drafter's guesses after `committed`, on a fresh cache."""
     engine.batch.clear()
     with torch.inference_mode():
         return engine.drafter.model.logits(engine.drafter._masked([committed], [[]], 0, n)).log_softmax(-1)
@@ -123,7 +123,8 @@ def guessed(engine, committed, n):
 @pytest.mark.parametrize("prefix", ["reuse", "exact"])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_a_pass_is_the_bidirectional_model_over_text_and_masks(family, name, prefix, monkeypatch):
-    """transformers' Qwen with an all-ones mask, float64: Dream's row i speaks of position i + 1, the others' of i."""
+    """Against transformers' Qwen with an all-ones mask, in float64. Dream's row i predicts position i + 1, the others'
+    row i predicts position i."""
     exact_oracle(monkeypatch)
     engine = load(family, name, diffusion_prefix=prefix)
     model = oracle(Path(family[name][1]), torch.float64)
@@ -135,7 +136,7 @@ def test_a_pass_is_the_bidirectional_model_over_text_and_masks(family, name, pre
             assert (guessed(engine, text, n) - rows.log_softmax(-1)).abs().max() < 1e-9
 
 
-def test_the_flag_says_which_row_speaks_of_a_position(family):
+def test_shifted_logits_selects_the_row_that_predicts_a_position(family):
     text = [5, 9, 40, 11]
     for name, flag in (("dream", "no"), ("qwen3", "yes")):
         usual, other = load(family, name), load(family, name, shifted_logits=flag)
@@ -144,9 +145,9 @@ def test_the_flag_says_which_row_speaks_of_a_position(family):
         assert torch.allclose(shift[1:], plain[:-1], atol=1e-9) and not torch.allclose(shift[0], plain[0])
 
 
-def test_the_prefix_is_kept_as_its_own_rounds_left_it(family, monkeypatch):
-    """Each round forwards the new tokens and the masks; masks are dropped. Against the model over all rounds at once,
-    in which a row sees the tokens of earlier rounds and all of its own."""
+def test_the_cached_prefix_equals_one_pass_over_all_rounds(family, monkeypatch):
+    """Each round forwards the new tokens and the masks, then drops the masks. The oracle runs all rounds in one pass:
+    a row sees the tokens of earlier rounds and its whole own round."""
     exact_oracle(monkeypatch)
     engine, n = load(family), 4
     drafter = engine.drafter
@@ -180,8 +181,8 @@ def test_the_prefix_is_kept_as_its_own_rounds_left_it(family, monkeypatch):
 
 @pytest.mark.parametrize("name", ["dream", "qwen3"])
 def test_a_block_of_fixed_shape_is_the_model_over_its_window(family, name, monkeypatch):
-    """The last tokens run again beside the masks, all of which see each other and the columns before them, which the
-    prompt's own pass left."""
+    """The last tokens run again together with the masks. They all see each other and the earlier columns, which the
+    prefill wrote."""
     exact_oracle(monkeypatch)
     k, text = 4, list(range(3, 40))
     engine = load(family, name, cps="off", draft_tokens=k)
@@ -200,14 +201,14 @@ def test_a_block_of_fixed_shape_is_the_model_over_its_window(family, name, monke
     assert tokens(r) == rows.argmax(-1).tolist() and r.depth == k
 
 
-def test_rounds_cost_the_new_tokens_and_the_masks(family, monkeypatch):
+def test_a_round_forwards_only_new_tokens_and_masks(family, monkeypatch):
     from specker.runtime.strategies import diffuspec
 
     rows = []
     real = diffuspec.forward
     monkeypatch.setattr(diffuspec, "forward", lambda *a: rows.append(a[3].shape[0]) or real(*a))
     fast = load(family, draft_tokens=5)
-    committed, new, want = 3, 1, []  # after the prefill only the root is new
+    committed, new, want = 3, 1, []  # after prefill only the root is new
     for chunk in fast.stream([5, 9, 40], 40):
         room = 43 - committed - 1
         if room:
@@ -217,15 +218,15 @@ def test_rounds_cost_the_new_tokens_and_the_masks(family, monkeypatch):
     assert rows == want
 
 
-def test_chunks_go_on_behind_guesses_while_they_are_trusted(family):
-    """A second block sees the first one's guesses as tokens."""
+def test_chunks_continue_while_guesses_are_confident(family):
+    """A second block sees the guesses of the first as tokens."""
     engine = load(family, cps="off", policy="chunk", chunk="3:0")
     drafter, text = engine.drafter, [5, 9, 40, 11]
     drafter.prefill = lambda slot, text: None  # one pass over the text and the first masks
     r = draft(drafter, text, Budget(255, 8, block=3), policy=Chunks(255, 8, block=3, threshold=0.0))
     assert r.size == 8 and r.found[0].passes == 3
     model, drafted = oracle(Path(family["dream"][1]), torch.float64), tokens(r)
-    # Every pass at once: (tokens, masks, first position). A row sees the tokens of earlier passes and all of its own.
+    # All passes in one: (tokens, masks, first position). A row sees the tokens of earlier passes and its whole pass.
     passes = [(text, 3, 0), (drafted[:3], 3, 4), (drafted[3:6], 2, 7)]
     ids, run, place, masked = [], [], [], []
     for n, (known, masks, first) in enumerate(passes):
@@ -253,8 +254,8 @@ def test_chunks_go_on_behind_guesses_while_they_are_trusted(family):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature):
-    """The drafted chain is the best of all paths under lambda log p + (1 - lambda) log p_ngram / T + g, by hand."""
+def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
+    """The drafted chain maximises lambda log p + (1 - lambda) log p_ngram / T + g over all paths."""
     from specker.kernels.noise import gumbel
 
     engine = load(family, cps="chain", cps_paths=64, cps_candidates=4, cps_mass=1.0, cps_lambda=0.3, draft_tokens=3)
@@ -272,7 +273,7 @@ def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature
         score, tail = 0.0, text
         for i, token in enumerate(path):
             second = ngram.log_p(np.array([tail[-2:]]), np.array([token]))[0, 0] / (temperature or 1)
-            weight = 0.3 if i else 1.0  # the first position is the diffusion model's alone
+            weight = 0.3 if i else 1.0  # the diffusion model alone scores the first position
             score += weight * log_p[i, token] + (1 - weight) * second + noise[i, token]
             tail = [*tail, token]
         best[path] = float(score)
@@ -281,12 +282,12 @@ def test_the_search_ranks_by_both_models_and_the_draws_noise(family, temperature
     r = draft(engine.drafter, text, Budget(255, 3), Sampling(temperature=temperature, seed=4))
     assert STOP not in tokens(r), "a stop token won: choose another text for this test"
     assert tuple(tokens(r)) == max(best, key=best.get)
-    if not temperature:  # above it the scores are known up to a number for each position
+    if not temperature:  # otherwise scores are known only up to a constant per position
         assert r.found[0].score == pytest.approx(max(best.values()) / 3, rel=1e-5)
 
 
 def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
-    """With every weight on stopping, the draft ends there, and so does the text where the target agrees."""
+    """If the drafter always guesses a stop token, the draft ends there, and so does the text if the target agrees."""
     fast = load(family)
     free = fast.generate_ar([5, 9, 40], 40).tokens
     stop = free[6]
@@ -301,7 +302,7 @@ def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
         engine.trace = seen.append
         got = engine.generate([5, 9, 40], 40)
         assert got.tokens == cut and got.finished == "stop"
-        for row in seen:  # nothing is drafted behind a stop token
+        for row in seen:  # nothing is drafted after a stop token
             assert all(row["draft"][parent - 1] != stop for parent in row["parents"] if parent)
 
 
@@ -315,25 +316,25 @@ def test_adaptive_length_follows_the_formula():
         rule.observe(outcome(30, accepted, found=DiffusionStats(generated)))
         gen, acc = 0.5 * gen + 0.5 * generated, 0.5 * acc + 0.5 * accepted
         assert rule.budget().depth == min(max(int(np.floor(gen)) + 10 * (acc >= gen), 20), 30)
-    rule.observe(outcome(0, 0, found=DiffusionStats(9)))  # a round without a draft teaches nothing
+    rule.observe(outcome(0, 0, found=DiffusionStats(9)))  # a round without a draft changes nothing
     assert rule.generated == pytest.approx(gen)
     assert AdaptiveLength(2, 9).budget().depth == 9
 
 
-def test_a_request_starts_afresh(family):
+def test_a_request_does_not_depend_on_the_one_before(family):
     fast = load(family, policy="adl", adl="2-9")
     runs = [fast.generate(PROMPTS[0], 40, temperature=0.7) for _ in range(2)]
     assert runs[0].tokens == runs[1].tokens and runs[0].stats.lengths == runs[1].stats.lengths
 
 
-def test_chunks_ask_for_trust():
+def test_chunks_continue_above_the_threshold():
     rule = Chunks(255, 32, block=4, threshold=0.5)
     assert rule.budget() == Budget(255, 32, block=4) and rule.confident
     assert rule.keep_drafting(0.5) and not rule.keep_drafting(0.49)
 
 
 def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
-    """The draft's context is shorter than the target's: the text goes on without it."""
+    """With a shorter draft context, the text goes on without drafts."""
     target, draft, ngram = family["dream"]
     short = shutil.copytree(draft, tmp_path / "short")
     edit(short, max_position_embeddings=40)
@@ -346,13 +347,13 @@ def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
             assert got.tokens == fast.generate_ar(prompt, 60).tokens
             assert (got.stats.drafted > 0) == (len(prompt) < 40)
     fast = load(family, draft_tokens=100)
-    got = fast.generate([5, 9, 40], 189)  # to the end of the context of both
+    got = fast.generate([5, 9, 40], 189)  # to the end of both contexts
     assert got.tokens == fast.generate_ar([5, 9, 40], 189).tokens
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
-def test_no_round_leaves_the_cache_unsound(family, monkeypatch, graphs):
-    """The target's holds what a pass over the text writes, the drafter's no more columns than there are tokens."""
+def test_caches_are_sound_after_every_round(family, monkeypatch, graphs):
+    """The target's cache equals a fresh pass over the text; the drafter's has at most one column per token."""
 
     def sound(batch, r):
         text, own = r.sequences[0].text, batch.drafter.cache
@@ -376,7 +377,7 @@ def with_tokenizer(folder, extra=()):
 
 
 def test_the_drafters_own_tokens_are_never_drafted(tmp_path):
-    """A drafter with more tokens, its mask among them, and a padded vocabulary: as Dream is to Qwen2.5."""
+    """A drafter with extra tokens, including the mask, and a padded vocabulary: like Dream for Qwen2.5."""
     target = make(tmp_path / "t", vocab=320, eos=256)
     draft = make(tmp_path / "d", "dream", vocab=352, mask=262)
     with_tokenizer(target)
@@ -390,7 +391,7 @@ def test_the_drafters_own_tokens_are_never_drafted(tmp_path):
     assert len(seen) > 60 and max(seen) < 259
 
 
-def test_a_smaller_vocabulary_drafts_what_it_knows(tmp_path):
+def test_a_drafter_with_a_smaller_vocabulary_changes_no_token(tmp_path):
     target = make(tmp_path / "t", vocab=400)
     draft = make(tmp_path / "d", "dream", vocab=320)
     for folder in (target, draft):
@@ -470,7 +471,7 @@ def test_without_an_ngram_model_another_target_takes_the_argmax(family):
     assert specker.load(strategy="diffuspec", device="cpu").drafter.search is None
 
 
-# --- what is told
+# --- reports
 
 
 def test_stats_are_recounted_from_the_trace(family):

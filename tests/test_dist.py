@@ -1,4 +1,4 @@
-"""Several processes over gloo: the tokens of one process, ranks that agree, and jobs that end when one of them does."""
+"""Several processes over gloo: same tokens as one process, ranks that agree, and jobs that end if a rank ends."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def torchrun(ranks, *args, timeout=600, env=None, check=True):
-    """A job of so many processes; its result, once it is over."""
+    """Run a job of `ranks` processes and return its result."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *args]
     where = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout)
@@ -84,7 +84,7 @@ def assert_same(models, tmp_path, ranks):
     found = [json.loads((tmp_path / f"out.{rank}.json").read_text()) for rank in range(ranks)]
     for i, (name, case) in enumerate(cases.items()):
         want, *others = plain(tuple(case["models"][:1]))
-        if name.startswith("easyspec"):  # shared out, a group drafts what it drafts in one process
+        if name.startswith("easyspec"):  # a group split over ranks drafts the same tokens
             alone = specker.load(*case["models"], **{k: v for k, v in case["options"].items() if k != "draft_ranks"})
             accepted = [alone.generate(PROMPT, case["count"], **how).stats.accepted for how in SAMPLING]
             assert [run["accepted"] for run in found[0][i]["runs"]] == accepted, name
@@ -111,15 +111,15 @@ def test_two_ranks_have_the_tokens_of_one(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_four_ranks_too(models, tmp_path):
-    """Two KV heads stand on two ranks each."""
+def test_four_ranks_have_the_tokens_of_one(models, tmp_path):
+    """Two ranks share each of the two KV heads."""
     assert_same(models, tmp_path, 4)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_parts_are_the_whole(tmp_path, monkeypatch, arch, size):
-    """Each rank reads its slices alone, and together they are the model."""
+def test_the_parts_of_all_ranks_make_the_model(tmp_path, monkeypatch, arch, size):
+    """Each rank reads only its slices, and together they are the model."""
     from safetensors import safe_open
 
     biased = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {}
@@ -139,7 +139,7 @@ def test_the_parts_are_the_whole(tmp_path, monkeypatch, arch, size):
     kv = sum(e for n, e in split.items() if "k_proj" in n or "v_proj" in n)
     biases = sum(e for n, e in split.items() if n.endswith("bias") and ("o_proj" in n or "down_proj" in n))
     rest = sum(elements.values()) - sum(split.values()) + biases
-    # with 4 ranks a KV head stands on two
+    # with 4 ranks, two share a KV head
     mine = (sum(split.values()) - kv - biases) / size + kv / min(size, 2)
     assert all(count == rest + mine for count in counts), (counts, rest + mine)
     D = c.head_dim
@@ -172,7 +172,7 @@ def test_what_cannot_be_split_is_refused(tmp_path):
 
 
 def test_a_process_takes_its_own_gpu(monkeypatch):
-    """Unless another is named, or it is the only process."""
+    """Unless the user names another or there is only one process."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert dist.own_device(torch.device("cuda")) == torch.device("cuda")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -188,7 +188,7 @@ def test_a_process_takes_its_own_gpu(monkeypatch):
         ({"draft_ranks": 2}, "--draft-ranks 2 is more than the 1 ranks"),
     ],
 )
-def test_a_wrong_world_in_one_process(pair, options, message):
+def test_rank_options_that_need_more_processes_are_refused(pair, options, message):
     with pytest.raises(ValueError, match=message):
         specker.load(*pair, **options)
 
@@ -200,7 +200,7 @@ def test_a_wrong_world_in_one_process(pair, options, message):
         (["--prompts", "-"], "several processes cannot share stdin: put the prompts in a file"),
     ],
 )
-def test_a_job_that_cannot_be_says_so_once(args, message):
+def test_an_impossible_job_ends_with_one_message(args, message):
     done = torchrun(2, "-m", "specker.run", *args, check=False)
     assert done.returncode != 0 and done.stderr.count(f"specker: error: {message}") == 1
 
@@ -220,8 +220,8 @@ def test_replicas_share_the_prompts_and_keep_their_order(tmp_path):
     assert done.stdout.count("\n") >= len(texts)
 
 
-def test_other_weights_on_a_rank(models, tmp_path):
-    """One message, and not by a hang."""
+def test_other_weights_on_a_rank_end_the_job(models, tmp_path):
+    """With one message, without a hang."""
     script = tmp_path / "other.py"
     script.write_text(f"""
 import os, sys
@@ -238,7 +238,7 @@ sys.exit(run.main(["--target", {models["target"]!r}, "--strategy", "ar", "--prom
 
 @pytest.mark.parametrize("how", ["killed", "hung"])
 def test_a_lost_rank_ends_the_job(models, tmp_path, how):
-    """A rank that dies, or answers no more, ends the job within the timeout with one message of the others'."""
+    """A dead or hung rank ends the job within the timeout; the other ranks print one message."""
     script = tmp_path / "lost.py"
     script.write_text(f"""
 import os, signal, sys, time
@@ -259,5 +259,5 @@ sys.exit(run.main(["--strategy", "draft", "--prompt", "def f(x):", "--max-new-to
     done = torchrun(2, str(script), check=False, timeout=150)
     assert done.returncode != 0
     said = done.stderr.count("specker: error: another process of this job ended, or did not answer within 8 s")
-    assert said == 1 if how == "hung" else said <= 1, done.stderr  # torchrun may end the other at once, and says so
-    assert "[rank0]" not in done.stderr  # a traceback of ours
+    assert said == 1 if how == "hung" else said <= 1, done.stderr  # torchrun may end the other rank first
+    assert "[rank0]" not in done.stderr  # no traceback

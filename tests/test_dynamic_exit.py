@@ -1,5 +1,5 @@
-"""Self-speculation: the output is plain decoding's under every policy, no layer row runs twice, and DEL's statistics
-are the formulas'."""
+"""Self-speculation: every policy gives the output of plain decoding, no layer row runs twice, and DEL's statistics
+follow the paper's formulas."""
 
 import functools
 import itertools
@@ -37,7 +37,7 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """Six layers, the last ones faint, so that an early exit is often right and often wrong."""
+    """Six layers, the last ones with small weights, so that an early exit is often right and often wrong."""
     from safetensors.torch import load_file, save_file
 
     folder = make(tmp_path_factory.mktemp("exit"), layers=6, max_context=192)
@@ -56,7 +56,7 @@ def engine(target, **options):
 
 @pytest.fixture(autouse=True)
 def watch_every_round(monkeypatch):
-    """What DEL drafts must not depend on how busy this machine is."""
+    """DEL's drafts must not depend on this machine's load."""
     monkeypatch.setattr(
         "specker.runtime.strategies.dynamic_exit.DynamicExit", functools.partial(DynamicExit, overhead=1e9)
     )
@@ -65,8 +65,8 @@ def watch_every_round(monkeypatch):
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize(("name", "how"), list(itertools.product(POLICIES, SAMPLING)))
 def test_tokens_equal_plain_decoding(target, monkeypatch, name, how, graphs):
-    """With rounds of fixed shape, every third round watches other layers and is placed by the host, in the middle of
-    others placed by the device."""
+    """With rounds of fixed shape, the host places every third round, which watches other layers; the device places the
+    rest."""
     if graphs == "on":
         calls = itertools.count()
         monkeypatch.setattr(DynamicExit, "_affordable", lambda policy: next(calls) % 3 == 0)
@@ -78,7 +78,7 @@ def test_tokens_equal_plain_decoding(target, monkeypatch, name, how, graphs):
             got = fast.generate(prompt, 60, **SAMPLING[how])
         assert got.tokens == plain.generate_ar(prompt, 60, **SAMPLING[how]).tokens
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
-    if name != "del-measured":  # what it drafts depends on the machine's mood
+    if name != "del-measured":  # its drafts depend on measured times
         assert 0 < accepted < drafted
     watches = name.startswith("del")
     assert kinds == ({False} if graphs == "off" else {True, False} if watches else {True})
@@ -95,7 +95,7 @@ def test_policies_serve_a_draft_model_too(pair, name, how):
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
-def test_the_cache_is_the_plain_one(target, monkeypatch, graphs):
+def test_the_cache_equals_plain_decoding(target, monkeypatch, graphs):
     def sound(batch, r):
         [sequence] = r.sequences
         length = len(sequence.text) - 1
@@ -109,7 +109,7 @@ def test_the_cache_is_the_plain_one(target, monkeypatch, graphs):
 
 
 def test_no_layer_row_runs_twice(target, monkeypatch):
-    """N + 1 rows through L layers a round, whatever the exit: drafting's rows are not run again by verification."""
+    """A round runs N + 1 rows through L layers for any exit: verification does not repeat the draft's rows."""
     from specker.runtime.strategies import dynamic_exit
 
     done = []
@@ -129,7 +129,7 @@ def test_no_layer_row_runs_twice(target, monkeypatch):
     assert {r["exit"] for r in rounds} - {0} and max(len(r["draft"]) for r in rounds) > 1
 
 
-def test_a_trimmed_head_joins(target, tmp_path):
+def test_combines_with_a_trimmed_head(target, tmp_path):
     from specker.runtime.vocab_scores import VocabScores
 
     path = tmp_path / "s.safetensors"
@@ -146,7 +146,7 @@ def test_a_trimmed_head_joins(target, tmp_path):
     assert 0 < fast.trim_report(got.stats)["mbsu"] < 19
 
 
-def test_what_is_learnt_from_one_prompt_does_not_reach_the_next(target):
+def test_statistics_do_not_carry_over_to_the_next_prompt(target):
     fast = engine(target)
     rounds = []
     fast.trace = rounds.append
@@ -160,11 +160,11 @@ def test_what_is_learnt_from_one_prompt_does_not_reach_the_next(target):
     assert told[0] == told[1] and len({(r["exit"], len(r["draft"])) for r in told[0]}) > 2
 
 
-# --- the formulas, slowly
+# --- the formulas in plain Python
 
 
 def slow(heard, layers, total, head_cost):
-    """DEL's statistics and choice of plain Python, from what was heard: (layer, matches, confidences) one by one."""
+    """DEL's statistics and choice in plain Python, from observations (layer, matches, confidences) one by one."""
     C = {n: [0.0, 0.0] for n in layers}
     S = {n: [0.0, 0.0] for n in layers}
     for n, match, confidence in heard:
@@ -188,7 +188,7 @@ def slow(heard, layers, total, head_cost):
 
 @pytest.mark.parametrize("kind", ["mixed", "only matches", "only mismatches", "one layer", "one row"])
 @pytest.mark.parametrize("head_cost", [0.0, 2.5])
-def test_statistics_are_the_formulas(kind, head_cost):
+def test_statistics_follow_the_formulas(kind, head_cost):
     rng = np.random.default_rng(3)
     layers = (2,) if kind == "one layer" else (1, 3, 5, 8)
     del_ = DynamicExit(layers, 12, head_cost, overhead=0.5)
@@ -211,15 +211,15 @@ def test_statistics_are_the_formulas(kind, head_cost):
                 assert del_.threshold == pytest.approx(threshold) and budget.depth == (18 if g else 0)
                 assert del_.keep_drafting(threshold + 1e-9) and not del_.keep_drafting(1 - 1e-8 / threshold)
     if kind == "only mismatches":
-        # a token from the first layer costs a thirteenth more than none; with the head, a fifth
+        # drafting a token with the first layer costs 1/13 more than none; with the head, 1/5
         assert budget.depth == (1 if head_cost == 0 else 0)
     if kind == "only matches":
         assert budget.depth == 17 and budget.exit == layers[0]
 
 
 @pytest.mark.parametrize("accepted", [0, 2, 4])
-def test_a_draft_is_what_its_layer_would_have_said(accepted):
-    """Heard of without being watched: accepted tokens and the first refused one, none after it."""
+def test_a_draft_counts_as_an_observation_of_its_exit_layer(accepted):
+    """Without watching: the accepted tokens and the first rejected one count, later ones do not."""
     del_ = DynamicExit((2, 4), 6)
     match = np.array([[True, False, False, False], [True, True, True, False]])
     del_.learn((2, 4), match, np.linspace(0.1, 0.8, 8).reshape(2, 4))
@@ -236,8 +236,8 @@ def test_a_draft_is_what_its_layer_would_have_said(accepted):
     assert np.allclose(del_._counts, counts)
 
 
-def test_a_round_with_another_sequences_exit_layer():
-    """Its own threshold ends the draft, the tokens promised are that layer's, and so is what the round tells."""
+def test_a_round_may_use_another_sequences_exit_layer():
+    """The threshold, the expected tokens and the observed results are those of the exit layer that ran."""
     del_ = DynamicExit((2, 4), 6)
     match = np.array([[True, True, False, False], [True, True, True, False]])
     del_.learn((2, 4), match, np.array([[0.8, 0.8, 0.2, 0.2], [0.9, 0.9, 0.9, 0.5]]))
@@ -259,7 +259,7 @@ def test_a_round_with_another_sequences_exit_layer():
     assert changed == [n == other.exit for n in (2, 4)]
 
 
-def test_confidence_ends_a_draft_by_its_product():
+def test_a_draft_ends_when_the_product_of_confidences_is_low():
     del_ = DynamicExit((2, 4), 6)
     del_.learn((2, 4), np.array([[True, False]] * 2), np.array([[0.9, 0.1]] * 2))
     for _ in range(2):  # a new round starts from 1
@@ -267,8 +267,8 @@ def test_confidence_ends_a_draft_by_its_product():
         assert [del_.keep_drafting(c) for c in (0.8, 0.7, 0.8)] == [True, True, False]
 
 
-def test_drafting_nothing_has_to_win_by_a_tenth():
-    """With the tenth of twelve layers TPL(10, 1) is (1 + a) / 22, and nine tenths of 1 / 12 are 1.65 / 22."""
+def test_not_drafting_must_win_by_a_tenth():
+    """With exit 10 of 12 layers TPL(10, 1) = (1 + a) / 22, and 0.9 / 12 = 1.65 / 22."""
     for matches, depth in ((6, 0), (7, 1)):
         del_ = DynamicExit((10,), 12, by_length=True)
         del_.learn((10,), np.arange(10)[None] < matches, np.full((1, 10), 0.5))
@@ -287,7 +287,7 @@ def test_a_round_that_drafts_nothing_may_watch_every_layer():
 
 
 def test_watching_is_kept_below_its_share(monkeypatch):
-    now = [5.0]  # what came before the first round does not count
+    now = [5.0]  # time before the first round does not count
     monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.time.perf_counter", lambda: now[0])
     del_ = DynamicExit((1, 2), 3)
     del_.learn((1, 2), np.array([[True], [False]]), np.array([[0.5], [0.5]]), 0.0)
@@ -300,11 +300,11 @@ def test_watching_is_kept_below_its_share(monkeypatch):
             del_.learn((1,), np.array([[True]]), np.array([[0.5]]), 0.003)
         shares.append(del_._watching / (now[0] - 5.0))
     assert shares[0] > 0 and shares[-1] > 0.007, "it does watch"
-    assert max(shares[60:]) <= 0.01, "and the price of the next look is in the share, not on top of it"
+    assert max(shares[60:]) <= 0.01, "the share includes the cost of the next watched round"
 
 
-def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkeypatch):
-    """Shadow tokens against layers run afresh over the committed text; rows past the first mismatch are not heard."""
+def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
+    """Against a fresh pass over the committed text; rows after the first mismatch are not observed."""
     from specker.kernels.sample import sample_rows
     from specker.runtime.model.cache import KVCache
     from specker.runtime.model.decoder import forward
@@ -323,7 +323,7 @@ def test_what_the_policy_hears_is_what_the_layers_would_have_said(target, monkey
     model = fast.model
 
     def said(first, count):
-        """What every watched layer and the target say after text[first : first + count], and how surely."""
+        """Per watched layer: matches with the target after text[first : first + count], and confidences."""
         cache = KVCache(model.config, 256, dtype=torch.float64, device="cpu", page_size=16)
         rows = cache.after([0], [len(text)])
         out = forward(model, cache, rows, model.embed_tokens(torch.tensor(text)), taps=(*layers, 6))
@@ -390,7 +390,7 @@ def test_fixed_learns_nothing():
 
 @pytest.mark.parametrize("policy", [Fixed(4, 4), PlusMinusOne(4, 4), DraftAndVerify(4, 4)])
 def test_expected_tokens_follow_what_was_accepted(policy):
-    """1 + a + a^2 + ..; a moves by a tenth a token that was right or the first that was wrong."""
+    """1 + a + a^2 + ..; each accepted token and the first rejected one moves a by a tenth."""
     rate = 0.8
     assert policy.expected(Budget(9, 2)) == pytest.approx(1 + rate + rate**2) and policy.expected(Budget(0, 3)) == 1
     for drafted, accepted in ((4, 4), (4, 1), (2, 0), (0, 0)):
@@ -454,7 +454,7 @@ def test_trace_and_histograms_from_the_command_line(target, tmp_path, capsys):
         assert math.isclose(len(r["confidence"]), len(r["draft"])) or not r["confidence"]
 
 
-def test_an_untrained_exit_is_warned_of(target, capsys, tmp_path):
+def test_an_untrained_exit_gives_a_warning(target, capsys, tmp_path):
     make(tmp_path / "t", layers=8, tokenizer=True)
     argv = ["--target", str(tmp_path / "t"), "--strategy", "del", "--policy", "fixed", "--exit-layer", "7"]
     assert run.main([*argv, "--prompt", "abc", "--device", "cpu", "--max-new-tokens", "20"]) == 0

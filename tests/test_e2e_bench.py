@@ -1,4 +1,4 @@
-"""bench/e2e.py: its rows, and what becomes of a way that fails or decodes something else."""
+"""bench/e2e.py: its rows, and configurations that fail or decode wrong tokens."""
 
 import json
 
@@ -11,7 +11,7 @@ from specker.runtime.engine import Engine
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The bench of a few ways on two short texts -> its rows."""
+    """Runs the bench with a few configurations on two short texts; returns its rows."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(e2e, "SHAPES", {name: e2e.SHAPES[name] for name in ("ar", "draft chain 2", "del")})
     args = "bench/e2e.py --prompts 2 --rounds 2 --max_new_tokens 12 --temperatures 0,0.7 --transformers false"
@@ -29,7 +29,7 @@ def run(tmp_path, monkeypatch):
     return rows
 
 
-def test_a_row_for_each_way_and_temperature(run, capsys):
+def test_a_row_for_each_configuration_and_temperature(run, capsys):
     rows = run()
     assert [(r["way"], r["temperature"]) for r in rows] == [
         (way, t) for t in (0.0, 0.7) for way in ("ar", "draft chain 2", "del")
@@ -42,7 +42,7 @@ def test_a_row_for_each_way_and_temperature(run, capsys):
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_engines_that_share_a_target_decode_what_they_decode_alone(monkeypatch, graphs):
-    """In turns over one cache, with texts in several of its KV buckets."""
+    """They take turns over one cache, with texts in several KV buckets."""
     monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (48, 96))
     how = {"device": "cpu", "dtype": "float64", "graphs": graphs, "page_size": 16}
     shapes = [("diffuspec", {"policy": "chunk"}), ("draft", {"draft_tokens": 3}), ("del", {})]
@@ -60,7 +60,7 @@ def test_engines_that_share_a_target_decode_what_they_decode_alone(monkeypatch, 
     assert launched == [False, *[graphs == "on"] * 3], "chunks are never of fixed shape"
 
 
-def test_a_way_that_fails_or_is_wrong_has_no_times(run, monkeypatch, capsys):
+def test_a_failed_or_wrong_configuration_has_no_times(run, monkeypatch, capsys):
     generate = Engine.generate
 
     def other(self, prompt, count, **how):
@@ -82,7 +82,7 @@ def test_a_way_that_fails_or_is_wrong_has_no_times(run, monkeypatch, capsys):
     assert "Traceback" in captured.err and "operation not permitted" in captured.out
 
 
-def test_a_failed_warm_up_leaves_the_other_ways(run, monkeypatch):
+def test_a_failed_warm_up_leaves_the_other_configurations(run, monkeypatch):
     def warmup(self):
         if self.strategy == "del":
             raise RuntimeError("no")

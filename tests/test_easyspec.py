@@ -1,5 +1,5 @@
-"""Layers side by side: the fuzzy pass is what the paper says, the draft cache is exact after calibration, and the
-tokens are plain decoding's whatever is fuzzy."""
+"""Layers side by side: the fuzzy pass follows the paper, the draft cache is exact after calibration, and the tokens
+equal plain decoding."""
 
 import math
 
@@ -48,7 +48,7 @@ def loaded(folder, groups, packed=False):
     return model, cache, LayerParallel(model, cache, Schedule(groups))
 
 
-# --- a plain statement of the method, one token row at a time, from the checkpoint's own tensors
+# --- a plain implementation of the method, one token row at a time, from the checkpoint's tensors
 
 
 def norm(x, weight, eps):
@@ -56,7 +56,7 @@ def norm(x, weight, eps):
 
 
 def rotate(head, position, inv_freq):
-    angle = torch.cat((position * inv_freq.float(),) * 2)  # float32 whatever the rest is, as in transformers
+    angle = torch.cat((position * inv_freq.float(),) * 2)  # always float32, as in transformers
     cos, sin = angle.cos().double(), angle.sin().double()
     half = len(head) // 2
     return head * cos + torch.cat((-head[half:], head[:half])) * sin
@@ -100,8 +100,8 @@ def fuzzy(w, c, groups, h, position, memory):
 @pytest.mark.parametrize(
     "groups", [((0,), (1, 2, 3, 4), (5,), (6,)), ((0, 1), (2, 3, 4), (5, 6)), ((0, 1, 2, 3, 4, 5, 6),)]
 )
-def test_the_fuzzy_pass_is_the_papers(checkpoints, name, groups):
-    """A prompt in sequence, then rows by the schedule, against the statement above."""
+def test_the_fuzzy_pass_follows_the_paper(checkpoints, name, groups):
+    """A prompt in sequence, then rows by the schedule, against the plain implementation above."""
     model, cache, parallel = loaded(checkpoints[name], groups)
     w = load_checkpoint(checkpoints[name], dtype=F64, device="cpu").weights
     memory = [[] for _ in range(7)]
@@ -142,7 +142,7 @@ def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monke
         assert len(calls) == count
 
 
-def test_bounds_stay_where_graphs_know_them():
+def test_sequence_bounds_keep_their_tensor():
     first = sequence_bounds(3, torch.device("cpu"), 2)
     assert first.tolist() == [0, 3, 6] and first.dtype == torch.int32
     for rows in range(2000):
@@ -162,8 +162,8 @@ def test_the_stacks_own_the_weights(checkpoints):
     assert [len(group.mlps) for group in parallel.groups] == [1, 3, 3]
 
 
-def test_the_checkpoint_lets_go_of_what_is_stacked(pair):
-    """No second copy: what the engine holds of the draft's grouped layers stands in the stacks alone."""
+def test_the_checkpoint_keeps_no_copy_of_stacked_weights(pair):
+    """Only the stacks hold the weights of the draft's grouped layers."""
     engine = specker.load(*pair, strategy="easyspec", layer_parallel="3", device="cpu")
     parallel, weights = engine.drafter.parallel, engine.draft.weights
     wide = [(layers, g) for layers, g in zip(parallel.schedule.groups, parallel.groups, strict=True) if len(layers) > 1]
@@ -192,7 +192,7 @@ def test_neighbours_in_one_storage_are_not_copied():
         [stacked[0], stacked[2], stacked[3]],
         [stacked[1], stacked[0]],
         [stacked[0].clone(), stacked[1]],
-        list(padded),  # evenly, but not one behind another
+        list(padded),  # evenly spaced, but with gaps
         list(torch.arange(24.0).view(2, 4, 3).mT),
     ):
         assert torch.equal(_in_one(separate), torch.stack(separate)) and _in_one(separate).is_contiguous()
@@ -200,7 +200,7 @@ def test_neighbours_in_one_storage_are_not_copied():
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Everything a drafter runs goes to the ops' kernels, in the interpreter. Yields the linear for its model."""
+    """Run all of a drafter's ops as kernels in the interpreter. Yields the linear for its model."""
     from specker.kernels import attention as attend
     from specker.kernels import kv, merge
     from specker.kernels import linear as products
@@ -266,9 +266,8 @@ def deepest(r):
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernels(tmp_path, kernels, width):
-    """Drafts by two groups of two layers, of which three tokens are accepted, then one; after each catch-up the draft
-    cache is that of the layers in sequence over the same tokens in the same chunks, though the fuzzy columns, which
-    stand until then, are not."""
+    """Two groups of two layers draft; three tokens are accepted, then one. After each catch-up the draft cache equals
+    that of the layers in sequence over the same tokens and chunks. Before it, the fuzzy columns differ."""
     folder = make(tmp_path, layers=4, max_context=64, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=64)
     model, plain = (tiny_model(folder, kernels) for _ in range(2))
     cache, sequential = tiny_cache(model), tiny_cache(plain)
@@ -276,8 +275,8 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
     parallel = LayerParallel(model, cache, Schedule(((0, 1), (2, 3))))
     drafter = AutoregressiveDrafter(model, cache, head, width, parallel)
     text, fuzzy = PROMPT[:3], None
-    drafter.prefill = lambda slot, text: None  # the first catch-up takes all of it
-    for accepted, depth in ((3, 3), (1, 2), (0, 1)):  # the last draft is there for its catch-up
+    drafter.prefill = lambda slot, text: None  # the first catch-up processes the whole text
+    for accepted, depth in ((3, 3), (1, 2), (0, 1)):  # the last draft serves only to trigger its catch-up
         r = draft(drafter, text, Budget(depth * width, depth), Sampling(temperature=0.7))
         [before], n = sequential.exact_len, len(text)
         catch_up(plain, sequential, text[before:])
@@ -294,7 +293,7 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
 
 
 def batch_of(model, slots, texts):
-    """A cache with `texts` prefilled by the layers in sequence in the given slots' order."""
+    """A cache with `texts` prefilled by the layers in sequence, in the order of `slots`."""
     cache = KVCache(model.config, 48, dtype=torch.float32, device="cpu", page_size=16, sequences=len(texts))
     for slot in slots:
         cache.take(slot, 48)
@@ -304,8 +303,8 @@ def batch_of(model, slots, texts):
 
 
 def test_a_batch_has_the_bits_of_each_sequence_alone_under_the_kernels(tmp_path, kernels):
-    """Verify rows of a chain and of trees, by layers in sequence and by groups: three ragged sequences in one forward,
-    and each alone, bit for bit, K/V too. Rows are placed by the device."""
+    """Verify rows of a chain and of trees, by layers in sequence and by groups, with rows placed by the device. Three
+    ragged sequences in one forward equal each alone, bit for bit, including K/V."""
     folder = make(tmp_path, layers=4, max_context=64, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=64)
     texts = [[5, 9, 3], [7] * 21, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     parents = torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3], [0, 0, 0, 2]])
@@ -328,9 +327,8 @@ def test_a_batch_has_the_bits_of_each_sequence_alone_under_the_kernels(tmp_path,
             assert all(map(torch.equal, together, alone)), (up is not None, side_by_side)
 
 
-def test_calibrated_together_or_one_by_one_under_the_kernels(tmp_path, kernels):
-    """The kernels' rows do not depend on their neighbours, so tokens that are calibrated together get the very K/V that
-    one row at a time gets: in the interpreter, in float32."""
+def test_calibration_is_batch_invariant_under_the_kernels(tmp_path, kernels):
+    """Tokens calibrated together get the same K/V bits as one row at a time: in the interpreter, in float32."""
     model = tiny_model(make(tmp_path, layers=3, max_context=64), kernels)
     single, pairs = tiny_cache(model), tiny_cache(model)
     for token in PROMPT:
@@ -368,9 +366,9 @@ def test_tokens_equal_plain_decoding(pair, shape, calibrate, how):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_after_calibration_the_draft_cache_is_the_sequential_one(pair, shape, monkeypatch):
-    """At the start of every draft, once the catch-up has run, placed by the host or by the device; and with `never` it
-    is not, so the test can fail."""
+def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
+    """At the start of every draft, after the catch-up, with rows placed by the host or the device. With `never` the
+    cache is not exact, so the test can fail."""
     differences = {}
     for calibrate, graphs in (("every", "off"), ("every", "on"), ("never", "off")):
         fast = engine(pair, calibrate=calibrate, graphs=graphs, layer_parallel="3", **SHAPES[shape])
@@ -408,10 +406,10 @@ def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
     fast.generate(PROMPT, 60, temperature=0.7)
     assert {full for full, *_ in seen} == {True, False}
     for full, before, after, calibrated in seen:
-        assert after == (before + 1 if full else calibrated), "kept: the first of two, whose K/V was written"
+        assert after == (before + 1 if full else calibrated), "kept: the first of two tokens, which has K/V"
 
 
-def test_a_trimmed_head_joins(pair, tmp_path):
+def test_combines_with_a_trimmed_head(pair, tmp_path):
     from specker.runtime.vocab_scores import VocabScores
 
     path = tmp_path / "s.safetensors"
@@ -461,11 +459,11 @@ def test_a_schedule_of_another_depth_is_refused(pair):
         engine(pair, layer_parallel="[[0],[1],[2]]")
 
 
-# --- what must be caught
+# --- mutations that must be caught
 
 
 def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
-    """No truncation of fuzzy K/V: the cache check sees it."""
+    """Without truncation of fuzzy K/V, the cache check fails."""
     observe = AutoregressiveDrafter.observe
 
     def kept(self, r, slot, path):
@@ -474,11 +472,11 @@ def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
 
     monkeypatch.setattr(AutoregressiveDrafter, "observe", kept)
     with pytest.raises(AssertionError):
-        test_after_calibration_the_draft_cache_is_the_sequential_one(pair, "chain", monkeypatch)
+        test_the_draft_cache_is_exact_after_calibration(pair, "chain", monkeypatch)
 
 
 def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
-    """A_i added to another layer's residual: the fuzzy pass differs from the paper's."""
+    """With A_i added to another layer's residual, the fuzzy pass differs from the paper's."""
     run = decoder.run_layers
 
     def swapped(model, steps, hidden):
@@ -490,4 +488,4 @@ def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
 
     monkeypatch.setattr("specker.runtime.strategies.easyspec.run_layers", swapped)
     with pytest.raises(AssertionError):
-        test_the_fuzzy_pass_is_the_papers(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))
+        test_the_fuzzy_pass_follows_the_paper(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))

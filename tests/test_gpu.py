@@ -1,4 +1,4 @@
-"""The runtime on a CUDA device: the same promises, and the same tokens as on a CPU where arithmetic allows."""
+"""The runtime on a CUDA device: the same guarantees, and in float64 the same tokens as on a CPU."""
 
 import statistics
 import time
@@ -45,7 +45,7 @@ def test_the_bundled_family_passes_its_check(options, dtype):
 
 
 def prompts_of(engine, count):
-    """Held-out prompts' ids, long enough for any draft."""
+    """Ids of held-out prompts, long enough for any draft."""
     ids = (engine.encode(row["prompt"]) for row in specker.zoo.heldout())
     return [prompt for prompt in ids if len(prompt) > 40][:count]
 
@@ -70,8 +70,9 @@ def test_chains_in_bfloat16_have_the_logits_of_plain_decoding(options, size):
     assert count >= 2000
 
 
-def test_how_often_a_tree_turns_a_token(capsys):
-    """Ancestors stand in other columns than in plain decoding, so logits are equal up to rounding: printed."""
+def test_tree_flip_rate(capsys):
+    """A tree's ancestors lie in other columns than in plain decoding, so logits differ within rounding. Prints how many
+    tokens flip."""
     engine = specker.load(device="cuda", dtype="bfloat16", tree="4x4")
     turned = of = 0
     for prompt in prompts_of(engine, 16):
@@ -96,8 +97,8 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("options", STRATEGIES, ids=lambda o: "-".join(map(str, o.values())))
 def test_graphs_and_batches_change_no_token(options):
-    """Captured rounds, alone and in a batch of 4, against those that the host places, which have other row counts:
-    equal for chains."""
+    """Captured rounds, alone and in a batch of 4, against host-placed rounds, which have other row counts: equal for
+    chains."""
     how = {"device": "cuda", "dtype": "bfloat16", **options}
     graphs, eager = specker.load(graphs="on", **how), specker.load(graphs="off", **how)
     batch = specker.load(graphs="on", batch_size=4, **how)
@@ -124,15 +125,15 @@ def test_after_a_warm_up_nothing_is_compiled_or_captured(options, size, monkeypa
     graphs = dict(engine.batch.graphs.captured)
     prompts = prompts_of(engine, 4)
     for sampling in ({}, {"temperature": 0.7, "seed": 9}, {"temperature": 1.0, "top_p": 0.8, "top_k": 50}):
-        engine.generate(prompts, [100, 60, 30, 100], **sampling)  # one after another where there is one slot
+        engine.generate(prompts, [100, 60, 30, 100], **sampling)  # one by one if there is one slot
         engine.generate_ar(prompts, 20, **sampling)
     assert compiled == []
-    if options.get("strategy") != "del":  # its verify passes are captured as they are met
+    if options.get("strategy") != "del":  # DEL captures verify passes on demand
         assert engine.batch.graphs.captured == graphs
 
 
 @pytest.mark.alone
-def test_the_first_request_is_as_quick_as_later_ones():
+def test_the_first_request_is_as_fast_as_later_ones():
     engine = specker.load(device="cuda", dtype="bfloat16")
     engine.warmup()
     prompt, seconds = prompts_of(engine, 1)[0], []
@@ -146,7 +147,7 @@ def test_the_first_request_is_as_quick_as_later_ones():
 
 @pytest.mark.parametrize("reduce", ["fast", "ordered"])
 def test_nccl_collectives_within_graphs(reduce, monkeypatch):
-    """A job of one rank: every sum and gather goes through NCCL, captured with the rest, and changes nothing."""
+    """In a job of one rank every sum and gather goes through NCCL, is captured with the rest, and changes nothing."""
     import torch.distributed as td
 
     from specker.runtime.dist import Ranks

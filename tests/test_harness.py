@@ -1,4 +1,4 @@
-"""bench/harness.py: the statistics, the turns and the rows."""
+"""bench/harness.py: statistics, taking turns, and rows."""
 
 import json
 import time
@@ -18,7 +18,7 @@ def test_quantiles() -> None:
     assert faster == {"median": 2.0, "p20": pytest.approx(1.1), "p80": pytest.approx(3.2), "rounds_above_1": 2}
 
 
-def test_ways_take_turns() -> None:
+def test_configurations_take_turns() -> None:
     calls: list[str] = []
     timings = measure({name: lambda name=name: calls.append(name) or name for name in "abc"}, rounds=3, warmup=2)
     assert "".join(calls) == "abcabc" + "abc" + "bca" + "cab"
@@ -30,7 +30,7 @@ def test_ways_take_turns() -> None:
         measure({"a": lambda: None}, rounds=0)
 
 
-def test_ways_take_turns_at_every_item() -> None:
+def test_configurations_take_turns_at_every_item() -> None:
     calls: list[str] = []
     ways = {name: lambda item, name=name: calls.append(name + item) or item for name in "ab"}
     timings = harness.measure_each(ways, ["1", "2", "3"], rounds=2, warmup=1)

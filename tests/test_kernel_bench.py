@@ -1,4 +1,4 @@
-"""bench/kernels/common.py: what a goal asks for, and a bench from end to end on this machine."""
+"""bench/kernels/common.py: goals, and a whole bench on this machine."""
 
 import collections
 import json
@@ -70,11 +70,11 @@ def test_rows_and_a_wrong_result(monkeypatch, capsys):
 
 
 def test_pytest_runs_the_benches(tmp_path):
-    """`pytest bench --benchmark-only`, of two modules on a CPU: every case that was asked for is timed."""
+    """`pytest bench --benchmark-only` for two modules on a CPU times every selected case."""
     out = tmp_path / "benchmarks.json"
     only = ["-k", "residual_merge or (accept and walk)", "-p", "no:cacheprovider", "-p", "no:xdist"]
     quick = ["--benchmark-only", "--benchmark-min-rounds=1", "--benchmark-max-time=0.01", f"--benchmark-json={out}"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # it is no worker of this run's
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # not a worker of this run
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "bench", "-q", *only, *quick]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -87,8 +87,8 @@ def test_pytest_runs_the_benches(tmp_path):
     assert all(row["stats"]["rounds"] > 0 and row["stats"]["min"] > 0 for row in timed)
 
 
-def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch, capsys):
-    """A baseline that is not installed, a case that does not compile: what was measured before and after stands."""
+def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, capsys):
+    """A missing baseline or a case that does not compile does not lose the other measurements."""
     x, saved = torch.ones(4), []
     monkeypatch.setattr(common, "DEVICE", "cpu")
 

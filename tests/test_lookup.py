@@ -1,4 +1,4 @@
-"""Strategy `lookup`: what it drafts is the continuation of the longest suffix that occurred before."""
+"""Strategy `lookup` drafts the continuation of the longest suffix that occurred before."""
 
 import random
 
@@ -10,7 +10,7 @@ from specker.runtime.strategies.lookup import Index
 
 
 def drafts(text: list[int], least: int, most: int, length: int) -> list[tuple[int, ...]]:
-    """By definition, the slow way: for each suffix, longest first, its earlier occurrences, latest first."""
+    """The definition: for each suffix, longest first, its earlier occurrences, latest first."""
     out = []
     for n in range(min(most, len(text) - 1), least - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
@@ -20,7 +20,7 @@ def drafts(text: list[int], least: int, most: int, length: int) -> list[tuple[in
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_index_finds_what_the_definition_says(seed):
+def test_the_index_matches_the_definition(seed):
     """In a text that grows by one to five tokens a round."""
     rng = random.Random(seed)
     index, text = Index(1, 3), [rng.randrange(4)]
@@ -43,7 +43,7 @@ def rounds_of(engine, prompt, count=24, **sampling):
 
 
 def test_it_drafts_what_followed_before(target):
-    """The first draft continues the prompt's own repetition; without a repetition nothing is drafted."""
+    """The first draft continues the prompt's repetition; without a repetition nothing is drafted."""
     engine = specker.load(target, strategy="lookup", draft_tokens=4, dtype="float64", device="cpu")
     _, rows = rounds_of(engine, [5, 9, 40, 77, 8, 5, 9, 40])
     assert rows[0]["draft"] == [77, 8, 5, 9] and rows[0]["parents"] == [0, 1, 2, 3]
@@ -71,7 +71,7 @@ def test_tokens_equal_plain_decoding(target, options):
     assert engine.generate([5, 9, *text], 60).stats.accepted > 0, "a looping text is never accepted: proves little"
 
 
-def test_one_requests_text_is_not_anothers(target):
+def test_requests_do_not_share_texts(target):
     engine = specker.load(target, strategy="lookup", dtype="float64", device="cpu")
     rounds_of(engine, [5, 9, 40, 77, 8], 1)
     _, rows = rounds_of(engine, [60, 5, 9])

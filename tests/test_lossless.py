@@ -1,4 +1,4 @@
-"""The promise: with the same seed every strategy emits the tokens of plain decoding, at temperature 0 and above."""
+"""With the same seed every strategy emits the tokens of plain decoding, at temperature 0 and above."""
 
 import itertools
 
@@ -57,9 +57,9 @@ def test_tokens_equal_plain_decoding(pairs, arch, shape, how):
 
 
 @pytest.mark.parametrize("shape", [{"tree": "3x4"}, {"tree": "2x4", "draft_tokens": 3}, {"draft_tokens": 4}])
-def test_every_step_leaves_the_caches_sound(pairs, monkeypatch, shape):
-    """Invariants after each round: the target holds all committed tokens but the root; the drafter's exact columns
-    hold what a sequential pass over the committed tokens writes."""
+def test_caches_are_sound_after_every_round(pairs, monkeypatch, shape):
+    """The target's cache holds all committed tokens but the root; the drafter's exact columns equal a sequential pass
+    over the committed tokens."""
     _, fast = engines(pairs["llama"], **shape)
 
     def sound(batch, r):

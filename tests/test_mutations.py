@@ -1,6 +1,6 @@
-"""Ten bugs that speculative decoders have had, each injected here, each caught by a named check.
+"""Ten bugs that speculative decoders have had. Each is injected here and caught by a named check.
 
-A check passes on the code as it is and fails under its bug. The truth is independent of the runtime: transformers'
+A check passes without its bug and fails with it. The expected tokens are independent of the runtime: transformers'
 model, recomputed from scratch for every token, and the sampling formula written out in this file.
 """
 
@@ -25,7 +25,7 @@ HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}
 
 
 def truth(model, sampling: dict) -> list[int]:
-    """Plain decoding, the slow way."""
+    """Plain decoding without a cache."""
     s, ids = Sampling(**sampling), list(PROMPT)
     for _ in range(COUNT):
         with torch.no_grad():
@@ -51,7 +51,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(params=["off", "on"], ids=["by the host", "by the device"])
 def world(made, request):
-    """Rounds placed by the host and, where the text is long enough, by the device: the bugs are the same."""
+    """Rows placed by the host and, once the text is long enough, by the device. The bugs are the same."""
     return {**made, "graphs": request.param}
 
 
@@ -113,11 +113,11 @@ def root_off_by_one(patch):
 
 
 def stale_kv_after_rejected_draft(patch):
-    """Accepted rows count as exact, though a tree's may stand in another's column."""
+    """Accepted rows count as exact, although a tree's rows may lie in another row's column."""
     made, observe = AutoregressiveDrafter.__init__, AutoregressiveDrafter.observe
 
     def init(self, *args, **more):
-        made(self, *args, **{**more, "depth": 0})  # fixed shapes: the root alone is forwarded again
+        made(self, *args, **{**more, "depth": 0})  # fixed shapes: only the root is forwarded again
 
     def counted(self, r, slot, path):
         if r.fixed:
@@ -159,7 +159,7 @@ def missing_mask_bit(patch):
     def missing(length, back, first, count, parents, *rest):
         *placed, words = original(length, back, first, count, parents, *rest)
         words = words.clone()
-        words[1:] &= ~1  # nobody sees the root
+        words[1:] &= ~1  # no row sees the root
         return *placed, words
 
     patch.setattr(cache, "place_rows", missing)
@@ -202,7 +202,7 @@ def top_p_before_temperature(patch):
 def exact_len_not_reset(patch):
     original, before = loop.Batch._prefill, []
 
-    def prefill(self, slot, sequence):  # forgets to forget the last request's first column
+    def prefill(self, slot, sequence):  # does not reset the last request's first column
         for each in self.caches:
             each.exact_len[slot] = min(1, len(before))
         before.append(sequence)

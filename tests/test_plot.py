@@ -1,4 +1,4 @@
-"""The newest rows are drawn, and a broken or empty folder is refused in a sentence."""
+"""bench/plot.py draws the newest rows, and refuses a broken or empty folder with a clear message."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def write(folder, name, rows):
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_newest_row_of_a_case_counts_with_the_baselines_of_its_own_run(tmp_path):
+def test_the_newest_row_is_compared_with_baselines_of_the_same_run(tmp_path):
     old = [kernel_row("1", "specker", share=0.5), kernel_row("1", "torch"), kernel_row("1", "dropped since")]
     new = [kernel_row("2", "specker", share=0.8, goal=">= 85%"), kernel_row("2", "torch", ours_over_this=2.0)]
     write(tmp_path, "merge", new + old)

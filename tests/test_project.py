@@ -1,4 +1,4 @@
-"""bench/latency.py and bench/project.py: times by hand, limits, answers of the solvers put back."""
+"""bench/latency.py and bench/project.py: times by hand, limits, and solver results checked in the model."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from specker.runtime.model.decoder import Model, forward
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]
-# One byte a microsecond from memory and over a link; layers of 48 and 96 elements in groups 0, 1-4, 5.
+# Memory and links move one byte per microsecond; layers of 48 and 96 elements in groups 0, 1-4, 5.
 SMALL = Shape(6, 4, 2, 1, 2, inner=8, vocab=10, attention_launches=6)
 SLOW = Inputs(
     bandwidth=1e-6, memory=1.0, host_us=5, node_us=2, base_us=10, step_us=1, bus=4e-3, tau=2, keep=0.5, depth=2, width=3
@@ -93,7 +93,7 @@ def test_infinite_bandwidth_leaves_launches_and_collectives(ranks):
 
 
 def test_free_launches_and_links_leave_the_ratio_of_bytes():
-    """Attention is 19% of an 8B layer's bytes, so groups of four give 1.15 at most, over four ranks; nothing on one."""
+    """Attention is 19% of an 8B layer's bytes, so groups of four give at most 1.15 over four ranks, and 1 on one."""
     free, m = replace(H200, **FREE), SHAPES["8b"]
     assert m.attention / (m.attention + m.mlp) == pytest.approx(0.19, abs=0.005)
 
@@ -110,7 +110,7 @@ def test_free_launches_and_links_leave_the_ratio_of_bytes():
         assert tensor["plain_us"] == tensor["verify_us"]
 
 
-def test_it_goes_the_right_way():
+def test_speed_is_monotonic_in_its_inputs():
     for engine in latency.ENGINES:
         for layout in latency.LAYOUTS:
 
@@ -127,7 +127,7 @@ def test_it_goes_the_right_way():
 
 
 @pytest.mark.parametrize("stage", [False, True])
-def test_the_attention_share_put_back(stage):
+def test_the_solved_attention_share_gives_the_speedup(stage):
     share = latency.attention_share(H200, SHAPES["8b"], 8, 1.3, stage)
     assert 0 < share < 1
     free, bare = replace(H200, **FREE), replace(SHAPES["8b"], vocab=0)
@@ -139,7 +139,7 @@ def test_the_attention_share_put_back(stage):
     assert latency.attention_share(H200, SHAPES["8b"], 8, 1.62, False) == pytest.approx(0.56, abs=0.01)
 
 
-def test_launches_put_back():
+def test_solved_launches_give_the_speedup():
     pair, how = (SHAPES["70b"], SHAPES["8b"]), (8, "layer-parallel", "eager")
     need = latency.launches_for(H200, *pair, 8, 1.62)
     shape = replace(SHAPES["8b"], attention_launches=need)
@@ -154,7 +154,7 @@ def test_launches_put_back():
 
 
 @pytest.mark.parametrize("layout", latency.LAYOUTS)
-def test_acceptance_length_and_room_put_back(layout):
+def test_solved_acceptance_length_and_room_give_the_speedup(layout):
     how = (SHAPES["70b"], SHAPES["1b"], 8, layout, "graphs")
     row = latency.project(H200, *how)
     tau = latency.tau_for(row, 4.17)
@@ -164,15 +164,15 @@ def test_acceptance_length_and_room_put_back(layout):
     assert latency.room_for(row, 100) < 0
 
 
-def test_more_rows_than_bytes_can_hide_are_refused():
+def test_row_counts_limited_by_flops_are_refused():
     with pytest.raises(ValueError, match="129 rows: beyond 128 flops take longer"):
         latency.verify(H200, SHAPES["8b"], 129, 1)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(("name", "attention"), [("8B", 6), ("1B", 7)])
-def test_launches_are_those_recorded(tmp_path, name, attention):
-    """Of layers in sequence and of groups, at true widths, on tensors that have no numbers."""
+def test_launches_equal_the_recorded_ones(tmp_path, name, attention):
+    """Of layers in sequence and of groups, at true widths, on fake tensors."""
     hidden, heads, kv_heads, inner = WIDTHS[name]
     assert SHAPES[name.lower()].attention_launches == attention
     config = {
@@ -199,7 +199,7 @@ def test_launches_are_those_recorded(tmp_path, name, attention):
 
         def launches(schedule):
             parallel = LayerParallel(model, cache, schedule)
-            parallel.forward(rows, x)  # makes its constants
+            parallel.forward(rows, x)  # creates the constants
             log.clear()
             parallel.forward(rows, x)
             return len(log)
@@ -208,7 +208,7 @@ def test_launches_are_those_recorded(tmp_path, name, attention):
         forward(model, cache, rows, x)
         log.clear()
         forward(model, cache, rows, x)
-        last_sum = 1  # one of those that stand beyond the layers
+        last_sum = 1  # the launch after the last layer
         assert len(log) == m.layers * (attention + i.mlp_launches) + last_sum
         for width in (2, 3, 4):
             found = launches(Schedule.parallel(6, width))
@@ -216,7 +216,7 @@ def test_launches_are_those_recorded(tmp_path, name, attention):
             assert found == cost.launches - i.draft_launches + last_sum
 
 
-# --- where numbers come from, and what is shown
+# --- sources of the inputs, and outputs
 
 
 def easyspec(parallel, length, **more):
@@ -263,7 +263,7 @@ def test_predicted_over_measured():
     assert project.checked([]) == []
 
 
-def test_best_is_of_those_that_fit():
+def test_the_best_layout_must_fit():
     row = {"ranks": 2, "layout": "a", "fits": True, "tokens_per_second": 1.0}
     rows = [row, {**row, "layout": "b", "tokens_per_second": 2.0}, {**row, "layout": "c", "tokens_per_second": 3.0}]
     rows[2]["fits"] = False

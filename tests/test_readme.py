@@ -1,4 +1,4 @@
-"""What the README shows exists: its commands parse, its make targets are there, its code runs, its tree is the tree."""
+"""The README is true: its commands parse, its make targets exist, its code runs, and its tree lists the files."""
 
 import re
 import shlex
@@ -87,7 +87,7 @@ def test_tree_and_links_exist() -> None:
 
 
 def test_tree_names_every_file() -> None:
-    """But for the zoo's, which one line stands for."""
+    """Except the zoo's files, which share one line."""
     tree = tree_of((ROOT / "README.md").read_text(encoding="utf-8"))
     files = {path.name for path in (ROOT / "specker").rglob("*.py") if "zoo" not in path.parts}
     named = set(re.findall(r"\w+\.py", tree))

@@ -1,4 +1,4 @@
-"""Rounds of fixed shape: the tokens of plain decoding on a CPU, without graphs; what they launch; what they read."""
+"""Rounds of fixed shape: equal to plain decoding on a CPU without graphs; their launches; their host reads."""
 
 import collections
 import contextlib
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from make_checkpoint import make
+from one_round import apart
 from pairs import admitted, flips, logits_of, perturbed
 from recorded import kernels, recording
 
@@ -18,8 +19,6 @@ from specker.config import Sampling
 from specker.runtime import compose
 from specker.runtime.head import Head
 from specker.runtime.loop import Batch
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import prefill
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round, launch
 from specker.runtime.state import Sequence
@@ -111,7 +110,7 @@ def test_the_context_ends_decoding(pairs, plain, shape):
     prompt = [k % 100 for k in range(150)]
     got = fast.generate(prompt, 500)
     assert got.tokens == plain.generate(prompt, 500).tokens and len(got.tokens) == 42
-    longer = plain.generate([k % 100 for k in range(191)], 500)  # room for one token, then a text that fills it
+    longer = plain.generate([k % 100 for k in range(191)], 500)  # room for one token
     assert fast.generate([k % 100 for k in range(191)], 500).tokens == longer.tokens and len(longer.tokens) == 1
 
 
@@ -127,7 +126,7 @@ def test_a_stop_id_ends_the_text(pairs):
 
 
 def test_a_draft_with_a_shorter_context(pairs, plain, tmp_path):
-    """Rounds of fixed shape while there is room, then those that the host places, which end drafting."""
+    """Rounds of fixed shape while there is room, then host-placed rounds, which stop drafting."""
     short = make(tmp_path, "llama", layers=1, max_context=64)
     for shape in ({"draft_tokens": 4}, {"tree": "2x4"}):
         fast = load((pairs[0], short), graphs="on", **shape)
@@ -137,8 +136,8 @@ def test_a_draft_with_a_shorter_context(pairs, plain, tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
-def test_a_stream_left_in_the_middle(pairs, plain, shape):
-    """The round that was on its way belongs to nobody."""
+def test_an_abandoned_stream(pairs, plain, shape):
+    """The round in flight is discarded."""
     fast = load(pairs, graphs="on", **SHAPES[shape])
     for prompt in PROMPTS:
         stream = fast.stream(PROMPTS[2], 60, temperature=0.7)
@@ -149,9 +148,9 @@ def test_a_stream_left_in_the_middle(pairs, plain, shape):
 
 
 @pytest.mark.parametrize("context", [192, 64])
-def test_what_each_round_sees(pairs, plain, tmp_path, monkeypatch, context):
-    """Rounds of fixed shape see a KV bucket, which the text and the round fit into. Those that the host places, the
-    first ones of a short prompt and those beyond the draft's context, see all columns, also after smaller buckets."""
+def test_each_round_sees_its_kv_bucket(pairs, plain, tmp_path, monkeypatch, context):
+    """Rounds of fixed shape see a KV bucket that holds the text and the round. Host-placed rounds, the first ones of a
+    short prompt and those beyond the draft's context, see all columns, also after smaller buckets."""
     monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (16, 32, 64, 128))
     draft = pairs[1] if context == 192 else make(tmp_path, "llama", layers=1, max_context=context)
     fast, seen = load((pairs[0], draft), graphs="on", draft_tokens=4), []
@@ -172,7 +171,7 @@ def test_what_each_round_sees(pairs, plain, tmp_path, monkeypatch, context):
 
 
 def test_a_trace_changes_nothing(pairs, plain):
-    """It is told of the very rounds that run without it."""
+    """The traced rounds are those that run without a trace."""
     fast, prompt = load(pairs, graphs="on", draft_tokens=4), list(range(3, 90))
     want = fast.generate(prompt, 40)
     rounds, rows = fast.batch.launched, []
@@ -183,8 +182,8 @@ def test_a_trace_changes_nothing(pairs, plain):
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "draft-and-verify"])
-def test_a_given_acceptance(pairs, shape):
-    """The same coins however rows are placed: the same rounds, and the same text."""
+def test_synthetic_acceptance_does_not_depend_on_row_placement(pairs, shape):
+    """Host and device placement use the same coins, so they give the same rounds and text."""
     slow, fast = (load(pairs, graphs=how, acceptance="synthetic:0.7", **SHAPES[shape]) for how in ("off", "on"))
     for how in SAMPLING.values():
         want, got = (engine.generate(PROMPTS[2], 80, **how) for engine in (slow, fast))
@@ -205,7 +204,7 @@ def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
 @pytest.mark.parametrize("beside", [(), ([7] * 20, list(range(50, 99)))], ids=["alone", "batch"])
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
 def test_the_logits_are_those_of_plain_decoding(pairs, shape, beside):
-    """On a GPU they are equal in bfloat16 (test_gpu.py); here up to the sums' order."""
+    """On a GPU they are equal in bfloat16 (test_gpu.py); here they differ by the order of sums."""
     fast, plain = load(pairs, graphs="on", **SHAPES[shape], batch_size=1 + len(beside)), load(pairs, graphs="on")
     for prompt, how in itertools.product((PROMPTS[2], list(range(40))), ({}, {"temperature": 0.7})):
         a, text = logits_of(plain, prompt, 60, drafting=False, **how)
@@ -217,19 +216,12 @@ def test_the_logits_are_those_of_plain_decoding(pairs, shape, beside):
 @pytest.mark.parametrize("prompts", [PROMPTS[2:], (PROMPTS[2], list(range(40)), [7] * 20)], ids=["alone", "batch"])
 @pytest.mark.parametrize("draft", ["another", "itself"])
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "easyspec", "easyspec-tree", "draft-and-verify"])
-def test_every_round_leaves_the_caches_sound(pairs, shape, draft, prompts, graphs):
-    """After a round each sequence's columns before the root in the target's cache, and those in the drafter's that it
-    drafted from and that it vouches for, hold what a pass over the text writes."""
+def test_caches_are_sound_after_every_round(pairs, shape, draft, prompts, graphs):
+    """After a round these columns of each sequence equal a pass over the text: in the target's cache those before the
+    root, in the drafter's those that it drafted from and those that it counts as exact."""
     models = pairs if draft == "another" else (pairs[0], pairs[0])
     fast = load(models, graphs=graphs, batch_size=1 if len(prompts) == 1 else 4, **SHAPES[shape])
     batch, drafter, longest = fast.batch, fast.drafter, 0
-
-    def sound(model, cache, slot, text):
-        fresh = KVCache(model.config, cache.capacity, dtype=model.dtype, device="cpu", page_size=16)
-        prefill(model, fresh, text)
-        for ours, theirs in ((cache.k, fresh.k), (cache.v, fresh.v)):
-            a = ours.flatten(1, 2)[:, cache.slots(slot, 0, len(text))]
-            assert (a - theirs.flatten(1, 2)[:, : len(text)]).abs().max() < 1e-12
 
     with admitted(fast, prompts, 60) as sequences:
         while all(len(s.text) + 6 < s.limit for s in sequences):
@@ -240,15 +232,16 @@ def test_every_round_leaves_the_caches_sound(pairs, shape, draft, prompts, graph
                 text, kept = sequence.text, drafter.cache.exact_len[slot]
                 longest = max(longest, len(tokens))
                 assert fast.cache.exact_len[slot] == len(text) - 1 and kept >= len(text) - drafter.catch_up
-                sound(fast.model, fast.cache, slot, text[:-1])
-                sound(drafter.model, drafter.cache, slot, text[: max(before[slot] if r.fixed else 0, kept)])
+                assert apart(fast.model, fast.cache, text, len(text) - 1, slot) < 1e-12
+                known = max(before[slot] if r.fixed else 0, kept)
+                assert apart(drafter.model, drafter.cache, text, known, slot) < 1e-12
     if draft == "itself" and shape in ("chain-5", "tree-3x4"):
-        assert longest == drafter.catch_up, "no draft was accepted whole: this proves little"
+        assert longest == drafter.catch_up, "no draft was fully accepted: this proves little"
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
 def test_flips_are_found(pairs, plain, shape):
-    """`flips` counts the tokens that rounding turned; in float64 none is. A wrong text has one where it was changed."""
+    """`flips` counts tokens that rounding changed: none in float64, and at least one after a token is altered."""
     fast = load(pairs, graphs="on", **SHAPES[shape])
     prompt = list(range(40))
     text = plain.generate(prompt, 60).tokens
@@ -258,10 +251,10 @@ def test_flips_are_found(pairs, plain, shape):
     assert turned >= 1 and of == 60
 
 
-# --- what is launched on a GPU, seen without one
+# --- GPU launches, recorded without a GPU
 
 
-RECORDED = {  # the last ones with the bundled family, the others with tiny models
+RECORDED = {  # `vocabtrim` uses the bundled family, the others tiny models
     "ar": {"strategy": "ar"},
     "chain-4": {"draft_tokens": 4},
     "tree-3x4": {"tree": "3x4"},
@@ -278,8 +271,8 @@ RECORDED = {  # the last ones with the bundled family, the others with tiny mode
 
 
 class Recorded:
-    """An engine in bfloat16 whose rounds are written down, not run. Its texts are ragged, and their tokens are drawn in
-    different ways."""
+    """A bfloat16 engine whose rounds are recorded, not run. Its texts are ragged and use different sampling
+    settings."""
 
     def __init__(self, folder, strategy="draft", arch="qwen2", layers=(3, 4), **options):
         target = make(folder / "target", arch, layers=layers[0], max_context=6000)
@@ -303,12 +296,12 @@ class Recorded:
                 cache.take(slot, batch.columns(length))
             batch.active.append(sequence)
             batch.state.load(slot, sequence)
-        batch.see(1), batch.see(0)  # tables of a recording are gone with it
-        batch.new_round(self.budgets[0], True)  # what is made once a number of slots
+        batch.see(1), batch.see(0)  # a recording's tables are not valid after it
+        batch.new_round(self.budgets[0], True)  # creates what is made once per number of slots
 
     @contextlib.contextmanager
     def recording(self):
-        """Reads on the host are counted, and tell of sure tokens. Trimmed heads follow no text."""
+        """Counts host reads and answers them with high confidence. Trimmed heads do not follow the text."""
 
         def goes_on(r):
             self.reads += 1
@@ -349,7 +342,7 @@ def ragged(n, first):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A world by name and batch size."""
+    """A `Recorded` by name and batch size."""
     return functools.cache(
         lambda name, size: Recorded(tmp_path_factory.mktemp(name), **RECORDED[name], batch_size=size)
     )
@@ -358,10 +351,10 @@ def recorded(tmp_path_factory):
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("sampling", DRAWS, ids=["greedy", "noise", "filtered"])
-def test_what_is_launched_does_not_depend_on_the_text(recorded, name, sampling, size):
-    """Two rounds on texts of different lengths launch the same kernels with the same arguments, but for addresses; no
-    number is read on the host but DEL's confidences, one a draft token, or draft-and-verify's. Neither is launched for
-    a slot without a sequence: 5 texts launch what 8 do."""
+def test_launches_do_not_depend_on_the_text(recorded, name, sampling, size):
+    """Two rounds on texts of different lengths launch the same kernels with the same arguments, except for addresses.
+    The host reads only the confidences of DEL and draft-and-verify, one per draft token. Empty slots change no launch:
+    5 texts launch the same as 8."""
     world = recorded(name, size)
     for budget in world.budgets:
         if budget.exit:
@@ -374,19 +367,19 @@ def test_what_is_launched_does_not_depend_on_the_text(recorded, name, sampling, 
         if sampling.temperature == 0 or sampling.top_k:
             other = Sampling(sampling.temperature * 1.5, min(sampling.top_p, 0.9), sampling.top_k * 3, seed=8)
             again = world.round(ragged(size, 371), other, budget)
-            assert [x[:2] for x in again] == [x[:2] for x in first], "another request's numbers need another graph"
+            assert [x[:2] for x in again] == [x[:2] for x in first], "another request's settings need another graph"
             assert len(kernels(first)) > 3 * 6
 
 
 LAUNCHES = {"ar": 85, "chain-4": 261, "tree-3x4": 291, "easyspec": 231, "del": 185, "diffuspec-fixed": 137}
-"""Kernels and copies of a captured round of Llama-like models of 8 layers and 4: a quarter of 8B's and of 1B's."""
+"""Kernels and copies of a captured round of Llama-like models with 8 and 4 layers, a quarter of 8B's and of 1B's."""
 GATHERED = {"ar": 0, "del": 0}
-"""Copies by which a batch's round has more: 2 where a catch-up pass ends, since the roots' rows stand apart."""
+"""Extra copies in a batch's round: 2 at the end of a catch-up pass, since the roots' rows are not adjacent."""
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_batch_launches_what_one_text_does(tmp_path, name):
-    """The same kernels, in number and kind, for 1 text and for 8, and but for two the same copies."""
+def test_a_batch_launches_the_kernels_of_one_text(tmp_path, name):
+    """1 text and 8 launch the same kernels in number and kind, and at most two more copies."""
     made = {"arch": "llama", "layers": (8, 4), **RECORDED[name]}
     one, eight = (Recorded(tmp_path / str(size), batch_size=size, **made) for size in (1, 8))
     budget = Budget(3, 3, 2) if one.budgets[0].exit else one.budgets[0]
@@ -400,8 +393,8 @@ def test_a_batch_launches_what_one_text_does(tmp_path, name):
 @pytest.mark.parametrize("count", [1, 5, 8])
 @pytest.mark.parametrize("name", RECORDED)
 def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
-    """What is captured is the second run of a stretch: constants were made in the first. Nor does it cost a launch to
-    begin a round, of 5 texts in 8 slots too."""
+    """The second run of a stretch is captured; the first creates constants. Starting a round launches nothing, also
+    with 5 texts in 8 slots."""
     world = recorded(name, min(8, 7 * count - 6))
     for sampling, budget in itertools.product(DRAWS, world.budgets):
         world.put(ragged(count, 60), sampling)
@@ -413,8 +406,8 @@ def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_key_says_what_is_launched(recorded, name):
-    """What is captured under one key launches the same, for any number of texts, of any length, drawn in any way."""
+def test_equal_keys_launch_equal_kernels(recorded, name):
+    """For any number of texts, any length and any sampling settings."""
     found = {}
     for size, sampling, length in itertools.product((1, 8), DRAWS, (50, 800 if name == "vocabtrim" else 1100)):
         world = recorded(name, size)
@@ -426,8 +419,8 @@ def test_a_key_says_what_is_launched(recorded, name):
     assert len(found) >= 15
 
 
-def test_a_longer_bucket_changes_attention_alone(recorded):
-    """Of all grids; rows are placed by more columns of the page table."""
+def test_a_longer_bucket_changes_only_attention(recorded):
+    """Only attention's grid changes; place_rows gets more columns of the page table."""
     for size in (1, 8):
         world = recorded("chain-4", size)
         near, far = (world.round([*ragged(size - 1, 40), n], DRAWS[0], world.budgets[0]) for n in (50, 1100))
@@ -439,8 +432,7 @@ def test_a_longer_bucket_changes_attention_alone(recorded):
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in RECORDED), ("tree-3x4-cap-7", 8)])
 def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
-    """Every kernel that a round launches, of any number of texts, at any length and with any filter, was launched in
-    the warm-up."""
+    """The warm-up launches every kernel that a round launches with any number of texts, length and filter."""
     world = recorded(name, size)
     warm = set(kernels(world.warm()))
     longest = 800 if name == "vocabtrim" else 5000
@@ -452,8 +444,8 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "plus-minus-one", "draft-and-verify"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape, size):
-    """Whatever stretch of work a request meets has run twice before: compiled, then captured. So has that of a batch,
-    whose texts end one after another."""
+    """The warm-up runs every stretch of work twice: it is compiled, then captured. This covers batches whose texts end
+    one after another."""
     fast = load(pairs, graphs="on", batch_size=size, **SHAPES[shape])
     times = collections.Counter()
 
@@ -477,8 +469,8 @@ def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape, size):
 
 
 @pytest.mark.parametrize("context", [192, 160])
-def test_every_bucket_is_met_in_a_warm_up(pairs, plain, tmp_path, monkeypatch, context):
-    """To the context's last token, where a bucket ends with it and where it does not; with a draft of a shorter one."""
+def test_a_warm_up_covers_every_kv_bucket(pairs, plain, tmp_path, monkeypatch, context):
+    """Up to the context's last token, whether or not a bucket ends there, and with a draft of a shorter context."""
     monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (48, 96, 192))
     short = make(tmp_path, "llama", layers=1, max_context=64)
     for draft in (pairs[1], short):
@@ -500,8 +492,8 @@ def test_every_bucket_is_met_in_a_warm_up(pairs, plain, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("strategy", ["draft", "del"])
-def test_a_warm_up_draws_in_every_way(strategy, monkeypatch):
-    """What is launched one by one, a first round or a prompt's rows, has kernels of its own for each filter."""
+def test_a_warm_up_covers_every_filter(strategy, monkeypatch):
+    """Uncaptured launches, for a first round or a prompt's rows, use different kernels for each filter."""
     from specker.runtime import sampling
 
     seen = set()
@@ -523,7 +515,7 @@ def test_a_warm_up_draws_in_every_way(strategy, monkeypatch):
 
 
 def test_long_blocks_are_placed_by_the_host():
-    """The rows that a diffusion drafter forwards again and its masks stand in one window of 256."""
+    """A diffusion drafter's repeated rows and masks must fit into one window of 256."""
     plain = specker.load(strategy="ar", device="cpu", dtype="float64")
     engine = specker.load(strategy="diffuspec", draft_tokens=130, device="cpu", dtype="float64", graphs="on")
     prompt = [n % 500 for n in range(200)]
@@ -531,8 +523,8 @@ def test_long_blocks_are_placed_by_the_host():
     assert engine.batch.launched == 0
 
 
-def test_watching_costs_what_its_round_takes_longer(monkeypatch):
-    """A round in which DEL watches is launched one by one; where others are captured, that is part of the price."""
+def test_the_cost_of_watching_includes_the_uncaptured_round(monkeypatch):
+    """A round in which DEL watches is not captured. With captured rounds, the extra time is part of the cost."""
     from specker.runtime.strategies.dynamic_exit import DynamicExit
 
     found = {}

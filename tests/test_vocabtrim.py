@@ -1,4 +1,4 @@
-"""A trimmed draft head never changes the tokens, whatever it keeps, and says what it costs."""
+"""A trimmed draft head never changes the tokens, whatever it keeps, and reports its cost."""
 
 import json
 
@@ -17,7 +17,7 @@ PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """(target, draft, score file counted on the target's own text), untied and tied heads."""
+    """(target, draft, score file counted on the target's text), with untied and tied heads."""
     made = {}
     for tied in (False, True):
         folder = tmp_path_factory.mktemp(f"tied-{tied}")
@@ -54,7 +54,7 @@ def test_tokens_equal_plain_decoding_at_every_size(family, keep, temperature, sh
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_only_kept_tokens_are_drafted_and_the_whole_vocabulary_is_no_trimming(family, tied, shape):
+def test_only_kept_tokens_are_drafted_and_keeping_all_trims_nothing(family, tied, shape):
     drafted = set()
     trimmed = load(family, 24, tied, **SHAPES[shape])
     trimmed.trace = lambda row: drafted.update(row["draft"])
@@ -82,8 +82,8 @@ def test_the_head_is_the_kept_rows_and_the_embedding_stays_whole(family):
     assert torch.equal(engine.drafter.model.embed, full.drafter.model.embed)
 
 
-def test_what_trimming_lost_is_counted(family):
-    """Counted again from the rounds: those that end short of the whole draft at a token that is not kept."""
+def test_rounds_cut_short_by_trimming_are_counted(family):
+    """Recounted from the rounds: those that end before the whole draft, at a token that is not kept."""
     engine = load(family, 24, draft_tokens=3)
     kept = set(engine.kept.ids.tolist())
     lost = emitted = within = 0
@@ -110,8 +110,8 @@ def test_what_trimming_lost_is_counted(family):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temperature):
-    """Tokens as plain decoding's; the rows are recounted from the text, and are the whole head's; a new request starts
-    from the rows as they were loaded, so it is what it was."""
+    """The tokens equal plain decoding. The rows are recounted from the text and equal the whole head's. A new request
+    starts from the loaded rows, so it gives the same result."""
     engine = load(family, 16, tied, vocab_text=6, **SHAPES[shape])
     whole = specker.load(*family[tied][:2], dtype="float64").draft.weights.head
     head, loaded = engine.drafter.head, engine.kept.ids.tolist()
@@ -126,7 +126,7 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
                     slots.remove(token if token in slots else slots[0])
                     slots.append(token)
             looked_at = chunk.tokens
-            if chunk.stats.lengths.get(0):  # the last round had no room to draft, so nobody looked
+            if chunk.stats.lengths.get(0):  # the last round had no room to draft, so rows were not updated
                 break
             assert head.known == {*loaded[:16], *slots} == set(head.token_ids.tolist())
             assert torch.equal(head.weight, whole[head.token_ids])
@@ -136,7 +136,7 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
 
 
 def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
-    """A text of tokens that no score knows: they are drafted once the text has shown them."""
+    """Tokens without a score are drafted after they have appeared in the text."""
     for options in ({}, {"draft_tokens": 3}):
         fixed, follows = (load(family, 16, vocab_text=n, **options) for n in (0, 24))
         stats = []

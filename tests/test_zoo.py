@@ -1,4 +1,4 @@
-"""The bundled family: folders that load elsewhere, training that survives a kill, a corpus without the held-out."""
+"""The bundled family: folders load in transformers, training survives a kill, the corpus excludes held-out files."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ DIFFUSION = NetConfig(48, 2, 3, 1, 80, vocab=320, head_dim=16, context=64, diffu
 
 
 def random_net(c: NetConfig, seed: int = 0) -> Net:
-    """All weights random, the norms and biases too, so that each of them matters."""
+    """All weights random, including norms and biases, so that each of them matters."""
     net = Net(c)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_dream_export_is_a_bidirectional_qwen2(tmp_path, tokenizer):
     with torch.no_grad():
         theirs = model(ids, attention_mask=all_seen).logits
         torch.testing.assert_close(net.logits(net(ids)), theirs, atol=2e-4, rtol=1e-4)
-        assert not torch.allclose(net.logits(net(ids)), model(ids).logits, atol=1e-2)  # causal is something else
+        assert not torch.allclose(net.logits(net(ids)), model(ids).logits, atol=1e-2)  # causal attention differs
 
 
 def test_load_is_the_inverse_of_export(tmp_path, tokenizer):
@@ -123,18 +123,18 @@ def test_cached_generation_is_the_plain_forward():
     for t in (0.0, 0.7):
         out = sample.generate(net, ids, 20, t, seed=3)
         assert torch.equal(out[:, :7], ids)
-        assert sample.draft_right(net, out, 7, t, seed=3).all()  # it would have drafted itself
+        assert sample.draft_right(net, out, 7, t, seed=3).all()  # a model drafts its own text correctly
         assert not sample.draft_right(random_net(CAUSAL, 1), out, 7, t, seed=3).all()
 
 
 def test_acceptance_counts_rounds():
     right = np.array([[1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]], dtype=bool)
-    # rounds of at most 4 + 1: 1111+1, 0, 11+0, 1111+1; what is left is shorter than a round
+    # rounds of at most 4 + 1: 1111+1, 0, 11+0, 1111+1; the rest is shorter than a round
     assert sample.acceptance(right, 4) == (5 + 1 + 3 + 5) / 4
 
 
 def test_rounds_in_one_forward_are_the_rounds_one_by_one():
-    """A row of the layout gives what it gives in use: behind the K/V that the earlier rounds left."""
+    """A row of the layout equals the same row in decoding, after the K/V of the earlier rounds."""
     net, layout = random_net(DIFFUSION), distill.Rounds(lead=5, step=2, block=4, count=3)
     positions, sees, is_mask = layout.rows()
     predicts, where = layout.predicts()
@@ -143,7 +143,7 @@ def test_rounds_in_one_forward_are_the_rounds_one_by_one():
     with torch.no_grad():
         got = net(ids[:, positions].masked_fill(is_mask, 1), mask=sees, rows=positions)[0, predicts]
         for j in range(layout.count):
-            # one by one: the text so far, each committed run with the masks that stood behind it
+            # one by one: the text so far, each committed run with the masks after it
             runs = [torch.arange(5)] + [5 + 2 * i + torch.arange(6) for i in range(j + 1)]
             at, run = torch.cat(runs), torch.cat([torch.full_like(r, n) for n, r in enumerate(runs)])
             masked = torch.cat([torch.zeros(5, dtype=torch.bool)] + [torch.arange(6) >= 2] * (j + 1))
@@ -222,7 +222,7 @@ def test_more_workers_give_the_same_gradients(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> tuple[Path, str]:
-    """A whole family, trained in one go."""
+    """A whole family, trained without interruption."""
     work = tmp_path_factory.mktemp("zoo")
     return work, run("--work", work)
 
@@ -270,7 +270,7 @@ def test_a_second_run_does_nothing(tiny):
 
 
 def test_the_bundled_family():
-    """What is committed beside the code."""
+    """The committed files."""
     assert 3 <= len(zoo.PROMPTS) <= 4
     if not zoo.path("code-target").exists():
         pytest.skip("not trained yet")

@@ -1,9 +1,10 @@
 """sample_rows against eager torch at Llama-3-8B's vocabulary; accept_walk.
 
-8 rows of 128,256 bfloat16 logits are 2 MB, half a microsecond of memory: what a call takes is its launches, each with
-a round trip or two, and ten rounds of Philox for four ids. Hence goals in microseconds over an empty kernel, not shares
-of the limit. torch draws with `multinomial`, not with this noise, and sorts for top-p: what a user would call, though
-not the same tokens. The reference of accept_walk reads on the host, so no graph holds it: it is timed on a CPU only.
+8 rows of 128,256 bfloat16 logits are 2 MB, which memory reads in half a microsecond. A call's time is therefore its
+launches, each with a round trip or two, and ten rounds of Philox for four ids. So the goals are microseconds over an
+empty kernel, not shares of the limit. The torch baseline is what a user would call: `multinomial`, with a sort for
+top-p; its noise and so its tokens differ. accept_walk's reference reads on the host and cannot be captured, so it is
+timed on a CPU only.
 """
 
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def sample(T: int, V: int, dtype: torch.dtype, temperature: float, top_k: int, t
     def check() -> None:
         want = sample_rows_ref(logits.cpu(), *setting, SEED, positions.cpu())
         wrong = (sample_rows(logits, *setting, SEED, positions).cpu() != want).sum().item()
-        # Two ids may come within the rounding of the noise, or the mass within that of top_p.
+        # Two ids may lie within rounding of the noise, or the mass within rounding of top_p.
         assert wrong <= (1 if temperature else 0), f"{wrong} of {T} tokens"
 
     ways = {"specker": lambda: sample_rows(logits, *setting, SEED, positions), "torch": eager}
@@ -47,7 +48,7 @@ def sample(T: int, V: int, dtype: torch.dtype, temperature: float, top_k: int, t
 
 
 def walk(N: int, chain: bool) -> Built:
-    """A chain that is wholly accepted, the longest walk there is, or a tree of which one child of three agrees."""
+    """A fully accepted chain, which is the longest walk, or a tree in which one child of three agrees."""
     j = torch.arange(N)
     parents, tokens = (j, j % 11) if chain else (j // 3, j % 3)
     target = torch.cat([tokens, tokens[:1]]) if chain else torch.ones(N + 1, dtype=torch.int64)

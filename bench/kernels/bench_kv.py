@@ -1,7 +1,7 @@
-"""kv_calibrate and kv_commit against the same in eager torch, at Llama-3-8B's shape (and with Qwen3's head norms).
+"""kv_calibrate and kv_commit against eager torch, at Llama-3-8B's shape (and with Qwen3's head norms).
 
-kv_calibrate reads qkv once and writes it once, in its places; torch rotates in several launches and scatters in two.
-kv_commit moves 12 rows in each of 32 layers, 3 MiB in all: one launch and one round trip, where torch takes four.
+kv_calibrate reads qkv once and writes it once, to its slots; torch rotates in several launches and scatters in two.
+kv_commit moves 12 rows in each of 32 layers, 3 MiB in total, in one launch and one round trip; torch takes four.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def calibrate(T: int, norm: bool) -> Built:
     total = -(-2 * T // PAGE) * PAGE
     qkv, positions = randn(T, (HQ + 2 * HKV) * D), torch.arange(T, device=DEVICE)
     slots = torch.randperm(total // PAGE, device=DEVICE).repeat_interleave(PAGE) * PAGE
-    slots = (slots + torch.arange(PAGE, device=DEVICE).repeat(total // PAGE))[:T]  # pages in no order
+    slots = (slots + torch.arange(PAGE, device=DEVICE).repeat(total // PAGE))[:T]  # pages are unordered
     rope = rope_table(1e4 ** -torch.linspace(0, 1, D // 2, device=DEVICE), 1.0, T, DTYPE)
     norms = (1 + 0.1 * randn(1, D), 1 + 0.1 * randn(1, D)) if norm else (None, None)
     caches = [tuple(torch.zeros(total // PAGE, PAGE, HKV, D, dtype=DTYPE, device=DEVICE) for _ in "kv") for _ in "ab"]

@@ -1,8 +1,8 @@
 """residual_merge against eager torch and torch.compile, at Llama-3-8B's width.
 
-Nothing but bytes: at 8 rows all of it is one launch and two round trips to memory (the row, and the weight, which is
-asked for before the reduction); at 8192 rows it is a stream of (2 + P + Q) * 2 E bytes a row, of which eager torch
-moves (3 P + 2 Q) * 2 E in P + Q launches.
+Only bytes matter. 8 rows take one launch and two round trips to memory (the row, and the weight, which is requested
+before the reduction). 8192 rows are a stream of (2 + P + Q) * 2 E bytes per row; eager torch moves (3 P + 2 Q) * 2 E in
+P + Q launches.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """tree_attention against SDPA with a dense mask, FlexAttention and FlashInfer, on Llama-3-8B's heads (32 of 8, D 128).
 
-Up to 16 rows the call is a read of K and V, 4 KiB a column and sequence: 8 us of an H200's 4.3 TB/s for 8,192 columns.
-What it takes beyond that is the start (lengths, then the page, then the first tiles: three round trips to memory), the
-merge's launch, and the partials, which for 16 rows are 32 KiB a split and KV head beside 1 MiB of K and V (at 1,024
-columns). At 64 rows four tiles of 64 (row, head) pairs share K and V through the L2 cache, and the matrix units and
-exponentials take as long as the read. The other ways get K and V gathered and contiguous, and the mask built, for
-nothing; "sdpa" has the query heads of a KV head packed as rows, which reads K and V once.
+Up to 16 rows the limit is one read of K and V, 4 KiB per column and sequence: 8 us at an H200's 4.3 TB/s for 8,192
+columns. The overheads are the start (lengths, then the page, then the first tiles: three round trips to memory), the
+merge's launch, and the partials: for 16 rows 32 KiB per split and KV head, against 1 MiB of K and V at 1,024 columns.
+At 64 rows four tiles of 64 (row, head) pairs share K and V through the L2 cache, and the matrix units and exponentials
+take as long as the read. The baselines get K and V gathered and contiguous, and the mask built, at no cost; "sdpa" has
+the query heads of a KV head packed as rows, which reads K and V once.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ PAGE = 256
 
 
 def build(rows: int, lengths: tuple[int, ...], page: int = PAGE) -> Built:
-    """One random tree a sequence, `rows` rows including the root, which end its `lengths` columns; pages permuted."""
+    """One random tree per sequence, `rows` rows with the root, at the end of its `lengths` columns; pages permuted."""
     Hq, Hkv, D = HEADS
     g = torch.Generator().manual_seed(0)
     B, widest = len(lengths), -(-max(lengths) // page)
@@ -46,7 +46,7 @@ def build(rows: int, lengths: tuple[int, ...], page: int = PAGE) -> Built:
     def ours() -> tuple[Tensor, Tensor]:
         return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, scale)
 
-    # What the others are given: [1, heads, length, D] and a mask [rows, length] for each sequence.
+    # Inputs of the baselines, per sequence: [1, heads, length, D] and a mask [rows, length].
     q_of = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in q.split(rows)]
     k_of, v_of = (
         [c[table[b].long()].flatten(0, 1)[:n].transpose(0, 1).unsqueeze(0).contiguous() for b, n in enumerate(lengths)]
@@ -93,7 +93,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> dict[st
     def built() -> Callable[[], Any]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        torch._dynamo.reset()  # after eight shapes of one function it would no longer compile
+        torch._dynamo.reset()  # dynamo stops compiling a function after eight shapes
         mask = create_block_mask(visible, None, None, rows, columns, device=q.device)
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
@@ -102,7 +102,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> dict[st
 
 
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> dict[str, Callable[[], Any]]:
-    """Its custom mask, where it is installed."""
+    """FlashInfer with a custom mask, if installed."""
     k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
 
     @cache

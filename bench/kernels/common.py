@@ -1,17 +1,16 @@
-"""Timing kernels against the hardware's limit and against what a user would otherwise call.
+"""Times kernels against the hardware's limit and against the baselines that a user would otherwise call.
 
-On a CUDA device each way is captured in a graph and replayed with a cold L2: between replays a buffer of twice its size
-is read (not written: dirty lines would be written back on the timed kernel's account). Ways take turns within a round,
-CUDA events time them, medians with p20 and p80 are reported. The limit of a call is
+On a CUDA device each call is captured in a graph and replayed with a cold L2: between replays a buffer of twice L2's
+size is read (not written, since the timed kernel would pay for writing back dirty lines). Calls take turns within a
+round and CUDA events time them; medians with p20 and p80 are reported. The limit of a call is
 
     max(bytes / bandwidth, flops / matmul rate)
 
-with bytes and flops from the op's `_cost` and both rates measured in the same process. What a replay of an empty kernel
-takes is measured the same way; it is part of every time. A result is checked before anything is timed. What a machine
-cannot run, or gets wrong, is a row with the reason, and the other ways and cases go on. Rows go to
-bench/results/<gpu>/<op>.jsonl.
+with bytes and flops from the op's `_cost` and both rates measured in the same process. The replay of an empty kernel is
+timed the same way; every time includes it. Results are checked before they are timed. A call that fails or returns a
+wrong result has a row with the reason, and the others continue. Rows go to bench/results/<gpu>/<op>.jsonl.
 
-On a CPU the same benches run the references on small shapes: that they run is what there is to see.
+On a CPU the same benches run the references on small shapes, only to show that the benches work.
 """
 
 import argparse
@@ -36,12 +35,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Goal:
-    """What a case is meant to reach; a number left out is not asked for."""
+    """The goals of a case; None means no goal."""
 
     share: float | None = None  # of the limit
     over_empty: float | None = None  # seconds above the replay of an empty kernel
-    seconds: float | None = None  # in all
-    over: tuple[tuple[str, float], ...] = ()  # (another way, how many times as fast as it)
+    seconds: float | None = None  # in total
+    over: tuple[tuple[str, float], ...] = ()  # (baseline, how many times as fast)
 
     def __str__(self) -> str:
         parts = [f">= {self.share:.0%}"] if self.share else []
@@ -54,8 +53,8 @@ class Goal:
 class Built:
     """A case with its tensors."""
 
-    ways: dict[str, Callable[[], Any]]  # the first is ours
-    check: Callable[[], None]  # raises AssertionError where ours is wrong
+    ways: dict[str, Callable[[], Any]]  # specker's first
+    check: Callable[[], None]  # raises AssertionError if specker's is wrong
     cost: tuple[int, int]  # bytes, flops
 
 
@@ -68,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this device does at best, measured."""
+    """This device's measured peak rates."""
 
     bandwidth: float  # bytes a second, reading
     matmul: float  # flops a second, bfloat16
@@ -105,7 +104,7 @@ _EMPTY = Variant("empty", _empty_kernel, ("*i32",), {}, num_warps=4)
 
 
 def _reader(size: int) -> Callable[[], None]:
-    """A call that reads `size` bytes, rounded up, of memory of its own."""
+    """A call that reads `size` bytes, rounded up, from its own buffer."""
     step = _READ.constexprs["STEPS"] * _READ.constexprs["BLOCK"]
     programs = -(-size // (4 * step))
     x = torch.randint(1 << 30, (programs * step,), dtype=torch.int32, device="cuda")
@@ -119,7 +118,7 @@ def _flush() -> Callable[[], None]:
 
 
 def graph(call: Callable[[], Any]) -> Callable[[], None]:
-    """`call` as a CUDA graph's replay; called before, so that compilation and allocation are done."""
+    """`call` as a CUDA graph replay, after calls for compilation and allocation."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -133,13 +132,13 @@ def graph(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def measure_cuda(ways: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Cold-L2 graph replays, the ways in turn, in seconds of CUDA events."""
+    """Graph replays of `ways` in turn with a cold L2, in seconds from CUDA events."""
     return in_turn({name: graph(call) for name, call in ways.items()}, rounds)
 
 
 def in_turn(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Each way in turn with a cold L2, in seconds of CUDA events. The GPU is still emptying L2 while the host launches,
-    so that what launching takes is not counted."""
+    """Calls `ways` in turn with a cold L2, in seconds from CUDA events. The host launches while the GPU still flushes
+    L2, so launch time is not counted."""
     flush = _flush()
     times: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
@@ -167,12 +166,12 @@ def this_machine() -> Machine:
     ways = {"read": _reader(size), "matmul": lambda: a @ b, "empty": lambda: _EMPTY((1,), x)}
     medians = {name: timing.median for name, timing in measure_cuda(ways, 20).items()}
     empty = medians["empty"]
-    # The rates without what a launch takes: the limit is the hardware's, not that of one call.
+    # The rates exclude launch time, since the limit is the hardware's.
     return Machine(size / (medians["read"] - empty), 2 * n**3 / (medians["matmul"] - empty), empty)
 
 
 def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
-    """Check, time, and compare one case; a row for each way."""
+    """Check, time and compare one case; a row for each of its `ways`."""
     built = case.build()
     built.check()
     on_gpu = DEVICE == "cuda"
@@ -196,14 +195,14 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
 
 
 def _that_run(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """The ways, on a GPU as graphs, and why others are none: a baseline may not be installed, not compile, or not be
-    captured. Ours has to run."""
+    """The `ways` that run, on a GPU as graphs, and the reasons of the others: a baseline may be missing, not compile,
+    or not be capturable. Specker's must run."""
     found, missing = {}, {}
     for n, (name, call) in enumerate(ways.items()):
         try:
             call()
             found[name] = graph(call) if DEVICE == "cuda" else call
-        except Exception as error:  # a compiler's are of many kinds
+        except Exception as error:  # compilers raise many kinds
             if n == 0:
                 raise
             missing[name] = _first_line(error)
@@ -215,7 +214,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _met(goal: Goal, timings: dict[str, Timing], limit: float, empty: float) -> bool | None:
-    """None where all that can be compared is as it should be, but another way did not run."""
+    """None if every possible comparison meets the goal, but a baseline did not run."""
     ours = next(iter(timings.values())).median
     met = (
         (goal.share is None or limit / ours >= goal.share)
@@ -248,7 +247,7 @@ def show(op: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(op: str, cases: Iterable[Case]) -> None:
-    """What `python bench/kernels/bench_<op>.py [-k PART OF A NAME] [--no-save]` does."""
+    """Runs `python bench/kernels/bench_<op>.py [-k PART OF A NAME] [--no-save]`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("-k", default="", help="only cases whose name contains this")
     parser.add_argument("--no-save", action="store_true")
@@ -260,7 +259,7 @@ def main(op: str, cases: Iterable[Case]) -> None:
             continue
         try:
             rows += rows_of(op, case)
-        except Exception as error:  # ours may be wrong, or fail to compile on this machine; the rows before it stand
+        except Exception as error:  # a wrong result or a failed compilation must not lose earlier rows
             wrong = isinstance(error, AssertionError)
             reason = f"wrong, so not timed: {error}" if wrong else _first_line(error)
             rows.append(
@@ -282,8 +281,8 @@ def main(op: str, cases: Iterable[Case]) -> None:
 
 
 def benchmarks(cases: Iterable[Case]) -> Any:
-    """A pytest-benchmark entry point over `cases`: our way of each, checked first. The other ways need the case's
-    tensors to be named at all; `main` times them."""
+    """A pytest-benchmark entry point that checks and times specker's call of each case. `main` times the baselines,
+    whose names are known only after the tensors are built."""
 
     @pytest.mark.parametrize("case", list(cases), ids=lambda case: case.name)
     def test(benchmark: Any, case: Case) -> None:

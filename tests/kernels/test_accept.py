@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from formulas import chi_square_bound, law
 
 from specker.kernels.accept import accept_walk, accept_walk_cost
 from specker.kernels.noise import gumbel
@@ -13,33 +14,8 @@ from specker.kernels.sample import first_argmax, sample_rows, sample_rows_cost, 
 I64 = torch.int64
 
 
-def law(logits, temperature, top_k, top_p):
-    """The distribution [V] in plain float64, ids ranked by sorting."""
-    z = [x / temperature for x in logits]
-    kept = range(len(z))
-    if top_k:
-        edge = sorted(z, reverse=True)[min(top_k, len(z)) - 1]
-        kept = [v for v in kept if z[v] >= edge]
-    weight = {v: math.exp(z[v] - max(z)) for v in kept}
-    if top_p < 1:
-        total, mass = sum(weight.values()), 0.0
-        for v in sorted(kept, key=lambda v: -z[v]):
-            mass += weight[v]
-            if mass >= top_p * total:
-                break
-        weight = {w: x for w, x in weight.items() if z[w] >= z[v]}
-    total = sum(weight.values())
-    return [weight.get(v, 0.0) / total for v in range(len(z))]
-
-
-def chi_square_bound(df, z=3.09):
-    """The value a chi-square of df degrees exceeds with p = 0.001 (Wilson and Hilferty)."""
-    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
-
-
 def assert_drawn_from(tokens, p):
     """tokens of N draws against the enumerated distribution p; ids of expected count < 8 share one cell."""
-    p = torch.tensor(p, dtype=torch.float64)
     count = torch.bincount(tokens, minlength=len(p)).double()
     assert len(count) == len(p) and count[p == 0].sum() == 0
     expected = p * len(tokens)
@@ -77,16 +53,16 @@ def test_draws_from_the_law_over_seeds(temperature, top_k, top_p):
 
 def test_draws_from_the_law_at_32k():
     V, step, n = 32000, 200, 6000
-    logits = -1.1 * torch.arange(1, V + 1).double().log()  # Zipf: rare ids hold a good part of the mass
+    logits = -1.1 * torch.arange(1, V + 1).double().log()  # Zipf: rare ids hold much of the mass
     logits = logits[torch.randperm(V, generator=torch.Generator().manual_seed(0))]
     rows = logits.float().expand(step, -1)
     tokens = torch.cat([sample_rows(rows, 1.0, 0, 1.0, 5, torch.arange(i, i + step)) for i in range(0, n, step)])
     p = logits.softmax(-1)
-    assert_drawn_from(tokens, p.tolist())
+    assert_drawn_from(tokens, p)
     rank = p.argsort(descending=True)
     cell = torch.empty(V, dtype=I64)
-    cell[rank] = (p[rank].cumsum(-1) * 50).long().clamp(max=49)  # 50 cells of about equal mass, most of rare ids
-    assert_drawn_from(cell[tokens], torch.zeros(50, dtype=torch.float64).index_add_(0, cell, p).tolist())
+    cell[rank] = (p[rank].cumsum(-1) * 50).long().clamp(max=49)  # 50 cells of about equal mass, most with rare ids
+    assert_drawn_from(cell[tokens], torch.zeros(50, dtype=torch.float64).index_add_(0, cell, p))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -114,18 +90,18 @@ def joint(a, b, V):
 def test_positions_are_independent(shift):
     logits = [0.0, 0.7, -0.5, 1.2]
     tokens = draw(logits, n=40000 + shift, seed=3)
-    p = torch.tensor(law(logits, 1.0, 0, 1.0))
+    p = law(logits, 1.0, 0, 1.0)
     i = torch.arange(40000)
     first = i[i // shift % 2 == 0]  # disjoint pairs
-    assert_drawn_from(joint(tokens[first], tokens[first + shift], 4), torch.outer(p, p).flatten().tolist())
+    assert_drawn_from(joint(tokens[first], tokens[first + shift], 4), torch.outer(p, p).flatten())
 
 
 def test_seeds_are_independent():
     logits = [0.0, 0.7, -0.5, 1.2]
-    p = torch.tensor(law(logits, 1.0, 0, 1.0))
+    p = law(logits, 1.0, 0, 1.0)
     for other in (1, 1 << 32):
         a, b = draw(logits, seed=0), draw(logits, seed=other)
-        assert_drawn_from(joint(a, b, 4), torch.outer(p, p).flatten().tolist())
+        assert_drawn_from(joint(a, b, 4), torch.outer(p, p).flatten())
 
 
 LN = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
@@ -146,7 +122,7 @@ LN = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
         (LN, 1.0, 0, 0.71, {0, 1, 2}),
         (LN, 1.0, 0, 0.91, {0, 1, 2, 3}),
         (LN, 1.0, 0, 1e-9, {0}),
-        ([0.0] * 4, 1.0, 0, 0.3, {0, 1, 2, 3}),  # all tied with the token at which the mass is reached
+        ([0.0] * 4, 1.0, 0, 0.3, {0, 1, 2, 3}),  # all tie with the token that reaches the mass
         ([math.log(x) for x in (0.5, 0.2, 0.2, 0.1)], 1.0, 0, 0.6, {0, 1, 2}),
         (LN, 1.0, 2, 0.55, {0}),  # top-k first, then renormalised: 0.4 / 0.7 = 0.571
         (LN, 1.0, 3, 0.45, {0, 1}),  # 0.4 / 0.9 = 0.444
@@ -171,7 +147,7 @@ def test_greedy_takes_the_lower_id_among_equals():
         for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
             tokens = sample_rows(logits.to(dtype), 0, 0, 1.0, 0, torch.arange(5))
             assert tokens.dtype == I64 and tokens.tolist() == first
-        assert logits.max(-1).indices.tolist() == first  # what CUDA tensors go through
+        assert logits.max(-1).indices.tolist() == first  # the path of CUDA tensors
     wide = torch.randint(0, 4, (5, 64), generator=generator).float()
     assert first_argmax(wide[:, 1::2]).tolist() == [row.index(max(row)) for row in wide[:, 1::2].tolist()]
 
@@ -214,7 +190,7 @@ def test_shared_noise_couples_drafter_and_target():
     for sharpness in (0.2, 1.0, 3.0):
         for _ in range(3):
             target, drafter = (sharpness * torch.randn(2, 24, generator=generator)).tolist()
-            p, q = (torch.tensor(law(x, 1.0, 0, 1.0)) for x in (target, drafter))
+            p, q = (law(x, 1.0, 0, 1.0) for x in (target, drafter))
             tv = float((p - q).abs().sum()) / 2
             wanted = draw(target, seed=9, n=n)
             agree = float((wanted == draw(drafter, seed=9, n=n)).float().mean())
@@ -297,7 +273,7 @@ def test_walk_against_recursion(shape):
     rng = random.Random(shape)
     lengths = []
     for n in [*range(6), *(rng.randint(1, 64) for _ in range(150))]:
-        for ids in (1, 2, 3, 50):  # one id: everything is accepted, and siblings are all equal
+        for ids in (1, 2, 3, 50):  # one id: everything is accepted, and all siblings are equal
             lengths += [len(p) for p in assert_walk([random_tree(rng, n, shape, ids)])]
     assert min(lengths) == 1 and max(lengths) > (1 if shape == "star" else 4)
 
@@ -358,7 +334,7 @@ def test_trees_of_one_size_and_chains_without_parents():
 
 
 def test_sampled_targets_are_emitted_whatever_is_drafted():
-    """The emitted tokens are the target's own after each accepted row: drafts change their number only."""
+    """The emitted tokens are the target's own after each accepted row; drafts change only their number."""
     rng = random.Random(0)
     for _ in range(50):
         tokens, parents, target = random_tree(rng, 30, "random", 2)

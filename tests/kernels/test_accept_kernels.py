@@ -1,4 +1,5 @@
-"""accept's kernels and noise's device functions in the interpreter, against the references and plain Python."""
+"""The kernels of sample_rows and accept_walk, and noise's device functions, in the interpreter against the references
+and plain Python."""
 
 import importlib
 import math
@@ -7,6 +8,7 @@ import random
 import pytest
 import torch
 from compile_only import compilations
+from formulas import chi_square_bound, law
 
 from specker.kernels import noise
 from specker.kernels.accept import _launch_walk, accept_walk, accept_walk_ref
@@ -19,7 +21,7 @@ walking = importlib.import_module("specker.kernels.accept")
 I64 = torch.int64
 SEEDS = [0, 1, (1 << 32) + 7, (1 << 63) + 5, (1 << 64) - 1]
 POSITIONS = [0, 5, (1 << 32) - 1, 1 << 32, (7 << 40) + 3, -1]
-# temperature, top_k, top_p: greedy, no filter, each and both
+# temperature, top_k, top_p: greedy, no filter, each filter, both
 SETTINGS = [(0, 0, 1.0), (0.8, 0, 1.0), (1.0, 7, 1.0), (1.3, 0, 0.9), (0.7, 20, 0.8)]
 
 
@@ -95,9 +97,9 @@ def _bins_kernel(
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("V", [50, 5000])
-def test_a_draw_in_memory(setting, V):
-    """The four numbers from memory. What is given beside them says only which of noise and filters there are; a filter
-    that the draw does not want keeps everything."""
+def test_draw_parameters_in_memory(setting, V):
+    """The four parameters come from memory. The arguments only say whether noise and filters are used at all; a neutral
+    value in memory keeps every token."""
     temperature, top_k, top_p = setting
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(V)) * 3
     positions, seed = torch.tensor([4, 1 << 33, 9]), SEEDS[3]
@@ -111,7 +113,7 @@ def test_a_draw_in_memory(setting, V):
         held = noise.pack_draw(seed, temperature, min(top_k or 1 << 30, 1 << 30), top_p)
         assert torch.equal(sample_rows(logits, *kind, 1, positions, held), want), kind
         assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), kind
-        if not top_k:  # as many ways to say that all are kept
+        if not top_k:  # every value that keeps all tokens
             for all_of_them in (0, V, 1 << 31, (1 << 32) + 1, 1 << 40):
                 held = noise.pack_draw(seed, temperature, all_of_them, top_p)
                 assert torch.equal(_launch_sample(logits, *kind, 1, positions, held), want), all_of_them
@@ -123,7 +125,7 @@ def test_a_draw_in_memory(setting, V):
         sample_rows(logits, *setting, seed, positions, draw.repeat(2, 1))
 
 
-# As a request's numbers stand in memory: those that keep all are large, or neutral.
+# Parameters of requests in memory; large or neutral values keep all tokens.
 HELD = [(0.0, 3, 0.2), (0.8, 2**31 - 1, 1.0), (1.0, 7, 1.0), (1.3, 2**31 - 1, 0.9), (0.7, 20, 0.8), (0.9, 0, 1.0)]
 
 
@@ -131,9 +133,9 @@ HELD = [(0.0, 3, 0.2), (0.8, 2**31 - 1, 1.0), (1.0, 7, 1.0), (1.3, 2**31 - 1, 0.
     ("kind", "run"), [((9.0, 3, 0.5), 2), ((9.0, 3, 1.0), 1), ((9.0, 0, 0.5), 1), ((9.0, 0, 1.0), 3)]
 )
 @pytest.mark.parametrize("go", [sample_rows, lambda *args: _launch_sample(*args)])
-def test_sequences_with_their_own_numbers_share_a_launch(tiles, go, kind, run):
-    """Greedy, sampled and filtered ones: each draws what it draws alone, without what it does not want. Levels tie, so
-    that greedy has something to choose; one row has infinities, one is far from flat."""
+def test_sequences_with_their_own_parameters_share_a_launch(tiles, go, kind, run):
+    """Greedy, sampled and filtered sequences each draw the same as alone with only their own settings. Logits tie, to
+    test greedy; one row has infinities and one is steep."""
     tiles()
     B = len(HELD)
     logits = torch.cat([rows(B * run, 333, seed=1), rows(B * run, 333, scale=40.0, seed=2)], 1)
@@ -155,8 +157,8 @@ def test_sequences_with_their_own_numbers_share_a_launch(tiles, go, kind, run):
 
 
 @pytest.mark.parametrize("go", [sample_rows, lambda *args: _launch_sample(*args)])
-def test_numbers_that_keep_all_filter_nothing(go):
-    """A long flat row with a long tail: a sum of its masses would not fit a float64."""
+def test_neutral_filters_keep_every_token(go):
+    """A long flat row with a long tail, whose sum of masses is not exact in float64."""
     logits = rows(2, 9000, scale=0.01, seed=4)
     logits[:, ::3] -= 24.0
     held = noise.pack_draw(3, 1.0, 2**31 - 1, 1.0)
@@ -165,8 +167,8 @@ def test_numbers_that_keep_all_filter_nothing(go):
         assert torch.equal(go(logits, *kind, 0, at(2), held), want)
 
 
-def test_bins_do_not_fall():
-    """Else the k-th largest could lie outside its bin; steep rows hardly show it, as their largest wins anyway."""
+def test_bins_are_monotonic():
+    """Otherwise the k-th largest could lie outside its bin. Steep rows hardly show this, since their largest wins."""
     known = {
         0.0: 0,
         0.015: 0,
@@ -213,7 +215,7 @@ def test_noise_is_the_reference(seed):
 def test_logarithms():
     top = 1 << 32
     generator = torch.Generator().manual_seed(0)
-    knee = int((1 - 0.5**0.5) * top)  # where 1 - u changes its exponent
+    knee = int((1 - 0.5**0.5) * top)  # the exponent of 1 - u changes here
     x = [torch.arange(1 << 14), top - 1 - torch.arange(1 << 14), knee + torch.arange(-(1 << 14), 1 << 14)]
     x += [torch.randint(0, top, (1 << 15,), generator=generator)]
     x += [(2 ** (32 * torch.rand(1 << 15, generator=generator, dtype=torch.float64))).long().clamp(max=top - 1)]
@@ -230,7 +232,7 @@ def test_logarithms():
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """Small tiles, so that a few hundred logits are several splits and a dozen listed ids several blocks."""
+    """Small tiles, so that a few hundred logits make several splits and a dozen listed ids several blocks."""
 
     def shrink(tile=128, finish=128, walk=8):
         for name, size in (("TILE", tile), ("FINISH", finish), ("WALK", walk)):
@@ -269,7 +271,7 @@ def test_sample_rows(tiles, setting, V, dtype):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_at_the_tile_of_the_launches(setting):
+def test_sample_rows_with_full_size_tiles(setting):
     same(rows(1, 5001), *setting)
 
 
@@ -291,7 +293,7 @@ def test_no_rows(setting):
     ],
 )
 def test_flat_and_steep_rows(tiles, scale, top_k, top_p):
-    """A flat row lies in one bin and is all listed, in blocks; steep ones reach the bins of octaves and the last."""
+    """All of a flat row is in one bin and is listed in blocks; steep rows reach the octave bins and the last bin."""
     tiles(finish=64)
     same(rows(2, 300, scale=scale), 0.9, top_k, top_p)
 
@@ -317,7 +319,7 @@ LN = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
         (LN, 0, 0.39, {0}),
         (LN, 0, 0.41, {0, 1}),
         (LN, 0, 0.91, {0, 1, 2, 3}),
-        ([0.0] * 4, 0, 0.3, {0, 1, 2, 3}),  # all tied with the token at which the mass is reached
+        ([0.0] * 4, 0, 0.3, {0, 1, 2, 3}),  # all tie with the token that reaches the mass
         ([0.0, -0.0, 0.0, -9.0], 0, 0.3, {0, 1, 2}),
         ([math.log(x) for x in (0.5, 0.2, 0.2, 0.1)], 0, 0.6, {0, 1, 2}),
         (LN, 2, 0.55, {0}),  # top-k first, then renormalised: 0.4 / 0.7 = 0.571
@@ -325,7 +327,7 @@ LN = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
         (LN, 3, 0.44, {0}),
         ([1.0, 1.0, 1.0, 0.0], 2, 0.9, {0, 1, 2}),  # a tie kept by top-k counts in the mass
         ([2.0, 1.0, 1.0, 0.0], 2, 0.7, {0, 1, 2}),
-        ([i * 1e-3 for i in range(8)], 3, 1.0, {5, 6, 7}),  # one bin holds all: the edge is found among its keys
+        ([i * 1e-3 for i in range(8)], 3, 1.0, {5, 6, 7}),  # all in one bin: its keys decide
         ([i * 1e-3 for i in range(8)], 0, 0.4, {4, 5, 6, 7}),
         ([i * 1e-3 for i in range(8)], 5, 0.5, {5, 6, 7}),
         ([1.0, 0.5, 0.5, -math.inf], 0, 0.999, {0, 1, 2}),
@@ -333,7 +335,7 @@ LN = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
     ],
 )
 def test_supports(logits, top_k, top_p, kept):
-    """At positions where each id in turn would win without a filter: one that is kept wins there, another does not."""
+    """At positions where each id in turn would win without a filter, a kept id wins and any other does not."""
     row = torch.tensor(logits)
     winners = (row + gumbel_ref(4, torch.arange(5000), len(logits))).argmax(-1).tolist()
     finite = [v for v in range(len(logits)) if logits[v] > -math.inf]
@@ -349,7 +351,7 @@ def test_supports(logits, top_k, top_p, kept):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ties_and_infinities(tiles, setting):
-    """Integer logits: whole levels tie at either edge. The top-p of SETTINGS is not within rounding of a level."""
+    """Integer logits tie in whole levels at both edges. SETTINGS' top-p is not within rounding of a level's mass."""
     tiles()
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(-3, 4, (5, 300), generator=generator).float()
@@ -370,7 +372,7 @@ def test_greedy_takes_the_lower_id_among_equals(tiles):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_views_at_an_offset_and_what_lies_around_them(tiles, setting):
+def test_views_at_an_offset_surrounded_by_nan(tiles, setting):
     tiles()
     logits, positions = rows(3, 201), at(3)
     want = _launch_sample(logits, *setting, 9, positions)
@@ -395,7 +397,7 @@ def test_a_row_is_the_same_alone_and_among_others(tiles, setting):
 
 @pytest.mark.parametrize(("setting", "counts"), [(SETTINGS[1], (1, 2, 7, 64)), (SETTINGS[4], (1, 2, 7))])
 def test_rows_are_invariant(tiles, setting, counts):
-    """1, 2, 7, 64 or 65 rows in a launch: the draws are the same. (A filtered row takes the interpreter 80 ms.)"""
+    """1, 2, 7, 64 or 65 rows in a launch give the same draws. (The interpreter needs 80 ms for a filtered row.)"""
     tiles()
     logits, positions = torch.cat([rows(60, 70), rows(5, 70, scale=40.0)]), at(65)
     whole = _launch_sample(logits, *setting, 9, positions)
@@ -403,22 +405,6 @@ def test_rows_are_invariant(tiles, setting, counts):
     for T in counts:
         part = slice(65 - T, 65)
         assert torch.equal(_launch_sample(logits[part], *setting, 9, positions[part]), whole[part]), T
-
-
-def law(logits, temperature, top_k, top_p):
-    """The distribution [V] in plain float64, ids ranked by sorting."""
-    z = [x / temperature for x in logits]
-    edge = sorted(z, reverse=True)[top_k - 1] if top_k else -math.inf
-    weight = {v: math.exp(z[v]) for v in range(len(z)) if z[v] >= edge}
-    if top_p < 1:
-        total, mass = sum(weight.values()), 0.0
-        for v in sorted(weight, key=lambda v: -z[v]):
-            mass += weight[v]
-            if mass >= top_p * total:
-                break
-        weight = {w: x for w, x in weight.items() if z[w] >= z[v]}
-    total = sum(weight.values())
-    return torch.tensor([weight.get(v, 0.0) / total for v in range(len(z))], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -437,9 +423,7 @@ def test_draws_from_the_law(setting, n, device):
     assert count[expected == 0].sum() == 0
     count, expected = count[expected > 0], expected[expected > 0]
     assert expected.min() > 5
-    df = len(count) - 1
-    bound = df * (1 - 2 / (9 * df) + 3.09 * math.sqrt(2 / (9 * df))) ** 3  # p = 0.001 (Wilson and Hilferty)
-    assert ((count - expected) ** 2 / expected).sum() < bound
+    assert ((count - expected) ** 2 / expected).sum() < chi_square_bound(len(count) - 1)
 
 
 def forest(sizes, seed, shape="random", vocab=4):
@@ -527,7 +511,7 @@ def strided(x, poison):
 @pytest.mark.parametrize("B", [1, 3])
 @pytest.mark.parametrize("n", [0, 1, 8, 21])
 def test_trees_of_one_size(tiles, n, B, chain):
-    """Each equals its tree alone; what stands around the views would lead the walk on to a 777."""
+    """Each equals its tree alone. Memory around the views would lead the walk to a 777."""
     tiles()
     for seed in range(4):
         trees = [forest([n], 10 * seed + b, "chain" if chain else "random")[:3] for b in range(B)]
@@ -549,8 +533,8 @@ def test_a_chain_longer_than_a_tile_is_wholly_accepted():
     assert path.tolist() == [list(range(N + 1))] and (count.item(), following.item()) == (N + 1, 99)
 
 
-def test_what_is_no_tree_stays_in_bounds(tiles):
-    """A walk over rubbish ends, and around the tensors stands what would lead it on to a 777."""
+def test_a_malformed_tree_stays_in_bounds(tiles):
+    """A walk over random parents ends. Memory around the tensors would lead it to a 777."""
     tiles()
     rng = random.Random(0)
     for _ in range(20):
@@ -600,7 +584,7 @@ def test_fullgraph():
 
 
 def launches():
-    """Run in a process that compiles: one model, any lengths and seeds, index buffers at any offset."""
+    """Runs in a compiling process: one model, any lengths and seeds, index buffers at any offset."""
     ids = torch.arange(9000)
     for T, first, seed in (
         (1, 0, 0),
@@ -628,7 +612,7 @@ def test_no_length_recompiles():
     }
 
 
-def test_no_filter_is_one_launch_of_splits_and_one_that_merges():
+def test_kernels_per_launch_with_and_without_filter():
     assert len(module._sample_variants(torch.float16, 4096, True, False, False)) == 1
     assert len(module._sample_variants(torch.float16, 4097, True, False, False)) == 2
     assert len(module._sample_variants(torch.float16, 4097, True, True, False)) == 4
@@ -657,7 +641,7 @@ def test_the_ops_refuse_what_the_functions_refuse():
 @pytest.mark.parametrize("V", [1000, 50257, 128256])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_gpu_agrees_with_the_cpu(setting, V, dtype):
-    """But where two ids come within the rounding of the noise, or the mass within rounding of top_p: one row in 64."""
+    """At most one row in 64 differs: two ids within rounding of the noise, or a mass within rounding of top_p."""
     logits, positions = rows(64, V, dtype), at(64)
     ours = sample_rows(logits.cuda(), *setting, 9, positions.cuda()).cpu()
     theirs = sample_rows_ref(logits, *setting, 9, positions)
@@ -685,7 +669,7 @@ def test_gpu_walks(sizes):
 
 
 @pytest.mark.parametrize("setting", [(0.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 6, 0.9)])
-def test_a_row_without_a_number_gives_an_id_all_the_same(setting):
-    """It will index an embedding."""
+def test_a_row_of_nans_gives_a_valid_id(setting):
+    """The id will index an embedding."""
     logits = torch.full((2, 9000), math.nan)
     assert _launch_sample(logits, *setting, 5, torch.arange(2)).tolist() == [0, 0]

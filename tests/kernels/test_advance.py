@@ -13,7 +13,7 @@ POISON = -(10**15)
 
 
 def table(pages, B=1, seed=0):
-    """A row-strided view: the first pages of a wider table, whose other columns nobody may read."""
+    """A row-strided view: the first pages of a wider table, whose other columns must not be read."""
     order = list(range(B * pages))
     random.Random(seed).shuffle(order)
     wide = torch.full((B, pages + 3), 10**9, dtype=torch.int32)
@@ -22,7 +22,7 @@ def table(pages, B=1, seed=0):
 
 
 def among(numbers):
-    """A row-strided view with poison before and behind it, and the tensor it is of."""
+    """A row-strided view with poison before and after it, and the whole tensor."""
     x = torch.tensor(numbers, dtype=I64)
     around = torch.full((x.shape[0] + 2, x.shape[1] + 5), POISON)
     around[1:-1, 2:-3] = x
@@ -37,11 +37,11 @@ def a_tree(n, rng):
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 9), (3, 1), (5, 60), (0, 65), (60, 130), (0, 256), (255, 1)])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("lengths", [[100], [100, 17, 301]])
-def test_rows_stand_where_they_should(place, first, count, tree, lengths):
+def test_rows_are_placed_after_each_text(place, first, count, tree, lengths):
     rng, page, B = random.Random(first + count), 16, len(lengths)
     blocks, rows, back = table(40, B), first + count, 3
     trees = [a_tree(rows - 1, rng) if tree else list(range(rows - 1)) for _ in lengths]
-    given = among([[*parents, 7, 7] for parents in trees])[0] if tree else None  # more than are asked for
+    given = among([[*parents, 7, 7] for parents in trees])[0] if tree else None  # more than requested
     positions, slots, kv_len, words = place(torch.tensor(lengths), back, first, count, given, blocks, page, 10**6)
     for b, (parents, length) in enumerate(zip(trees, lengths, strict=True)):
         for i, r in enumerate(range(first, rows)):
@@ -67,7 +67,7 @@ def test_a_draft_beyond_the_end_stays_inside(place):
     assert slots[:9].tolist() == [*range(last - 4, last), *[last] * 5]
     first = int(blocks[1, 0]) * 16
     assert slots[9:].tolist() == [first, first, *range(first, first + 7)]
-    assert kv_len.tolist() == [32, 7]  # attention looks at no page behind the table
+    assert kv_len.tolist() == [32, 7]  # attention reads no page beyond the table
     pads = torch.tensor([[0, -1, -1]])
     assert place(torch.tensor([9]), 1, 0, 4, pads, table(2), 16, 31)[0].tolist() == [8, 9, 9, 9]
 
@@ -128,7 +128,7 @@ def test_a_round_is_committed(go, moves, B, seed):
 
 
 @pytest.mark.parametrize("go", [advance, _launch_advance])
-def test_nothing_is_written_behind_the_text(go):
+def test_nothing_is_written_after_the_text(go):
     committed, n = torch.zeros(2, 12, dtype=I64), torch.tensor([10, 0])
     window = torch.zeros(2, 1, dtype=I64)
     args = torch.tensor([[0, 1, 2, 3]] * 2), torch.tensor([4, 4]), torch.tensor([[5, 6, 7, 8]] * 2)
@@ -146,8 +146,8 @@ def test_a_count_out_of_range_keeps_to_its_row():
 
 
 def launches():
-    """Run in a process that compiles: windows of one word and of two, chains and trees, texts and tables of many
-    lengths, one sequence and several, each a view at any offset."""
+    """Runs in a compiling process: windows of one word and of two, chains and trees, texts and tables of many lengths,
+    one sequence and several, each a view at any offset."""
     ids, numbers = torch.arange(4000), torch.arange(400, dtype=torch.int32)
     for n, (first, count) in enumerate([(0, 1), (0, 2), (3, 1), (0, 16), (16, 16), (0, 33), (1, 63)]):
         for more in (0, 64 - first):
@@ -168,8 +168,8 @@ def launches():
 
 
 def test_no_length_recompiles():
-    """A form for each number of words, of chains and of trees; and for each power of two of advance's rows, with moves
-    and without."""
+    """One compilation per number of words for chains and for trees, and one per power of two of advance's rows with and
+    without moves."""
     assert compilations(__file__, "launches") == {"_place_rows_kernel": 4, "_advance_kernel": 6}
 
 

@@ -1,7 +1,8 @@
-"""The numpy forms of the small ops equal their references, and step aside where they must."""
+"""The numpy forms of the small ops equal their references, and decline calls that they do not support."""
 
 import pytest
 import torch
+from formulas import randn
 
 from specker.kernels import attention
 from specker.kernels.ancestors import ancestor_words
@@ -11,10 +12,6 @@ from specker.kernels.kv import _kv_calibrate_few, kv_calibrate_ref
 from specker.kernels.merge import _residual_merge_few, add_norm, residual_merge, residual_merge_ref
 
 DTYPES = [torch.float32, torch.float64]
-
-
-def randn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def close(got, want):
@@ -64,7 +61,7 @@ def test_kv_calibrate_of_no_rows_and_of_a_strided_cache():
 @pytest.mark.parametrize("parents", [[], [0, 1, 2], [0, 0, 1, 1, 3, 0]])
 @pytest.mark.parametrize("fused", [False, True])
 def test_tree_attention(dtype, pages, parents, fused, monkeypatch):
-    if fused:  # large products must not reach numpy, whose BLAS would wake its own threads
+    if fused:  # large products must not reach numpy, whose BLAS would start its own threads
         monkeypatch.setattr(attention, "NUMPY_PRODUCTS", 0)
         monkeypatch.setattr(attention.np, "matmul", None)
     T, prefix, Hq, Hkv, D, page = len(parents) + 1, 7, 4, 2, 8, 4
@@ -86,7 +83,7 @@ def test_tree_attention(dtype, pages, parents, fused, monkeypatch):
 
 
 def side_by_side(B, parents, prefix=7, page=4, dtype=torch.float64):
-    """The rows of one tree in B layers of a cache of five, two pages to spare in each."""
+    """The rows of one tree in B layers of a cache with five, each with two spare pages."""
     T, Hq, Hkv, D, pages = len(parents) + 1, 4, 2, 8, 5
     k, v = (randn(5 * pages, page, Hkv, D, dtype=dtype, seed=s) for s in (1, 2))
     q, words = randn(B * T, Hq, D, dtype=dtype), ancestor_words(torch.tensor(parents, dtype=torch.int64))
@@ -116,7 +113,7 @@ def alone(args, b, with_lse=True):
 
 
 def assert_as_alone(args):
-    """Every sequence has the bits that it has alone, and the reference's values."""
+    """Every sequence has the same bits as alone, and the reference's values."""
     got, bounds = _few_rows(*args, True), args[6].tolist()
     assert all(map(close, got, tree_attention_ref(*args)))
     without = _few_rows(*args, False)
@@ -131,8 +128,8 @@ def assert_as_alone(args):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("products", [0, 100, 500, 1 << 18])
 def test_a_batch_of_unlike_sequences(dtype, products, monkeypatch):
-    """Lengths, windows, numbers of rows and trees of their own, one without rows and one with scattered pages; products
-    that are large for some, for all or for none. What no sequence owns is poison."""
+    """Different lengths, windows, row counts and trees, one sequence without rows and one with scattered pages;
+    products are large for some, all or none. Memory that no sequence owns is poison."""
     monkeypatch.setattr(attention, "NUMPY_PRODUCTS", products)
     monkeypatch.setattr(attention, "FEW_ROWS", 5)  # the third has more
     Hq, Hkv, D, page = 4, 2, 8, 4
@@ -154,8 +151,8 @@ def test_a_batch_of_unlike_sequences(dtype, products, monkeypatch):
     assert_as_alone([q, k, v, table[:, :6], lengths, windows, bounds, words, D**-0.5])
 
 
-def test_sequences_that_differ_come_one_by_one(monkeypatch):
-    """In length, window, number of rows, words, or pages that are not evenly apart, or too few."""
+def test_sequences_that_differ_run_one_by_one(monkeypatch):
+    """That is, in length, window, row count or words, or with pages unevenly or too closely spaced."""
     good = side_by_side(3, [0, 0])
     calls = []
     monkeypatch.setattr(
@@ -168,7 +165,7 @@ def test_sequences_that_differ_come_one_by_one(monkeypatch):
         (3, lambda table: table[[0, 1, 1]]),
         (3, lambda table: table + torch.tensor([[0], [0], [1]], dtype=torch.int32)),
         (3, lambda table: table + torch.tensor([0, 0, 1, 1, 1], dtype=torch.int32)),
-        (3, lambda table: table[0] + torch.arange(3, dtype=torch.int32)[:, None]),  # pages in common
+        (3, lambda table: table[0] + torch.arange(3, dtype=torch.int32)[:, None]),  # shared pages
         (4, lambda lengths: lengths + torch.tensor([0, 0, 1], dtype=torch.int32)),
         (5, lambda windows: windows - torch.tensor([0, 1, 0], dtype=torch.int32)),
         (6, lambda bounds: bounds + torch.tensor([0, 1, 0, 0], dtype=torch.int32)),
@@ -179,16 +176,16 @@ def test_sequences_that_differ_come_one_by_one(monkeypatch):
         calls.clear()
         assert_as_alone(args)
         assert 3 not in calls, (at, args[at])
-    for products, first in ((3 * 2 * 8 * 10, []), (3 * 2 * 8 * 10 + 1, [3])):  # one KV head's: t * G * D * S
+    for products, first in ((3 * 2 * 8 * 10, []), (3 * 2 * 8 * 10 + 1, [3])):  # per KV head: t * G * D * S
         monkeypatch.setattr(attention, "NUMPY_PRODUCTS", products)
         calls.clear()
         assert_as_alone(good)
         assert calls[:1] == first
 
 
-def test_columns_of_the_table_that_no_sequence_reaches_do_not_count():
+def test_unused_table_columns_do_not_count():
     args = side_by_side(3, [0, 0])
-    assert args[3].shape[1] == 5 and args[4].tolist() == [10] * 3  # of pages of 4
+    assert args[3].shape[1] == 5 and args[4].tolist() == [10] * 3  # pages hold 4
     args[3][:, 3:] = torch.arange(6, dtype=torch.int32).view(3, 2) % 4
     assert all(map(close, _few_rows(*args, True), tree_attention_ref(*args)))
 
@@ -241,7 +238,7 @@ def test_add_norm(dtype, T):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_graph_holds_the_op_and_not_its_form_for_few_rows(strict):
+def test_a_graph_holds_the_op_and_not_its_cpu_form(strict):
     class Layer(torch.nn.Module):
         def forward(self, x, w):
             y, normed = residual_merge(x, x[None], w[None], 1e-5)

@@ -1,4 +1,4 @@
-"""kv_calibrate and kv_commit: reference and kernel against the formula in float64, and what their contracts promise."""
+"""kv_calibrate and kv_commit: reference and kernel against the formula in float64, and their contracts."""
 
 import importlib
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from compile_only import compilations, python
+from formulas import randn
 
 from specker.kernels.kv import (
     MAX_COMMIT,
@@ -27,16 +28,12 @@ NAN = float("nan")
 HEADS = [(4, 2, 8), (3, 1, 16), (2, 2, 64), (6, 3, 24), (2, 1, 96), (1, 1, 2)]
 
 
-def randn(*shape, dtype=torch.float64, seed=0, device="cpu"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
-
-
 def inv_freq(D):
     return torch.tensor([0.9**i for i in range(D // 2)], dtype=torch.float32)
 
 
 def inputs(T, heads, groups, dtype, device="cpu", pages=PAGES):
-    """All arguments of a call: the caches are NaN, the slots distinct and in no order."""
+    """All arguments of a call: the caches are NaN, the slots distinct and unordered."""
     Hq, Hkv, D = heads
     generator = torch.Generator().manual_seed(T)
     qkv = randn(T, (Hq + 2 * Hkv) * D, dtype=dtype, device=device)
@@ -49,7 +46,7 @@ def inputs(T, heads, groups, dtype, device="cpu", pages=PAGES):
 
 
 def formula(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps):
-    """q, k, v [T, H, D] in float64, one number at a time."""
+    """q, k, v [T, H, D] in float64."""
     T, (Hkv, D) = len(qkv), k_cache.shape[2:]
     heads = qkv.double().cpu().unflatten(1, (-1, D))
     Hq = heads.shape[1] - 2 * Hkv
@@ -68,7 +65,7 @@ def formula(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps):
 
 
 def check(op, args, bound):
-    """Run `op` and hold its q, K and V against the formula; the rest of the caches stays as it was."""
+    """Run `op` and compare its q, K and V with the formula; the rest of the caches must not change."""
     slots, k, v = args[2], args[4], args[5]
     q = op(*args)
     want_q, want_k, want_v = (w.to(q.device) for w in formula(*args))
@@ -81,15 +78,6 @@ def check(op, args, bound):
     rest = sorted(set(range(len(rows_k))) - set(slots.tolist()))
     assert rows_k[rest].isnan().all() and rows_v[rest].isnan().all()
     return errors
-
-
-@pytest.fixture
-def poisoned():
-    """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -113,7 +101,7 @@ def test_kernel(poisoned, dtype, groups, heads):
 
 
 def test_kernel_with_small_tiles(poisoned, monkeypatch):
-    """Several blocks of heads and of rows, and blocks that neither fills."""
+    """Several blocks of heads and of rows, the last ones partly filled."""
     monkeypatch.setattr(module, "TILE", 16)
     module._variant.cache_clear()
     try:
@@ -139,8 +127,8 @@ def test_a_row_is_the_same_alone_and_among_others(T):
         assert all(torch.equal(a, w[t : t + 1]) for a, w in zip(run(slice(t, t + 1)), whole, strict=True))
 
 
-def test_groups_are_their_rows_alone():
-    """Three layers' rows in one launch are the three layers' launches."""
+def test_a_launch_of_groups_equals_one_launch_per_group():
+    """The rows of three layers in one launch, against three launches."""
     args = inputs(12, (4, 2, 8), 3, torch.float32)
     q = _launch(*args)
     for g in range(3):
@@ -170,7 +158,7 @@ def test_views_at_an_offset():
 
 
 def moves(M, total, seed=0):
-    """src ascending, dst before it: an accepted path; then the same with src and dst exchanged and both shuffled."""
+    """An accepted path (src ascending, dst before it), the same with src and dst exchanged, and the path shuffled."""
     generator = torch.Generator().manual_seed(seed)
     src = torch.randperm(total - 1, generator=generator)[:M].sort().values + 1
     dst = torch.arange(M)
@@ -206,7 +194,7 @@ def test_kv_commit_of_nothing_and_of_more_than_a_window():
 
 
 def test_a_programs_stores_wait_for_its_loads():
-    """In the PTX: every load, then a barrier, then every store. The interpreter cannot tell."""
+    """The PTX has all loads, then a barrier, then all stores. The interpreter cannot show this."""
     program = """
 import torch
 from bench import static
@@ -225,7 +213,7 @@ for rows in (16, 64, 256):
 def test_registration():
     for groups in (0, 1, 3):
         args = inputs(6, (4, 2, 8), groups, torch.float32)
-        args[4].zero_(), args[5].zero_()  # opcheck compares the caches, and NaN is not itself
+        args[4].zero_(), args[5].zero_()  # opcheck compares the caches, and NaN never equals NaN
         torch.library.opcheck(torch.ops.specker.kv_calibrate, args)
     k, v = (randn(2, 3, PAGE, 1, 4, dtype=torch.float32, seed=s) for s in (0, 1))
     torch.library.opcheck(torch.ops.specker.kv_commit, (k, v, torch.tensor([5, 2]), torch.tensor([1, 2])))
@@ -246,7 +234,7 @@ def test_fullgraph():
 
 
 def launches():
-    """Run in a process that compiles: one model, many lengths, slices of index tables at any offset, caches of any
+    """Runs in a compiling process: one model, many lengths, slices of index tables at any offset, caches of any
     size."""
     ids = torch.arange(9000)
     rope = rope_table(inv_freq(64), 1.0, 16, torch.float32)
@@ -342,7 +330,7 @@ def test_bfloat16_rows_are_invariant():
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 12, 17, 65, MAX_COMMIT])
 def test_kv_commit_in_place_many_times(M):
-    """A race would show in one of a hundred runs."""
+    """A race would show in at least one of a hundred runs."""
     for run in range(100):
         k, v = (randn(4, 128, PAGE, 8, 128, dtype=torch.bfloat16, seed=s, device="cuda") for s in (0, 1))
         for src, dst in moves(M, 512, seed=run):

@@ -1,10 +1,11 @@
-"""noise: the generator against published vectors and plain integers, the map to Gumbel against float64, the cache."""
+"""noise: the generator against published vectors and plain integers, the Gumbel values against float64, the cache."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from formulas import chi_square_bound
 
 from specker.kernels import noise
 from specker.kernels.noise import add_gumbel_, gumbel, gumbel_cost, gumbel_ref, philox4x32
@@ -30,13 +31,8 @@ def slow_gumbel(seed, position, token):
 
 
 def bits(x):
-    """fp32 as integers: equality of bits, where 0.0 == -0.0 would not do."""
+    """fp32 as integers, to compare bits: 0.0 == -0.0 compares values."""
     return x.contiguous().view(torch.int32)
-
-
-def chi_square_bound(df, z=3.09):
-    """The value a chi-square of df degrees exceeds with p = 0.001 (Wilson and Hilferty)."""
-    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
 
 
 # Random123's kat_vectors, philox4x32 10.
@@ -92,8 +88,8 @@ def test_cache_changes_no_bit(vocab):
         assert torch.equal(bits(gumbel(11, positions, vocab)), expected)  # and again, from the cache
 
 
-def test_value_does_not_depend_on_what_else_is_asked():
-    positions = torch.arange(600)  # beyond CACHED_ROWS: another path
+def test_value_does_not_depend_on_the_rest_of_the_call():
+    positions = torch.arange(600)  # beyond CACHED_ROWS, which takes another path
     whole = gumbel(3, positions, 1000)
     assert whole.shape == (600, 1000) and whole.dtype == torch.float32
     order = torch.randperm(600, generator=torch.Generator().manual_seed(0))
@@ -128,7 +124,7 @@ def test_extreme_integers_stay_finite_and_precise():
     g = noise._from_bits(torch.tensor(x, dtype=torch.int64).float())
     assert torch.isfinite(g).all()
     assert g.min() >= -2.82 and g.max() <= 22.88
-    assert (g[:-1] >= g[1:]).all() and (g[:5].diff() < -1e-4).all()  # winners are told apart
+    assert (g[:-1] >= g[1:]).all() and (g[:5].diff() < -1e-4).all()  # large values stay distinct
     exact = torch.tensor([-math.log(-math.log1p(-(v + 0.5) / 2**32)) for v in x[:9]], dtype=torch.float64)
     torch.testing.assert_close(g[:9].double(), exact, rtol=2e-7, atol=2e-7)
 

@@ -1,4 +1,4 @@
-"""One signature makes an op: its schema, its paths and the checks before each of them."""
+"""One signature defines an op: its schema, its paths, and the checks before each path."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ _shifted = register(
 
 
 def scaled_(x: Tensor, factors: tuple[float, bool]) -> None:
-    """x [T] times the factor, unless the flag is false; a schema knows no tuples."""
+    """x [T] times the factor, unless the flag is false; schemas have no tuples."""
     _scaled_(x, factors)
 
 

@@ -10,8 +10,8 @@ I64, I32 = torch.int64, torch.int32
 
 
 def rows(T, W=1, B=1, P=3, seed=0):
-    """Positions, slots, kv_len, window, ancestors, table: numbers that none of the others has; the table is a
-    row-strided view, beyond which poison stands."""
+    """Positions, slots, kv_len, window, ancestors, table, all with distinct numbers; the table is a row-strided view
+    with poison beyond it."""
     g = torch.Generator().manual_seed(seed)
     positions, slots = torch.randperm(10**5, generator=g)[: 2 * T].view(2, T)
     words = torch.randint(-(1 << 62), 1 << 62, (T, W), generator=g)
@@ -59,7 +59,7 @@ def test_cost():
 
 
 def launches():
-    """Run in a process that compiles: many lengths, layers and sequences, rows that are views at any offset."""
+    """Runs in a compiling process: many lengths, layers and sequences, rows that are views at any offset."""
     ids, numbers = torch.arange(400), torch.arange(4000, dtype=I32)
     for n, T in enumerate((1, 2, 3, 15, 16, 33, 256)):
         for B, P in ((1, 1), (2, 16), (16, 17)):

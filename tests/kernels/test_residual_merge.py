@@ -1,10 +1,11 @@
-"""residual_merge: reference and kernel against the formula in float64, and what its contract promises."""
+"""residual_merge: reference and kernel against the formula in float64, and its contract."""
 
 import importlib
 
 import pytest
 import torch
 from compile_only import compilations
+from formulas import close, randn
 
 from specker.kernels.merge import _launch, residual_merge, residual_merge_cost, residual_merge_ref
 
@@ -14,41 +15,21 @@ SHAPES = [(0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (3, 2)]
 EPS = 1e-5
 
 
-def randn(*shape, dtype=torch.float64, seed=0, device="cpu"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
-
-
 def inputs(T, E, P, Q, dtype, device="cpu"):
     x, deltas = randn(T, E, dtype=dtype, device=device), randn(P, T, E, dtype=dtype, seed=1, device=device)
     return x, deltas, randn(Q, E, dtype=dtype, seed=2, device=device) if Q else None
 
 
 def apart(x, deltas, weight):
-    """The arguments with the last delta by itself."""
+    """The arguments with the last delta passed separately."""
     return x, deltas[:-1], weight, EPS, deltas[-1]
 
 
 def formula(x, deltas, weight, y):
-    """The sum, and the norms of `y`, the sum as rounded, in float64."""
+    """The sum, and the norms of `y`, the rounded sum, in float64."""
     norm = y.double() / (y.double().square().mean(-1, keepdim=True) + EPS).sqrt()
     weight = x.new_empty(0, x.shape[1]) if weight is None else weight
     return x.double() + deltas.double().sum(0), norm * weight.double()[:, None]
-
-
-def close(got, want, dtype, roundings):
-    scale = want.abs().max() if want.numel() else 1.0
-    return want.shape == got.shape and bool(
-        ((got.double() - want).abs() <= roundings * torch.finfo(dtype).eps * scale).all()
-    )
-
-
-@pytest.fixture
-def poisoned():
-    """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,7 +76,7 @@ def test_a_row_too_long_for_the_registers(poisoned, monkeypatch, Q):
 
 @pytest.mark.parametrize("op", [residual_merge_ref, _launch])
 def test_the_sum_is_rounded_once_and_in_order(op):
-    x = torch.full((1, 8), 2048.0, dtype=torch.float16)  # whose neighbour is 2050: a sum rounded twice stays 2048
+    x = torch.full((1, 8), 2048.0, dtype=torch.float16)  # next value 2050: a sum rounded twice stays 2048
     deltas = torch.ones(2, 1, 8, dtype=torch.float16)
     assert op(x, deltas, None, EPS)[0].tolist() == [[2050.0] * 8]
     x, deltas = torch.full((1, 8), 1e8), torch.tensor([-1e8, 1.0]).view(2, 1, 1).expand(2, 1, 8).contiguous()
@@ -109,10 +90,10 @@ def test_the_norm_is_of_the_rounded_sum_and_rounded_once():
     x, deltas, weight = inputs(4, 256, 1, 1, torch.float16)
     y, normed = _launch(x, deltas, weight, EPS)
     want = formula(x, deltas, weight, y)[1].half()
-    assert (normed == want).double().mean() > 0.995  # what is left lies within float32's error of a tie
+    assert (normed == want).double().mean() > 0.995  # the rest is within float32's error of a tie
 
 
-def test_views_at_an_offset_and_what_lies_around_them():
+def test_views_at_an_offset_surrounded_by_nan():
     x, deltas, weight = inputs(3, 20, 2, 2, torch.float32)
     want = _launch(x, deltas, weight, EPS)
 
@@ -156,7 +137,7 @@ def test_fullgraph():
 
 
 def launches():
-    """Run in a process that compiles: one model, many lengths, buffers at any offset of 16 bytes."""
+    """Runs in a compiling process: one model, many lengths, buffers at any offset of 16 bytes."""
     for T in (1, 2, 16, 17, 64, 8192):
         x = torch.zeros(1, 64).bfloat16().expand(T, 64)
         _launch(x, x.expand(2, T, 64), torch.ones(1, 64).bfloat16(), EPS)
@@ -196,7 +177,7 @@ def test_bfloat16_is_as_good_as_torch(P, Q, E):
     torch_y, torch_normed = residual_merge_ref(x, deltas, weight, EPS)
     assert (y - exact).abs().max() <= 2 * (torch_y - exact).abs().max()
     if Q:
-        # the norm of each one's own rounded sum
+        # each norm is compared with the formula for the same rounded sum
         ours, theirs = (formula(x, deltas, weight, rounded)[1] for rounded in (y, torch_y))
         assert (normed - ours).abs().max() <= 2 * (torch_normed - theirs).abs().max()
 

@@ -1,5 +1,5 @@
 """row_linear's kernel in Triton's interpreter (`gpu`: on a device, in bfloat16) against the formula in float64, and
-what its contract promises. tests/kernels/test_row_ops.py has the reference."""
+its contract. tests/kernels/test_row_ops.py has the reference."""
 
 import importlib
 import math
@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from compile_only import compilations
+from formulas import randn
 from reads_only import reads
 from recorded import recording
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,12 +18,8 @@ from specker.kernels.variant import Variant
 
 op = importlib.import_module("specker.kernels.linear")
 HALF = [torch.float32, torch.float16]
-# O, E: single ones, odd sizes, whole tiles, K in two and in four splits (the last one short).
+# O, E: size one, odd sizes, whole tiles, K in two and in four splits (the last one short).
 SIZES = [(2, 1), (46, 33), (64, 128), (34, 200), (40, 1100), (66, 2100)]
-
-
-def randn(*shape, dtype=torch.float64, seed=0, device="cpu"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 
 
 def inputs(T, O, E, dtype, device="cpu"):
@@ -39,19 +36,10 @@ def formula(x, weight, bias, epilogue):
 
 
 def close(got, want, dtype, roundings):
-    """Within the result's own rounding and, for the sum, float32's."""
+    """Within the rounding of the result and float32's error of the sum."""
     scale = want.abs().max() if want.numel() else 1.0
     own = roundings * torch.finfo(dtype).eps * want.abs() / 2
     return want.shape == got.shape and bool(((got.double() - want).abs() <= own + 1e-5 * scale).all())
-
-
-@pytest.fixture
-def poisoned():
-    """Memory is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -80,7 +68,7 @@ def formulas(x, weight, bias, epilogue):
 @pytest.mark.parametrize(("O", "E"), SIZES)
 @pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
 def test_layers_side_by_side(poisoned, dtype, O, E, epilogue):
-    """Each by its own weight and bias; T off the tile, so that a row in the wrong layer would be seen."""
+    """Each with its own weight and bias. T is no multiple of the tile, so a row in the wrong layer would show."""
     for G, T in ((1, 3), (3, 1), (2, 65)) if E < 1000 else ((3, 2),):
         x, weight, b = a_group(G, T, O, E, dtype)
         for bias in (None, b):
@@ -99,7 +87,7 @@ def test_layers_side_by_side_need_fewer_splits():
 
 
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (40, 1100)])
-def test_a_row_is_the_same_whatever_stands_beside_its_layer(O, E):
+def test_a_row_does_not_depend_on_its_group(O, E):
     x, weight, bias = a_group(3, 65, O, E, torch.float16)
     whole = _launch(x, weight, bias, "silu_mul")
     for T in (1, 7, 64):
@@ -118,7 +106,7 @@ def test_the_sizes_cover_splits_and_tiles():
             shared = (m + n) * block * 2 * (stages - (arch == 80))
             assert m == 64 and stages >= 3 and shared <= (99 if arch == 80 else 227) * 1024
             split = -(-E // (splits * block)) * block
-            assert (splits - 1) * split < E <= splits * split  # every split has something
+            assert (splits - 1) * split < E <= splits * split  # no split is empty
 
 
 @pytest.mark.parametrize("tile", [(64, 64, 128), (64, 128, 64)])
@@ -155,11 +143,11 @@ def test_a_row_is_the_same_alone_and_among_others(dtype, O, E):
 
 @pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (46, 128), (40, 1100)])
-def test_reads_only_what_is_there(monkeypatch, O, E, epilogue):
+def test_reads_only_its_tensors(monkeypatch, O, E, epilogue):
     x, weight, bias = inputs(3, O, E, torch.float16)
     with reads(monkeypatch, x, weight, bias):
         _launch(x, weight, bias, epilogue)
-    with reads(monkeypatch, x, weight[: O - 2], bias), pytest.raises(InterpreterError, match="no tensor holds"):
+    with reads(monkeypatch, x, weight[: O - 2], bias), pytest.raises(InterpreterError, match="outside every tensor"):
         _launch(x, weight, bias, epilogue)
     group = a_group(2, 3, O, E, torch.float16)
     with reads(monkeypatch, *group):
@@ -167,7 +155,7 @@ def test_reads_only_what_is_there(monkeypatch, O, E, epilogue):
 
 
 @pytest.mark.parametrize("E", [33, 128, 1100])
-def test_views_and_what_lies_around_them(E):
+def test_views_surrounded_by_nan(E):
     x, weight, bias = inputs(5, 40, E, torch.float16)
     want = _launch(x, weight, bias, "none")
 
@@ -184,8 +172,8 @@ def test_views_and_what_lies_around_them(E):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_rows_of_a_layer_decide_who_multiplies():
-    """Not the number of layers: 256 rows are the kernel's limit."""
+def test_rows_per_layer_choose_kernel_or_bmm():
+    """The number of layers does not matter; the kernel takes up to 256 rows."""
     with recording() as log:
         for G, T in ((4, 256), (300, 1), (4, 257)):
             row_linear(torch.empty(G, T, 64, dtype=torch.float16), torch.empty(G, 32, 64, dtype=torch.float16))
@@ -198,7 +186,7 @@ def test_rows_of_a_layer_decide_who_multiplies():
 
 
 def test_the_launcher_reads_no_tensor_and_stays_within_its_rows(monkeypatch):
-    """In fake mode a tensor has no values to read."""
+    """Fake tensors have no values to read."""
     launched = []
     monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
     for T, O, E in ((1, 4096, 4096), (65, 28672, 4096), (8, 4096, 14336)):
@@ -242,7 +230,7 @@ def test_the_reference_of_layers_side_by_side(dtype, epilogue):
 
 
 def launches():
-    """Run in a process that compiles: two weights, one of them with a split K, and many lengths."""
+    """Runs in a compiling process: two weights, one of them with a split K, and many lengths."""
     for T in (1, 2, 16, 17, 64, 65, 256):
         x = torch.zeros(T, 1024).bfloat16()
         _launch(x, torch.zeros(64, 1024).bfloat16(), torch.zeros(64).bfloat16(), "silu_mul")
@@ -317,7 +305,7 @@ def test_more_rows_than_the_kernel_takes():
 
 @pytest.mark.gpu
 def test_a_weight_of_more_than_2_31_elements():
-    """Its last rows, which no 32-bit number reaches, give what they give as the last rows of a small weight."""
+    """Its last rows, beyond 32-bit offsets, give the same as the last rows of a small weight."""
     E, last = 8192, 2048
     O = 2**31 // E + last
     try:

@@ -2,21 +2,11 @@
 
 import pytest
 import torch
+from formulas import close, randn
 
 from specker.kernels.linear import pack, row_linear, row_linear_cost
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def randn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def close(got, want, dtype, roundings=4):
-    scale = want.abs().max() if want.numel() else 1.0
-    return want.shape == got.shape and bool(
-        ((got.double() - want).abs() <= roundings * torch.finfo(dtype).eps * scale).all()
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

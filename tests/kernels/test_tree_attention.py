@@ -1,5 +1,5 @@
-"""tree_attention against the softmax written out, over random forests, ragged batches and poisoned caches: the
-reference in float64, the kernel in Triton's interpreter (`gpu`: on a device, in bfloat16)."""
+"""tree_attention against a plain softmax over random forests, ragged batches and poisoned caches: the reference in
+float64, the kernel in Triton's interpreter (`gpu`: on a device, in bfloat16)."""
 
 import importlib
 import itertools
@@ -28,8 +28,8 @@ SHAPES = ("chain", "star", "hub", "mixed")
 
 
 def forest(generator, nodes, shape=None):
-    """Random parents, of a random shape where none is asked for: a chain, a star (the root's children), a hub (a chain,
-    then children of its last row), or mixed: each row under the one before it, as often as a bias has it, or any."""
+    """Random parents, by default of a random shape: a chain, a star (the root's children), a hub (a chain, then
+    children of its last row), or mixed (each row's parent is the row before it, with a random bias, or any row)."""
 
     def below(n):
         return int(torch.randint(0, n, (), generator=generator))
@@ -57,7 +57,7 @@ def ancestors_of(parents):
 
 
 def related(relation, parents, generator):
-    """(sets of window columns that each row sees, words): a forest, a directed acyclic graph, or all ones."""
+    """(the set of window columns that each row sees, words): a forest, a directed acyclic graph, or all ones."""
     rows = len(parents) + 1
     if relation in ("forest", *SHAPES):
         return ancestors_of(parents), ancestor_words(parents)
@@ -65,13 +65,13 @@ def related(relation, parents, generator):
         draws = torch.rand(rows, rows, generator=generator) < torch.rand(rows, 1, generator=generator)
         seen = [{r, *(c for c in range(r) if draws[r, c])} for r in range(rows)]
         return seen, pack_bits([sum(1 << c for c in mine) for mine in seen], rows)
-    ones = torch.full((rows, -(-rows // 64)), -1)  # bits beyond the window stand for nothing
+    ones = torch.full((rows, -(-rows // 64)), -1)  # bits beyond the window are ignored
     return [set(range(rows))] * rows, ones
 
 
 def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1), (21, 9), (5, 40)), relation="forest"):
-    """Sequences of (prefix, draft nodes), pages permuted, NaN in every slot that must not be read. Returns arguments,
-    and out and lse by the formula in float64."""
+    """Sequences of (prefix, draft nodes), with pages permuted and NaN in every slot that must not be read. Returns the
+    arguments, and out and lse by the formula in float64."""
     g = torch.Generator().manual_seed(seed)
     widest = max(-(-(p + n + 1) // page) for p, n in lengths)
     count = widest * len(lengths) + 2
@@ -90,7 +90,7 @@ def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1)
         visible[:, :prefix] = True
         for r, mine in enumerate(seen):
             visible[r, [prefix + m for m in mine]] = True
-        shared = torch.arange(Hq) * Hkv // Hq  # the KV head of each query head
+        shared = torch.arange(Hq) * Hkv // Hq  # KV head of each query head
         score = torch.einsum("thd,shd->ths", rows.double(), keys.double()[:, shared]) / math.sqrt(D)
         score = score.masked_fill(~visible[:, None], -math.inf)
         want.append(torch.einsum("ths,shd->thd", score.softmax(-1), values.double()[:, shared]))
@@ -147,7 +147,7 @@ def test_random_forests_are_stars_chains_and_between():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_error_is_that_of_the_dtype(dtype):
+def test_the_error_stays_within_the_dtypes_rounding(dtype):
     args, out, lse = ragged(9, dtype=dtype)
     got, got_lse = tree_attention(**args)
     assert got.dtype == dtype
@@ -169,7 +169,7 @@ def test_rows_need_not_be_the_whole_window():
     assert (tree_attention(**args)[0] - out[rows]).abs().max() < 1e-12
 
 
-def test_ancestor_words_are_the_definition():
+def test_ancestor_words_match_the_definition():
     g = torch.Generator().manual_seed(0)
     for nodes, shape in itertools.product((0, 1, 5, 63, 64, 130, 255), SHAPES):
         parents = forest(g, nodes, shape)
@@ -210,7 +210,7 @@ def test_bad_arguments_are_refused(change, message):
 
 @pytest.mark.parametrize("name", ["kv_len", "window", "block_table", "cu_rows"])
 def test_one_sequence_is_checked_as_several_are(name):
-    """A CPU's quick form for it steps aside."""
+    """The CPU's fast form declines it."""
     args, *_ = ragged(0, lengths=((3, 6),))
     with pytest.raises(ValueError, match="must be int32"):
         tree_attention(**{**args, name: args[name].long()})
@@ -229,7 +229,7 @@ def test_bad_trees_are_refused():
         pack_bits([1], 257)
 
 
-# The kernel, in the interpreter. `op._launch` is what a CUDA tensor reaches.
+# The kernel, in the interpreter. CUDA tensors reach `op._launch`.
 
 CASES = {
     "ragged": {},
@@ -241,15 +241,6 @@ CASES = {
     "dag": {"lengths": ((61, 64),), "relation": "dag", "Hkv": 1},
     "all ones": {"lengths": ((0, 70), (130, 2)), "relation": "ones", "Hq": 1, "Hkv": 1},
 }
-
-
-@pytest.fixture
-def poisoned():
-    """Every torch.empty holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.zeros(1).new_empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -265,7 +256,7 @@ def test_kernel_equals_the_formula(poisoned, case, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("relation", [*SHAPES, "dag"])
 def test_kernel_equals_the_reference_over_random_windows(poisoned, relation, dtype):
-    """The reference in float64, of the kernel's inputs."""
+    """The reference runs in float64 on the kernel's inputs."""
     for seed in range(2):
         args, *_ = random_windows(seed, relation, dtype)
         got, got_lse = op._launch(**args)
@@ -317,7 +308,7 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_others():
 
 
 def chain_and_decoding(args, prefix, rows, launch):
-    """The chain's (out, lse), and those of plain decoding: row by row, the cache one column longer each time."""
+    """(out, lse) of the chain, and of plain decoding row by row, with one more cached column each time."""
     chain = launch(**{**args, "ancestors": chain_words(rows).to(args["q"].device)})
     one = torch.ones(1, dtype=torch.int32, device=args["q"].device)
     words = chain_words(1).to(args["q"].device)
@@ -328,7 +319,7 @@ def chain_and_decoding(args, prefix, rows, launch):
     return chain, tuple(torch.cat(parts) for parts in zip(*steps, strict=True))
 
 
-# Across a tile, from one split to two, and from a split of 128 columns to one of 256 with another tile.
+# Across a tile, from one split to two, and from splits of 128 columns to splits of 256 with another tile.
 @pytest.mark.parametrize(
     ("prefix", "nodes", "dtype"),
     [(60, 6, torch.float32), (60, 6, torch.float16), (123, 8, torch.float32), (4094, 2, torch.float16)],
@@ -345,7 +336,7 @@ def test_the_width_of_the_block_table_changes_no_bit():
     one_split |= {"window": torch.ones(1, dtype=torch.int32), "ancestors": chain_words(1)}
     for call in (args, one_split):
         assert same(op._launch(**call), op._launch(**{**call, "block_table": wide}))
-    narrow = {**one_split, "block_table": wide[:, :16]}  # no split but the first: the merge is not launched
+    narrow = {**one_split, "block_table": wide[:, :16]}  # a single split: the merge is not launched
     assert same(op._launch(**one_split), op._launch(**narrow))
 
 
@@ -395,17 +386,17 @@ def test_layers_are_a_batch_of_sequences(launch, dtype, bound):
 
 
 def odd(x, by=3):
-    """`x` as a view at an offset into something larger, filled with rubbish."""
+    """`x` as a view at an offset into a larger tensor of rubbish."""
     rubbish = torch.full((x.numel() + by,), 7777 if x.dtype in (torch.int32, torch.int64) else math.nan, dtype=x.dtype)
     rubbish[by:] = x.flatten()
     return rubbish[by:].view(x.shape)
 
 
 @pytest.mark.parametrize("launch", [tree_attention, op._launch])
-def test_views_are_taken_as_they_are(launch):
+def test_strided_views_give_the_same_result(launch):
     args, *_ = ragged(4, torch.float32)
     plain = launch(**args)
-    # The reference's products may round a view otherwise, as the processor's BLAS likes.
+    # BLAS may round the reference's products differently for a view.
     equal = same if launch is op._launch else lambda a, b: all(map(torch.allclose, a, b))
     assert equal(launch(**{n: x if n == "scale" else odd(x) for n, x in args.items()}), plain)
     pairs = torch.stack((args["k_cache"], args["v_cache"]), dim=1)  # [pages, 2, page, Hkv, D]
@@ -446,7 +437,7 @@ def _splits_kernel(
 
 
 @pytest.mark.parametrize("unit", [128, 1024])
-def test_splits_stand_at_numbers_of_four_mantissa_bits(unit):
+def test_split_starts_have_four_mantissa_bits(unit):
     starts = [*range(16), *((16 + r) << e for e in range(11) for r in range(16))]
     edges = torch.tensor([unit * s for s in starts if unit * s < 2**30])
     columns = torch.cat((edges, edges[1:] - 1, edges + 1)).int()
@@ -458,7 +449,7 @@ def test_splits_stand_at_numbers_of_four_mantissa_bits(unit):
 
 
 def test_the_launcher_reads_no_tensor(monkeypatch):
-    """In fake mode a tensor has no values to read."""
+    """Fake tensors have no values to read."""
     launched = []
     monkeypatch.setattr(Variant, "__call__", lambda self, grid, *_: launched.append((self.kernel.__name__, grid)))
     args, *_ = ragged(0, torch.float32)
@@ -472,7 +463,7 @@ def test_the_launcher_reads_no_tensor(monkeypatch):
 
 
 def launches():
-    """What a decoding run varies, on one model: rows, sequences up to 16, lengths, words, widths and offsets."""
+    """Vary what decoding varies on one model: rows, sequences up to 16, lengths, words, widths and offsets."""
     k, v = torch.zeros(2, 40, 256, 2, 128, dtype=torch.bfloat16)
     table = torch.zeros(17, 41, dtype=torch.int32)
     lengths = torch.ones(64, dtype=torch.int32)
@@ -486,7 +477,7 @@ def launches():
 
 
 def test_no_length_recompiles():
-    """Two forms: for one sequence, and for up to 16."""
+    """Two compilations: one sequence, and up to 16."""
     assert compilations(__file__, "launches") == {"_tree_attention_kernel": 2, "_tree_attention_merge_kernel": 2}
 
 
@@ -610,8 +601,8 @@ def test_gpu_a_graph_follows_the_lengths_without_a_host_read():
 
 @pytest.mark.gpu
 def test_gpu_pages_beyond_2_31_elements():
-    """The cache's last pages, whose elements no 32-bit number reaches, hold what its first ones do: kv_calibrate writes
-    both, and attention reads the same bits from either."""
+    """kv_calibrate writes the same rows to the cache's first pages and to its last ones, beyond 32-bit offsets;
+    attention reads the same bits from both."""
     Hq, Hkv, D, page, T, prefix = 8, 2, 128, 256, 9, 600
     pages = 2**31 // (page * Hkv * D) + 8
     try:

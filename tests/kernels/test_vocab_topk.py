@@ -1,5 +1,5 @@
-"""vocab_topk against a float64 formula that ranks by (-value, id) in Python; ties, trimming, noise, norm. The kernel,
-in the interpreter, for many rows; what else it promises is in tests/kernels/test_vocab_topk_kernel.py."""
+"""vocab_topk against a float64 formula that ranks by (-value, id) in Python; ties, trimming, noise, norm. Also the
+kernel, in the interpreter, for many rows; tests/kernels/test_vocab_topk_kernel.py has its other tests."""
 
 import importlib
 import itertools
@@ -25,7 +25,7 @@ def seed():
 
 
 def formula(hidden, weight, token_ids, k, norm=None, noise=None):
-    """ids, logits, lse in float64; noise values are taken from the whole vocabulary's."""
+    """ids, logits, lse in float64; the noise is that of the whole vocabulary."""
     h, w = hidden.double(), weight.double()
     if norm is not None:
         h = h / (h.pow(2).mean(-1, keepdim=True) + norm[1]).sqrt() * norm[0].double()
@@ -53,7 +53,7 @@ def integers(T, E, K, high=3, seed=0):
 
 
 def trimmed(K, V, seed=0):
-    """K distinct ids below V, in no order."""
+    """K distinct ids below V, unordered."""
     return torch.randperm(V, generator=torch.Generator().manual_seed(seed))[:K]
 
 
@@ -91,9 +91,9 @@ def test_float64_against_the_formula(T, E, K, ids):
     ],
 )
 def test_many_rows_against_the_formula(call, T, dtype, noisy):
-    """Integers, so that both rank the same sums, and many tie; with noise, which differs in its last bits, ids may swap
-    places where their logits are equal up to rounding."""
-    K, k = (40, 1) if call is _launch and T == 256 else (70, 5)  # one tile of the kernel's, or two
+    """With integers both rank the same sums, and many tie. Noise differs in its last bits, so ids may swap if their
+    logits are equal up to rounding."""
+    K, k = (40, 1) if call is _launch and T == 256 else (70, 5)  # one kernel tile, or two
     hidden, weight = integers(T, 9, K)
     token_ids = trimmed(K, 300)
     noise = (7, torch.arange(T) + 13, 0.6) if noisy else None
@@ -107,10 +107,10 @@ def test_many_rows_against_the_formula(call, T, dtype, noisy):
 
 
 def test_the_kernel_takes_256_rows_and_the_reference_more(monkeypatch):
-    """And float64, of any number. A fake tensor may say that it is on a GPU where there is none."""
+    """The reference also takes float64 with any number of rows. Fake tensors stand in for a GPU."""
     went = []
 
-    def largest(z, token_ids, k):  # the reference's: a fake GPU cannot index
+    def largest(z, token_ids, k):  # used by the reference: a fake GPU cannot index
         went.append(("reference", len(z)))
         return z.narrow(1, 0, k), z.narrow(1, 0, k).long()
 
@@ -168,7 +168,7 @@ def test_order_of_the_kept_rows_does_not_matter():
 @pytest.mark.parametrize("k", [1, 3, 10])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_noise_is_that_of_the_whole_head(k, temperature):
-    """A trimmed head ranks the kept ids as the whole head does: same values, in the same order."""
+    """A trimmed head gives the kept ids the same values in the same order as the whole head."""
     hidden, weight = integers(4, 16, 3000)  # integers: the two matmuls agree exactly
     kept = trimmed(1000, 2900)
     noise = (21, torch.tensor([0, 15, 16, 1 << 33]), temperature)
@@ -184,7 +184,7 @@ def test_noise_is_that_of_the_whole_head(k, temperature):
 
 
 def test_best_draft_is_the_token_the_target_draws():
-    """With the same head, seed and position the drafter's first candidate is exactly what sample_rows draws."""
+    """With the same head, seed and position, sample_rows draws exactly the drafter's first candidate."""
     hidden, weight = torch.randn(20, 32), torch.randn(500, 32)
     positions = torch.arange(20) + 5
     for temperature in (0.0, 0.7, 1.0):
@@ -205,7 +205,7 @@ def test_temperature_zero_is_no_noise():
 
 @pytest.mark.parametrize("noise", [None, (4, torch.arange(6), 0.3)])
 def test_confidences_are_normalised(noise):
-    hidden, weight = 3 * torch.randn(6, 24), torch.randn(60, 24)  # logits over a range where exp leaves fp32
+    hidden, weight = 3 * torch.randn(6, 24), torch.randn(60, 24)  # exp of these logits leaves fp32's range
     _, logits, lse = vocab_topk(hidden, weight, None, 60, None, noise)
     torch.testing.assert_close((logits - lse[:, None]).exp().sum(-1), torch.ones(6), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=1e-6, atol=1e-6)
@@ -215,7 +215,7 @@ def test_confidences_are_normalised(noise):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_is_rounded_once(dtype):
     generator = torch.Generator().manual_seed(0)
-    hidden = (300 * torch.randn(3, 64, generator=generator)).to(dtype)  # squares leave fp16
+    hidden = (300 * torch.randn(3, 64, generator=generator)).to(dtype)  # squares overflow fp16
     norm = (torch.rand(64, generator=generator).to(dtype) + 0.5, 1e-6)
     wide = hidden.double()
     normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm[0].double()
@@ -280,9 +280,9 @@ def test_cost_reads_the_weight_once():
     hidden, weight, ids = torch.zeros(2, 8), torch.zeros(20, 8), torch.arange(20)
     read, flops = vocab_topk_cost(hidden, weight, ids, 3, (torch.ones(8), 1e-5), (0, torch.arange(2), 1.0))
     once = 4 * (20 * 8 + 2 * 8 + 8) + 8 * 20 + 8 * 2 + 2 * 3 * (8 + 4) + 2 * 4
-    assert read == once + 2 * (8 * (4 + 1 + 4) + 16)  # one tile of four candidates, its largest, its sums
+    assert read == once + 2 * (8 * (4 + 1 + 4) + 16)  # one tile: four candidates, its largest, its sums
     assert flops == 2 * 2 * 20 * 8
-    doubles = hidden.double(), weight.double(), None, 3  # the reference's: no partials
+    doubles = hidden.double(), weight.double(), None, 3  # runs the reference: no partials
     assert vocab_topk_cost(*doubles, with_lse=False)[0] == 8 * (20 * 8 + 2 * 8) + 2 * 3 * (8 + 8)
 
 
@@ -324,7 +324,7 @@ def test_arguments_are_checked():
 
 
 def test_a_parameter_may_be_the_norm():
-    """A module's own weights ask for gradients, and numpy takes none of those."""
+    """A module's weights require gradients, which numpy refuses."""
     hidden, weight, norm = torch.randn(2, 8), torch.randn(20, 8), torch.nn.Parameter(torch.rand(8))
     want = vocab_topk(hidden, weight, None, 3, (norm.detach(), 1e-5))
     assert all(map(torch.equal, vocab_topk(hidden, weight, None, 3, (norm, 1e-5))[:1], want[:1]))

@@ -1,7 +1,7 @@
-"""vocab_topk's kernel in Triton's interpreter (`gpu`: on a device, in bfloat16) against the reference, and what its
-contract promises. tests/kernels/test_vocab_topk.py has the reference against a formula.
+"""vocab_topk's kernel in Triton's interpreter (`gpu`: on a device, in bfloat16) against the reference, and its
+contract. tests/kernels/test_vocab_topk.py compares the reference with a formula.
 
-Inputs are small integers unless said otherwise: sums are exact, so ids must be equal, and logits tie all the time.
+Inputs are small integers unless stated otherwise: sums are exact, so ids must be equal, and many logits tie.
 """
 
 import importlib
@@ -27,7 +27,7 @@ def integers(T, E, K, dtype=torch.float16, high=3, device="cpu"):
 
 
 def trimmed(K, V, dtype=torch.int64):
-    """K distinct ids below V, in no order."""
+    """K distinct ids below V, unordered."""
     return torch.randperm(V, generator=torch.Generator().manual_seed(K))[:K].to(dtype)
 
 
@@ -41,15 +41,6 @@ def assert_same(got, want):
     assert got[1].dtype == got[2].dtype == torch.float32
     torch.testing.assert_close(got[1], want[1], rtol=2e-6, atol=4e-6)  # the logarithms of the noise
     torch.testing.assert_close(got[2], want[2], rtol=2e-6, atol=4e-6)
-
-
-@pytest.fixture
-def poisoned():
-    """Memory is NaN, or a large integer, until it is written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -78,8 +69,8 @@ def test_many_candidates(poisoned, K, k):
 
 
 @pytest.mark.parametrize(("tiles", "k"), [(300, 20), (256, 64), (600, 10)])
-def test_the_merge_of_more_tiles_than_it_looks_at_together(tiles, k):
-    """Made-up candidates, as the stream leaves them: of each tile the largest, in order."""
+def test_the_merge_of_more_tiles_than_one_step_takes(tiles, k):
+    """Made-up candidates in the streaming kernel's format: the largest of each tile, in order."""
     T, C = 2, 1 << (k - 1).bit_length()
     g = torch.Generator().manual_seed(tiles)
     token, value = torch.randperm(T * tiles * C, generator=g), torch.rand(T * tiles * C, generator=g) + 1e-3
@@ -95,7 +86,7 @@ def test_the_merge_of_more_tiles_than_it_looks_at_together(tiles, k):
 @pytest.mark.parametrize("best_in", ["one tile", "every tile", "the last tile"])
 @pytest.mark.parametrize("k", [2, 10, 16])
 def test_candidates_may_lie_anywhere(best_in, k):
-    """One hidden unit: the logits are the weights."""
+    """With one hidden unit, the logits are the weights."""
     weight = torch.randperm(700, generator=torch.Generator().manual_seed(1)).float() - 1000
     at = {
         "one tile": torch.arange(128, 128 + k),
@@ -135,8 +126,8 @@ def test_infinities_are_ranked():
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_norm_is_the_references(dtype):
-    """weight = 1: the logits are the normed row, rounded to the dtype, whose squares leave float16."""
+def test_the_norm_equals_the_references(dtype):
+    """With weight = 1, the logits are the normed row, rounded to the dtype. Its squares overflow float16."""
     g = torch.Generator().manual_seed(0)
     hidden = (300 * torch.randn(3, 64, generator=g)).to(dtype)
     norm = torch.rand(64, generator=g).to(dtype) + 0.5, EPS
@@ -176,7 +167,7 @@ def test_a_row_is_the_same_alone_and_among_others(dtype, noisy):
 @pytest.mark.parametrize("k", [1, 4])
 def test_without_lse_and_without_temperature_the_rest_is_the_same(k):
     hidden, weight = integers(3, 8, 100)
-    hidden, weight = hidden.abs() + 1, -weight.abs() - 1  # below what stands for rows beyond K
+    hidden, weight = hidden.abs() + 1, -weight.abs() - 1  # below the value used for rows beyond K
     token_ids = trimmed(100, 500) + 1
     want = vocab_topk_ref(hidden, weight, token_ids, k, None, None, True)
     assert_same(_launch(hidden, weight, token_ids, k, None, None, True), want)
@@ -191,7 +182,7 @@ def test_no_rows():
     assert ids.shape == logits.shape == (0, 4) and lse.shape == (0,)
 
 
-def test_reads_only_what_is_there_and_takes_views(monkeypatch):
+def test_reads_only_its_tensors_and_takes_views(monkeypatch):
     hidden, weight = integers(5, 33, 70)
     ids, norm, noise = trimmed(70, 200), (torch.ones(33, dtype=torch.float16), EPS), noise_of(5)
     with reads(monkeypatch, hidden, weight, ids, norm[0], noise[1]):
@@ -241,8 +232,8 @@ def schema(hidden, weight, ids, k, norm, noise, with_lse):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_a_draw_in_memory(k):
-    """Seed and temperature from memory; those given beside it are not used."""
+def test_draw_parameters_in_memory(k):
+    """Seed and temperature come from memory; the arguments are ignored."""
     hidden, weight = integers(3, 8, 30, torch.float32)
     seed, positions, temperature = noise_of(3)
     want = vocab_topk(hidden, weight, None, k, None, (seed, positions, temperature))
@@ -263,8 +254,8 @@ def test_a_draw_in_memory(k):
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("rows", [1, 23])
 @pytest.mark.parametrize("op", [vocab_topk, _launch])
-def test_sequences_with_their_own_numbers_share_a_launch(poisoned, op, rows, k):
-    """Greedy and sampled ones: each equals the call with its own numbers alone, bit for bit; 69 rows are two tiles."""
+def test_sequences_with_their_own_parameters_share_a_launch(poisoned, op, rows, k):
+    """Each sequence, greedy or sampled, has the bits of a call with its parameters alone; 69 rows make two tiles."""
     numbers = [(7, 0.9), (1, 0.0), ((1 << 64) - 5, 1.7)]
     hidden, weight = integers(3 * rows, 16, 150, torch.float32)
     positions = torch.arange(3 * rows) * 5 + (1 << 32) - 8
@@ -303,7 +294,7 @@ def test_fullgraph():
 
 
 def launches():
-    """Run in a process that compiles: one head, many lengths, seeds of any size, positions at any offset."""
+    """Runs in a compiling process: one head, many lengths, seeds of any size, positions at any offset."""
     weight, ids, positions = torch.zeros(300, 64).bfloat16(), torch.arange(301), torch.arange(300)
     for T, seed in ((1, 0), (2, 1), (16, 16), (17, 1 << 33), (64, 1 << 63), (65, (1 << 64) - 1)):
         noise = seed, positions[T : 2 * T], 1.0 if T == 1 else 0.7
@@ -315,7 +306,7 @@ def test_nothing_but_the_head_recompiles():
 
 
 def test_the_launcher_reads_no_tensor(monkeypatch):
-    """In fake mode a tensor has no values to read."""
+    """Fake tensors have no values to read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     launched = []
@@ -345,7 +336,7 @@ def test_refuses():
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [1, 10, 64])
 @pytest.mark.parametrize(("K", "E"), [(32768, 4096), (1000, 1023), (8192, 896)])
-def test_bfloat16_ids_are_the_references(K, E, k):
+def test_bfloat16_ids_equal_the_references(K, E, k):
     for T in (1, 8, 65):
         hidden, weight = integers(T, E, K, torch.bfloat16, high=1, device="cuda")
         ids, noise = trimmed(K, 4 * K).cuda(), noise_of(T)

@@ -110,7 +110,7 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, run: torch.dtype) -> None:
 
 
 def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor larger than a chunk, with a last chunk that is not full, and rows larger than a chunk."""
+    """A tensor larger than a chunk with a partial last chunk, and rows larger than a chunk."""
     want = tensors(read(make(tmp_path)))
     for chunk in (64 * 5, 7):
         monkeypatch.setattr("specker.runtime.model.checkpoint.CHUNK", chunk)
@@ -164,14 +164,14 @@ for run in runs:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_stays_below_one_copy(tmp_path: Path) -> None:
-    """Anonymous memory while loading and packing < 1.15 x the weights in the run's dtype. The mapped file is not it."""
+    """Anonymous memory while loading and packing < 1.15 x the weights in the run's dtype, without the mapped file."""
     big: dict[str, Any] = {"layers": 6, "hidden": 512, "heads": 8, "head_dim": 64, "ffn": 2304, "vocab": 8000}
     single = make(tmp_path / "single", dtype=torch.bfloat16, **big)
     wide = make(tmp_path / "wide", dtype=torch.float32, shards=2, **big)
     runs = [f"{single}:bfloat16", f"{single}:float32", f"{wide}:float32", f"{wide}:bfloat16"]
     command = [sys.executable, "-c", MEMORY, str(make(tmp_path / "tiny")), *runs]
     root = Path(__file__).resolve().parents[2]
-    # A fixed threshold has glibc return every large block at once: what one run freed must not serve the next.
+    # With a fixed threshold glibc returns every large block at once, so a run cannot reuse memory freed by another.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ def test_llama3_scaling_is_in_the_frequencies(tmp_path: Path) -> None:
 
 
 def test_names_without_prefix_and_known_extras(tmp_path: Path) -> None:
-    """A base model's names, rotary buffers of old checkpoints, and the copy of a tied head are all harmless."""
+    """A base model's names, rotary buffers of old checkpoints, and a copy of a tied head are accepted."""
     want = tensors(read(make(tmp_path / "full", tied=True)))
     folder = make(tmp_path / "base", tied=True, prefix=False)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaModel"]
@@ -241,7 +241,7 @@ def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_a_window_that_no_layer_uses_is_accepted(tmp_path: Path) -> None:
-    """Qwen2.5 checkpoints carry sliding_window with use_sliding_window false; Llama has none whatever the file says."""
+    """Qwen2.5 checkpoints have sliding_window with use_sliding_window false; Llama ignores the key."""
     assert read_config(make(tmp_path / "a", "qwen2", sliding_window=100)).max_context == 256
     folder = make(tmp_path / "b", "qwen2", use_sliding_window=True, sliding_window=100, max_window_layers=3)
     assert read_config(folder).max_context == 256
@@ -261,7 +261,7 @@ def test_eos_ids_are_a_union(tmp_path: Path) -> None:
 
 
 def test_eos_ids_may_be_empty(tmp_path: Path) -> None:
-    """transformers' Llama config would say 2 (and 1 for bos) where the file says nothing."""
+    """transformers' Llama config defaults to 2 (and 1 for bos) if the file has none."""
     folder = make(tmp_path)
     edit(folder, eos_token_id=..., bos_token_id=...)
     assert read_config(folder).eos_ids == () and read_config(folder).bos_id is None
@@ -368,7 +368,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(llama: Path, tmp_path: Path) -> Path:
-    """A Llama checkpoint to spoil."""
+    """A Llama checkpoint to break."""
     for path in llama.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
@@ -418,7 +418,7 @@ def test_layer_types(tmp_path: Path) -> None:
         ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n" * 4, "corrupt or truncated"),
     ],
 )
-def test_spoilt_files(folder: Path, name: str, text: str | None, message: str) -> None:
+def test_broken_files(folder: Path, name: str, text: str | None, message: str) -> None:
     (folder / name).unlink()
     if text is not None:
         (folder / name).write_text(text)
@@ -442,7 +442,7 @@ def test_only_pytorch_weights(folder: Path) -> None:
         read(folder)
 
 
-def test_index_that_does_not_fit(tmp_path: Path) -> None:
+def test_index_that_does_not_match(tmp_path: Path) -> None:
     make(tmp_path, shards=3)
     (tmp_path / "model-00002-of-00004.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"index.json names model-00002-of-00004.safetensors, which is not in"):
@@ -530,7 +530,7 @@ def test_hub_download_takes_what_is_needed(llama: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert read_config("org/name") == read_config(llama)
     assert load("org/name", dtype=torch.float32, device="cpu").folder == llama
-    assert taken == [files, files, files + shards]  # weights only once config.json and the memory allow them
+    assert taken == [files, files, files + shards]  # weights come after config.json and memory are checked
 
 
 def test_dtype_and_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

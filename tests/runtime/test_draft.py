@@ -1,4 +1,4 @@
-"""Drafts: the tree that is grown is the one the definition gives, level by level, also under the target's noise."""
+"""Drafts: the tree equals its definition, level by level, also with the target's noise."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ from specker.runtime.round import launch
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 
 PROMPT = [7, 3, 99, 12, 50, 8, 61]
-DEPTH = 6  # of the longest draft: rounds of fixed shape forward one token more again
+DEPTH = 6  # of the longest draft: rounds of fixed shape forward one token more than this again
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Sure of some tokens, so that a capped tree is deep in one place and lacks others."""
+    """A model confident of some tokens, so that a capped tree is deep in places."""
     folder = make(tmp_path_factory.mktemp("draft"), layers=2, max_context=64)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] *= 6
@@ -41,7 +41,7 @@ def drafter(model, width):
 
 
 def grown(model, sampling, width, depth, text=PROMPT):
-    """Level 1: the root's best; each later level the best `width` of all children, by cumulative probability."""
+    """Level 1: the root's best tokens; each later level: the best `width` of all children by cumulative probability."""
 
     def children(ids):
         with torch.no_grad():
@@ -71,7 +71,7 @@ def grown(model, sampling, width, depth, text=PROMPT):
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
 @pytest.mark.parametrize("shape", [(1, 6), (3, 4), (8, 1), (5, 2)])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)], ids=["greedy", "T0.8"])
-def test_the_tree_is_the_one_defined(world, shape, sampling, fixed):
+def test_the_tree_equals_its_definition(world, shape, sampling, fixed):
     model, reference = world
     width, depth = shape
     r = draft(drafter(model, width), PROMPT, Budget(width * depth, depth), sampling, fixed=fixed)
@@ -93,7 +93,7 @@ def test_a_capped_tree_keeps_the_best_nodes(world, fixed):
 
 
 def test_equal_scores_keep_the_parent_first():
-    """Of each tree for itself: the second one keeps its best node and the first of the others."""
+    """In each tree separately: the second keeps its best node and the first of the others."""
     ids, up = torch.arange(8).view(2, 4), torch.tensor([[0, 1, 2, 0], [0, 0, 0, 3]])
     kept, parents, nodes = top_nodes(ids, up, torch.tensor([[0.0] * 4, [-1.0, -1.0, 0.0, -1.0]]), 2)
     assert nodes.tolist() == [[0, 1], [0, 2]]
@@ -104,7 +104,7 @@ def test_equal_scores_keep_the_parent_first():
 
 @pytest.mark.parametrize("budget", [Budget(0, 3), Budget(5, 0)])
 def test_no_budget_no_draft(world, budget):
-    """The drafter is not asked, and the round is a step of plain decoding."""
+    """The drafter does not run, and the round is a step of plain decoding."""
     model, reference = world
     cache, mine = new_cache(model), drafter(model, 1)
     with torch.inference_mode():
@@ -128,8 +128,8 @@ def test_the_draft_ends_at_its_models_context(world):
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
 @pytest.mark.parametrize(("width", "nodes"), [(1, 4), (3, 12), (3, 7)])
 def test_catch_up_is_exact_after_any_acceptance(world, width, nodes, fixed):
-    """Whatever was accepted, the next draft is the one a fresh drafter would make, and the columns that the cache calls
-    exact are those of a pass over the text."""
+    """After any acceptance the next draft equals a fresh drafter's, and the cache's exact columns equal a pass over the
+    text."""
     model, _ = world
     mine, text = drafter(model, width), list(PROMPT)
     for take in (0, 1, 2, 4, 3, 0):
@@ -141,7 +141,7 @@ def test_catch_up_is_exact_after_any_acceptance(world, width, nodes, fixed):
             following = [row + 1 for row, parent in enumerate(parents(r)) if parent == path[-1]]
             if not following:
                 break
-            path.append(following[-1])  # the last child: in a tree seldom where it stands already
+            path.append(following[-1])  # the last child, which in a tree usually has to move
         length = len(text)
         text = accept(mine, r, path, 5)
         mine.cache.check()

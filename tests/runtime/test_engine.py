@@ -1,4 +1,4 @@
-"""The Python API: streaming, statistics, checks, and everything that is refused."""
+"""The Python API: streaming, statistics, checks and refusals."""
 
 import dataclasses
 
@@ -30,11 +30,11 @@ def test_streamed_text_is_the_generated_text(pair):
         assert sum(c.accepted for c in chunks) == whole.stats.accepted
         assert [c.finished for c in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].finished == whole.finished == "length"
-        # Text of accepted drafts and of the target's own tokens, told apart, is the whole.
+        # The pieces of accepted drafts and of the target's own tokens make up the whole text.
         assert any(drafted for c in chunks for _, drafted in c.pieces)
 
 
-def test_a_stream_left_halfway_does_not_disturb_the_next(pair):
+def test_an_abandoned_stream_does_not_disturb_the_next(pair):
     engine = specker.load(*pair, dtype="float64")
     expected = engine.generate([1, 2, 3], 30).tokens
     stream = engine.stream([9, 8, 7], 30)
@@ -85,7 +85,7 @@ def test_check_finds_a_difference(pair):
     assert not engine.check([1, 2, 3], shorter, 20).ok
 
 
-def test_check_forgives_only_what_rounding_explains(pair):
+def test_check_allows_only_differences_within_rounding(pair):
     engine = specker.load(*pair, dtype="float32")
     good = engine.generate([1, 2, 3], 20, temperature=0.9)
     logits = {}
@@ -114,7 +114,7 @@ def test_every_dtype_runs_and_checks(pair, dtype):
     assert len(out.tokens) == 30 and engine.check([1, 2, 3], out, 30).ok
 
 
-def test_unknown_options_are_not_dropped(pair):
+def test_unknown_options_are_refused(pair):
     with pytest.raises(TypeError, match=r"unknown option .draft_token.; known: .*draft_tokens"):
         specker.load(*pair, draft_token=3)
     with pytest.raises(TypeError, match="unknown option 'temprature'"):
@@ -198,7 +198,7 @@ def test_vocabulary_mismatch_is_refused(pair, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(320, 384), (384, 320)])
-def test_a_padded_vocabulary_is_the_same_one(tmp_path, sizes):
+def test_a_padded_vocabulary_is_accepted(tmp_path, sizes):
     target = make(tmp_path / "target", layers=1, vocab=sizes[0], tokenizer=True, seed=1)
     draft = make(tmp_path / "draft", layers=1, vocab=sizes[1], tokenizer=True, seed=1)
     plain = specker.load(target, strategy="ar", dtype="float64")

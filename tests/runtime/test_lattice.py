@@ -1,4 +1,4 @@
-"""The path search: candidate sets by their definition, paths against all there are, the trie against its paths."""
+"""The path search: candidates against their definition, paths against all paths, the trie against its paths."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def ngram(seed: int = 0) -> NGram:
 
 
 def random_lattice(seed: int, k: int, M: int, noisy: bool) -> Lattice:
-    """With the stop id as a further candidate of every position."""
+    """With the stop id as an extra candidate at every position."""
     rng = np.random.default_rng(seed)
     ids = np.stack([np.append(rng.choice(np.arange(1, V), M, replace=False), STOP) for _ in range(k)])
     log_p = np.log(rng.dirichlet(np.ones(M + 1), k))
@@ -28,10 +28,10 @@ def random_lattice(seed: int, k: int, M: int, noisy: bool) -> Lattice:
 
 
 def every_path(found: Lattice, how: Search, before: tuple[int, int], heat: float) -> dict[tuple[int, ...], float]:
-    """All paths and their scores, from the definition."""
+    """All paths and their scores by definition."""
 
     def term(i: int, column: int, prefix: tuple[int, ...]) -> float:
-        weight = how.weight if how.ngram and i else 1.0  # the first position is the diffusion model's alone
+        weight = how.weight if how.ngram and i else 1.0  # the diffusion model alone scores the first position
         score = weight * found.log_p[i, column] + (0 if found.noise is None else found.noise[i, column])
         if weight < 1:
             tail = np.array([((*before, *prefix))[-2:]])
@@ -46,7 +46,7 @@ def every_path(found: Lattice, how: Search, before: tuple[int, int], heat: float
             for prefix, score in living.items()
             for c in columns
         }
-        toll = max(t for _, t in grown.values())  # what the best living path pays
+        toll = max(t for _, t in grown.values())  # stopped paths are charged the best term of this position
         ended = {path: score + toll for path, score in ended.items()}
         ended |= {path: a + b for path, (a, b) in grown.items() if path[-1] == STOP}
         living = {path: a + b for path, (a, b) in grown.items() if path[-1] != STOP}
@@ -73,7 +73,7 @@ def test_a_wide_beam_finds_the_best_of_all_paths(seed, weight, noisy):
 
 
 @pytest.mark.parametrize("paths", [1, 2, 3])
-def test_a_narrow_beam_keeps_that_many_and_its_best_is_no_better_than_the_best(paths):
+def test_a_narrow_beam_keeps_its_width_and_never_beats_the_best(paths):
     for seed in range(8):
         found = random_lattice(seed, k=6, M=3, noisy=False)
         how = Search(ngram(), paths=paths)
@@ -91,28 +91,28 @@ def test_without_an_ngram_model_the_best_path_is_the_argmax():
 
 
 def test_an_early_stop_does_not_win_by_having_fewer_terms():
-    """Of log-probabilities alone the path that stops at once would win: -2 against -3.5 in all."""
+    """By total log-probability alone the path that stops at once would win: -2 against -3.5."""
     ids = np.array([[1, STOP]] + [[2, STOP]] * 5)
     log_p = np.array([[-1.0, -2.0]] + [[-0.5, -6.0]] * 5)
     found = Lattice(ids, log_p, None, np.ones(ids.shape, bool))
     best, *others = best_paths(found, Search(paths=4), (1, 1), frozenset({STOP}))
     assert best.tokens == (1, 2, 2, 2, 2, 2) and best.score == pytest.approx(-3.5)
     assert Path((STOP,), pytest.approx(-2 - 5 * 0.5), True) in others
-    log_p[0] = [-3.0, -0.1]  # and it does win where it is the likelier
+    log_p[0] = [-3.0, -0.1]  # it wins when it is more likely
     assert best_paths(found, Search(paths=4), (1, 1), frozenset({STOP}))[0].tokens == (STOP,)
 
 
-def test_the_search_ends_where_every_path_has():
+def test_the_search_ends_when_every_path_has_stopped():
     ids = np.array([[STOP], [3], [4]])
     found = Lattice(ids, np.zeros((3, 1)), None, np.ones((3, 1), bool))
     assert best_paths(found, Search(), (1, 1), frozenset({STOP})) == [Path((STOP,), 0.0, True)]
 
 
-def test_candidates_are_the_fewest_with_the_mass_and_the_stop_ids():
+def test_candidates_are_the_smallest_set_with_the_mass_plus_stop_ids():
     p = np.array([[0.5, 0.3, 0.1, 0.05], [0.9, 0.04, 0.03, 0.01], [0.25, 0.25, 0.25, 0.2]])
     ids = np.tile(np.arange(1, 5), (3, 1))
     got = lattice(ids, np.log(p), None, 0.8)
-    assert got.kept.sum(1).tolist() == [2, 1, 4]  # 0.5 + 0.3 is not less than 0.8
+    assert got.kept.sum(1).tolist() == [2, 1, 4]  # 0.5 + 0.3 reaches 0.8
     assert got.width == pytest.approx(7 / 3)
     stops = np.full((3, 1), 2)
     ids_, ranks = np.concatenate((ids, stops), 1), np.log(np.concatenate((p, [[0.3], [0.04], [0.25]]), 1))
@@ -131,7 +131,7 @@ def test_the_trie_holds_each_path_once():
         tokens, parents = trie(paths, 255, 99)
         told = [()]
         for token, parent in zip(tokens, parents, strict=True):
-            told.append((*told[parent], token))  # rows are in order: a parent stands before its children
+            told.append((*told[parent], token))  # a parent's row comes before its children's
         prefixes = {p.tokens[:n] for p in paths for n in range(len(p.tokens) + 1)}
         assert set(told) == prefixes and len(told) == len(prefixes)
     for nodes, depth in itertools.product((1, 3, 5), (1, 2, 9)):
@@ -141,5 +141,5 @@ def test_the_trie_holds_each_path_once():
         for token, parent in zip(tokens, parents, strict=True):
             told.append((*told[parent], token))
         assert max(map(len, told)) <= depth
-        first = min(nodes, depth, len(paths[0].tokens))  # the best path comes first, as far as there is room
+        first = min(nodes, depth, len(paths[0].tokens))  # the best path comes first, cut to the available room
         assert told[1 : first + 1] == [paths[0].tokens[: n + 1] for n in range(first)]

@@ -1,4 +1,4 @@
-"""Every linear of the layers and the head goes through the model's own `linear`, which --linear chooses."""
+"""Every linear of the layers and the head runs through the model's `linear`, which --linear chooses."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_the_option_reaches_both_models(tmp_path, strategy):
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_what_is_lost_is_told_on_a_gpu(pair):
+def test_cublas_on_a_gpu_reports_the_loss_of_batch_invariance(pair):
     engine = specker.load(*pair, device="cpu", linear="cublas")
     assert engine.remarks == {"linear": "cublas: on a CPU it changes nothing"}
     engine.device = torch.device("cuda")

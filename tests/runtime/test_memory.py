@@ -1,4 +1,4 @@
-"""What fits: arithmetic with made-up memory, and the sentences that come of it."""
+"""Memory limits: arithmetic with made-up free memory, and the messages."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from specker.runtime.model import checkpoint, memory
 from specker.runtime.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.strategies.base import SCRATCH
 
-EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # of an 8B model in bfloat16
+EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # an 8B model in bfloat16
 SMALL = Cost(position=114_688, passing=66_048, limit=32_768)
 GIB = 1 << 30
 
@@ -37,7 +37,7 @@ def test_the_largest_context_fits_and_the_next_does_not(costs, page_size, room):
 
 def test_needed_by_hand():
     a, b = Cost(100, 7, 1000), Cost(10, 9, 50)
-    # 60 + 4 columns are 4 pages of 16, 50 + 4 are 4 pages too; the first model's prefill is the dearer one
+    # 60 + 4 columns are 4 pages of 16, and so are 50 + 4; the first model's prefill needs more
     assert needed([a, b], 60, 16, 4) == 100 * 64 + 10 * 64 + 9 * 50
     assert needed([a, b], 61, 16, 4) == 100 * 80 + 10 * 64 + 9 * 50
     assert needed([a, b], 100, 16, 4) == 100 * 112 + 10 * 64 + 7 * 100
@@ -73,14 +73,14 @@ def test_weights_that_do_not_fit():
             memory.check_weights("m", billions, dtype, free, "cuda")
 
 
-def test_the_next_context_to_try():
+def test_the_message_names_the_next_context_to_try():
     assert "--max-context 30720 would fit" in memory.too_long([EIGHT], 40_960, 99 * GIB, GIB, 256, SCRATCH)
     most = largest([EIGHT], GIB, 256, SCRATCH)
     assert f"--max-context {most} would fit" in memory.too_long([EIGHT], 40_960, 3 * GIB, GIB, 256, SCRATCH)
     assert "no shorter one would fit" in memory.too_long([EIGHT], 40_960, GIB, GIB, 256, SCRATCH)
 
 
-def test_the_cost_is_what_is_allocated(pair):
+def test_the_cost_equals_the_allocation(pair):
     engine = specker.load(*pair, device="cpu", page_size=16)
     found = counted = 0
     for model, cache in ((engine.model, engine.cache), (engine.drafter.model, engine.drafter.cache)):
@@ -91,7 +91,7 @@ def test_the_cost_is_what_is_allocated(pair):
         assert kv == 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * (
             512 + SCRATCH
         )
-    # RoPE's table and the positions have no scratch columns, the lengths one entry more
+    # RoPE's table and the positions have no scratch columns; the lengths have one extra entry
     assert counted - 2 * SCRATCH * (2 * 16 * 4 + 8) + 2 * 4 == found
 
 
@@ -107,7 +107,7 @@ def test_free(monkeypatch, tmp_path):
     assert memory.free(torch.device("cuda")) == 1200
 
 
-def test_the_reserve_has_the_graphs_on_a_gpu_and_the_packed_heads_on_a_cpu(pair):
+def test_the_reserve_covers_graphs_on_a_gpu_and_packed_heads_on_a_cpu(pair):
     c = checkpoint.read_config(pair[0])
     common = 2 * 512 * 3 * c.intermediate_size * 4 + 256 * c.vocab_size * 16
     assert memory.reserve([c], torch.float32, torch.device("cuda")) == common + memory.GRAPHS
@@ -118,7 +118,7 @@ def test_the_reserve_has_the_graphs_on_a_gpu_and_the_packed_heads_on_a_cpu(pair)
 
 
 def room_for(pair, context, monkeypatch):
-    """So much free memory that this context fits and the next does not; weights are not counted."""
+    """Set the free memory so that this context fits and the next does not; weights are not counted."""
     configs = [checkpoint.read_config(pair[0]), checkpoint.read_config(pair[1], max_context=512)]
     costs = [Cost.of(c, torch.float32) for c in configs]
     spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
@@ -126,7 +126,7 @@ def room_for(pair, context, monkeypatch):
     monkeypatch.setattr(memory, "check_weights", lambda *_: None)
 
 
-def test_the_context_is_lowered_and_that_is_told(pair, monkeypatch):
+def test_a_lowered_context_is_reported(pair, monkeypatch):
     room_for(pair, 100, monkeypatch)
     engine = specker.load(*pair, device="cpu", page_size=16)
     most = engine.max_context
@@ -165,20 +165,20 @@ def test_weights_are_refused_before_they_are_read(pair, monkeypatch):
         specker.load(*pair, device="cpu", dtype="float64")
 
 
-# --- memory that runs out all the same
+# --- running out of memory after the checks
 
 
 def runs_out(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines")
 
 
-def test_while_reading(pair, monkeypatch):
+def test_out_of_memory_while_reading(pair, monkeypatch):
     monkeypatch.setattr(checkpoint, "_read_weights", runs_out)
     with pytest.raises(ValueError, match=r"needs .* for its weights in float32"):
         specker.load(*pair, device="cpu")
 
 
-def test_while_allocating(pair, monkeypatch):
+def test_out_of_memory_while_allocating(pair, monkeypatch):
     monkeypatch.setattr("specker.runtime.compose.allocate", runs_out)
     with pytest.raises(ValueError, match="out of memory with a context of 512 positions: --max-context 384 would fit"):
         specker.load(*pair, device="cpu")
@@ -192,7 +192,7 @@ def test_while_allocating(pair, monkeypatch):
         RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
-def test_while_warming_up(pair, monkeypatch, error):
+def test_out_of_memory_while_warming_up(pair, monkeypatch, error):
     engine = specker.load(*pair, device="cpu", graphs="on")
 
     def out(*_):
@@ -203,7 +203,7 @@ def test_while_warming_up(pair, monkeypatch, error):
         engine.warmup()
 
 
-def test_while_decoding(pair, monkeypatch, capsys):
+def test_out_of_memory_while_decoding(pair, monkeypatch, capsys):
     engine = specker.load(*pair, device="cpu")
     sentence = "out of memory with a context of 512 positions: --max-context 384 would fit"
     stream = engine.stream([1, 2, 3], 40)
@@ -220,7 +220,7 @@ def test_while_decoding(pair, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(f"specker: error: {sentence}\n")
 
 
-def test_only_memory_is_told_so():
+def test_other_errors_are_not_reported_as_out_of_memory():
     with pytest.raises(ValueError, match="said"), memory.reported_as(lambda: "said"):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
     with pytest.raises(RuntimeError, match="another"), memory.reported_as(lambda: "said"):

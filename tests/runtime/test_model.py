@@ -24,13 +24,13 @@ def build(folder, page_size=16, permute=False, **kwargs):
     count, mixed = -(-capacity // page_size), torch.Generator().manual_seed(1)
     pages = torch.randperm(count, generator=mixed, dtype=torch.int32) if permute else None
     cache = KVCache(model.config, capacity, dtype=F64, device="cpu", page_size=page_size, pages=pages)
-    cache.k.fill_(float("nan"))  # nothing that was not written may be read
+    cache.k.fill_(float("nan"))  # unwritten columns must not be read
     cache.v.fill_(float("nan"))
     return model, cache
 
 
 def verify(model, cache, tokens, parents=None):
-    """The logits after `tokens`, a chain or a tree behind the exact columns, and their positions."""
+    """The logits of `tokens`, a chain or a tree after the exact columns, and their positions."""
     parents = None if parents is None else torch.tensor([parents])
     rows = cache.place([cache.exact_len[0] + 1], 1, 0, len(tokens), parents)
     return model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(tokens))).hidden), rows.positions
@@ -45,7 +45,7 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
     model, cache = build(tmp_path, **kwargs)
     ids = tokens_of(model, 40)
     expected = oracle_logits(oracle(tmp_path, F64), torch.tensor(ids), bidirectional=not model.config.causal)
-    if not model.config.causal:  # all rows see all: one window of every column
+    if not model.config.causal:  # all rows see all columns, in one window
         words = torch.full((40, 1), (1 << 40) - 1, dtype=torch.int64)
         rows = cache.after([0], [40])._replace(ancestors=words)
         got = model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(ids))).hidden)
@@ -111,7 +111,7 @@ def test_layer_slices_and_taps_compose(tmp_path):
     assert forward(model, cache, rows, x, layers=slice(0, 0)).hidden is x
 
 
-def test_prefill_chunks_do_not_matter(tmp_path):
+def test_prefill_does_not_depend_on_the_chunk_size(tmp_path):
     model, cache = build(tmp_path)
     ids = tokens_of(model, 30)
     prefill(model, cache, ids)
@@ -124,7 +124,7 @@ def test_prefill_chunks_do_not_matter(tmp_path):
 
 
 def test_prefill_reads_nothing_on_the_host(tmp_path, monkeypatch):
-    """Wherever the pages stand. On a GPU each read waits for the device."""
+    """For any order of pages. On a GPU each read would wait for the device."""
     ids = list(range(30))
     model, straight = build(tmp_path, page_size=4, layers=3)
     prefill(model, straight, ids)
@@ -142,7 +142,7 @@ def test_prefill_reads_nothing_on_the_host(tmp_path, monkeypatch):
     ("pages", "adjacent"),
     [([0, 1, 2, 3], 4), ([2, 3, 0, 1], 2), ([3, 2, 1, 0], 1), ([1, 2, 3, 0], 3), ([0, 2, 1, 3], 1)],
 )
-def test_a_span_is_a_slice_while_pages_are_adjacent(tmp_path, pages, adjacent):
+def test_a_span_is_a_slice_if_its_pages_are_adjacent(tmp_path, pages, adjacent):
     config = load(make(tmp_path, layers=1), dtype=F64, device="cpu").config
     cache = KVCache(config, 16, dtype=F64, device="cpu", page_size=4, pages=torch.tensor(pages, dtype=torch.int32))
     for length in range(17):
@@ -153,7 +153,7 @@ def test_a_span_is_a_slice_while_pages_are_adjacent(tmp_path, pages, adjacent):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_sequences_in_one_forward_equal_each_alone(tmp_path, arch):
-    """A chain of 3 rows after 5 tokens and a tree of 5 after 19, their pages mixed in one allocation."""
+    """A chain of 3 rows after 5 tokens and a tree of 5 rows after 19, with their pages interleaved."""
     model, pool = build(tmp_path, page_size=4, arch=arch, layers=3, max_context=64)
     ids, caches, each, alone = tokens_of(model, 32), [], [], []
     for pages in ([9, 0, 4, 15, 2, 7, 11], [8, 1, 13, 3, 12, 6, 10]):
@@ -198,7 +198,7 @@ def test_greedy_equals_transformers_generate(tmp_path, arch):
 
 
 def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
-    """What stands for its mask there, taken by torch's attention here."""
+    """torch's attention on the CPU uses the attention bias that a GPU gets instead of a mask."""
     model, cache = build(tmp_path, arch="llama", layers=2, max_context=128)
     tokens = tokens_of(model, 70)
     prefill(model, cache, tokens, chunk=32)

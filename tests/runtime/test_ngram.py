@@ -1,4 +1,4 @@
-"""The n-gram model: probabilities that sum to 1 and are Kneser-Ney's, files that say what they are."""
+"""The n-gram model: Kneser-Ney probabilities that sum to 1, and self-describing files."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ V = 23
 
 
 def text(seed: int, length: int = 400) -> list[int]:
-    """A walk with habits: what follows depends on the two tokens before, with some noise."""
+    """A random walk: each token depends on the two before it, with some noise."""
     rng = np.random.default_rng(seed)
     ids = [1, 2]
     while len(ids) < length:
@@ -34,9 +34,9 @@ def model() -> NGram:
 
 
 def slow(texts: list[list[int]], u: int, v: int, w: int) -> float:
-    """Interpolated Kneser-Ney, from its definition, in dictionaries."""
+    """Interpolated Kneser-Ney by definition, with dictionaries."""
     tri = Counter(t for ids in texts for t in zip(ids, ids[1:], ids[2:], strict=False))
-    bi = Counter((b, c) for _, b, c in tri)  # in how many contexts
+    bi = Counter((b, c) for _, b, c in tri)  # number of contexts
     uni = Counter(c for _, c in bi)
 
     def discount(table: Counter) -> float:
@@ -67,7 +67,7 @@ def test_probabilities_are_kneser_neys(model):
 
 @pytest.mark.parametrize("least", [1, 2, 5])
 def test_probabilities_sum_to_one(least):
-    """Of every kind of context, also where rare n-grams were left out."""
+    """For every kind of context, also when rare n-grams were dropped."""
     pruned = NGram.fit(counted(text(0), text(1)), least)
     contexts = np.array([(u, v) for u in range(-1, V) for v in range(-1 if u < 0 else 0, V)])
     p = np.exp(pruned.log_p(contexts, np.arange(V)).astype(np.float64))
@@ -79,21 +79,21 @@ def test_probabilities_sum_to_one(least):
 
 
 def test_the_beginning_of_a_text_has_less_context(model):
-    """-1 is no token: two of them leave the unigram, one the bigram."""
+    """-1 means no token: two of them select the unigram, one the bigram."""
     got = model.log_p(np.array([[-1, -1], [-1, 4]]), np.arange(V))
     assert got[0] == pytest.approx(model.unigrams)
     assert got[1] == pytest.approx(model.log_p(np.array([[22, 4]]), np.arange(V))[0])  # 22 4 never occurs
 
 
 def test_it_learns(model):
-    """Unseen text of the same habits is likelier than chance, by far."""
+    """Unseen text from the same source is far more likely than chance."""
     ids = text(7)
     tri = zip(ids, ids[1:], ids[2:], strict=False)
     nats = [-model.log_p(np.array([[u, v]]), np.array([w]))[0, 0] for u, v, w in tri]
     assert np.mean(nats) < 0.75 * math.log(V)
 
 
-def test_counting_in_parts_is_counting_at_once(monkeypatch):
+def test_counting_in_parts_equals_counting_at_once(monkeypatch):
     monkeypatch.setattr("specker.runtime.ngram._MERGE", 50)
     texts = [text(n, 100) for n in range(6)]
     many = counted(*texts)

@@ -1,4 +1,4 @@
-"""Weights made from config.json alone: the layout of those that are read, and nothing is read for them."""
+"""Weights made from config.json alone: the same layout as read weights, without reading any file of weights."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def copy_config(folder: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
-def test_the_layout_is_that_of_read_weights(tmp_path, name, options):
+def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
     folder = make(tmp_path / "whole", **options)
     bare = copy_config(folder, tmp_path / "bare")
     read = load(folder, dtype=torch.float32, device="cpu")
@@ -46,7 +46,7 @@ def test_the_layout_is_that_of_read_weights(tmp_path, name, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_seed_decides(tmp_path, dtype):
+def test_weights_depend_only_on_the_seed(tmp_path, dtype):
     folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
     a, again, other = (load(folder, dtype=dtype, device="cpu", random=seed).weights for seed in (0, 0, 1))
     assert a.embed.dtype == a.qkv[0].dtype == dtype
@@ -54,7 +54,7 @@ def test_the_seed_decides(tmp_path, dtype):
     assert not torch.equal(a.qkv[1], a.qkv[2])
 
 
-def test_a_hub_id_brings_no_weights(tmp_path, monkeypatch):
+def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch):
     asked = []
     folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
     monkeypatch.setattr(
@@ -95,7 +95,7 @@ def test_every_strategy_runs_without_a_weight(tmp_path, monkeypatch, strategy, o
         engine = specker.load(target, side, strategy, device="cpu", dtype="float64", load="dummy", **options)
         out = engine.generate([1, 2, 3], 12)
         assert len(out.tokens) == 12 and out.finished == "length" and out.text == ""
-        assert out.tokens == engine.generate_ar([1, 2, 3], 12).tokens  # though nobody says so
+        assert out.tokens == engine.generate_ar([1, 2, 3], 12).tokens  # although not claimed
         assert ("draft_shape" in engine.remarks) == (side is None and not alone)
 
 
@@ -106,7 +106,7 @@ def test_a_trimmed_head_keeps_the_first_ids(tmp_path):
     assert [ids.tolist() for ids in kept] == [[*range(16)], [*range(40)]]
 
 
-def test_a_draft_of_another_tokenizer_will_do_but_not_of_another_size(tmp_path, pair):
+def test_a_draft_may_differ_in_tokenizer_but_not_in_vocabulary_size(tmp_path, pair):
     from make_checkpoint import edit
 
     other = make(tmp_path / "other", layers=1, tokenizer=True)

@@ -1,4 +1,4 @@
-"""Acceptance that is given: the walk follows the coins and nothing else, on every kind of draft."""
+"""Synthetic acceptance: the walk follows only the coins, for every kind of draft."""
 
 import random
 
@@ -11,12 +11,12 @@ import specker
 from specker.kernels.accept import accept_walk
 from specker.runtime.synthetic import agreements, synthetic
 
-BASE = 7  # the root's position in the tests of the function alone
+BASE = 7  # the root's position in tests without an engine
 K = 4
 
 
 def rounds(p, tokens, parents, depths, count=3000, seed=3):
-    """Accepted tokens of `count` sequences of one batch, all with one draft, each at positions of its own."""
+    """Accepted tokens of `count` sequences of one batch, with the same draft at different positions."""
     longest = max(depths) + 1
     table = agreements(p, seed, count * longest).expand(count, -1)
     target = torch.full((count, len(tokens) + 1), 99)
@@ -27,7 +27,7 @@ def rounds(p, tokens, parents, depths, count=3000, seed=3):
 
 
 def expected(p, k):
-    """Mean and variance of the accepted tokens of a path of k."""
+    """Mean and variance of the number of accepted tokens on a path of k."""
     chance = [p**n * (1 - p) for n in range(k)] + [p**k]
     mean = sum(n * c for n, c in enumerate(chance))
     return mean, sum(n * n * c for n, c in enumerate(chance)) - mean**2
@@ -38,7 +38,7 @@ def expected(p, k):
 def test_acceptance_length(p, shape):
     if shape == "chain":
         tokens, parents, depths = torch.arange(5, 5 + K), torch.arange(K), list(range(K + 1))
-    else:  # three children on each of four levels, of which one goes on, now the first, now another
+    else:  # three children on each of four levels; one of them, not always the first, has children
         tokens, parents = torch.arange(5, 17), torch.tensor([0, 0, 0, 1, 1, 1, 6, 6, 6, 8, 8, 8])
         depths = [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     found = rounds(p, tokens, parents, depths)
@@ -50,7 +50,7 @@ def test_acceptance_length(p, shape):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_of_a_random_tree(seed):
-    """Against the rule in plain Python, equal siblings and padding included; alone and beside others."""
+    """Against the rule in plain Python, including equal siblings and padding, alone and in a batch."""
     draw = random.Random(seed)
     N = draw.randint(1, 24)
     trees = [random_tree(draw, N) for _ in range(3)]
@@ -83,7 +83,7 @@ def judged(got, target, tokens, parents, positions, table):
         below = [n for n in range(N) if parents[n] == row]
         children = [tokens[n] for n in below]
         if children and table[positions[row]]:
-            assert got[row] == tokens[max(below, key=lambda n: deepest(n + 1))]  # max takes the first of equals
+            assert got[row] == tokens[max(below, key=lambda n: deepest(n + 1))]  # the first of equally deep ones
         elif target[row] in children:
             assert got[row] == min(set(range(N + 1)) - set(children))
         else:
@@ -94,7 +94,7 @@ def test_padding_changes_nothing():
     target, tokens, parents = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 8, 9]]), torch.tensor([[0, 1, 1]])
     table = torch.tensor([[False, True, False, True]])
     want = synthetic(target, tokens, parents, torch.tensor([[0, 1, 2, 2]]), table)
-    more = torch.tensor([[0, -5]])  # whatever a pad's token is
+    more = torch.tensor([[0, -5]])  # the tokens of padding do not matter
     got = synthetic(
         torch.cat((target, torch.tensor([[0, 0]])), 1),
         torch.cat((tokens, more), 1),
@@ -107,7 +107,7 @@ def test_padding_changes_nothing():
 
 
 def test_static_shapes_and_no_host_reads():
-    """Fake tensors have no values: .item(), nonzero and boolean masks raise on them."""
+    """On fake tensors, .item(), nonzero and boolean masks raise."""
     with FakeTensorMode():
         target, tokens, parents, positions = (torch.empty(2, n, dtype=torch.int64) for n in (9, 8, 8, 9))
         assert synthetic(target, tokens, parents, positions, torch.empty(2, 64, dtype=torch.bool)).shape == (2, 9)
@@ -152,7 +152,8 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_every_strategy(pair, name):
-    """All, none, and the mean of what is between; stop ids end nothing. The drafts end with their model's context."""
+    """All or no tokens are accepted, or the expected mean. Stop ids end nothing. Drafts end with their model's
+    context."""
     options, k = WAYS[name]
     for p in (0, 0.7, 1):
         out = engine(pair, p, **options).generate([3, 1, 4], 240)
@@ -168,7 +169,7 @@ def test_every_strategy(pair, name):
             assert out.stats.accepted / n == pytest.approx(mean, abs=3.5 * (variance / n) ** 0.5)
 
 
-def test_the_seed_decides_and_the_temperature_does_not(pair):
+def test_acceptance_depends_on_the_seed_and_not_on_the_temperature(pair):
     fast = engine(pair, 0.5, draft_tokens=K)
     first, again, warm, other = (
         fast.generate([3, 1, 4], 120, **how).stats.hits for how in ({}, {}, {"temperature": 0.9}, {"seed": 9})
@@ -176,12 +177,12 @@ def test_the_seed_decides_and_the_temperature_does_not(pair):
     assert first == again == warm != other
     table = fast.batch.state.agrees
     last = table.clone()
-    assert fast.generate([3, 1, 4], 120).stats.hits == first  # the table is written anew
-    assert fast.batch.state.agrees is table  # where it stands: a captured graph reads it there
+    assert fast.generate([3, 1, 4], 120).stats.hits == first  # the table is rewritten
+    assert fast.batch.state.agrees is table  # in place: a captured graph reads it there
     assert not torch.equal(table, last)
 
 
-def test_nothing_is_compared(pair):
+def test_check_compares_nothing(pair):
     fast = engine(pair, 0.5)
     out = fast.generate([3, 1, 4], 40)
     result = fast.check([3, 1, 4], out, 40)

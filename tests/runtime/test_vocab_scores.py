@@ -1,4 +1,4 @@
-"""The score file and what is kept of it; other people's formats; files that are not what they say."""
+"""The score file, the kept ids, other projects' formats, and files with unexpected contents."""
 
 import numpy as np
 import pytest
@@ -29,10 +29,10 @@ def test_ranking_and_coverage():
     ("text", "always", "want"),
     [
         ("3", (), [2, 3, 7]),
-        ("3", (5, 1), [1, 2, 5]),  # what is always kept counts among the rows, and comes first
+        ("3", (5, 1), [1, 2, 5]),  # ids that are always kept come first and count towards the number
         ("1", (5, 1), [1, 5]),
         ("0.25", (), [2, 7]),
-        ("7", (), [0, 1, 2, 3, 4, 6, 7]),  # more than were seen: the lowest of the others
+        ("7", (), [0, 1, 2, 3, 4, 6, 7]),  # more than have counts: then the lowest ids
         ("99", (), list(range(8))),
         ("coverage:0.5", (), [2]),
         ("coverage:0.51", (), [2, 7]),
@@ -110,7 +110,7 @@ ABSOLUTE = OFFSETS + torch.arange(10)
         ("scores.csv", "x", "expected .safetensors"),
     ],
 )
-def test_refused_by_what_it_is(tmp_path, name, value, words):
+def test_refusals_name_the_problem(tmp_path, name, value, words):
     path = tmp_path / name
     if path.suffix == ".pt":
         torch.save(value, path)
@@ -124,7 +124,7 @@ def test_refused_by_what_it_is(tmp_path, name, value, words):
         read(path)
 
 
-def test_halves_are_refused(tmp_path):
+def test_truncated_files_are_refused(tmp_path):
     ids = torch.arange(0, 400, 3)
     for name in ("s.safetensors", "freq.pt", "d2t.npy"):
         path = tmp_path / name
