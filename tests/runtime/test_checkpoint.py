@@ -502,7 +502,7 @@ def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(CheckpointError, match=r"there is no folder .*; give a checkpoint's folder or a hub id"):
             read_config(source)
     (tmp_path / "weights.bin").write_text("")
-    with pytest.raises(CheckpointError, match=r"weights\.bin is a file; give the checkpoint's folder"):
+    with pytest.raises(CheckpointError, match=r"weights\.bin is a file; give a GGUF file, or the checkpoint's folder"):
         read_config(tmp_path / "weights.bin")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))

