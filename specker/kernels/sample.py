@@ -135,7 +135,7 @@ def _least_kept(z: Any, top_k: int, top_p: float) -> float:
         edge = np.partition(z, V - top_k)[V - top_k]
         if top_p == 1:
             return edge
-        z = z[z >= edge]
+        z = z[~(z < edge)]  # keep NaN: an unused row may hold anything, and must still give an id
         V = m = len(z)
     elif top_p < 1:
         m = min(NUCLEUS, V)

@@ -668,8 +668,12 @@ def test_gpu_walks(sizes):
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, accept_walk_ref(*tensors), strict=True))
 
 
-@pytest.mark.parametrize("setting", [(0.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 6, 0.9)])
+@pytest.mark.parametrize("setting", [(0.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 6, 0.9), (0.7, 6, 1.0), (0.7, 0, 0.9)])
 def test_a_row_of_nans_gives_a_valid_id(setting):
-    """The id will index an embedding."""
+    """The id will index an embedding: unused rows of a round hold uninitialised memory."""
     logits = torch.full((2, 9000), math.nan)
     assert _launch_sample(logits, *setting, 5, torch.arange(2)).tolist() == [0, 0]
+    assert sample_rows(logits, *setting, 5, torch.arange(2)).tolist() == [0, 0]
+    logits[:, 9:] = torch.randn(2, 8991)
+    tokens = sample_rows(logits, *setting, 5, torch.arange(2))
+    assert tokens.min() >= 0 and tokens.max() < 9000
