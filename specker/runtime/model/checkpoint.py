@@ -30,6 +30,7 @@ from specker.runtime.model.parts import Part
 WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
+REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
 
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation config, tokenizer, chat template
 OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
@@ -249,29 +250,41 @@ def _read_weights(
 ) -> dict[str, Any]:
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
     only this part of split tensors."""
-    from safetensors import SafetensorError, safe_open
-
     with ExitStack() as stack:
-        where: dict[str, Any] = {}  # tensor name -> the open file that holds it
-        for path in _shards(folder):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is corrupt or truncated ({reason(error)}); download it again") from error
-            where.update(dict.fromkeys(file.keys(), file))
+        where = _open(folder, stack)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in _pieces(c, part, whole_head)}
         _check(where, pieces, c, prefix)
         buffers = _buffers(pieces.values(), c, dtype, device)
+        mapped = 0
         for name, p in pieces.items():
             whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
             source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
             _copy(whole[p.row : p.row + p.shape[0]], source)
+            mapped += source.nbytes
+            if mapped > REOPEN:
+                del source, where
+                stack.close()
+                where, mapped = _open(folder, stack), 0
         if part.rank:
             for name in ("o_bias", "down_bias"):
                 for bias in buffers.get(name, ()):
                     bias.zero_()
     return buffers
+
+
+def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Map all shards: tensor name -> the open file that holds it. Closing `stack` closes them."""
+    from safetensors import SafetensorError, safe_open
+
+    where: dict[str, Any] = {}
+    for path in _shards(folder):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is corrupt or truncated ({reason(error)}); download it again") from error
+        where.update(dict.fromkeys(file.keys(), file))
+    return where
 
 
 def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
