@@ -7,8 +7,9 @@
     python -m specker.calibrate --scores FILE --vocab-keep 8192 --export freq_8192.pt        show, convert
 
 --draft makes the target faster and does not change the text. One run can write both --out and --ngram. OUT.part holds
-the counts while the command runs; after a kill, the same command resumes from it and ends in the same files. The
-coverage curve goes to OUT with the suffix .png.
+the counts while the command runs; after a kill, the same command resumes from it and ends in the same files. One
+block of text in ten is held out: coverage is printed in-sample, of all text, and held-out, of those blocks with a
+ranking by the other text.
 """
 
 import hashlib
@@ -27,6 +28,8 @@ from specker.run import Job, read_talks
 from specker.runtime.vocab_scores import Keep
 
 SAVE_EVERY = 5.0  # seconds
+BLOCK = 4096  # tokens of a file that are counted or held out together; a text that a model writes is one block
+HELD_OUT = 10  # one block in so many
 ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 
@@ -46,6 +49,7 @@ class Calibration:
     vocab_keep: Keep | None = opt(
         None, "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98", parse=Keep.parse
     )
+    plot: str | None = opt(None, "draw the coverage curve as a PNG", "FILE")
     export: str | None = opt(
         None, "with --scores: the kept ids as .pt (FR-Spec), .npy or .safetensors (EAGLE-3)", "FILE"
     )
@@ -84,10 +88,15 @@ def run(job: Calibration, sampling: Sampling) -> int:
     if job.scores:
         scores = vocab_scores.read(job.scores)
         show(scores)
+        if job.plot is not None:
+            if scores.counts is None:
+                raise ValueError(f"--plot: {job.scores} has no counts to draw")
+            probe(job.plot, "--plot")
+            draw(scores, Path(job.plot))
         if job.export:
             _export(job, scores)
         return 0
-    for name, flag in ((job.out, "--out"), (job.ngram, "--ngram")):
+    for name, flag in ((job.out, "--out"), (job.ngram, "--ngram"), (job.plot, "--plot")):
         if name is not None:
             probe(name, flag)
     scores, ngram = count(job, sampling)
@@ -97,8 +106,8 @@ def run(job: Calibration, sampling: Sampling) -> int:
         write_file(job.ngram, ngram.to_bytes())
     _part(job).unlink(missing_ok=True)
     show(scores)
-    if job.out is not None:
-        draw(scores, Path(job.out).with_suffix(".png"))
+    if job.plot is not None:
+        draw(scores, Path(job.plot))
     if job.ngram is not None:
         print(f"{len(ngram.trigrams):,} trigrams and {len(ngram.bigrams):,} bigrams in {job.ngram}", file=sys.stderr)
     return 0
@@ -115,23 +124,27 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
     what = [fingerprint, asdict(sampling), job.max_new_tokens, job.chat, job.ngram is not None]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
     part = _part(job)
-    done, counts, trigrams = _resume(part, key, vocab_size)
+    done, counts, held, trigrams = _resume(part, key, vocab_size)
     saved = time.monotonic()
     for n, ids in _progress(texts, done, len(fingerprint) - 1):
-        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)[:vocab_size]
+        for block, tokens in enumerate(torch.tensor(ids, dtype=torch.int64).split(BLOCK)):
+            found = torch.bincount(tokens, minlength=vocab_size)[:vocab_size]
+            counts += found
+            if (n + block) % HELD_OUT == HELD_OUT - 1:
+                held += found
         if job.ngram is not None:
             trigrams.add(ids)
         done = n + 1
         if time.monotonic() - saved > SAVE_EVERY:
-            _save(part, key, done, counts, trigrams)
+            _save(part, key, done, counts, held, trigrams)
             saved = time.monotonic()
-    _save(part, key, done, counts, trigrams)
+    _save(part, key, done, counts, held, trigrams)
     if not counts.sum():
         raise ValueError("the text has no tokens")
     totals = {"texts": done, "tokens": int(counts.sum())}
     source = "text" if job.text else job.source
     digest = vocab_scores.tokenizer_hash(tokenizer)
-    scores = vocab_scores.VocabScores.from_counts(counts, tokenizer=digest, source=source, totals=totals)
+    scores = vocab_scores.VocabScores.from_counts(counts, held, tokenizer=digest, source=source, totals=totals)
     if job.ngram is None:
         return scores, None
     return scores, NGram.fit(trigrams, job.ngram_least, tokenizer=digest, totals=totals)
@@ -196,36 +209,39 @@ def _part(job: Calibration) -> Path:
     return Path(f"{job.out or job.ngram}.part")
 
 
-def _save(part: Path, key: str, done: int, counts: Any, trigrams: Any) -> None:
+def _save(part: Path, key: str, done: int, counts: Any, held: Any, trigrams: Any) -> None:
     import torch
     from safetensors.torch import save
 
     keys, times = (torch.from_numpy(x) for x in trigrams.counts())
-    write_file(part, save({"counts": counts, "keys": keys, "times": times}, {"job": json.dumps([key, done])}))
+    tensors = {"counts": counts, "held": held, "keys": keys, "times": times}
+    write_file(part, save(tensors, {"job": json.dumps([key, done])}))
 
 
-def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any]:
-    """(texts counted, counts [V] int64, trigram counts) from an earlier run of the same job, or zeros."""
+def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any, Any]:
+    """(texts counted, counts [V] int64, those of held-out text, trigram counts) from an earlier run of the same job, or
+    zeros."""
     import torch
     from safetensors import safe_open
 
     from specker.runtime.ngram import NGramCounts
 
     if not part.exists():
-        return 0, torch.zeros(vocab_size, dtype=torch.int64), NGramCounts(vocab_size)
+        counts, held = torch.zeros(2, vocab_size, dtype=torch.int64)
+        return 0, counts, held, NGramCounts(vocab_size)
     try:
         with safe_open(part, framework="pt") as file:
             stored, done = json.loads((file.metadata() or {})["job"])
-            counts, keys, times = (file.get_tensor(name) for name in ("counts", "keys", "times"))
+            counts, held, keys, times = (file.get_tensor(name) for name in ("counts", "held", "keys", "times"))
     except Exception as error:
         raise ValueError(f"{part} cannot be read ({error}); delete it to start again") from error
     if stored != key:
         raise ValueError(f"{part} is of another job (other models, texts or options); delete it to start again")
-    return done, counts, NGramCounts(vocab_size, keys.numpy(), times.numpy())
+    return done, counts, held, NGramCounts(vocab_size, keys.numpy(), times.numpy())
 
 
 def show(scores: Any) -> None:
-    """Print the coverage of 1k..64k rows to stdout."""
+    """Print the coverage of 1k..64k rows to stdout, in-sample and held-out."""
     from rich.console import Console
     from rich.table import Table
 
@@ -236,11 +252,15 @@ def show(scores: Any) -> None:
     print(f"{len(scores.ids):,} ids seen, source: {scores.source} ({totals})")
     table = Table()
     table.add_column("rows", justify="right")
-    table.add_column("coverage", justify="right")
+    table.add_column("coverage, in-sample", justify="right")
+    table.add_column("held-out", justify="right")
     size = scores.vocab_size or len(scores.ids)
     for rows in (*(n for n in ROWS if n < size), size):
-        table.add_row(f"{rows:,}", f"{scores.coverage(rows):.2%}")
+        held_out = scores.held_out_coverage(rows)
+        table.add_row(f"{rows:,}", f"{scores.coverage(rows):.2%}", "" if held_out is None else f"{held_out:.2%}")
     Console().print(table)
+    if scores.held_out is None:
+        print("no text was held out: expect less coverage of other text", file=sys.stderr)
 
 
 def draw(scores: Any, path: Path) -> None:
@@ -255,7 +275,11 @@ def draw(scores: Any, path: Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
     share = scores.counts.cumsum(0).double() / scores.tokens
-    axis.plot(range(1, len(share) + 1), 100 * share, color="#4878a8")
+    axis.plot(range(1, len(share) + 1), 100 * share, color="#4878a8", label="in-sample")
+    if scores.held_out is not None:
+        curve = scores.held_out[1:-1].double() / scores.held_out[-1]
+        axis.plot(range(1, len(curve) + 1), 100 * curve, color="#c44e52", linestyle="--", label="held-out")
+        axis.legend()
     axis.set_xscale("log", base=2)
     axis.set_xlabel("rows of the head kept, most frequent first")
     axis.set_ylabel("% of the counted tokens")

@@ -42,7 +42,8 @@ def refused(capsys, argv, *words):
 def test_target_counts_do_not_depend_on_the_draft(pair, prompts, tmp_path):
     out = [tmp_path / f"{name}.safetensors" for name in ("alone", "drafted")]
     how = ["--prompts", prompts, "--temperature", "0.9", "--seed", "4"]
-    assert calibrate.main(models(pair, *how, "--out", str(out[0]))) == 0
+    plot = tmp_path / "curve.png"
+    assert calibrate.main(models(pair, *how, "--out", str(out[0]), "--plot", str(plot))) == 0
     assert calibrate.main(models(pair, *how, "--out", str(out[1]), "--draft", pair[1])) == 0
     assert out[0].read_bytes() == out[1].read_bytes()
     engine = specker.load(pair[0], strategy="ar", dtype="float64", device="cpu")
@@ -56,9 +57,32 @@ def test_target_counts_do_not_depend_on_the_draft(pair, prompts, tmp_path):
     counts = torch.zeros_like(want)
     counts[got.ids] = got.counts
     assert torch.equal(counts, want)
-    assert (tmp_path / "alone.png").read_bytes()[:4] == b"\x89PNG" and not (
-        tmp_path / "alone.safetensors.part"
-    ).exists()
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert {path.name for path in tmp_path.iterdir()} >= {"alone.safetensors", "drafted.safetensors", "curve.png"}
+    assert not list(tmp_path.glob("*.part")) and len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_one_block_in_ten_is_held_out(pair, tmp_path, capsys, monkeypatch):
+    """The printed held-out coverage is that of the tenth blocks, with a ranking by the other blocks."""
+    monkeypatch.setattr(calibrate, "BLOCK", 100)
+    out, text = tmp_path / "s.safetensors", "".join(chr(97 + i * i % 26) + "xyz"[i % 3] for i in range(1200))
+    (tmp_path / "a.txt").write_text(text)
+    argv = ["--target", pair[0], "--text", str(tmp_path / "a.txt"), "--out", str(out)]
+    assert calibrate.main(argv) == 0
+    ids = specker.load(pair[0], strategy="ar", device="cpu").tokenizer(text, add_special_tokens=False)["input_ids"]
+    blocks = [ids[i : i + 100] for i in range(0, len(ids), 100)]
+    held = [token for block in blocks[9::10] for token in block]
+    other = [token for i, block in enumerate(blocks) if i % 10 != 9 for token in block]
+    times = np.bincount(other, minlength=320)
+    ranking = sorted(set(other), key=lambda i: (-times[i], i))
+    got = vocab_scores.read(out)
+    assert got.totals["tokens"] == len(ids) and len(held) == 200
+    for rows in (1, 3, 10):
+        assert got.held_out_coverage(rows) == sum(i in ranking[:rows] for i in held) / len(held)
+    assert "held-out" in capsys.readouterr().out
+    before = {path.name for path in tmp_path.iterdir()}
+    assert calibrate.main(["--scores", str(out)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == before == {"a.txt", "s.safetensors"}
 
 
 def test_counts_of_draft_continuations_and_of_plain_text(pair, prompts, tmp_path, capsys):

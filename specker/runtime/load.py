@@ -89,7 +89,7 @@ def load(
     parts.check_target(opts, main.config.num_layers)
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
         vocabtrim.check(opts, target, bundled=target is None)
-        side, kept = vocabtrim.trimmed(main, side or main, opts, bundled=target is None)
+        side, kept = vocabtrim.trimmed(main, side or main, opts, target is None, notes)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = room_of(main, side, opts).sized(opts.max_context)
     if ranks is not None:

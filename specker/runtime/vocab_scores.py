@@ -63,30 +63,45 @@ class VocabScores:
     tokenizer: str | None = None  # `tokenizer_hash`
     source: str = "text"  # who wrote the text: target, draft or text (files)
     totals: dict[str, int] = field(default_factory=dict)  # such as texts and tokens
+    held_out: Tensor | None = None
+    """[m + 2] int64, from a tenth of the text: entry i <= m counts its tokens among the first i ids of a ranking by the
+    other nine tenths, which has m ids; the last entry counts all its tokens."""
 
     @classmethod
-    def from_counts(cls, counts: Tensor, **about: Any) -> "VocabScores":
-        """Rank ids by counts [V] int64."""
-        order = torch.sort(counts, descending=True, stable=True).indices
-        ids = order[: int((counts > 0).sum())]
-        return cls(ids, counts[ids], vocab_size=len(counts), **about)
+    def from_counts(cls, counts: Tensor, held: Tensor | None = None, **about: Any) -> "VocabScores":
+        """Rank ids by counts [V] int64. `held` [V] int64: the part of the counts that is held-out text."""
+        ids = _order(counts)
+        curve = None
+        if held is not None and 0 < held.sum() < counts.sum():
+            covered = held[_order(counts - held)].cumsum(0)
+            curve = torch.cat((covered.new_zeros(1), covered, held.sum().view(1)))
+        return cls(ids, counts[ids], vocab_size=len(counts), held_out=curve, **about)
 
     @property
     def tokens(self) -> int:
         return 0 if self.counts is None else int(self.counts.sum())
 
     def coverage(self, rows: int) -> float:
-        """The share of the counted tokens covered by the `rows` most frequent ids. Raises ValueError without counts."""
+        """The share of the counted tokens covered by the `rows` most frequent ids. It is in-sample: other text has more
+        rare tokens. Raises ValueError without counts."""
         return float(self._counts()[:rows].sum()) / max(1, self.tokens)
+
+    def held_out_coverage(self, rows: int) -> float | None:
+        """The share of held-out tokens covered by the `rows` most frequent ids; None if no text was held out."""
+        if self.held_out is None:
+            return None
+        return float(self.held_out[min(rows, len(self.held_out) - 2)]) / float(self.held_out[-1])
 
     def kept(self, keep: Keep, always: Iterable[int], vocab_size: int) -> Tensor:
         """Ids [K] int64 to keep, ascending: first `always`, then the most frequent ids, then the lowest ids for further
-        rows. Raises ValueError for a coverage without counts."""
+        rows. A coverage is that of held-out text if the file has it. Raises ValueError for a coverage without
+        counts."""
         first = sorted({i for i in always if 0 <= i < vocab_size})
         ranked = self.ids[self.ids < vocab_size].tolist()
         if keep.coverage is not None:
-            mass = self._counts().cumsum(0)
-            chosen = {*first, *self.ids[: int((mass < keep.coverage * self.tokens).sum()) + 1].tolist()}
+            mass = self._counts().cumsum(0) if self.held_out is None else self.held_out[1:-1]
+            total = self.tokens if self.held_out is None else int(self.held_out[-1])
+            chosen = {*first, *self.ids[: int((mass < keep.coverage * total).sum()) + 1].tolist()}
             return torch.tensor(sorted(i for i in chosen if i < vocab_size), dtype=torch.int64)
         rows = keep.rows if keep.fraction is None else max(1, round(keep.fraction * vocab_size))
         assert rows is not None
@@ -115,12 +130,19 @@ class VocabScores:
         about = {"format": FORMAT, "version": VERSION, "vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
         about |= {"source": self.source, "totals": self.totals}
         tensors = {"ids": self.ids.contiguous(), "counts": self._counts().contiguous()}
+        if self.held_out is not None:
+            tensors["held_out"] = self.held_out.contiguous()
         return save(tensors, {"specker": json.dumps(about, sort_keys=True)})
 
     def _counts(self) -> Tensor:
         if self.counts is None:
             raise ValueError("the scores have no counts, only an order: keep a number or a fraction, not a coverage")
         return self.counts
+
+
+def _order(counts: Tensor) -> Tensor:
+    """The ids that occur, most frequent first, ties by id."""
+    return torch.sort(counts, descending=True, stable=True).indices[: int((counts > 0).sum())]
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -158,7 +180,8 @@ def _read_safetensors(path: Path) -> VocabScores:
     try:
         with safe_open(path, framework="pt") as file:
             about = (file.metadata() or {}).get("specker")
-            tensors = {name: file.get_tensor(name) for name in file.keys() if name in ("ids", "counts", "d2t", "t2d")}  # noqa: SIM118
+            names = ("ids", "counts", "held_out", "d2t", "t2d")
+            tensors = {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is corrupt or truncated ({error})") from error
     if "d2t" in tensors:
@@ -177,7 +200,10 @@ def _read_safetensors(path: Path) -> VocabScores:
     counts = tensors["counts"]
     if counts.shape != scores.ids.shape or bool((counts[1:] > counts[:-1]).any()) or bool((counts < 1).any()):
         raise ValueError(f"{path}: expected one count per id, positive and descending")
-    return replace(scores, counts=counts, **known)
+    held_out = tensors.get("held_out")
+    if held_out is not None and (len(held_out) < 3 or bool((held_out.diff() < 0).any()) or not held_out[-1]):
+        raise ValueError(f"{path}: expected held-out counts that never decrease")
+    return replace(scores, counts=counts, held_out=held_out, **known)
 
 
 def _read_pt(path: Path) -> VocabScores:

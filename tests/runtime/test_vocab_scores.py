@@ -44,6 +44,23 @@ def test_what_is_kept(text, always, want):
     assert kept(text, always) == want
 
 
+def test_coverage_is_that_of_held_out_text(tmp_path):
+    """The other text ranks 2, 7, 4, 3, 0; the held-out text has the tokens 2, 3, 3 and 6."""
+    held = torch.tensor([0, 0, 1, 2, 0, 0, 1, 0])
+    s = VocabScores.from_counts(COUNTS, held)
+    assert s.ids.tolist() == [2, 7, 3, 4, 0, 6] and s.held_out.tolist() == [0, 1, 1, 1, 3, 3, 4]
+    assert [s.held_out_coverage(n) for n in (1, 4, 6)] == [0.25, 0.75, 0.75] and s.coverage(6) == 1
+    assert s.kept(Keep.parse("coverage:0.5"), (), 8).tolist() == [2, 3, 4, 7]  # in-sample, 2 alone has half
+    assert s.kept(Keep.parse("coverage:0.9"), (), 8).tolist() == [0, 2, 3, 4, 6, 7]  # never reached: all
+    (tmp_path / "s.safetensors").write_bytes(s.to_bytes())
+    assert torch.equal(read(tmp_path / "s.safetensors").held_out, s.held_out)
+    assert scores().held_out_coverage(3) is None
+    assert (
+        VocabScores.from_counts(COUNTS, COUNTS).held_out is None
+        and VocabScores.from_counts(COUNTS, COUNTS * 0).held_out is None
+    )
+
+
 def test_ids_beyond_a_smaller_draft_are_not_kept():
     assert kept("3", (), vocab=7) == [2, 3, 4]
     assert kept("coverage:0.9", (), vocab=7) == [2, 3, 4]

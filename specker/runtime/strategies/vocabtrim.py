@@ -62,10 +62,13 @@ def check(options: Options, target: object, bundled: bool) -> None:
         )
 
 
-def trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool) -> tuple[Checkpoint, Kept]:
+def trimmed(
+    target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool, notes: dict[str, str]
+) -> tuple[Checkpoint, Kept]:
     """(draft with only the kept rows of its head, one contiguous copy; the kept rows: fixed ids ascending, then those
     that follow the text). The embedding stays whole, because the text may contain any token. Random weights without a
-    score file keep the first ids. Raises ValueError if the scores do not match the target."""
+    score file keep the first ids. Adds a remark to `notes` if rows are kept that the file never counted. Raises
+    ValueError if the scores do not match the target."""
     trim: TrimOptions = options.trim
     vocab, has_tokenizer = target.config.vocab_size, target.vocabulary is not None
     if trim.vocab_scores is None and not bundled:
@@ -79,7 +82,13 @@ def trimmed(target: Checkpoint, draft: Checkpoint, options: Options, bundled: bo
     whole = draft.weights.head
     rows = min(vocab, len(whole))  # a draft may know fewer ids than a padded target
     special = vocab_scores.special_ids(target.tokenizer) if has_tokenizer else set()
-    fixed = scores.kept(keep, {*target.config.eos_ids, *special}, rows)
+    always = {*target.config.eos_ids, *special}
+    fixed = scores.kept(keep, always, rows)
+    unseen = [i for i in fixed[torch.isin(fixed, scores.ids, invert=True)].tolist() if i not in always]
+    if unseen:
+        notes["vocab_keep"] = (
+            f"the score file ranks only {len(scores.ids)} ids; {len(unseen)} of the kept rows are ids it never counted"
+        )
     text = trim.vocab_text
     if len(fixed) + text >= rows:  # nothing is left to follow
         fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
@@ -113,7 +122,7 @@ def mbsu(engine: "Engine", stats: Stats) -> float:
         return 1.0
     drafted = float(layer_elements(engine.draft.config))
     if stats.exits:  # drafted by the target's first layers
-        mean = sum(n * times for n, times in stats.exits.items()) / stats.rounds
+        mean = sum(n * times for n, times in stats.exits.items()) / sum(stats.exits.values())
         drafted *= mean / engine.target.config.num_layers
     drafted += engine.draft.weights.head.numel()
     whole = layer_elements(engine.target.config) + engine.target.weights.head.numel()
