@@ -191,7 +191,7 @@ def test_another_job_does_not_resume_this_one(pair, prompts, tmp_path, capsys, m
     out = tmp_path / "s.safetensors"
     part = tmp_path / "s.safetensors.part"
     argv = models(pair, "--prompts", prompts, "--out", str(out))
-    calibrate._save(part, "another", 2, torch.zeros(320, dtype=torch.int64), NGramCounts(320))
+    calibrate._save(part, "another", 2, *torch.zeros(2, 320, dtype=torch.int64), NGramCounts(320))
     refused(capsys, argv, "is of another job", "delete it")
     part.write_bytes(part.read_bytes()[:40])
     refused(capsys, argv, "cannot be read", "delete it")
