@@ -36,9 +36,9 @@ def test_check_passes_on_the_built_in_prompts(shape, temperature):
 def test_every_strategy_needs_no_flag_and_passes_its_check(strategy, temperature):
     engine = specker.load(strategy=strategy, device="cpu")
     accepted = 0
-    for prompt in specker.zoo.PROMPTS:
-        out = engine.generate(prompt, 48, temperature=temperature)
-        result = engine.check(prompt, out, 48, temperature=temperature)
+    for prompt in specker.zoo.PROMPTS[::2]:
+        out = engine.generate(prompt, 32, temperature=temperature)
+        result = engine.check(prompt, out, 32, temperature=temperature)
         assert result.ok, result.message
         accepted += out.stats.accepted
     assert accepted > 0

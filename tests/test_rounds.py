@@ -61,8 +61,8 @@ def test_the_bundled_family(bundled, strategy, options, temperature):
     fast = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on", **options)
     plain = specker.load(strategy="ar", device="cpu", dtype="float64")
     for prompt in specker.zoo.PROMPTS[:1]:
-        got = fast.generate(prompt, 48, temperature=temperature)
-        assert got.tokens == plain.generate(prompt, 48, temperature=temperature).tokens
+        got = fast.generate(prompt, 32, temperature=temperature)
+        assert got.tokens == plain.generate(prompt, 32, temperature=temperature).tokens
         assert got.stats.acceptance_length > 1.4
 
 
@@ -348,9 +348,12 @@ def recorded(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("name", RECORDED)
-@pytest.mark.parametrize("sampling", DRAWS, ids=["greedy", "noise", "filtered"])
+@pytest.mark.parametrize(
+    ("size", "sampling"),
+    [*((1, sampling) for sampling in DRAWS), (8, DRAWS[2])],
+    ids=["1-greedy", "1-noise", "1-filtered", "8-filtered"],
+)
 def test_launches_do_not_depend_on_the_text(recorded, name, sampling, size):
     """Two rounds on texts of different lengths launch the same kernels with the same arguments, except for addresses.
     The host reads only the confidences of DEL and draft-and-verify, one per draft token. Empty slots change no launch:
@@ -390,7 +393,7 @@ def test_a_batch_launches_the_kernels_of_one_text(tmp_path, name):
         assert len(alone) == LAUNCHES[name] and 0 <= len(batch) - len(alone) <= GATHERED.get(name, 2)
 
 
-@pytest.mark.parametrize("count", [1, 5, 8])
+@pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("name", RECORDED)
 def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
     """The second run of a stretch is captured; the first creates constants. Starting a round launches nothing, also
@@ -431,7 +434,10 @@ def test_a_longer_bucket_changes_only_attention(recorded):
         assert all("attention" in a[0] or "place_rows" in a[0] for a, _ in apart)
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in RECORDED), ("tree-3x4-cap-7", 4)])
+WARM = [name for name in RECORDED if name not in ("tree-3x4", "tree-3x4-cap-7", "synthetic", "del-length", "diffuspec")]
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in WARM), ("tree-3x4-cap-7", 4)])
 def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
     """The warm-up launches every kernel that a round launches with any number of texts, length and filter."""
     world = recorded(name, size)
@@ -442,8 +448,10 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
             assert set(kernels(world.round(ragged(count, length), sampling, budget))) <= warm
 
 
-@pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "plus-minus-one", "draft-and-verify"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("chain-5", 1), *((s, 3) for s in ("chain-5", "tree-3x4", "plus-minus-one", "draft-and-verify"))],
+)
 def test_a_warm_up_leaves_nothing_to_capture(pairs, plain, shape, size):
     """The warm-up runs every stretch of work twice: it is compiled, then captured. This covers batches whose texts end
     one after another."""
