@@ -12,9 +12,10 @@ Determinism: the kernel is batch-invariant: a row's bits depend only on that row
 matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only
 on (G, O, E, architecture), and a second kernel adds their float32 partials in order. No atomics.
 
-`pack` puts a large float32 CPU weight into oneDNN's blocked layout. A plain float32 linear re-reads the weight as the
-rows grow (8 rows cost 2.5x one row); the packed one does not. Below `PACK_MIN` elements the packed call's fixed cost
-(10 to 40 us) matters more.
+`pack` puts a float32 or bfloat16 CPU weight into oneDNN's blocked layout. A plain linear re-reads the weight as the
+rows grow (8 rows cost 2.5x one row) and reads it at half of the memory's bandwidth; the packed one does neither. It has
+a fixed cost of 10 to 40 us. Weights that stay in the caches are packed from `PACK_MIN` elements on, others from
+`PACK_MIN_STREAMED` on (bench/pack.py).
 """
 
 import math
@@ -30,7 +31,8 @@ from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 EPILOGUES = ("none", "silu_mul")
-PACK_MIN = 1 << 21
+PACK_MIN = 1 << 21  # elements; for weights that stay in the caches
+PACK_MIN_STREAMED = 1 << 16  # for weights that every step reads from memory
 MAX_ROWS = 256  # that the kernel serves
 _PACK_ROWS = 16  # the row count the layout is chosen for; measured good for 1 to 64 rows
 
@@ -75,17 +77,26 @@ def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilo
     return G * (elements * x.element_size() + partials), 2 * G * T * O * E
 
 
-def pack(weight: Tensor) -> Tensor:
-    """`weight` [O, E] in the layout in which `row_linear` is fastest here; the weight itself if that is row-major."""
+def pack(weight: Tensor, least: int = PACK_MIN) -> Tensor:
+    """`weight` [O, E] in the layout in which `row_linear` is fastest here; the weight itself if that is row-major.
+    `least`: pack only weights of so many elements."""
     if (
         weight.layout is torch.strided  # not packed already
         and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and weight.numel() >= PACK_MIN
-        and torch.backends.mkldnn.is_available()
+        and weight.numel() >= least
+        and _packs(weight.dtype)
     ):
         return torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     return weight
+
+
+@lru_cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has fast packed linears of this dtype on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    native = torch.ops.mkldnn._is_mkldnn_bf16_supported  # AVX-512 or AMX
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and native())
 
 
 @triton.jit

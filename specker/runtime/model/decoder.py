@@ -16,15 +16,17 @@ from torch.nn.attention.bias import causal_lower_right
 
 from specker.kernels.attention import tree_attention
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import pack, row_linear
+from specker.kernels.linear import PACK_MIN, PACK_MIN_STREAMED, pack, row_linear
 from specker.kernels.merge import add_norm, residual_merge
 from specker.runtime.dist import Ranks
+from specker.runtime.model import memory
 from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import Checkpoint, Layers, Weights
+from specker.runtime.model.config import layer_elements
 from specker.runtime.sampling import Draws
 
 PREFILL_CHUNK = 512
-_TIED_PACK_MAX = 1 << 24  # elements; packing a tied head stores the embedding twice
+CACHED = 1 << 27  # bytes of weights that may stay in a CPU's caches from step to step
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pages, page_size, Hkv, D] -> [T, Hq, D]
 
@@ -92,11 +94,12 @@ class Model:
         config, weights = checkpoint.local, checkpoint.weights
         self.config, self.linear, self.ranks = config, linear, ranks
         self.embed, self.norm = weights.embed, weights.norm
-        self.layers = _layers(weights, config.num_layers, packed)
-        head = checkpoint.own_head
-        tied = head is weights.embed and head.numel() > _TIED_PACK_MAX
-        self.head = pack(head) if pack_head and not tied else head
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
+        head = checkpoint.own_head
+        read = (layer_elements(config) + head.numel()) * self.dtype.itemsize
+        least = PACK_MIN_STREAMED if read > CACHED else PACK_MIN
+        self.layers = _layers(weights, config.num_layers, least if packed else None)
+        self.head = pack(head, least) if pack_head and (head is not weights.embed or _spare(head)) else head
         self.rope = rope_table(weights.inv_freq.to(self.device), weights.rope_scale, config.max_context, self.dtype)
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5
@@ -262,11 +265,19 @@ def after(rows: int, end: int, device: torch.device) -> Tensor:
     return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
 
 
-def _layers(weights: Weights, count: int, packed: bool) -> list[Group]:
-    """Each layer's weights. `packed`: replace the linear weights in `weights` by packed ones, one at a time."""
+def _spare(head: Tensor) -> bool:
+    """Whether memory has room for a packed copy of a tied head beside the embedding, and eight times as much for the
+    rest."""
+    free = memory.free(head.device)
+    return free is None or 8 * head.nbytes <= free
+
+
+def _layers(weights: Weights, count: int, least: int | None) -> list[Group]:
+    """Each layer's weights. Replaces the linear weights of at least `least` elements in `weights` by packed ones, one
+    at a time; None packs none."""
     for stack in (weights.qkv, weights.o, weights.gate_up, weights.down):
-        if packed and isinstance(stack, list):
-            stack[:] = [pack(stack.pop(0)) for _ in range(len(stack))]
+        if least is not None and isinstance(stack, list):
+            stack[:] = [pack(stack.pop(0), least) for _ in range(len(stack))]
 
     def at(stack: Layers | None, n: int) -> Tensor | None:
         return None if stack is None else stack[n]
