@@ -65,7 +65,7 @@ def cases_of(models):
     }
     how = {"dtype": "float64", "device": "cpu"}
     return {
-        name: {"models": m, "options": {**how, **o}, "prompt": PROMPT, "count": 30 if m else 20, "sampling": SAMPLING}
+        name: {"models": m, "options": {**how, **o}, "prompt": PROMPT, "count": 20, "sampling": SAMPLING}
         | ({"beside": BESIDE} if "batch_size" in o else {})
         for name, (m, o) in shapes.items()
     }
@@ -74,7 +74,7 @@ def cases_of(models):
 @functools.cache
 def plain(models):
     engine = specker.load(*models, strategy="ar", dtype="float64", device="cpu")
-    return [[engine.generate(p, 30 if models else 20, **how).tokens for how in SAMPLING] for p in (PROMPT, *BESIDE)]
+    return [[engine.generate(p, 20, **how).tokens for how in SAMPLING] for p in (PROMPT, *BESIDE)]
 
 
 def assert_same(models, tmp_path, ranks):

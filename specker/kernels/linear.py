@@ -81,7 +81,8 @@ def pack(weight: Tensor, least: int = PACK_MIN) -> Tensor:
     """`weight` [O, E] in the layout in which `row_linear` is fastest here; the weight itself if that is row-major.
     `least`: pack only weights of so many elements."""
     if (
-        weight.layout is torch.strided  # not packed already
+        type(weight) in (Tensor, torch.nn.Parameter)  # not a fake tensor
+        and weight.layout is torch.strided  # not packed already
         and weight.device.type == "cpu"
         and weight.numel() >= least
         and _packs(weight.dtype)
