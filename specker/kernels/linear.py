@@ -13,7 +13,7 @@ matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number
 on (G, O, E, architecture), and a second kernel adds their float32 partials in order. No atomics.
 
 `pack` puts a float32 or bfloat16 CPU weight into oneDNN's blocked layout. A plain linear re-reads the weight as the
-rows grow (8 rows cost 2.5x one row) and reads it at half of the memory's bandwidth; the packed one does neither. It has
+rows grow and, for one row, takes twice the time of the packed one if the weight comes from memory. The packed call has
 a fixed cost of 10 to 40 us. Weights that stay in the caches are packed from `PACK_MIN` elements on, others from
 `PACK_MIN_STREAMED` on (bench/pack.py).
 """

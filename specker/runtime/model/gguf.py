@@ -39,7 +39,8 @@ def file_of(source: str | Path) -> Path | None:
 def converted(path: Path) -> Path:
     """The folder with the converted checkpoint, made on first use. Raises CheckpointError if packages or disk space
     are missing, or if the file is damaged or of an unsupported architecture."""
-    folder = cache_root() / "gguf" / f"{path.stem}-{sha256(path)[:16]}"
+    digest = sha256(path)
+    folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}"
     if _complete(folder):
         return folder
     missing = [name for name in PACKAGES if find_spec(name) is None]
@@ -52,7 +53,7 @@ def converted(path: Path) -> Path:
     try:
         _convert(path, part)
         sizes = {file.name: file.stat().st_size for file in part.iterdir()}
-        (part / DONE).write_text(json.dumps({"source": path.name, "sha256": sha256(path), "sizes": sizes}, indent=1))
+        (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
         if folder.exists() and not _complete(folder):
             shutil.rmtree(folder)
         try:
