@@ -21,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     imported, since a kernel's definition decides between interpreter and compiler."""
     if config.getoption("markexpr").split()[0:1] != ["gpu"]:
         os.environ["TRITON_INTERPRET"] = "1"
+        import interpreted
+
+        interpreted.patch()
 
 
 @pytest.hookimpl(trylast=True)
