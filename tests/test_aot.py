@@ -1,5 +1,5 @@
-"""Every op's kernels compile for sm_80, sm_90 and sm_100 without a GPU and pass the checks of bench/static.py.
-`make static` compiles all variants; these tests compile those marked `smoke`."""
+"""Every op's kernels compile for sm_90 without a GPU and pass the checks of bench/static.py; the slow tests compile for
+sm_80 and sm_100 too. `make static` compiles all variants; these tests compile those marked `smoke`."""
 
 import contextlib
 import json
@@ -16,21 +16,21 @@ from specker.kernels.variant import Variant
 ARCHES = (80, 90, 100)
 
 
-@pytest.fixture(scope="module")
-def reports() -> list[dict]:
+@pytest.fixture(scope="module", params=[90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))])
+def reports(request) -> list[dict]:
     program = f"""
 import json, dataclasses
 from bench import static
-for row in static.reports({ARCHES}, [], smoke=True):
+for row in static.reports(({request.param},), [], smoke=True):
     print(json.dumps(dataclasses.asdict(row)))
 """
     return [json.loads(line) for line in python("-c", program).splitlines()]
 
 
-def test_every_op_with_kernels_is_compiled_for_each_architecture(reports):
+def test_every_op_with_kernels_is_compiled(reports):
     found = set(static.ops())
     assert {"merge", "kv", "accept", "rounds", "repeat"} <= found
-    assert {(r["op"], r["arch"]) for r in reports} == {(op, arch) for op in found for arch in ARCHES}
+    assert {r["op"] for r in reports} == found
 
 
 def test_compiled_kernels_have_no_problems(reports):

@@ -5,6 +5,7 @@ import dataclasses
 import random
 from collections import deque
 
+import cases
 import pytest
 from make_checkpoint import make
 from pairs import perturbed
@@ -91,8 +92,7 @@ def served(engine, requests, every=3, **options):
     return tokens
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "size"), cases.one_in(2, STRATEGIES, SIZES))
 def test_tokens_do_not_depend_on_the_batch(world, name, size):
     engine = load(world, name, batch_size=size, page_size=16 if size == 5 else 256)
     assert served(engine, world["requests"]) == world["texts"]
@@ -204,8 +204,7 @@ def test_an_abandoned_stream_frees_its_pages(world):
 REPLAYED = (*FIXED, "capped", "draft-and-verify", "easyspec-tree", "del-fixed")
 
 
-@pytest.mark.parametrize("size", [1, 5])
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize(("name", "size"), cases.one_in(2, REPLAYED, [1, 5]))
 def test_captured_work_replays_in_later_rounds(world, name, size):
     """A CUDA graph replays the launches of its capture and runs no Python. So here the work of a key's second call
     replaces the work of every later call."""

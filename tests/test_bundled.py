@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import cases
 import pytest
 
 import specker
@@ -21,8 +22,7 @@ def test_it_is_at_most_40_megabytes():
     assert sum(f.stat().st_size for f in folder.rglob("*.safetensors")) <= 40e6
 
 
-@pytest.mark.parametrize("temperature", FLOOR)
-@pytest.mark.parametrize("shape", [CHAIN, {"tree": "3x4"}], ids=["chain", "tree"])
+@pytest.mark.parametrize(("shape", "temperature"), [(CHAIN, 0.0), ({"tree": "3x4"}, 0.7)], ids=["chain", "tree"])
 def test_check_passes_on_the_built_in_prompts(shape, temperature):
     engine = specker.load(device="cpu", **shape)
     for prompt in specker.zoo.PROMPTS:
@@ -31,8 +31,7 @@ def test_check_passes_on_the_built_in_prompts(shape, temperature):
         assert result.ok, result.message
 
 
-@pytest.mark.parametrize("temperature", FLOOR)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "temperature"), cases.one_in(2, STRATEGIES, FLOOR))
 def test_every_strategy_needs_no_flag_and_passes_its_check(strategy, temperature):
     engine = specker.load(strategy=strategy, device="cpu")
     accepted = 0
@@ -51,8 +50,8 @@ def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
     for width in ("1", "4"):
         engine = specker.load(strategy="easyspec", layer_parallel=width, device="cpu", **CHAIN)
         stats = Stats()
-        for row in specker.zoo.heldout()[:12]:
-            stats += engine.generate(row["prompt"], 64, temperature=temperature).stats
+        for row in specker.zoo.heldout()[:8]:
+            stats += engine.generate(row["prompt"], 56, temperature=temperature).stats
         found.append(stats.acceptance_length)
     assert found[1] >= DEEP[temperature] and found[1] >= 0.93 * found[0], found
 

@@ -2,6 +2,7 @@
 
 import json
 
+import cases
 import pytest
 import torch
 from make_checkpoint import make
@@ -38,16 +39,15 @@ def load(family, keep, tied=False, **options):
     return specker.load(target, draft, dtype="float64", page_size=16, **how)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("keep", [16, 17, 40, "0.5", "coverage:0.9", 128])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "keep", "temperature"), cases.one_in(2, SHAPES, [16, 17, 40, "0.5", "coverage:0.9", 128], [0.0, 0.7])
+)
 def test_tokens_equal_plain_decoding_at_every_size(family, keep, temperature, shape):
     fast = load(family, keep, **SHAPES[shape])
     drafted = accepted = 0
     for prompt in PROMPTS:
-        plain = fast.generate_ar(prompt, 60, temperature=temperature)
         got = fast.generate(prompt, 60, temperature=temperature)
-        assert got.tokens == plain.tokens
+        assert got.tokens == cases.plain(family[False][0], prompt, 60, temperature=temperature)
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
     assert 0 < accepted < drafted
 
@@ -106,9 +106,7 @@ def test_rounds_cut_short_by_trimming_are_counted(family):
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "shape", "temperature"), cases.one_in(2, [False, True], SHAPES, [0.0, 0.7]))
 def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temperature):
     """The tokens equal plain decoding. The rows are recounted from the text and equal the whole head's. A new request
     starts from the loaded rows, so it gives the same result."""
@@ -131,7 +129,7 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
             assert head.known == {*loaded[:16], *slots} == set(head.token_ids.tolist())
             assert torch.equal(head.weight, whole[head.token_ids])
         runs.append(engine.generate(prompt, 60, temperature=temperature))
-        assert runs[-1].tokens == engine.generate_ar(prompt, 60, temperature=temperature).tokens
+        assert runs[-1].tokens == cases.plain(family[tied][0], prompt, 60, temperature=temperature)
     assert runs[0].tokens == runs[-1].tokens and runs[0].stats.hits == runs[-1].stats.hits
 
 

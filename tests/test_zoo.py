@@ -227,6 +227,7 @@ def tiny(tmp_path_factory) -> tuple[Path, str]:
     return work, run("--work", work)
 
 
+@pytest.mark.slow
 def test_the_corpus_leaves_out_the_held_out(tiny):
     texts = json.loads((tiny[0] / "texts.json").read_text())
     record = json.loads((tiny[0] / "corpus.json").read_text())
@@ -239,6 +240,7 @@ def test_the_corpus_leaves_out_the_held_out(tiny):
     assert corpus.is_held_out("pip/_vendor/rich/table.py") and not corpus.is_held_out("rich/text.py")
 
 
+@pytest.mark.slow
 def test_prompts_come_from_held_out_modules(tiny):
     rows = [json.loads(x) for x in (tiny[0] / "export" / "heldout.jsonl").read_text().splitlines()]
     texts = dict(json.loads((tiny[0] / "texts.json").read_text())["held"])
@@ -249,6 +251,7 @@ def test_prompts_come_from_held_out_modules(tiny):
         assert r["licence"]
 
 
+@pytest.mark.slow
 def test_kill_and_resume_give_the_uninterrupted_weights(tiny, tmp_path):
     for name in ("texts.json", "corpus.json", "tokenizer.json", "train.npy", "held.npy", "heldout.jsonl"):
         (tmp_path / name).write_bytes((tiny[0] / name).read_bytes())
@@ -263,6 +266,7 @@ def test_kill_and_resume_give_the_uninterrupted_weights(tiny, tmp_path):
     assert whole["log"][-1]["loss"] < whole["log"][0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_second_run_does_nothing(tiny):
     before = (tiny[0] / "target.pt").stat().st_mtime_ns
     out = run("--work", tiny[0])
