@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from specker.kernels.attention import tree_attention
 from specker.kernels.kv import kv_calibrate, rope_table
@@ -261,6 +260,8 @@ def after(rows: int, end: int, device: torch.device) -> Tensor:
     """The causal mask of a prompt's last `rows` rows over all `end` columns. On a GPU it is torch's `CausalBias`: flash
     attention accepts no dense mask; the kernels that do materialise all scores in float32."""
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes 2 s
+
         return causal_lower_right(rows, end)
     return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
 
