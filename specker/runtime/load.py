@@ -11,7 +11,7 @@ from specker.config import DTYPES, Options
 from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
-from specker.runtime.model.checkpoint import WHOLE, Checkpoint
+from specker.runtime.model.checkpoint import WHOLE, Checkpoint, read_config
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import SCRATCH
@@ -51,6 +51,8 @@ def load(
     if target is None and draft is not None:
         raise ValueError("--draft needs --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
+    draft_source = zoo.path(parts.bundled_draft) if draft is None and parts.bundled_draft is not None else draft
+    shares_head = draft_source is not None and "lm_head" in read_config(draft_source).shares
     main = load_checkpoint(
         target_source,
         dtype=kind,
@@ -58,12 +60,11 @@ def load(
         max_context=opts.max_context,
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
-        whole_head=parts.self_drafting,
+        whole_head=parts.self_drafting or shares_head,
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
     side = None
-    draft_source = zoo.path(parts.bundled_draft) if draft is None and parts.bundled_draft is not None else draft
     if draft_source is not None and (ranks is None or ranks.drafts):
         side = load_checkpoint(
             draft_source,
@@ -71,6 +72,7 @@ def load(
             device=where,
             bidirectional=None if parts.causal else True,
             random=1 if dummy else None,
+            owner=main,
         )
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(side.folder), drafters=True)

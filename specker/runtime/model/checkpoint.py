@@ -32,6 +32,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
 REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
 
+SHARED_ROWS = ("specker.shared_ids", "specker.shared_rows")  # [n] int64, [n, E]: rows of the target's embedding
+ALIKE = 0.98  # least cosine of such a row and the target's: quantisation to 4 bits gives 0.997, another model 0
+
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation config, tokenizer, chat template
 OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
 
@@ -112,13 +115,15 @@ def load(
     random: int | None = None,
     part: Part = WHOLE,
     whole_head: bool = False,
+    owner: Checkpoint | None = None,
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
 
     `max_context` lowers the number of positions (default: all that the checkpoint supports). `bidirectional=True` makes
     a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
     no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
-    is tied, it has all rows of the LM head. Raises CheckpointError, and ValueError if memory is too small.
+    is tied, it has all rows of the LM head. `owner`: the target of a draft that shares its embedding or head
+    (`_check_owner`). Raises CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -128,6 +133,8 @@ def load(
     folder = _folder(source, weights=False)  # check config.json before downloading weights
     config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
     part.check(config)
+    if config.shares:
+        _check_owner(source, folder, config, owner, random is None)
     elements = sum(math.prod(p.shape) for p in _pieces(config, part, whole_head))
     size = str(source), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
@@ -137,6 +144,11 @@ def load(
             buffers = _read_weights(folder, config, dtype, device, part, whole_head)
         else:
             buffers = _random_weights(config, dtype, device, part, whole_head, random)
+    for name in config.shares:
+        assert owner is not None
+        buffers["head" if name == "lm_head" else "embed"] = getattr(
+            owner.weights, "head" if name == "lm_head" else "embed"
+        )
     buffers.setdefault("head", buffers["embed"])
     absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
@@ -227,7 +239,8 @@ def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
     if c.qk_norm:
         norms += [("self_attn.q_norm", "q_norm", c.head_dim), ("self_attn.k_norm", "k_norm", c.head_dim)]
     V = c.vocab_size
-    yield _Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
+    if "embed_tokens" not in c.shares:
+        yield _Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
     for i in range(c.num_layers):
         for name, buffer, row, (first, count, of), bias in rows:
             yield _Piece(f"layers.{i}.{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0))
@@ -240,7 +253,7 @@ def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
         for name, buffer, count in norms:
             yield vector(f"layers.{i}.{name}.weight", buffer, i, count)
     yield vector("norm.weight", "norm", None, e)
-    if not c.tied:
+    if not c.tied and "lm_head" not in c.shares:
         first, count = (0, V) if whole_head else part.vocabulary(c)
         yield _Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
 
@@ -271,6 +284,35 @@ def _read_weights(
                 for bias in buffers.get(name, ()):
                     bias.zero_()
     return buffers
+
+
+def _check_owner(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoint | None, read: bool) -> None:
+    """Raise CheckpointError unless `owner` has the tensors that a draft shares. The draft's file holds some rows of its
+    target's embedding (SHARED_ROWS); with `read` they must be the owner's, up to rounding and quantisation."""
+    if owner is None:
+        raise CheckpointError(
+            f"{source} is a draft that shares its target's {' and '.join(c.shares)}; it runs only beside its target"
+        )
+    sizes = (c.vocab_size, c.hidden_size), (owner.config.vocab_size, owner.config.hidden_size)
+    another = f"the draft {source} shares the {' and '.join(c.shares)} of another target than {owner.folder}"
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(f"{another}: its embedding is {sizes[0]}, the target's {sizes[1]}")
+    if not read:
+        return
+    with ExitStack() as stack:
+        where = _open(folder, stack)
+        if any(name not in where for name in SHARED_ROWS):
+            raise CheckpointError(f"the draft {source} lacks {SHARED_ROWS[0]} or {SHARED_ROWS[1]}; export it again")
+        ids, rows = (where[name].get_tensor(name) for name in SHARED_ROWS)
+    if (
+        ids.dtype != torch.int64
+        or rows.shape != (len(ids), c.hidden_size)
+        or not ((ids >= 0) & (ids < len(owner.weights.embed))).all()
+    ):
+        raise CheckpointError(f"{' and '.join(SHARED_ROWS)} of {source} do not fit together; export it again")
+    own = owner.weights.embed[ids.to(owner.weights.embed.device)].float().cpu()
+    if not (torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all():
+        raise CheckpointError(f"{another}: the rows of its embedding differ")
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -371,7 +413,8 @@ def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, pre
                     "lm_head.weight differs from embed_tokens.weight although tie_word_embeddings is true; "
                     "set it to false in config.json to use both"
                 )
-        elif not name.endswith("rotary_emb.inv_freq"):  # old checkpoints saved this buffer; config.json defines it
+        elif not (name.endswith("rotary_emb.inv_freq") or (c.shares and name in SHARED_ROWS)):
+            # old checkpoints saved the buffer inv_freq; config.json defines it
             raise CheckpointError(
                 f"the checkpoint has {name}, which {c.architecture} with this config.json does not use"
             )

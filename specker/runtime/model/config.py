@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "DreamModel": "Dream",
 }
+SHARED = ("embed_tokens", "lm_head")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -51,6 +52,7 @@ class ModelConfig:
     max_context: int  # positions
     eos_ids: tuple[int, ...]  # sorted, from config.json, generation_config.json and the tokenizer; may be empty
     bos_id: int | None
+    shares: tuple[str, ...] = ()  # of SHARED: tensors of the target that this draft uses instead of its own
 
 
 def parse_config(
@@ -95,6 +97,7 @@ def parse_config(
         max_context=context,
         eos_ids=_eos_ids(folder, raw),
         bos_id=raw.get("bos_token_id"),
+        shares=_shares(raw, bool(hf.tie_word_embeddings)),
     )
     return config, inv_freq, rope_scale
 
@@ -164,6 +167,19 @@ def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[boo
             f"a bidirectional {arch} needs mask_token_id in config.json, an id below vocab_size; it is {mask}"
         )
     return diffusion, mask
+
+
+def _shares(raw: dict[str, Any], tied: bool) -> tuple[str, ...]:
+    """The tensors that a draft takes from its target: config.json's `{"specker": {"shares": [...]}}`."""
+    own = raw.get("specker") or {}
+    shares = own.get("shares", []) if isinstance(own, dict) else None
+    allowed = SHARED[:1] if tied else SHARED
+    if not isinstance(shares, list) or any(name not in allowed for name in shares):
+        head = "; with tie_word_embeddings the head is the embedding" if tied else ""
+        raise CheckpointError(
+            f"config.json's specker.shares must be a list of {' and '.join(allowed)}, got {shares}{head}"
+        )
+    return tuple(shares)
 
 
 def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
