@@ -43,7 +43,7 @@ def test_every_strategy_needs_no_flag_and_passes_its_check(strategy, temperature
     assert accepted > 0
 
 
-@pytest.mark.parametrize("temperature", DEEP)
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
     """With groups of four and calibration, at most 7% below the layers in sequence."""
     found = []

@@ -96,8 +96,8 @@ def assert_same(models, tmp_path, ranks):
             got = found[rank][i]
             assert [run["tokens"] for run in got["runs"]] == want, (name, rank)
             assert [run["ar"] for run in got["runs"]] == want, (name, rank)
-            for n, run in enumerate(got["runs"]):
-                assert run["beside"] == [[text[n]] * 2 for text in others][: len(run["beside"])], (name, rank)
+            for n, each in enumerate(got["runs"]):
+                assert each["beside"] == [[text[n]] * 2 for text in others][: len(each["beside"])], (name, rank)
             accepted = sum(run["accepted"] for run in got["runs"])
             assert accepted > 0 or name in ("ar", "lookup", "del", "del-batch"), name  # DEL's depends on the clock
             assert found[rank][-1] == {"alike": True, "by_rank": True, "close": True}

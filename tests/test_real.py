@@ -37,7 +37,9 @@ def test_tokens_are_those_of_transformers(real: str) -> None:
         assert engine.generate(prompt, 10).tokens == want.tolist()
 
 
-@pytest.mark.parametrize(("strategy", "temperature"), [("lookup", 0.0), ("del", 0.7)])
+@pytest.mark.parametrize(
+    ("strategy", "temperature"), [("lookup", 0.0), pytest.param("del", 0.7, marks=pytest.mark.slow)]
+)
 def test_a_strategy_has_the_tokens_of_plain_decoding(real: str, strategy: str, temperature: float) -> None:
     engine = specker.load(real, device="cpu", dtype="float64", max_context=512, batch_size=2, strategy=strategy)
     prompts = chats(engine, 2)

@@ -450,7 +450,8 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
     world = recorded(name, size)
     warm = set(kernels(world.warm()))
     longest = 800 if name == "vocabtrim" else 5000
-    for budget, length, sampling, count in itertools.product(world.budgets, (50, longest), DRAWS, {1, size}):
+    budgets = {world.budgets[0], world.budgets[-1]}
+    for budget, length, sampling, count in itertools.product(budgets, (50, longest), DRAWS, {1, size}):
         if length == 50 or sampling == DRAWS[0]:
             assert set(kernels(world.round(ragged(count, length), sampling, budget))) <= warm
 

@@ -67,7 +67,7 @@ def test_another_target_is_refused(family, tmp_path):
     target, _, thin = family
     tied = json.loads((target / "config.json").read_text())["tie_word_embeddings"]
     same_size = make(tmp_path / "other", layers=3, seed=9, tied=tied)
-    with pytest.raises(CheckpointError, match="of another target than .*other: the rows of its embedding differ"):
+    with pytest.raises(CheckpointError, match=r"of another target than .*other: the rows of its embedding differ"):
         specker.load(same_size, thin, **HOW)
     wider = make(tmp_path / "wider", layers=3, hidden=128, tied=tied)
     with pytest.raises(CheckpointError, match=r"its embedding is \(128, 64\), the target's \(128, 128\)"):

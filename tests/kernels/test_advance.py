@@ -2,6 +2,7 @@
 
 import random
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -33,11 +34,15 @@ def a_tree(n, rng):
     return [rng.randint(0, j) for j in range(n)]
 
 
+WINDOWS = [(0, 1), (0, 9), (3, 1), (5, 60), (0, 65), (60, 130), (0, 256), (255, 1)]  # first row, count
+
+
 @pytest.mark.parametrize("place", [place_rows, _launch_place])
-@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 9), (3, 1), (5, 60), (0, 65), (60, 130), (0, 256), (255, 1)])
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("lengths", [[100], [100, 17, 301]])
-def test_rows_are_placed_after_each_text(place, first, count, tree, lengths):
+@pytest.mark.parametrize(
+    ("window", "tree", "lengths"), cases.one_in(2, WINDOWS, [False, True], [[100], [100, 17, 301]])
+)
+def test_rows_are_placed_after_each_text(place, window, tree, lengths):
+    first, count = window
     rng, page, B = random.Random(first + count), 16, len(lengths)
     blocks, rows, back = table(40, B), first + count, 3
     trees = [a_tree(rows - 1, rng) if tree else list(range(rows - 1)) for _ in lengths]

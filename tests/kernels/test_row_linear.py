@@ -4,6 +4,7 @@ its contract. tests/kernels/test_row_ops.py has the reference."""
 import importlib
 import math
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -64,11 +65,10 @@ def formulas(x, weight, bias, epilogue):
     return torch.stack([formula(*layer, epilogue) for layer in zip(x, weight, each, strict=True)])
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("O", "E"), SIZES)
-@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
-def test_layers_side_by_side(poisoned, dtype, O, E, epilogue):
+@pytest.mark.parametrize(("size", "dtype", "epilogue"), cases.one_in(2, SIZES, HALF, ["none", "silu_mul"]))
+def test_layers_side_by_side(poisoned, size, dtype, epilogue):
     """Each with its own weight and bias. T is no multiple of the tile, so a row in the wrong layer would show."""
+    O, E = size
     for G, T in ((1, 3), (3, 1), (2, 65)) if E < 1000 else ((3, 2),):
         x, weight, b = a_group(G, T, O, E, dtype)
         for bias in (None, b):
