@@ -1,8 +1,14 @@
-"""End to end on the bundled family: the gain from speculation and the overhead of the runtime.
+"""End to end: the gain from speculation and the overhead of the runtime, on any pair.
 
-One process decodes held-out prompts. The configurations take turns at every prompt; medians of rounds are reported.
-Configurations: `ar`, chains and trees of `draft`, every other strategy with its defaults, transformers' `generate` and
-its assisted generation with the models of `draft` in the same dtype. Speedup over `ar` should be
+    python bench/e2e.py                                                      # the bundled family, its held-out prompts
+    python bench/e2e.py --target DIR --questions bench/spec_bench.jsonl --ways ar,lookup,del
+    python bench/e2e.py --target DIR --draft DIR --questions FILE --categories summarization,rag
+
+One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`
+through the target's chat template. The configurations take turns at every prompt; medians of rounds are reported.
+Configurations: `ar`, chains and trees of `draft`, every other strategy with its defaults, transformers' `generate`, its
+assisted generation with the models of `draft` and its prompt lookup, in the same dtype. A strategy that needs a
+checkpoint or a file that was not given is left out. Speedup over `ar` should be
 
     tau / (k * c + v)      tau: acceptance length, k: draft tokens, c: a draft step over a target step,
                            v: a verify pass (with accept and commit) over a target step
@@ -18,6 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +35,7 @@ import specker
 from bench import harness
 from specker.runtime import strategies
 from specker.runtime.engine import Engine, Generation
+from specker.runtime.model.checkpoint import read_config
 from specker.runtime.stats import Stats
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -37,13 +45,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "draft chain 4": {"draft_tokens": 4},
     "draft tree 2x4": {"tree": "2x4"},
     "draft tree 4x4": {"tree": "4x4"},
-    **{name: {"strategy": name} for name in ("vocabtrim", "easyspec", "diffuspec", "del", "del+vocabtrim")},
+    **{name: {"strategy": name} for name in ("vocabtrim", "easyspec", "diffuspec", "del", "del+vocabtrim", "lookup")},
 }
+HF = ("transformers generate", "transformers assisted", "transformers lookup")
 
 
 @dataclass(frozen=True)
 class Args:
-    prompts: int = field(default=16, metadata={"help": "held-out prompts"})
+    prompts: int = field(default=16, metadata={"help": "number of prompts"})
+    target: str | None = field(default=None, metadata={"help": "checkpoint; default: the bundled family"})
+    draft: str | None = field(default=None, metadata={"help": "its draft"})
+    deep_draft: str | None = field(default=None, metadata={"help": "its draft for easyspec; default: --draft"})
+    diffusion_draft: str | None = field(default=None, metadata={"help": "its draft for diffuspec"})
+    vocab_scores: str | None = field(default=None, metadata={"help": "its score file for vocabtrim"})
+    questions: str | None = field(default=None, metadata={"help": "JSON lines with `turns`, for --target"})
+    categories: str = field(default="", metadata={"help": "comma-separated: only questions of these categories"})
+    ways: str = field(default="", metadata={"help": "comma-separated: only these configurations"})
+    max_context: int | None = None
     max_new_tokens: int = 96
     rounds: int = 5
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
@@ -94,24 +112,36 @@ class Transformers:
     """The same checkpoints in transformers."""
 
     def __init__(self, args: Args, eos: tuple[int, ...]):
-        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        load = {"dtype": getattr(torch, args.dtype), "device_map": None}
-        self.target, self.draft = (
-            AutoModelForCausalLM.from_pretrained(specker.zoo.path(name), **load).eval().to(args.device)
-            for name in ("code-target", "code-draft")
-        )
+        self.target = self.model(args, args.target or specker.zoo.path("code-target"))
+        draft = args.draft if args.target else specker.zoo.path("code-draft")
+        self.draft = None if draft is None else self.model(args, draft)
         self.args, self.eos = args, list(eos) or None
 
+    def model(self, args: Args, source: str | Path) -> Any:
+        """A model of transformers; a draft that shares the target's embedding gets the target's."""
+        from transformers import AutoModelForCausalLM
+
+        shared = read_config(source).shares
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, args.dtype), device_map=None)
+        if "embed_tokens" in shared:
+            loaded.set_input_embeddings(self.target.get_input_embeddings())
+            loaded.tie_weights()
+        if "lm_head" in shared:
+            loaded.set_output_embeddings(self.target.get_output_embeddings())
+        return loaded.eval().to(args.device)
+
     @torch.inference_mode()
-    def decode(self, prompts: list[list[int]], temperature: float, assisted: bool) -> Decoded:
+    def decode(self, prompts: list[list[int]], temperature: float, way: str) -> Decoded:
         how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": self.args.max_new_tokens}
         if temperature > 0:
             how |= {"temperature": temperature, "top_k": 0}
-        if assisted:
+        if way == "transformers assisted":
             how["assistant_model"] = self.draft
+        elif way == "transformers lookup":
+            how["prompt_lookup_num_tokens"] = 10  # its documentation's example
         tokens = []
         for prompt in prompts:
             ids = torch.tensor([prompt], device=self.args.device)
@@ -164,10 +194,10 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
         name: lambda prompt, e=engine: ours(e, [prompt], args.max_new_tokens, temperature)
         for name, engine in engines.items()
     }
-    if hf is not None:
-        ways["transformers generate"] = lambda prompt: hf.decode([prompt], temperature, assisted=False)
-        ways["transformers assisted"] = lambda prompt: hf.decode([prompt], temperature, assisted=True)
-    about = {"bench": "e2e", "temperature": temperature, "dtype": args.dtype, "device": args.device}
+    for name in HF if hf is not None else ():
+        if wanted(name, args) and (hf.draft is not None or name != "transformers assisted"):
+            ways[name] = lambda prompt, name=name: hf.decode([prompt], temperature, name)
+    about = about_of(args) | {"temperature": temperature}
     reasons = {name: reason for name, way in ways.items() if (reason := reason_not(lambda w=way: w(prompts[0])))}
     ways = {name: way for name, way in ways.items() if name not in reasons}
     timings = harness.measure_each(ways, prompts, args.rounds)
@@ -178,7 +208,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
     rows = []
     for name, timing in timings.items():
         done: Decoded = timing.last
-        row = row_of("e2e", name, temperature, args, timings) | {"distinct_4grams": distinct4(done.tokens)}
+        row = about | row_of("e2e", name, temperature, args, timings) | {"distinct_4grams": distinct4(done.tokens)}
         row["over_ar_rounds"] = timing.times_as_fast(timings["ar"])
         if (s := done.stats) is not None:
             row |= {"acceptance_length": s.acceptance_length, "accepted_per_position": s.accepted_per_position}
@@ -193,6 +223,52 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
                 row |= {"k": k, "c": c, "v": v, "predicted": s.acceptance_length / (k * c + v)}
         rows.append(row)
     return rows + [{**about, "way": name, "reason": reason} for name, reason in reasons.items()]
+
+
+def about_of(args: Args) -> dict[str, Any]:
+    """The fields that all rows of a run share."""
+    models = {} if args.target is None else {"target": Path(args.target).name, "categories": args.categories}
+    return {"bench": "e2e", **models, "dtype": args.dtype, "device": args.device}
+
+
+def wanted(way: str, args: Args) -> bool:
+    return not args.ways or way == "ar" or way in args.ways.split(",")
+
+
+def engines_of(args: Args) -> dict[str, Engine]:
+    """An engine for each configuration that the given files allow."""
+    engines = {}
+    for name, shape in SHAPES.items():
+        options: dict[str, Any] = {"strategy": "draft", **shape}
+        if not wanted(name, args):
+            continue
+        if args.target is not None:
+            parts = options["strategy"].split("+")
+            drafts = {"easyspec": args.deep_draft or args.draft, "diffuspec": args.diffusion_draft}
+            draft = None if parts[0] in ("ar", "del", "lookup") else drafts.get(parts[0], args.draft)
+            trims = "vocabtrim" in parts
+            if (draft is None and parts[0] not in ("ar", "del", "lookup")) or (trims and args.vocab_scores is None):
+                continue
+            options |= {"target": args.target, "draft": draft}
+            options |= {"vocab_scores": args.vocab_scores} if trims else {}
+        engines[name] = specker.load(device=args.device, dtype=args.dtype, max_context=args.max_context, **options)
+        share_target([engines["ar"], engines[name]])  # at once: memory need not hold a target for each
+    return engines
+
+
+def prompts_of(args: Args, plain: Engine) -> list[list[int]]:
+    """Token ids of the prompts, cut where the context leaves no room for the new tokens."""
+    if args.target is None:
+        prompts = [plain.encode(row["prompt"]) for row in specker.zoo.heldout()]
+    elif args.questions is None:
+        sys.exit("bench: --target needs --questions, a file of JSON lines with `turns`")
+    else:
+        lines = Path(args.questions).read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        rows = [row for row in rows if not args.categories or row.get("category") in args.categories.split(",")]
+        chats = [[{"role": "user", "content": row["turns"][0]}] for row in rows[: args.prompts]]
+        prompts = [plain.encode_chat(chat) for chat in chats]
+    return [prompt[-(plain.max_context - args.max_new_tokens) :] for prompt in prompts[: args.prompts]]
 
 
 def reason_not(call: Callable[[], Any]) -> str:
@@ -233,21 +309,16 @@ def show(rows: list[dict], temperature: float) -> None:
 
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
-    engines = {
-        name: specker.load(device=args.device, dtype=args.dtype, **{"strategy": "draft", **shape})
-        for name, shape in SHAPES.items()
-    }
+    engines = engines_of(args)
     plain = engines["ar"]
-    share_target(list(engines.values()))
     rows = []
     for name, engine in list(engines.items()):
         if engine.captures and (reason := reason_not(engine.warmup)):
-            rows.append({"bench": "e2e", "way": name, "dtype": args.dtype, "device": args.device, "reason": reason})
+            rows.append(about_of(args) | {"way": name, "reason": reason})
             del engines[name]
     if args.save and rows:
         harness.save("e2e", rows, args.device)
-    prompts = [plain.encode(p["prompt"]) for p in specker.zoo.heldout()[: args.prompts]]
-    prompts = [p[: plain.max_context - args.max_new_tokens] for p in prompts]
+    prompts = prompts_of(args, plain)
     hf = Transformers(args, plain.target.config.eos_ids) if args.transformers else None
     for temperature in map(float, args.temperatures.split(",")):
         if "ar" not in engines:  # no baseline

@@ -1,6 +1,7 @@
-"""Plot the results: `python bench/plot.py [FOLDER of bench/results ...]`.
+"""Plot the results: `python bench/plot.py [--readme] [FOLDER of bench/results ...]`.
 
-Each machine's folder is plotted with the newest row of every (op, case, way) and (way, temperature). Kernels: the share
+Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
+on each pair. `--readme` writes the newest runs into README.md's tables. Kernels: the share
 of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end: tokens/s and
 acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
 """
@@ -16,8 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from specker.report import write_file
+
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
 
 
 def read(folder: Path) -> list[Row]:
@@ -47,9 +51,22 @@ def kernels(rows: Iterable[Row]) -> list[list[Row]]:
     return [[r for r in ways if r["date"] == ways[0]["date"]] for _, ways in sorted(cases.items())]
 
 
-def end_to_end(rows: Iterable[Row]) -> list[Row]:
-    timed = (r for r in rows if r.get("bench") == "e2e" and "reason" not in r)
-    return newest(timed, lambda row: (row["temperature"], row["way"]))
+def end_to_end(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of the newest run of each pair and kind of questions, by name: e2e for the bundled family."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get("bench") == "e2e" and "reason" not in row:
+            named = filter(None, ("e2e", row.get("target"), *row.get("categories", "").split(",")))
+            runs.setdefault("-".join(named), []).append(row)
+    for name, run in runs.items():
+        last = [row for row in run if origin_of(row) == origin_of(run[-1])]
+        runs[name] = newest(last, lambda row: (row["temperature"], row["way"]))
+    return runs
+
+
+def origin_of(row: Row) -> tuple[Any, ...]:
+    """The same for all rows of a run."""
+    return row.get("command"), row.get("commit")
 
 
 def goal_share(row: Row) -> float | None:
@@ -109,6 +126,40 @@ def draw_end_to_end(rows: list[Row], title: str) -> Any:
     return figure
 
 
+def markdown(rows: list[Row]) -> str:
+    """The README's table of one pair: a row for each configuration, the columns of each temperature side by side."""
+    temperatures = sorted({row["temperature"] for row in rows})
+    found = {(row["way"], row["temperature"]): row for row in rows}
+    names = ("tokens/s", "over `ar`", "acceptance length")
+    head = [f"T = {t:g}: {names[0]}" if name == names[0] else name for t in temperatures for name in names]
+    lines = [["configuration", *head], ["---", *["--:"] * len(head)]]
+    for way in dict.fromkeys(row["way"] for row in rows):
+        line = [f"`{way}`"]
+        for t in temperatures:
+            row = found.get((way, t), {})
+            tau = row.get("acceptance_length", 1)
+            digits = 0 if row.get("tokens_per_second", 0) >= 100 else 1
+            line += [f"{row['tokens_per_second']:.{digits}f}", f"{row['over_ar']:.2f}"] if row else ["", ""]
+            line.append(f"{tau:.2f}" if tau > 1 else "")
+        lines.append(line)
+    row = rows[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
+    where = f"{row['machine']}, {row['threads']} threads, {row['dtype']}; {versions}; commit {row['commit']}"
+    origin = f"`{row['command']}`; {where}."
+    return origin + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def fill(text: str, tables: dict[str, str]) -> str:
+    """`text` with each table between its markers `<!-- results NAME -->` and `<!-- end -->`. Raises ValueError if a
+    marker names no table."""
+    for name in re.findall(r"<!-- results (\S+) -->", text):
+        if name not in tables:
+            raise ValueError(f"the README asks for {name}, but bench/results has only {', '.join(tables)}")
+        place = re.compile(rf"(<!-- results {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        text = place.sub(lambda found, table=tables[name]: found[1] + table + found[2], text)
+    return text
+
+
 def save(figure: Any, path: Path) -> None:
     """`path` without its ending -> PNG and SVG; the same rows give the same SVG."""
     from matplotlib import rc_context
@@ -118,7 +169,7 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
-def show(machine: str, cases: list[list[Row]], runs: list[Row]) -> None:
+def show(machine: str, cases: list[list[Row]], runs: dict[str, list[Row]]) -> None:
     table = Table(title=f"{machine}: what stands in the results")
     for column in ("bench", "case", "us or tokens/s", "of the limit", "over baselines", "goal", "met"):
         table.add_column(column, justify="left" if column in ("bench", "case", "over baselines", "goal") else "right")
@@ -133,17 +184,20 @@ def show(machine: str, cases: list[list[Row]], runs: list[Row]) -> None:
             ours.get("goal", ""),
             {True: "yes", False: "no", None: ""}[ours.get("met")],
         )
-    for row in runs:
-        speed = f"{row['tokens_per_second']:.0f}"
-        table.add_row("e2e", f"{row['way']}, T {row['temperature']:g}", speed, "", f"{row['over_ar']:.2f}x ar", "", "")
+    for name, rows in runs.items():
+        for row in rows:
+            case, speed = f"{row['way']}, T {row['temperature']:g}", f"{row['tokens_per_second']:.0f}"
+            table.add_row(name, case, speed, "", f"{row['over_ar']:.2f}x ar", "", "")
     Console(width=170).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw and list what stands in bench/results.")
     parser.add_argument("folders", nargs="*", type=Path, help="default: every machine's folder of bench/results")
+    parser.add_argument("--readme", action="store_true", help="fill README.md's tables with the newest runs")
     args = parser.parse_args()
     folders = args.folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    newest_runs: dict[str, list[Row]] = {}
     for folder in folders:
         try:
             rows = read(folder)
@@ -155,10 +209,19 @@ def main() -> None:
         machine = rows[-1]["machine"]
         timed = [ways for ways in cases if "share" in ways[0]]  # on a CPU there is no limit
         show(machine, cases, runs)
-        for name, data, draw in (("kernels", timed, draw_kernels), ("e2e", runs, draw_end_to_end)):
-            if data:
-                save(draw(data, machine), folder / name)
-                print(folder / f"{name}.png", folder / f"{name}.svg", file=sys.stderr)
+        for name, run in runs.items():
+            newest_runs[name] = max(newest_runs.get(name, run), run, key=lambda rows: rows[-1].get("date", ""))
+        drawn = {"kernels": draw_kernels(timed, machine)} if timed else {}
+        drawn |= {name: draw_end_to_end(run, machine) for name, run in runs.items()}
+        for name, figure in drawn.items():
+            save(figure, folder / name)
+            print(folder / f"{name}.png", folder / f"{name}.svg", file=sys.stderr)
+    if args.readme:
+        try:
+            text = README.read_text(encoding="utf-8")
+            write_file(README, fill(text, {name: markdown(run) for name, run in newest_runs.items()}))
+        except ValueError as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

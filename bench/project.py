@@ -102,7 +102,7 @@ def _measured(row: Row) -> tuple[str, float | None]:
 
 def _shapes(row: Row) -> tuple[Shape, Shape] | None:
     """Target and draft: the bundled pair for bench/e2e.py, the named shapes for bench/decode.py."""
-    if row.get("bench") == "e2e":
+    if row.get("bench") == "e2e" and "target" not in row:
         return bundled("code-target"), bundled("code-draft")
     target = SHAPES.get(str(row.get("shape"))) if row.get("bench") == "decode" else None
     return None if target is None else (target, SHAPES.get(str(row.get("draft")), target))

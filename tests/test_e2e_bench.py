@@ -3,6 +3,10 @@
 import json
 
 import pytest
+import torch
+from make_checkpoint import make
+from safetensors.torch import load_file, save_file
+from test_shared_draft import shared
 
 import specker
 from bench import e2e, harness
@@ -93,3 +97,44 @@ def test_a_failed_warm_up_leaves_the_other_configurations(run, monkeypatch):
         ("del", True),
         *2 * [("ar", False), ("draft chain 2", False)],
     ]
+
+
+def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
+    """Questions of the chosen category, through the chat template; only strategies for which there are files."""
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"category": c, "turns": [f"What is {n}?", "Why?"]} for n, c in enumerate(("qa", "rag", "qa", "qa"))]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(
+        e2e, "SHAPES", {n: {"strategy": n} for n in ("ar", "draft", "vocabtrim", "diffuspec", "lookup")}
+    )
+    args = f"bench/e2e.py --target {pair[0]} --draft {pair[1]} --questions {questions} --categories qa,stem"
+    args += " --rounds 1 --prompts 2 --max_new_tokens 8 --temperatures 0"
+    monkeypatch.setattr("sys.argv", args.split())
+    asked = []
+    monkeypatch.setattr(
+        Engine, "encode_chat", lambda self, chat, f=Engine.encode_chat: asked.append(chat) or f(self, chat)
+    )
+    rows = run()
+    assert [turn["content"] for [turn] in asked] == ["What is 0?", "What is 2?"]
+    assert [r["way"] for r in rows] == ["ar", "draft", "lookup", *e2e.HF]
+    assert all(r["target"] == "tiny-target" and r["categories"] == "qa,stem" and r["tokens"] > 2 for r in rows)
+    assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0
+
+
+def test_a_target_needs_questions(run, pair, monkeypatch):
+    monkeypatch.setattr("sys.argv", f"bench/e2e.py --target {pair[0]} --ways ar".split())
+    with pytest.raises(SystemExit, match="--target needs --questions"):
+        e2e.main()
+
+
+def test_transformers_decodes_with_a_draft_that_shares_the_embedding(tmp_path):
+    """As with the draft's own copy."""
+    target = make(tmp_path / "target", layers=2, tied=True)
+    whole = make(tmp_path / "whole", layers=1, seed=1, tied=True)
+    embed = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    weights = load_file(whole / "model.safetensors") | {"model.embed_tokens.weight": embed}
+    save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
+    thin = shared(target, whole, tmp_path / "thin", ["embed_tokens"])
+    ids = torch.arange(7)[None]
+    logits = [e2e.Transformers(e2e.Args(target=str(target), draft=str(d)), ()).draft(ids).logits for d in (whole, thin)]
+    assert torch.equal(*logits)

@@ -62,3 +62,47 @@ def test_nothing_and_nonsense_are_refused(tmp_path, text, message):
     command = [sys.executable, "bench/plot.py", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_runs_of_each_pair_are_kept_apart():
+    run = {"bench": "e2e", "way": "ar", "temperature": 0.0}
+    old, new = ({**run, "date": date} for date in ("1", "2"))
+    real = {**run, "target": "SmolLM2", "categories": ""}
+    some = {**real, "categories": "rag,qa"}
+    failed = {**real, "way": "del", "reason": "no"}
+    assert plot.end_to_end([old, new, real, some, failed]) == {
+        "e2e": [new],
+        "e2e-SmolLM2": [real],
+        "e2e-SmolLM2-rag-qa": [some],
+    }
+
+
+def test_a_table_of_the_readme_is_replaced():
+    run = {"command": "python x", "machine": "a card", "threads": 2, "dtype": "float32", "commit": "abc"}
+    run |= {"versions": {"torch": "2", "triton": None}, "acceptance_length": 1.0, "over_ar": 1.0}
+    rows = [
+        {**run, "way": "ar", "temperature": 0.0, "tokens_per_second": 20.04},
+        {**run, "way": "ar", "temperature": 0.7, "tokens_per_second": 150.4},
+        {
+            **run,
+            "way": "draft",
+            "temperature": 0.0,
+            "tokens_per_second": 30.0,
+            "over_ar": 1.5,
+            "acceptance_length": 2.5,
+        },
+    ]
+    table = plot.markdown(rows)
+    columns = "tokens/s | over `ar` | acceptance length"
+    assert table.splitlines() == [
+        "`python x`; a card, 2 threads, float32; torch 2; commit abc.",
+        "",
+        f"| configuration | T = 0: {columns} | T = 0.7: {columns} |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+        "| `ar` | 20.0 | 1.00 |  | 150 | 1.00 |  |",
+        "| `draft` | 30.0 | 1.50 | 2.50 |  |  |  |",
+    ]
+    text = "a\n<!-- results e2e -->\nold | \\1\n<!-- end -->\nb\n<!-- end -->\n"
+    assert plot.fill(text, {"e2e": r"new \1"}) == "a\n<!-- results e2e -->\nnew \\1\n<!-- end -->\nb\n<!-- end -->\n"
+    with pytest.raises(ValueError, match="the README asks for e2e, but bench/results has only other"):
+        plot.fill(text, {"other": ""})
