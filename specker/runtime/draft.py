@@ -32,8 +32,13 @@ class Drafter:
     """Whether `draft` reads device memory or the text on the host. If so, a round starts only after the previous one
     was collected."""
 
+    @property
+    def keeps_prefix(self) -> bool:
+        """Whether a request that follows another may keep this drafter's K/V of their common beginning."""
+        return self.model is None
+
     def prefill(self, slot: int, text: list[int]) -> None:
-        """Called before a sequence's first round; `text` is its prompt."""
+        """Called before a sequence's first round, after `reset`; `text` is its prompt."""
 
     def room(self, length: int) -> int:
         """Draft tokens that may follow a text of `length` tokens; 0 or less if this drafter's context is full."""

@@ -131,16 +131,25 @@ class Engine:
         warm_up(self, tell)
 
     def request(
-        self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any
+        self,
+        index: int,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        drafting: bool = True,
+        follows: bool = False,
+        **sampling: Any,
     ) -> Sequence:
-        """Check a prompt and its options and make a request for `serve`. Raises as `stream` does."""
+        """Check a prompt and its options and make a request for `serve`. Raises as `stream` does. `follows`: with
+        `--batch-size 1`, keep the previous request's K/V as far as the texts agree, as in a conversation. The prompt's
+        K/V is then partly that of verify passes, so it may differ in rounding from a prefill's."""
         params = from_kwargs(Sampling, sampling)
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
         ids = self.validate(prompt, max_new_tokens)
         limit = min(len(ids) + max_new_tokens, self.max_context)
         drafting = drafting and self.drafter is not None
-        return Sequence(index, ids, limit, params, self.policy() if drafting else Fixed(0, 0), drafting)
+        policy = self.policy() if drafting else Fixed(0, 0)
+        return Sequence(index, ids, limit, params, policy, drafting, follows)
 
     def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
         """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time."""

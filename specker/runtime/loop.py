@@ -62,6 +62,8 @@ class Batch:
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
     _idle: set[int] = field(init=False, default_factory=set)  # slots that rounds may run over
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
+    _left: tuple[list[int], list[int]] | None = field(init=False, default=None)
+    """In a batch of one, what the last sequence left: its text, and each cache's exact columns."""
 
     def __post_init__(self) -> None:
         model = self.target if self.drafter is None or self.drafter.model is None else self.drafter.model
@@ -112,9 +114,10 @@ class Batch:
     def admit(self, sequence: Sequence) -> None:
         """Give the sequence a slot and pages, and prefill its prompt."""
         start, slot = time.perf_counter(), len(self.active)
-        for cache in self.caches:
+        for cache, kept in zip(self.caches, self._kept(sequence), strict=True):
             cache.take(slot, self.columns(sequence.limit))
-            cache.exact_len[slot] = 0
+            cache.exact_len[slot] = kept
+        known = self.cache.exact_len[slot]
         self.see(0)
         self.active.append(sequence)
         if self.drafter is not None and sequence.drafting:
@@ -124,11 +127,13 @@ class Batch:
         seconds = time.perf_counter() - start
         sequence.stats.seconds["prefill"] += seconds
         sequence.stats.wall += seconds
-        sequence.stats.prompt = len(sequence.text) - 1
+        sequence.stats.prompt = len(sequence.text) - 1 - known
 
     def retire(self, sequence: Sequence) -> None:
         """Return a sequence's pages; the last slot's sequence moves to its slot."""
         slot, last = self.active.index(sequence), len(self.active) - 1
+        if self.size == 1:
+            self._left = sequence.text, [cache.exact_len[0] for cache in self.caches]
         for cache in self.caches:
             if self.size > 1:
                 cache.release(slot)
@@ -144,17 +149,34 @@ class Batch:
         if not self.active and self.drafter is not None and self.drafter.head is not None:
             self.drafter.head.reset()
 
-    def clear(self) -> None:
-        """Remove all sequences and reset the caches, which another batch may have overwritten."""
+    def _kept(self, sequence: Sequence) -> list[int]:
+        """For each cache the columns that a new sequence takes over from the last one."""
+        if self._left is None or not sequence.follows:
+            return [0] * len(self.caches)
+        text, exact = self._left
+        prompt = sequence.text[:-1]
+        common = next(
+            (i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt))
+        )
+        kept = [min(common, columns) for columns in exact]
+        if len(kept) > 1 and not (sequence.drafting and self.drafter is not None and self.drafter.keeps_prefix):
+            kept[1] = 0
+        return kept
+
+    def clear(self, forget: bool = True) -> None:
+        """Remove all sequences and reset the caches, which another batch may have overwritten. Without `forget`, a
+        request that follows the last sequence may still keep its K/V."""
         self._bucket = -1
         while self.active:
             self.retire(self.active[-1])
+        if forget:
+            self._left = None
         for cache in self.caches:
             cache.exact_len[:] = [0] * self.size
 
     def _prefill(self, slot: int, sequence: Sequence) -> None:
-        """The prompt's K/V; a policy that watches layers learns from the prompt's last rows."""
-        prompt, layers = sequence.text[:-1], sequence.policy.layers
+        """The prompt's K/V that the cache lacks; a policy that watches layers learns from the last of these rows."""
+        prompt, layers = sequence.text[self.cache.exact_len[slot] : -1], sequence.policy.layers
         drafter = self.drafter if sequence.drafting else None
         if drafter is None or not layers:
             prefill(self.target, self.cache, prompt, slot=slot)
@@ -345,7 +367,7 @@ class Batch:
 @torch.inference_mode()
 def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> Iterator[Step]:
     """Decode the requests in `waiting`, to which the caller may add more at any time, until none is left."""
-    batch.clear()
+    batch.clear(forget=False)
     pending: deque[Round] = deque()
     start = time.perf_counter()
     while True:

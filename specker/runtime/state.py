@@ -23,6 +23,7 @@ class Sequence:
     sampling: Sampling
     policy: Policy
     drafting: bool = True  # False: plain decoding
+    follows: bool = False  # continues the previous request: the K/V of their common beginning is kept
     stats: Stats = field(default_factory=Stats)
     finished: str | None = None  # None, "stop" (a stop id) or "length"
 

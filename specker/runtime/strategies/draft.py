@@ -44,6 +44,10 @@ class AutoregressiveDrafter(ModelDrafter):
         self.width, self.parallel, self.calibrate = width, parallel, calibrate
         self._calibrated = [0] * len(cache.exact_len)  # per sequence, the columns before this one are not fuzzy
 
+    @property
+    def keeps_prefix(self) -> bool:
+        return self.calibrate == "every"  # otherwise the cache may keep fuzzy columns
+
     def prefill(self, slot: int, text: list[int]) -> None:
         if self.cache.exact_len[slot] == self._calibrated[slot] and len(text) <= self.model.config.max_context:
             self._calibrated[slot] = len(text) - 1
@@ -93,7 +97,7 @@ class AutoregressiveDrafter(ModelDrafter):
         self._calibrated[target] = self._calibrated[source]
 
     def reset(self, slot: int) -> None:
-        self._calibrated[slot] = 0
+        self._calibrated[slot] = self.cache.exact_len[slot]
 
     def _lengths(self, r: Round) -> Lengths:
         """The texts' lengths for placing drafts, clamped to this model's context."""
