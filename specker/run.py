@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from specker.chat import converse
 from specker.config import DTYPES, Options, Sampling
 from specker.flags import Parser, ended, make, opt, settle
 from specker.report import Result, Screen, probe, report, write_file
@@ -36,8 +37,12 @@ class Job:
         "JSON lines with `prompt` or Spec-Bench's `turns`: one conversation with --chat, else separate prompts",
         "FILE|-",
     )
-    chat: bool = opt(False, "wrap prompts in the target's chat template")
-    max_new_tokens: int = opt(128, "tokens to decode for each prompt", least=1)
+    chat: bool = opt(
+        False, "wrap prompts in the target's chat template; in a terminal, without a prompt: a conversation"
+    )
+    max_new_tokens: int | None = opt(
+        None, "tokens to decode for each prompt (default: 128, in a conversation 1024)", least=1
+    )
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
         None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)", choices=DTYPES
@@ -154,6 +159,9 @@ def made_up(vocab_size: int, count: int) -> list[int]:
     return [n * 7919 % vocab_size for n in range(max(1, count))]
 
 
+LONG = 512  # tokens of a prompt whose prefill shows its progress
+
+
 class _Stop:
     """The first Ctrl-C stops the loop after the current chunk, so counts and text agree; the second one raises."""
 
@@ -207,8 +215,9 @@ def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
 class Decoding:
     """Decodes up to --batch-size lines at once and prints them one after another."""
 
-    def __init__(self, engine: Any, job: Job, screen: Screen, encode: Callable[[Line], list[int]]):
-        self.engine, self.job, self.screen, self.encode = engine, job, screen, encode
+    def __init__(self, engine: Any, job: Job, screen: Screen, encode: Callable[[Line], list[int]], echo: bool = True):
+        """`echo`: print the prompts; a user who typed them has seen them."""
+        self.engine, self.job, self.screen, self.encode, self.echo = engine, job, screen, encode, echo
 
     def run(self, lines: list[Line]) -> None:
         """Decode every turn of the lines; with --check, compare with plain decoding. After Ctrl-C, raises
@@ -218,7 +227,11 @@ class Decoding:
             return
         for line in lines:
             for _ in line.talk.turns:
-                self._together([line], 1)
+                self.turn(line)
+
+    def turn(self, line: Line) -> None:
+        """Decode the next turn of a line, as `run` does."""
+        self._together([line], 1)
 
     def _together(self, lines: list[Line], turns: int | None = None) -> None:
         """Decode the lines in one batch: the next turn of each (`turns` 1), or all remaining turns (None)."""
@@ -234,8 +247,10 @@ class Decoding:
             line.results.append(Result([], "", Stats(), ids=ids, seed=line.sampling.seed))
             owners[number] = line
             started.append((line, line.results[-1]))
-            line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
-            options = {"max_new_tokens": self.job.max_new_tokens, **asdict(line.sampling)}
+            if self.echo:
+                line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
+            follows = self.job.chat and len(line.results) > 1  # a batch of one keeps the K/V of the turns before
+            options = {"max_new_tokens": self.job.max_new_tokens, "follows": follows, **asdict(line.sampling)}
             waiting.appendleft(self.engine.request(number, ids, **options))
 
         for line in reversed(lines):
@@ -243,7 +258,7 @@ class Decoding:
         self._show(lines)
         texts: dict[int, Any] = {}
         with _Stop() as stop, contextlib.closing(self.engine.serve(waiting)) as steps:
-            for step in steps:
+            for step in self._prefilled(steps, started):
                 chunk = self.engine.chunk(step, texts)
                 line = owners[chunk.prompt]
                 result = line.results[-1]
@@ -266,6 +281,16 @@ class Decoding:
             raise KeyboardInterrupt
         if self.job.check:
             self._check(started)
+
+    def _prefilled(self, steps: Iterator[Any], started: list[tuple[Line, Result]]) -> Iterator[Any]:
+        """`steps`, with a progress bar during the prefill of a long conversation."""
+        longest = max((len(result.ids) for _, result in started), default=0)
+        if self.job.chat and len(started) == 1 and longest > LONG:
+            with self.screen.progress("prefill") as self.engine.batch.tell:
+                first = next(steps)
+            self.engine.batch.tell = None
+            yield first
+        yield from steps
 
     def _show(self, lines: list[Line]) -> None:
         """Print the first unfinished line as it grows; later lines wait for it."""
@@ -303,9 +328,14 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     first = os.environ.get("RANK", "0") == "0" or world == 1
     if world > 1 and "-" in (job.prompt, job.prompts):
         raise ValueError("several processes cannot share stdin: put the prompts in a file")
+    chatting = job.chat and job.prompt is None and job.prompts is None and sys.stdin.isatty()
+    if chatting and (world > 1 or job.samples > 1 or options.batch_size > 1):
+        raise ValueError("a conversation in the terminal is one: leave out torchrun, --samples and --batch-size")
     if options.dp > 1 and job.trace is not None:
         raise ValueError("--trace records one replica only: leave out --dp")
-    talks = read_talks(job)
+    count = job.max_new_tokens or (1024 if chatting else 128)
+    job = replace(job, max_new_tokens=count)
+    talks = [] if chatting else read_talks(job)
     if job.json is not None and job.json != "-":
         probe(job.json)
     screen = Screen(job.json == "-", quiet=not first or options.dp > 1)
@@ -315,7 +345,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     from specker.runtime.dist import collect
     from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
-    engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype)
+    with screen.progress("loading") as tell:
+        engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
     ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer
@@ -332,7 +363,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
             return made_up(engine.target.config.vocab_size, min(MADE_UP, engine.max_context // 2))
         ids = engine.encode_chat(line.messages) if job.chat else engine.encode(line.messages[-1]["content"])
         try:
-            return engine.validate(ids, job.max_new_tokens)
+            return engine.validate(ids, count)
         except ValueError as error:
             raise ValueError(f"{line.talk.where}: {error}") from None
 
@@ -345,7 +376,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.check or engine.captures:  # compiling must not slow a printed speed or the first token
         with screen.progress("warming up") as tell:
             engine.warmup(tell)
-    lines = lines_of(talks, job, sampling)
+    lines = [Line(Talk((), "this turn"), sampling, 0)] if chatting else lines_of(talks, job, sampling)
     mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
     rounds: list[str] = []
     sizing = {name: remark for name, remark in engine.remarks.items() if name == "sizing"}
@@ -354,8 +385,15 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     interrupted = False
     if screen.terminal and engine.speculates and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
+    if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.recommended):
+        asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
+        screen.note(f"decoding greedily; the checkpoint recommends {asked}")
+    decoding = Decoding(engine, job, screen, encode, echo=not chatting)
     try:
-        Decoding(engine, job, screen, encode).run(mine)
+        if chatting:
+            converse(decoding, lines[0], screen)
+        else:
+            decoding.run(mine)
     except KeyboardInterrupt:
         interrupted = True
     results = [result for line in mine for result in line.results if result.stats.rounds or not interrupted]

@@ -58,7 +58,7 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
 def test_flags_are_the_dataclasses() -> None:
     argv = "--prompt p --strategy draft --draft-tokens 7 --tree 2x3 --temperature 0.7 --top-p 0.9 --top-k 5 --seed 3"
     job, options, sampling = run.parse([*argv.split(), "--max-context", "99", "--page-size", "16", "--check", "--chat"])
-    assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, 128)
+    assert (job.prompt, job.check, job.chat, job.max_new_tokens) == ("p", True, True, None)
     assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, page_size=16)
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3)

@@ -20,6 +20,7 @@ from specker.runtime.head import Kept
 from specker.runtime.loop import Batch, Step, decode
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
+from specker.runtime.model.config import read_json
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Fixed, Policy
 from specker.runtime.state import Sequence
@@ -82,6 +83,16 @@ class Engine:
     @property
     def max_context(self) -> int:
         return self.target.config.max_context
+
+    @property
+    def recommended(self) -> dict[str, float]:
+        """The sampling settings that the checkpoint recommends (generation_config.json): fields of `Sampling`. They are
+        never taken by themselves; {} if it recommends greedy decoding or nothing."""
+        raw = read_json(self.target.folder / "generation_config.json", required=False)
+        if not raw.get("do_sample"):
+            return {}
+        given = {name: raw.get(name) for name in ("temperature", "top_p", "top_k")}
+        return {name: value for name, value in given.items() if isinstance(value, int | float)}
 
     @property
     def bit_equal(self) -> bool:

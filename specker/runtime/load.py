@@ -1,5 +1,6 @@
 """Load checkpoints into an Engine: check that models and options fit together, and size the context to the memory."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ def load(
     strategy: str | Options = "draft",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    tell: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Engine:
     """Load an Engine. `target`, `draft`: local folders or hub ids in Hugging Face format; default: the bundled family.
 
     `dtype` is a torch dtype or one of float32, bfloat16, float16, float64; default: float32 on a CPU, bfloat16 on a
     GPU. `strategy` is a name as in --strategy, with the other flags by name in `options`, as strings or parsed values;
-    or `strategy` is an `Options` with all of them. Raises TypeError for an unknown option, ValueError (CheckpointError)
+    or `strategy` is an `Options` with all of them. `tell` is called with (elements read, of all) of each checkpoint's
+    weights. Raises TypeError for an unknown option, ValueError (CheckpointError)
     for a checkpoint or a combination that cannot run, and RankLost if another process of the job fails.
     """
     if isinstance(strategy, Options) and options:
@@ -61,6 +64,7 @@ def load(
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
         whole_head=parts.self_drafting or shares_head,
+        tell=tell,
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
@@ -73,6 +77,7 @@ def load(
             bidirectional=None if parts.causal else True,
             random=1 if dummy else None,
             owner=main,
+            tell=tell,
         )
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(side.folder), drafters=True)

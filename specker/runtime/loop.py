@@ -54,6 +54,7 @@ class Batch:
     acceptance: float | None = None  # synthetic
     ranks: Ranks | None = None
     trace: Callable[[dict[str, Any]], None] | None = None  # called with every sequence's part of every round
+    tell: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of the target's prefill
     state: State = field(init=False)
     active: list[Sequence] = field(init=False, default_factory=list)
     launched: int = field(init=False, default=0)  # rounds of fixed shape
@@ -179,10 +180,10 @@ class Batch:
         prompt, layers = sequence.text[self.cache.exact_len[slot] : -1], sequence.policy.layers
         drafter = self.drafter if sequence.drafting else None
         if drafter is None or not layers:
-            prefill(self.target, self.cache, prompt, slot=slot)
+            prefill(self.target, self.cache, prompt, slot=slot, tell=self.tell)
         else:
             depth = len(self.target.layers)
-            tapped = prefill(self.target, self.cache, prompt, (*layers, depth), PROMPT_ROWS, slot=slot)
+            tapped = prefill(self.target, self.cache, prompt, (*layers, depth), PROMPT_ROWS, slot=slot, tell=self.tell)
             if tapped:
                 last, end = tapped.pop(depth), self.cache.exact_len[slot]
                 positions = self.target.positions[end - len(last) : end]

@@ -7,7 +7,7 @@ memory-mapped safetensors file to their buffer: there is never a second copy of 
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,6 +116,7 @@ def load(
     part: Part = WHOLE,
     whole_head: bool = False,
     owner: Checkpoint | None = None,
+    tell: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
 
@@ -123,7 +124,8 @@ def load(
     a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
     no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
     is tied, it has all rows of the LM head. `owner`: the target of a draft that shares its embedding or head
-    (`_check_owner`). Raises CheckpointError, and ValueError if memory is too small.
+    (`_check_owner`). `tell` is called with (elements read, of all). Raises CheckpointError, and ValueError if memory
+    is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -141,7 +143,7 @@ def load(
     with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
             folder = _folder(source, weights=True)
-            buffers = _read_weights(folder, config, dtype, device, part, whole_head)
+            buffers = _read_weights(folder, config, dtype, device, part, whole_head, tell)
         else:
             buffers = _random_weights(config, dtype, device, part, whole_head, random)
     for name in config.shares:
@@ -259,7 +261,13 @@ def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
 
 
 def _read_weights(
-    folder: Path, c: ModelConfig, dtype: torch.dtype, device: torch.device, part: Part, whole_head: bool
+    folder: Path,
+    c: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: Part,
+    whole_head: bool,
+    tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
     only this part of split tensors."""
@@ -269,12 +277,16 @@ def _read_weights(
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in _pieces(c, part, whole_head)}
         _check(where, pieces, c, prefix)
         buffers = _buffers(pieces.values(), c, dtype, device)
-        mapped = 0
+        mapped = done = 0
+        elements = sum(math.prod(p.shape) for p in pieces.values())
         for name, p in pieces.items():
             whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
             source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
             _copy(whole[p.row : p.row + p.shape[0]], source)
             mapped += source.nbytes
+            done += source.numel()
+            if tell is not None:
+                tell(done, elements)
             if mapped > REOPEN:
                 del source, where
                 stack.close()

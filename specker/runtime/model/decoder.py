@@ -217,15 +217,20 @@ def prefill(
     last: int = 0,
     chunk: int = PREFILL_CHUNK,
     slot: int = 0,
+    tell: Callable[[int, int], None] | None = None,
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in `taps`,
-    the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter)."""
+    the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter). `tell` is
+    called with (tokens done, of all) after each chunk."""
     kept: dict[int, Tensor] = {}
+    count = len(tokens)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
         kept = _prefill_chunk(model, cache, slot, now_tokens, () if tokens else taps, last)
+        if tell is not None:
+            tell(count - len(tokens), count)
     return kept
 
 
