@@ -625,3 +625,14 @@ def test_not_the_main_thread(pair: tuple[str, str]) -> None:
     thread.start()
     thread.join()
     assert codes == [0]
+
+
+@pytest.mark.parametrize(
+    ("env", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_waiting_threads_spin_briefly(env: dict[str, str], spins: str) -> None:
+    """Set before torch is imported; a user's own setting counts."""
+    code = "import sys, os, specker; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    own = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], env=own | env, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == spins, done.stderr
