@@ -20,6 +20,7 @@ and no times. Distinct 4-grams are printed because looping text raises acceptanc
 
 import dataclasses
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -227,7 +228,10 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 
 def about_of(args: Args) -> dict[str, Any]:
     """The fields that all rows of a run share."""
-    models = {} if args.target is None else {"target": Path(args.target).name, "categories": args.categories}
+    models = {}
+    if args.target is not None:
+        name = re.sub("-[0-9a-f]{16}$", "", Path(args.target).name)  # a converted GGUF file's folder ends with its hash
+        models = {"target": name, "categories": args.categories}
     return {"bench": "e2e", **models, "dtype": args.dtype, "device": args.device}
 
 

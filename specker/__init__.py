@@ -7,8 +7,8 @@ __version__ = "0.1.0"
 __all__ = ["load", "zoo"]
 
 # libgomp, which runs torch's threads on a CPU, reads this when torch is imported. By default a thread that waits for
-# another spins for milliseconds, and keeps the other off the core if a process beside it computes: 5 times slower
-# there. Short spinning costs at most 3% on a quiet machine (bench/LOG.md).
+# another spins for milliseconds, and keeps the other off the core if a process beside it computes: a sixth of the
+# speed. Short spinning costs at most 3% on a quiet machine (bench/LOG.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

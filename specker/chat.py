@@ -46,7 +46,7 @@ def _answer(decoding: "Decoding", line: "Line", said: str, screen: Screen) -> No
     try:
         decoding.turn(line)
     except ValueError as error:  # the turn does not fit, or is not valid text
-        del line.messages[2 * known :]
+        del line.messages[2 * known :], line.results[known:]
         screen.note(f"{error}", "yellow")
     except KeyboardInterrupt:
         result = line.results[-1]

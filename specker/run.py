@@ -286,9 +286,11 @@ class Decoding:
         """`steps`, with a progress bar during the prefill of a long conversation."""
         longest = max((len(result.ids) for _, result in started), default=0)
         if self.job.chat and len(started) == 1 and longest > LONG:
-            with self.screen.progress("prefill") as self.engine.batch.tell:
-                first = next(steps)
-            self.engine.batch.tell = None
+            try:
+                with self.screen.progress("prefill") as self.engine.batch.tell:
+                    first = next(steps)
+            finally:
+                self.engine.batch.tell = None
             yield first
         yield from steps
 

@@ -99,3 +99,22 @@ def test_wrong_rows_are_refused(family, tmp_path, ids):
     save_file(weights, thin / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks specker|do not fit together"):
         specker.load(target, thin, **HOW)
+
+
+def test_a_draft_from_the_hub(family, tmp_path, monkeypatch):
+    """Its rows are compared after the download of its weights, which comes after its config.json was checked."""
+    target, _, thin = family
+    taken = []
+
+    def download(name, allow_patterns, **_):
+        here = tmp_path / "snapshot"
+        taken.append("weights" if "*.safetensors" in allow_patterns else "config")
+        names = [path for path in thin.iterdir() if taken[-1] == "weights" or path.suffix != ".safetensors"]
+        here.mkdir(exist_ok=True)
+        for path in names:
+            shutil.copy(path, here)
+        return str(here)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    engine = specker.load(target, "org/draft", **HOW)
+    assert engine.generate([5, 9], 10).tokens and taken[-1] == "weights" and "config" in taken

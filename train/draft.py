@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Ll
 BEST = 48  # the target's best tokens that the loss compares
 FREQUENT = 4096  # rows of the head that every step scores
 SAMPLED = 2048  # further rows, drawn anew in each step
-PROBES = 64  # rows of the embedding that the draft keeps, to know its target again
+PROBES = 64  # rows of the embedding that the draft keeps, to recognise its target
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Args:
     batch: int = field(default=2048, metadata={"help": "tokens a step"})
     length: int = field(default=512, metadata={"help": "tokens of a window"})
     lr: float = 1e-3
-    muon: float = field(default=4e-3, metadata={"help": "learning rate of the matrices"})
+    muon: float = field(default=2e-3, metadata={"help": "learning rate of the matrices"})
     threads: int = 2
     seed: int = 0
 
@@ -59,13 +59,6 @@ class Lessons:
     best: np.ndarray  # [n, BEST] uint16
     logits: np.ndarray  # [n, BEST] float16
     weight: np.ndarray  # [n] float32: 1 in answers, less in prompts, 0 at the last token
-    ends: np.ndarray  # [conversations]
-
-    def windows(self, length: int, seed: int) -> list[int]:
-        """The first positions of an epoch's windows, in random order. A window may hold several conversations."""
-        rng = np.random.default_rng(seed)
-        first = np.arange(rng.integers(length), len(self.ids) - length, length)
-        return rng.permutation(first).tolist()
 
 
 def lessons(corpus: Path, target: Any) -> Lessons:
@@ -87,13 +80,10 @@ def lessons(corpus: Path, target: Any) -> Lessons:
         for start, end, answer in zip([0, *ends[:-1]], ends, answers, strict=True):
             weight[start + answer - 1 : end] = 1.0
             weight[end - 1] = 0.0
-        parts.append((ids, best, logits, weight, ends))
-    lengths = np.cumsum([0] + [len(part[0]) for part in parts])
-    columns = list(zip(*parts, strict=True))
-    return Lessons(
-        *(np.concatenate(column) for column in columns[:4]),
-        np.concatenate([ends + start for ends, start in zip(columns[4], lengths, strict=False)]),
-    )
+        parts.append((ids, best, logits, weight))
+    if not parts:
+        raise SystemExit(f"{corpus} has no shards: write some with train/corpus.py")
+    return Lessons(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 @torch.inference_mode()
@@ -148,34 +138,46 @@ def cut(target: Any, layers: list[int], heads: int, ffn: int) -> LlamaModel:
     return net
 
 
-def loss_of(hidden: Tensor, embed: Tensor, best: Tensor, logits: Tensor, weight: Tensor, heat: float, rows: Tensor):
-    """KL(target || draft) at temperature `heat`, over the target's best tokens [n, BEST].
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the head that a step scores. The draft's normaliser sums over them instead of the whole vocabulary: a
+    sampled row counts for all that it stands for."""
 
-    hidden [n, E]. The draft's normaliser sums over `rows` [R]: the first FREQUENT are certain, the others a sample of
-    all other ids, which counts as often as it stands for an id; and over the target's tokens that `rows` lacks.
+    ids: Tensor  # [R] int64: first the most frequent ones, then a sample of the others
+    weight: Tensor  # [R] float32, log of the number of ids that a row stands for
+    column: Tensor  # [V] int64, the place of an id in `ids`; -1: not scored
+
+    @classmethod
+    def of(cls, frequent: Tensor, others: Tensor, vocab: int) -> "Rows":
+        sample = others[torch.randint(len(others), (SAMPLED,))].unique()
+        ids, column = torch.cat([frequent, sample]), torch.full((vocab,), -1)
+        column[ids] = torch.arange(len(ids))
+        weight = torch.zeros(len(ids))
+        weight[len(frequent) :] = float(np.log(len(others) / len(sample)))
+        return cls(ids, weight, column)
+
+
+def loss_of(hidden: Tensor, embed: Tensor, best: Tensor, logits: Tensor, weight: Tensor, heat: float, rows: Rows):
+    """Mean KL(target || draft) at temperature `heat` over the target's best tokens.
+
+    hidden [n, E] float32, of the draft; best [n, BEST] int64 and logits [n, BEST] float32, of the target; weight [n]
+    float32, of each position. The normaliser also sums over those of the target's tokens that `rows` lacks.
     """
-    V = len(embed)
-    where = torch.full((V,), -1)
-    where[rows] = torch.arange(len(rows))
-    column = where[best]  # [n, BEST]
-    scores = hidden @ embed[rows].T / heat  # [n, R]
-    missing = column < 0
+    column = rows.column[best]
+    scores = hidden @ embed[rows.ids].T / heat  # [n, R]
     own = scores.gather(1, column.clamp(min=0))
-    if missing.any():
-        at, which = missing.nonzero(as_tuple=True)
-        extra = (hidden[at] * embed[best[at, which]]).sum(-1) / heat
-        own = own.index_put((at, which), extra)
-    correction = torch.zeros(len(rows))
-    correction[FREQUENT:] = float(np.log((V - FREQUENT) / (len(rows) - FREQUENT)))
-    lse = torch.logsumexp(scores + correction, -1)
-    lse = torch.logaddexp(lse, torch.where(missing, own, -torch.inf).logsumexp(-1).nan_to_num(neginf=-1e4))
+    at, which = (column < 0).nonzero(as_tuple=True)
+    lacking = (hidden[at] * embed[best[at, which]]).sum(-1) / heat
+    own = own.index_put((at, which), lacking)
+    beside = torch.full_like(own, -1e4).index_put((at, which), lacking)
+    lse = torch.logaddexp((scores + rows.weight).logsumexp(-1), beside.logsumexp(-1))
     p = (logits / heat).softmax(-1)
     kl = (p * (p.clamp(min=1e-9).log() - (own - lse[:, None]))).sum(-1)
     return (kl * weight).sum() / weight.sum().clamp(min=1)
 
 
 def save(net: LlamaModel, embed: Tensor, out: Path, target: str) -> None:
-    """Write the checkpoint folder: bfloat16 weights without the embedding, and some of its rows to know the target."""
+    """Write the checkpoint folder: bfloat16 weights without the embedding, but with PROBES of its rows."""
     part = out.with_name(out.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
     config = net.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
@@ -191,100 +193,128 @@ def save(net: LlamaModel, embed: Tensor, out: Path, target: str) -> None:
     part.rmdir()
 
 
+@dataclass(eq=False)
+class Training:
+    """A draft in training. `step` and `judge` work on windows of the lessons; the last of them are only judged."""
+
+    net: LlamaModel
+    embed: Tensor  # [V, E], the target's
+    data: Lessons
+    args: Args
+    done: int = 0  # tokens
+    log: list[dict[str, float]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # the windows left of this epoch
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        length, vocab = self.args.length, len(self.embed)
+        windows = len(self.data.ids) // length
+        self.trained = max(1, windows - max(1, windows // 40))  # windows that are trained on
+        counts = np.bincount(self.data.best[:, :8].ravel(), minlength=vocab)
+        self.frequent = torch.from_numpy(counts).topk(min(FREQUENT, vocab // 2)).indices
+        rest = torch.ones(vocab, dtype=torch.bool)
+        rest[self.frequent] = False
+        self.others = rest.nonzero()[:, 0]
+        matrices = [p for p in self.net.parameters() if p.ndim == 2]
+        vectors = [p for p in self.net.parameters() if p.ndim == 1]
+        self.optimisers = (
+            torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(vectors, weight_decay=0.0),
+        )
+
+    def batch(self, windows: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ids [windows, length] int64, then for each position best, logits and weight."""
+        at, data = np.array(windows)[:, None] * self.args.length + np.arange(self.args.length), self.data
+        ids, best = (torch.from_numpy(x[at].astype(np.int64)) for x in (data.ids, data.best))
+        logits = torch.from_numpy(data.logits[at].astype(np.float32))
+        return ids, best.flatten(0, 1), logits.flatten(0, 1), torch.from_numpy(data.weight[at]).flatten()
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.net(inputs_embeds=self.embed[ids], use_cache=False).last_hidden_state.flatten(0, 1)
+
+    def step(self) -> float:
+        args = self.args
+        left = max(args.tokens - self.done, args.batch) / (0.4 * args.tokens)
+        scale = min(1.0, (self.done + args.batch) / 100_000) * min(1.0, left)
+        for optimiser, rate in zip(self.optimisers, (args.muon, args.lr), strict=True):
+            for group in optimiser.param_groups:
+                group["lr"] = rate * scale
+        count = max(1, args.batch // args.length)
+        if len(self.order) < count:
+            rng = np.random.default_rng([args.seed, self.epoch, self.done])
+            self.order, self.epoch = rng.permutation(self.trained).tolist() * count, self.epoch + 1
+        windows, self.order = self.order[:count], self.order[count:]
+        ids, best, logits, weight = self.batch(windows)
+        rows = Rows.of(self.frequent, self.others, len(self.embed))
+        heat = (1.0, 0.7)[self.done // args.batch % 2]
+        loss = loss_of(self.hidden(ids), self.embed, best, logits, weight, heat, rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+        self.done += count * args.length
+        return loss.item()
+
+    @torch.no_grad()
+    def judge(self) -> float:
+        """The share of answer tokens, in the windows never trained on, at which the draft's best token is the
+        target's."""
+        right = total = 0
+        for window in range(self.trained, len(self.data.ids) // self.args.length):
+            ids, best, _, weight = self.batch([window])
+            answers = weight == 1
+            right += int(((self.hidden(ids) @ self.embed.T).argmax(-1) == best[:, 0])[answers].sum())
+            total += int(answers.sum())
+        return right / max(total, 1)
+
+    def save(self, path: Path) -> None:
+        kept = {"net": self.net.state_dict(), "done": self.done, "log": self.log}
+        kept["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
+        torch.save(kept, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)
+
+    def load(self, path: Path) -> None:
+        kept = torch.load(path, weights_only=True)
+        self.net.load_state_dict(kept["net"])
+        for optimiser, its in zip(self.optimisers, kept["optimisers"], strict=True):
+            optimiser.load_state_dict(its)
+        self.done, self.log = kept["done"], kept["log"]
+
+
 def main() -> None:
     (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().requires_grad_(False)
     data = lessons(Path(args.corpus), target)
-    held = max(
-        args.length, len(data.ids) // 40 // args.length * args.length
-    )  # the last conversations are not trained on
-    train = Lessons(data.ids[:-held], data.best[:-held], data.logits[:-held], data.weight[:-held], data.ends)
-    embed = target.model.embed_tokens.weight
-    frequent = torch.from_numpy(np.bincount(data.best[:, :8].ravel(), minlength=len(embed))).topk(FREQUENT).indices
-    others = torch.ones(len(embed), dtype=torch.bool)
-    others[frequent] = False
-    others = others.nonzero()[:, 0]
-
     net = cut(target, [int(n) for n in args.layers.split(",")], args.heads, args.ffn)
+    training = Training(net, target.model.embed_tokens.weight, data, args)
     del target
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    optimisers = [
-        torch.optim.Muon(matrices, lr=args.muon, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW([p for p in net.parameters() if p.ndim == 1], lr=args.lr, weight_decay=0.0),
-    ]
     out = Path(args.out)
-    state, done, log = out.with_name(out.name + ".pt"), 0, []
+    state = out.with_name(out.name + ".pt")
     if state.exists():
-        kept = torch.load(state, weights_only=True)
-        net.load_state_dict(kept["net"])
-        for optimiser, its in zip(optimisers, kept["optimisers"], strict=True):
-            optimiser.load_state_dict(its)
-        done, log = kept["done"], kept["log"]
+        training.load(state)
     print(f"{sum(p.numel() for p in net.parameters()):,} parameters, {len(data.ids):,} tokens of text", flush=True)
-
-    def batch(source: Lessons, starts: list[int]) -> tuple[Tensor, ...]:
-        at = np.array(starts)[:, None] + np.arange(args.length)
-        ids = torch.from_numpy(source.ids[at].astype(np.int64))
-        best = torch.from_numpy(source.best[at].astype(np.int64)).flatten(0, 1)
-        logits = torch.from_numpy(source.logits[at].astype(np.float32)).flatten(0, 1)
-        return ids, best, logits, torch.from_numpy(source.weight[at]).flatten()
-
-    def hidden_of(ids: Tensor) -> Tensor:
-        return net(inputs_embeds=embed[ids], use_cache=False).last_hidden_state.flatten(0, 1)
-
-    @torch.no_grad()
-    def judge() -> dict[str, float]:
-        """Agreement of the greedy tokens, and of the best token with the text, in answers never trained on."""
-        right = total = 0.0
-        for start in range(len(data.ids) - held, len(data.ids) - args.length + 1, args.length):
-            ids, best, _, weight = batch(data, [start])
-            guess = (hidden_of(ids) @ embed.T).argmax(-1)
-            here = weight == 1
-            right, total = right + float((guess == best[:, 0])[here].sum()), total + float(here.sum())
-        return {"agreement": round(right / max(total, 1), 4)}
-
-    epoch, order, saved, begun, since = done // max(len(train.ids), 1), [], time.time(), time.time(), done
     losses: list[float] = []
-    while done < args.tokens:
-        scale = min(1.0, (done + args.batch) / 100_000) * min(
-            1.0, max(args.tokens - done, args.batch) / (0.4 * args.tokens)
-        )
-        for optimiser, lr in zip(optimisers, (args.muon, args.lr), strict=True):
-            for group in optimiser.param_groups:
-                group["lr"] = lr * scale
-        count = args.batch // args.length
-        if len(order) < count:
-            order, epoch = train.windows(args.length, args.seed + epoch), epoch + 1
-        starts, order = order[:count], order[count:]
-        ids, best, logits, weight = batch(train, starts)
-        rows = torch.cat([frequent, others[torch.randint(len(others), (SAMPLED,))].unique()])
-        heat = (1.0, 0.7)[done // args.batch % 2]
-        loss = loss_of(hidden_of(ids), embed, best, logits, weight, heat, rows)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        for optimiser in optimisers:
-            optimiser.step()
-            optimiser.zero_grad()
-        done += args.batch
-        losses.append(loss.item())
-        if len(losses) == 50 or done >= args.tokens:
-            row = {"tokens": done, "kl": round(sum(losses) / len(losses), 4), **judge()}
-            log.append(row)
-            print(row, f"{(done - since) / (time.time() - begun):.0f} tokens/s", flush=True)
+    begun = saved = time.time()
+    first = training.done
+    while training.done < args.tokens:
+        losses.append(training.step())
+        last = training.done >= args.tokens
+        if len(losses) == 50 or last:
+            row = {"tokens": training.done, "kl": sum(losses) / len(losses), "agreement": training.judge()}
+            training.log.append(row)
             losses.clear()
-        if time.time() - saved > 120 or done >= args.tokens:
-            kept = {
-                "net": net.state_dict(),
-                "optimisers": [o.state_dict() for o in optimisers],
-                "done": done,
-                "log": log,
-            }
-            torch.save(kept, state.with_suffix(".tmp"))
-            state.with_suffix(".tmp").rename(state)
+            speed = (training.done - first) / (time.time() - begun)
+            print(
+                f"{row['tokens']:,} tokens: kl {row['kl']:.3f}, agreement {row['agreement']:.3f}, {speed:.0f}/s",
+                flush=True,
+            )
+        if time.time() - saved > 120 or last:
+            training.save(state)
             saved = time.time()
-    save(net, embed, out, Path(args.target).name)
+    save(net, training.embed, out, Path(args.target).name)
 
 
 if __name__ == "__main__":

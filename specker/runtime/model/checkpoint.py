@@ -123,9 +123,8 @@ def load(
     `max_context` lowers the number of positions (default: all that the checkpoint supports). `bidirectional=True` makes
     a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
     no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
-    is tied, it has all rows of the LM head. `owner`: the target of a draft that shares its embedding or head
-    (`_check_owner`). `tell` is called with (elements read, of all). Raises CheckpointError, and ValueError if memory
-    is too small.
+    is tied, it has all rows of the LM head. `owner`: the target of a draft that shares its embedding or head. `tell` is
+    called with (elements read, of all). Raises CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -136,21 +135,22 @@ def load(
     config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
     part.check(config)
     if config.shares:
-        _check_owner(source, folder, config, owner, random is None)
+        _check_owner(source, config, owner)
     elements = sum(math.prod(p.shape) for p in _pieces(config, part, whole_head))
     size = str(source), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
             folder = _folder(source, weights=True)
+            if owner is not None and config.shares:
+                _check_rows(source, folder, config, owner)
             buffers = _read_weights(folder, config, dtype, device, part, whole_head, tell)
         else:
             buffers = _random_weights(config, dtype, device, part, whole_head, random)
-    for name in config.shares:
-        assert owner is not None
-        buffers["head" if name == "lm_head" else "embed"] = getattr(
-            owner.weights, "head" if name == "lm_head" else "embed"
-        )
+    if owner is not None and "embed_tokens" in config.shares:
+        buffers["embed"] = owner.weights.embed
+    if owner is not None and "lm_head" in config.shares:
+        buffers["head"] = owner.weights.head
     buffers.setdefault("head", buffers["embed"])
     absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
@@ -298,19 +298,25 @@ def _read_weights(
     return buffers
 
 
-def _check_owner(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoint | None, read: bool) -> None:
-    """Raise CheckpointError unless `owner` has the tensors that a draft shares. The draft's file holds some rows of its
-    target's embedding (SHARED_ROWS); with `read` they must be the owner's, up to rounding and quantisation."""
+def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:
+    """Raise CheckpointError unless `owner` may be the target whose tensors a draft shares."""
     if owner is None:
         raise CheckpointError(
             f"{source} is a draft that shares its target's {' and '.join(c.shares)}; it runs only beside its target"
         )
     sizes = (c.vocab_size, c.hidden_size), (owner.config.vocab_size, owner.config.hidden_size)
-    another = f"the draft {source} shares the {' and '.join(c.shares)} of another target than {owner.folder}"
     if sizes[0] != sizes[1]:
-        raise CheckpointError(f"{another}: its embedding is {sizes[0]}, the target's {sizes[1]}")
-    if not read:
-        return
+        raise _another(source, c, owner, f"its embedding is {sizes[0]}, the target's {sizes[1]}")
+
+
+def _another(source: str | Path, c: ModelConfig, owner: Checkpoint, why: str) -> CheckpointError:
+    shared = " and ".join(c.shares)
+    return CheckpointError(f"the draft {source} shares the {shared} of another target than {owner.folder}: {why}")
+
+
+def _check_rows(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoint) -> None:
+    """Raise CheckpointError unless the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s, up to rounding
+    and quantisation."""
     with ExitStack() as stack:
         where = _open(folder, stack)
         if any(name not in where for name in SHARED_ROWS):
@@ -324,7 +330,7 @@ def _check_owner(source: str | Path, folder: Path, c: ModelConfig, owner: Checkp
         raise CheckpointError(f"{' and '.join(SHARED_ROWS)} of {source} do not fit together; export it again")
     own = owner.weights.embed[ids.to(owner.weights.embed.device)].float().cpu()
     if not (torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all():
-        raise CheckpointError(f"{another}: the rows of its embedding differ")
+        raise _another(source, c, owner, "the rows of its embedding differ")
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""train/: a tiny chat model writes text, and a draft distilled from it drafts for it."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from make_checkpoint import make
+
+import specker
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"train_{name}", ROOT / "train" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+corpus, draft = script("corpus"), script("draft")
+
+
+def main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("sys.argv", [module.__name__, *map(str, argv), "--threads", "1"])
+    module.main()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("target") / "chatty", tokenizer=True, tied=True, max_context=256)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Two questions to train on and a held-out one."""
+    held = json.loads((ROOT / "bench" / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    rows = [{"question_id": -n, "turns": [f"What is {n}?", "Why?"]} for n in (1, 2)]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (held, *rows)))
+    return path
+
+
+def test_text_is_written_and_goes_on_where_it_stopped(target, questions, tmp_path, monkeypatch):
+    """Conversation k is the same whatever was decoded beside it, and none is written twice."""
+    asked = []
+    chat = corpus.Writer.chat
+    monkeypatch.setattr(corpus.Writer, "chat", lambda self, text: asked.append(text) or chat(self, text))
+    monkeypatch.setattr(corpus, "SHARD", 4)
+    how = ["--target", target, "--questions", questions, "--max_new_tokens", 12, "--max_context", 256]
+    main(corpus, monkeypatch, *how, "--out", tmp_path / "a", "--tokens", 60, "--batch_size", 3)
+    first = {k: tuple(ids) for k, ids, _ in corpus.read(tmp_path / "a")}
+    main(corpus, monkeypatch, *how, "--out", tmp_path / "a", "--tokens", 160, "--batch_size", 3)
+    both = corpus.read(tmp_path / "a")
+    assert len({k for k, _, _ in both}) == len(both) > len(first) >= 4
+    assert first.items() <= {k: tuple(ids) for k, ids, _ in both}.items()
+    main(corpus, monkeypatch, *how, "--out", tmp_path / "b", "--tokens", 60, "--batch_size", 1)
+    alone = {k: tuple(ids) for k, ids, _ in corpus.read(tmp_path / "b")}
+    same = alone.keys() & first.keys()
+    assert len(same) > 2 and all(alone[k] == first[k] for k in same)
+    assert "What is 1?" in asked and not any("Hawaii" in text for text in asked), "a held-out question was used"
+    for _, ids, start in both:
+        assert 0 < start < len(ids) <= start + 12
+
+
+def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch):
+    """On random text of the target: the loss falls, a killed run goes on, and the draft shares the embedding."""
+    engine = specker.load(target, strategy="ar", dtype="float64", device="cpu")
+    texts = [engine.generate([n + 3], 80, temperature=0.7, seed=n).tokens for n in range(24)]
+    shards = tmp_path / "corpus"
+    shards.mkdir()
+    corpus.save(shards, {n: ([n + 3, *text], 1) for n, text in enumerate(texts)})
+    how = ["--target", target, "--corpus", shards, "--out", tmp_path / "thin", "--layers", "0,2", "--heads", 2]
+    how += ["--ffn", 32, "--batch", 128, "--length", 64]
+    monkeypatch.setattr(draft, "BEST", 16)
+    main(draft, monkeypatch, *how, "--tokens", 3000)
+    state = torch.load(tmp_path / "thin.pt", weights_only=True)
+    assert state["done"] >= 3000 and len(state["log"]) == 1
+    main(draft, monkeypatch, *how, "--tokens", 30000)
+    log = torch.load(tmp_path / "thin.pt", weights_only=True)["log"]
+    assert log[0] == state["log"][0] and log[-1]["kl"] < 0.8 * log[0]["kl"] and log[-1]["agreement"] > 0
+    fast = specker.load(target, tmp_path / "thin", strategy="draft", dtype="float64", device="cpu")
+    assert fast.draft.config.num_layers == 2 and fast.draft.weights.embed is fast.target.weights.embed
+    out = fast.generate([9], 60, temperature=0.7)
+    assert out.tokens == engine.generate([9], 60, temperature=0.7).tokens and out.stats.accepted > 0
+
+
+def test_the_loss_is_the_divergence_from_the_target():
+    """With every row scored it is exact; with a sample of the rows its mean is."""
+    g = torch.Generator().manual_seed(0)
+    V, n = 300, 40
+    hidden, embed = torch.randn(n, 8, generator=g), torch.randn(V, 8, generator=g)
+    logits, best = torch.randn(n, V, generator=g).topk(12)
+    weight = torch.rand(n, generator=g)
+    p = (logits / 0.7).softmax(-1).double()
+    q = (hidden @ embed.T / 0.7).double().log_softmax(-1).gather(1, best)
+    want = ((p * (p.log() - q)).sum(-1) * weight).sum() / weight.sum()
+    column = torch.arange(V)
+    every = draft.Rows(column, torch.zeros(V), column)
+    exact = draft.loss_of(hidden, embed, best, logits, weight, 0.7, every)
+    assert exact == pytest.approx(float(want), rel=1e-5)
+    torch.manual_seed(0)
+    sampled = [
+        float(draft.loss_of(hidden, embed, best, logits, weight, 0.7, draft.Rows.of(column[:50], column[50:], V)))
+        for _ in range(8)
+    ]
+    assert np.mean(sampled) == pytest.approx(float(want), rel=0.02)
+
+
+def test_gradients_are_finite_where_every_token_is_scored():
+    hidden = torch.randn(3, 8, requires_grad=True)
+    embed, column = torch.randn(20, 8), torch.arange(20)
+    best = torch.tensor([[0, 1]] * 3)
+    draft.loss_of(
+        hidden, embed, best, torch.zeros(3, 2), torch.ones(3), 1.0, draft.Rows(column, torch.zeros(20), column)
+    ).backward()
+    assert hidden.grad.isfinite().all() and hidden.grad.abs().sum() > 0
