@@ -149,7 +149,7 @@ def where_from(device: str = "cpu") -> dict[str, Any]:
         },
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.argv]).replace(str(Path.home()), "~"),
     }
 
 

@@ -165,8 +165,8 @@ def save(figure: Any, path: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(path.with_suffix(".png"), dpi=120)
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(path.with_name(f"{path.name}.png"), dpi=120)
+        figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
 
 
 def show(machine: str, cases: list[list[Row]], runs: dict[str, list[Row]]) -> None:
