@@ -249,9 +249,10 @@ class Decoding:
             started.append((line, line.results[-1]))
             if self.echo:
                 line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
-            follows = self.job.chat and len(line.results) > 1  # a batch of one keeps the K/V of the turns before
-            options = {"max_new_tokens": self.job.max_new_tokens, "follows": follows, **asdict(line.sampling)}
-            waiting.appendleft(self.engine.request(number, ids, **options))
+            options = {"max_new_tokens": self.job.max_new_tokens, **asdict(line.sampling)}
+            request = self.engine.request(number, ids, **options)
+            request.follows = self.job.chat and len(line.results) > 1  # a batch of one keeps the K/V of earlier turns
+            waiting.appendleft(request)
 
         for line in reversed(lines):
             begin(line)
@@ -387,7 +388,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     interrupted = False
     if screen.terminal and engine.speculates and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
-    if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.recommended):
+    if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.target.recommended):
         asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")
     decoding = Decoding(engine, job, screen, encode, echo=not chatting)

@@ -56,7 +56,7 @@ def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
     assert found[1] >= DEEP[temperature] and found[1] >= 0.93 * found[0], found
 
 
-@pytest.mark.parametrize("temperature", FLOOR)
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_draft_is_accepted(temperature):
     engine = specker.load(device="cpu", **CHAIN)
     stats = Stats()
@@ -65,7 +65,7 @@ def test_the_draft_is_accepted(temperature):
     assert stats.acceptance_length >= FLOOR[temperature]
 
 
-@pytest.mark.parametrize("temperature", DIFFUSION)
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_diffusion_drafter_is_accepted(temperature):
     engine = specker.load(strategy="diffuspec", device="cpu")
     stats = Stats()

@@ -107,7 +107,7 @@ def test_a_conversation(endless: str, tmp_path: Path) -> None:
 
 def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file of conversations too. The answers are those without it."""
-    from specker.runtime.engine import Engine
+    from specker.runtime.loop import Batch
     from specker.runtime.stats import Stats
 
     talks, out = tmp_path / "talks.jsonl", tmp_path / "o.json"
@@ -120,8 +120,7 @@ def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypat
     assert run.main(argv) == 0
     kept = json.loads(out.read_text())["prompts"]
     assert prefilled[0] == kept[0]["prompt_tokens"] - 1 and max(prefilled[1:3]) < 60
-    request = Engine.request
-    monkeypatch.setattr(Engine, "request", lambda *args, follows=False, **how: request(*args, **how))
+    monkeypatch.setattr(Batch, "_kept", lambda self, sequence: [0] * len(self.caches))
     prefilled.clear()
     assert run.main(argv) == 0
     assert prefilled[1] == kept[1]["prompt_tokens"] - 1

@@ -44,7 +44,7 @@ def test_a_row_for_each_configuration_and_temperature(run, capsys):
     assert "draft chain 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_engines_that_share_a_target_decode_what_they_decode_alone(monkeypatch, graphs):
     """They take turns over one cache, with texts in several KV buckets."""
     monkeypatch.setattr("specker.runtime.loop.KV_BUCKETS", (48, 96))

@@ -43,7 +43,8 @@ def load(models, way, **more):
 
 def answer(engine, prompt, count=20, stop_after=None, **how):
     """The tokens of a request that follows the last one, and its sequence."""
-    request = engine.request(0, prompt, count, follows=True, **how)
+    request = engine.request(0, prompt, count, **how)
+    request.follows = True
     steps, tokens = engine.serve(deque([request])), []
     for step in steps:
         tokens += step.tokens
@@ -114,7 +115,8 @@ def test_del_learns_from_the_new_rows(models):
     engine = load(models, "del")
     tokens, _ = answer(engine, START)
     heard = []
-    request = engine.request(0, START + tokens + TURN, 20, follows=True)
+    request = engine.request(0, START + tokens + TURN, 20)
+    request.follows = True
     request.policy.learn = lambda layers, match, *_: heard.append(match.shape[1])
     list(engine.serve(deque([request])))
     assert heard[0] == len(TURN)

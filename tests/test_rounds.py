@@ -352,7 +352,7 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), cases.one_in(2, RECORDED, ["1-greedy", "1-noise", "1-filtered", "8-filtered"])
+    ("name", "case"), cases.one_in(4, RECORDED, ["1-greedy", "1-noise", "1-filtered", "8-filtered"])
 )
 def test_launches_do_not_depend_on_the_text(recorded, name, case):
     """Two rounds on texts of different lengths launch the same kernels with the same arguments, except for addresses.

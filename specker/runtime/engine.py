@@ -20,7 +20,6 @@ from specker.runtime.head import Kept
 from specker.runtime.loop import Batch, Step, decode
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.config import read_json
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Fixed, Policy
 from specker.runtime.state import Sequence
@@ -85,16 +84,6 @@ class Engine:
         return self.target.config.max_context
 
     @property
-    def recommended(self) -> dict[str, float]:
-        """The sampling settings that the checkpoint recommends (generation_config.json): fields of `Sampling`. They are
-        never taken by themselves; {} if it recommends greedy decoding or nothing."""
-        raw = read_json(self.target.folder / "generation_config.json", required=False)
-        if not raw.get("do_sample"):
-            return {}
-        given = {name: raw.get(name) for name in ("temperature", "top_p", "top_k")}
-        return {name: value for name, value in given.items() if isinstance(value, int | float)}
-
-    @property
     def bit_equal(self) -> bool:
         """Whether tokens must equal plain decoding's bit for bit: in float64, and for chains on a GPU."""
         chain = strategies.of(self.options).chains(self.options) and self.options.linear != "cublas"
@@ -142,25 +131,16 @@ class Engine:
         warm_up(self, tell)
 
     def request(
-        self,
-        index: int,
-        prompt: Prompt,
-        max_new_tokens: int = 128,
-        drafting: bool = True,
-        follows: bool = False,
-        **sampling: Any,
+        self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any
     ) -> Sequence:
-        """Check a prompt and its options and make a request for `serve`. Raises as `stream` does. `follows`: with
-        `--batch-size 1`, keep the previous request's K/V as far as the texts agree, as in a conversation. The prompt's
-        K/V is then partly that of verify passes, so it may differ in rounding from a prefill's."""
+        """Check a prompt and its options and make a request for `serve`. Raises as `stream` does."""
         params = from_kwargs(Sampling, sampling)
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
         ids = self.validate(prompt, max_new_tokens)
         limit = min(len(ids) + max_new_tokens, self.max_context)
         drafting = drafting and self.drafter is not None
-        policy = self.policy() if drafting else Fixed(0, 0)
-        return Sequence(index, ids, limit, params, policy, drafting, follows)
+        return Sequence(index, ids, limit, params, self.policy() if drafting else Fixed(0, 0), drafting)
 
     def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
         """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time."""

@@ -23,7 +23,9 @@ class Sequence:
     sampling: Sampling
     policy: Policy
     drafting: bool = True  # False: plain decoding
-    follows: bool = False  # continues the previous request: the K/V of their common beginning is kept
+    follows: bool = False
+    """In a batch of one: keep the previous request's K/V as far as the texts agree, as in a conversation. Part of the
+    prompt's K/V then comes from verify passes, so it may differ in rounding from a prefill's."""
     stats: Stats = field(default_factory=Stats)
     finished: str | None = None  # None, "stop" (a stop id) or "length"
 

@@ -91,6 +91,16 @@ class Checkpoint:
         return _tokenizer(self.folder, self.config.architecture)
 
     @property
+    def recommended(self) -> dict[str, float]:
+        """The sampling settings that generation_config.json recommends, fields of `specker.config.Sampling`; {} if it
+        recommends greedy decoding or nothing. They are never taken by themselves."""
+        raw = read_json(self.folder / "generation_config.json", required=False)
+        if not raw.get("do_sample"):
+            return {}
+        given = {name: raw.get(name) for name in ("temperature", "top_p", "top_k")}
+        return {name: value for name, value in given.items() if isinstance(value, int | float)}
+
+    @property
     def tokenizer_or_none(self) -> Any:
         """The tokenizer, or None if there is none: prompts and results are then token ids only."""
         try:
