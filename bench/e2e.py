@@ -313,6 +313,8 @@ def show(rows: list[dict], temperature: float) -> None:
 
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    if unknown := set(args.ways.split(",")) - {"", *SHAPES, *HF}:
+        sys.exit(f"bench: --ways has {', '.join(sorted(unknown))}; there are {', '.join((*SHAPES, *HF))}")
     engines = engines_of(args)
     plain = engines["ar"]
     rows = []

@@ -127,6 +127,12 @@ def test_a_target_needs_questions(run, pair, monkeypatch):
         e2e.main()
 
 
+def test_an_unknown_configuration_is_refused(run, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench/e2e.py", "--ways", "ar,loockup"])
+    with pytest.raises(SystemExit, match="--ways has loockup; there are ar, draft chain 2, del, transformers generate"):
+        e2e.main()
+
+
 def test_transformers_decodes_with_a_draft_that_shares_the_embedding(tmp_path):
     """As with the draft's own copy."""
     target = make(tmp_path / "target", layers=2, tied=True)

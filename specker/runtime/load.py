@@ -32,8 +32,8 @@ def load(
     `dtype` is a torch dtype or one of float32, bfloat16, float16, float64; default: float32 on a CPU, bfloat16 on a
     GPU. `strategy` is a name as in --strategy, with the other flags by name in `options`, as strings or parsed values;
     or `strategy` is an `Options` with all of them. `tell` is called with (elements read, of all) of each checkpoint's
-    weights. Raises TypeError for an unknown option, ValueError (CheckpointError)
-    for a checkpoint or a combination that cannot run, and RankLost if another process of the job fails.
+    weights. Raises TypeError for an unknown option, ValueError (CheckpointError) for a checkpoint or a combination that
+    cannot run, and RankLost if another process of the job fails.
     """
     if isinstance(strategy, Options) and options:
         raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
@@ -55,7 +55,8 @@ def load(
         raise ValueError("--draft needs --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
     draft_source = zoo.path(parts.bundled_draft) if draft is None and parts.bundled_draft is not None else draft
-    shares_head = draft_source is not None and "lm_head" in read_config(draft_source).shares
+    # Only ranks split a head. Without them the draft's config is not read twice: it may come from the hub.
+    shares_head = ranks is not None and draft_source is not None and "lm_head" in read_config(draft_source).shares
     main = load_checkpoint(
         target_source,
         dtype=kind,
