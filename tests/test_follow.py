@@ -121,3 +121,18 @@ def test_del_learns_from_the_new_rows(models):
     list(engine.serve(deque([request])))
     assert heard[0] == len(TURN)
     assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize(
+    ("way", "keeps"), [("draft", True), ("mismatch", False), ("never", False), ("diffuspec", False)]
+)
+def test_a_drafter_with_inexact_columns_starts_anew(models, way, keeps, monkeypatch):
+    engine, started = load(models, way), []
+    prefill, cache = engine.drafter.prefill, engine.drafter.cache
+    monkeypatch.setattr(
+        engine.drafter, "prefill", lambda slot, text: started.append(cache.exact_len[slot]) or prefill(slot, text)
+    )
+    tokens, _ = answer(engine, START)
+    started.clear()
+    answer(engine, START + tokens + TURN)
+    assert (started[0] > len(START)) == keeps and (keeps or started[0] == 0)

@@ -94,11 +94,11 @@ def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch):
     assert out.tokens == engine.generate([9], 60, temperature=0.7).tokens and out.stats.accepted > 0
 
 
-def test_the_loss_is_the_divergence_from_the_target():
+def test_the_loss_is_the_divergence_from_the_target(monkeypatch):
     """With every row scored it is exact; with a sample of the rows its mean is."""
     g = torch.Generator().manual_seed(0)
     V, n = 300, 40
-    hidden, embed = torch.randn(n, 8, generator=g), torch.randn(V, 8, generator=g)
+    hidden, embed = torch.randn(n, 8, generator=g), 0.5 * torch.randn(V, 8, generator=g)
     logits, best = torch.randn(n, V, generator=g).topk(12)
     weight = torch.rand(n, generator=g)
     p = (logits / 0.7).softmax(-1).double()
@@ -108,12 +108,13 @@ def test_the_loss_is_the_divergence_from_the_target():
     every = draft.Rows(column, torch.zeros(V), column)
     exact = draft.loss_of(hidden, embed, best, logits, weight, 0.7, every)
     assert exact == pytest.approx(float(want), rel=1e-5)
+    monkeypatch.setattr(draft, "SAMPLED", 60)  # of 250 ids
     torch.manual_seed(0)
     sampled = [
         float(draft.loss_of(hidden, embed, best, logits, weight, 0.7, draft.Rows.of(column[:50], column[50:], V)))
-        for _ in range(8)
+        for _ in range(60)
     ]
-    assert np.mean(sampled) == pytest.approx(float(want), rel=0.02)
+    assert np.mean(sampled) == pytest.approx(float(want), rel=0.03)
 
 
 def test_gradients_are_finite_where_every_token_is_scored():
