@@ -83,8 +83,7 @@ class Common:
     )
     linear: str = opt(
         "rows",
-        "rows: batch-invariant linears; cublas: torch's own linears on a GPU, which are not batch-invariant. On a CPU "
-        "cublas changes nothing",
+        "rows: batch-invariant linears; cublas: torch's own linears, which are not batch-invariant",
         choices=("rows", "cublas"),
     )
     max_context: int | None = opt(

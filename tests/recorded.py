@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
 from specker.runtime.graphs import Graphs
-from specker.runtime.model import cache
+from specker.runtime.model import cache, checkpoint
 from specker.runtime.strategies import diffuspec
 
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
@@ -87,7 +87,8 @@ def recording() -> Iterator[Log]:
     _forget()
     try:
         calls = patch.object(Variant, "__call__", launched), patch.object(Graphs, "run", stretch)
-        with calls[0], calls[1], FakeTensorMode(allow_non_fake_inputs=True), Ops(log), cuda:
+        alike = patch.object(checkpoint, "activations", lambda dtype, device: dtype)
+        with calls[0], calls[1], alike, FakeTensorMode(allow_non_fake_inputs=True), Ops(log), cuda:
             yield log
     finally:
         _forget()

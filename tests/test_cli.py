@@ -503,7 +503,7 @@ def test_linear_is_reported(capsys: pytest.CaptureFixture[str], pair: tuple[str,
     assert run.main([*argv, "--linear", "cublas"]) == 0
     out, err = capsys.readouterr()
     got = json.loads(out)
-    assert got["linear"] == "cublas: on a CPU it changes nothing" and got["total"]["identical"] is True
+    assert "not batch-invariant" in got["linear"] and got["total"]["identical"] is True
     assert f"linear: {got['linear']}" in err
     assert run.main([*argv, "--linear", "rows"]) == 0
     again = json.loads(capsys.readouterr().out)

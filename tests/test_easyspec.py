@@ -42,9 +42,9 @@ def pair(tmp_path_factory, checkpoints):
     return target, perturbed(target, tmp_path_factory.mktemp("draft"), amount=0.05)
 
 
-def loaded(folder, groups, packed=False):
+def loaded(folder, groups):
     checkpoint = load_checkpoint(folder, dtype=F64, device="cpu")
-    model = Model(checkpoint, packed=packed)
+    model = Model(checkpoint)
     cache = KVCache(model.config, 64, dtype=F64, device="cpu", page_size=16)
     return model, cache, LayerParallel(model, cache, Schedule(groups))
 
@@ -170,7 +170,7 @@ def test_the_checkpoint_keeps_no_copy_of_stacked_weights(pair):
     wide = [(layers, g) for layers, g in zip(parallel.schedule.groups, parallel.groups, strict=True) if len(layers) > 1]
     stacks = {x.untyped_storage().data_ptr() for _, g in wide for x in (g.attention.qkv, g.attention.o)}
     grouped = [n for layers, _ in wide for n in layers]
-    assert len(grouped) == 5 and len(stacks) == 4
+    assert len(grouped) == 5 and len(stacks) == 2
     for held in (weights.qkv, weights.o):
         assert {held[n].untyped_storage().data_ptr() for n in grouped} <= stacks
     assert torch.equal(weights.qkv[2], engine.drafter.model.layers[2].attention.qkv)
@@ -238,7 +238,7 @@ def kernels(monkeypatch):
 
 def tiny_model(folder, linear):
     checkpoint = load_checkpoint(folder, dtype=torch.float32, device="cpu")
-    return Model(checkpoint, packed=False, pack_head=False, linear=linear)
+    return Model(checkpoint, linear=linear)
 
 
 def tiny_cache(model):

@@ -191,7 +191,7 @@ def test_launches_equal_the_recorded_ones(tmp_path, name, attention):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with recording() as log, torch.inference_mode():
         made = checkpoint.load(str(tmp_path), dtype=torch.bfloat16, device="cpu", random=0)
-        model = Model(made, packed=False)
+        model = Model(made)
         cache = KVCache(model.config, 2304, dtype=torch.bfloat16, device="cpu")
         cache.bucket(2048)
         rows = cache.place(torch.tensor([2000]), 0, 0, 12)

@@ -51,7 +51,7 @@ def test_a_strategy_has_the_tokens_of_plain_decoding(real: str, strategy: str, t
 
 def test_the_gguf_file_is_a_target(real: str) -> None:
     """The command converts nothing again: `real` is the folder that the file was converted to."""
-    file = source._file()
+    file = source.file()
     command = [sys.executable, "-m", "specker.run", "--target", str(file), "--strategy", "lookup", "--chat"]
     command += ["--prompt", "Why is the sky blue?", "--max-new-tokens", "12", "--max-context", "256"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

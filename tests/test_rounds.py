@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import cases
 import pytest
@@ -20,6 +21,7 @@ from specker.config import Sampling
 from specker.runtime import compose
 from specker.runtime.head import Head
 from specker.runtime.loop import Batch
+from specker.runtime.model import checkpoint
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round, launch
 from specker.runtime.state import Sequence
@@ -283,7 +285,8 @@ class Recorded:
         draft = make(folder / "draft", "dream" if diffusion else arch, layers=layers[1], max_context=6000)
         models = {"ar": [target], "del": [target], "vocabtrim": []}.get(strategy, [target, draft])
         how = {"device": "cpu", "dtype": "bfloat16", "graphs": "on"}
-        self.engine = specker.load(*models, strategy=strategy, **how, **options)
+        with patch.object(checkpoint, "activations", lambda dtype, device: dtype):  # as on a GPU
+            self.engine = specker.load(*models, strategy=strategy, **how, **options)
         self.batch, self.plan = self.engine.batch, self.engine.plan
         self.budgets = self.plan.budgets or (Budget(0, 0),)
         self.asks = self.engine.policy().confident

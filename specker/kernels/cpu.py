@@ -6,6 +6,7 @@ the caches, so an operation costs as much as refetching its code. A numpy view o
 (bench/LOG.md has the step's time with and without). Torch handles more rows: it has threads.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,16 @@ from torch.compiler import is_dynamo_compiling
 
 FEW_ROWS = 64
 _TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float16 is slow
+
+
+@cache
+def native() -> Any:
+    """The module of compiled CPU kernels; None if numba is not installed: torch's operators then serve, more slowly."""
+    try:
+        from specker.kernels import native
+    except ImportError:
+        return None
+    return native
 
 
 def few(x: Tensor) -> bool:

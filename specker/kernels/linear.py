@@ -4,7 +4,8 @@ Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]. With e
 O/2 rows are the gate and the rest the up projection; the result is silu(x Wg^T) * (x Wu^T), [T, O/2]. One call can run
 G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. Accumulation is in float32 (float64 for
 float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On a CPU a row's last bits may depend on
-the other rows: results agree to 1e-12 in float64.
+the other rows: results agree to 1e-12 in float64. There x and bias may also be float32 beside a bfloat16 weight: x and
+the product are rounded to bfloat16, the result is float32.
 
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
@@ -12,10 +13,7 @@ Determinism: the kernel is batch-invariant: a row's bits depend only on that row
 matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only
 on (G, O, E, architecture), and a second kernel adds their float32 partials in order. No atomics.
 
-`pack` puts a float32 or bfloat16 CPU weight into oneDNN's blocked layout. A plain linear re-reads the weight as the
-rows grow and, for one row, takes twice the time of the packed one if the weight comes from memory. The packed call has
-a fixed cost of 10 to 40 us. Weights that stay in the caches are packed from `PACK_MIN` elements on, others from
-`PACK_MIN_STREAMED` on (bench/pack.py).
+On a CPU, products of up to 256 float32 rows with a large matrix are batch-invariant too: kernels/native.py serves them.
 """
 
 import math
@@ -27,23 +25,25 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from specker.kernels.cpu import native, plain
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 EPILOGUES = ("none", "silu_mul")
-PACK_MIN = 1 << 21  # elements; for weights that stay in the caches
-PACK_MIN_STREAMED = 1 << 16  # for weights that every step reads from memory
+NATIVE_MIN = 1 << 18  # elements from which the compiled product is worth waking its threads (20 to 50 us)
 MAX_ROWS = 256  # that the kernel serves
-_PACK_ROWS = 16  # the row count the layout is chosen for; measured good for 1 to 64 rows
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-    """x [T, E], weight [O, E] (plain or from `pack`), bias [O] -> [T, O], or [T, O/2] with epilogue
-    "silu_mul". Plain tensors may all have a leading dimension G. Raises ValueError on other shapes and dtypes."""
+    """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue
+    "silu_mul". All may have a leading dimension G. Raises ValueError on other shapes and dtypes."""
+    done = _row_linear_few(x, weight, bias, epilogue)
+    if done is not None:
+        return done
     matrices = x.dim() == weight.dim() > 1
-    plain = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
+    simple = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
     eager = type(x) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
-    if eager and x.is_cpu and bias is None and matrices and plain:
+    if eager and x.is_cpu and bias is None and matrices and simple and like(x, weight):
         try:
             return row_linear_ref(x, weight, bias, epilogue)
         except RuntimeError:  # check after a failure only, to spare decoding steps the checks
@@ -53,8 +53,10 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: 
 
 
 def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-    if weight.layout is torch._mkldnn:  # type: ignore[attr-defined]
-        y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
+    if x.dtype != weight.dtype:
+        y = row_linear_ref(x.to(weight.dtype), weight).to(x.dtype)
+        if bias is not None:
+            y += bias.unsqueeze(-2)
     elif x.dim() == 2:
         y = F.linear(x, weight, bias)
     else:
@@ -77,27 +79,30 @@ def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilo
     return G * (elements * x.element_size() + partials), 2 * G * T * O * E
 
 
-def pack(weight: Tensor, least: int = PACK_MIN) -> Tensor:
-    """`weight` [O, E] in the layout in which `row_linear` is fastest here; the weight itself if that is row-major.
-    `least`: pack only weights of so many elements."""
-    if (
-        type(weight) in (Tensor, torch.nn.Parameter)  # not a fake tensor
-        and weight.layout is torch.strided  # not packed already
-        and weight.device.type == "cpu"
-        and weight.numel() >= least
-        and _packs(weight.dtype)
-    ):
-        return torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-    return weight
+def _row_linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor | None:
+    """The CPU form for few rows of float32."""
+    if x.dim() != 2 or weight.dim() != 2 or weight.numel() < NATIVE_MIN or not plain(x) or x.dtype != torch.float32:
+        return None
+    kernels = native()
+    if kernels is None or not kernels.serves(x, weight) or epilogue not in EPILOGUES:
+        return None
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
+        return None
+    y = kernels.product(x, weight)
+    if bias is not None:
+        y += bias
+    if epilogue == "silu_mul":
+        if y.shape[1] % 2:
+            return None
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate).mul_(up)
+    return y
 
 
-@lru_cache
-def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has fast packed linears of this dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    native = torch.ops.mkldnn._is_mkldnn_bf16_supported  # AVX-512 or AMX
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and native())
+def like(x: Tensor, weight: Tensor) -> bool:
+    """Whether `row_linear` takes this x with this weight, by their dtypes and devices."""
+    alike = x.dtype == weight.dtype or (x.is_cpu and (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16))
+    return alike and x.device == weight.device
 
 
 @triton.jit
@@ -392,7 +397,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Non
             "expected x [T, E] and weight [O, E], or x [G, T, E] and weight [G, O, E]: "
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         )
-    if x.dtype != weight.dtype or x.device != weight.device:
+    if not like(x, weight):
         raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ValueError(f"bias must be {list(weight.shape[:-1])}, got {tuple(bias.shape)}")

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.cpu import few, normed
-from specker.kernels.linear import MAX_ROWS, SMS, row_linear, stream_rows
+from specker.kernels.linear import MAX_ROWS, SMS, like, row_linear, stream_rows
 from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
 from specker.kernels.registry import register
@@ -64,7 +64,7 @@ def vocab_topk(
     noise: Noisy | None = None,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, E], weight [K, E] (plain or packed), token_ids [K] -> ids [T, k], logits [T, k], lse [T].
+    """hidden [T, E], weight [K, E], token_ids [K] -> ids [T, k], logits [T, k], lse [T].
 
     token_ids are distinct, int32 or int64. 1 <= k <= min(64, K). norm = (weight [E], eps), noise = (seed, positions [T]
     int64, temperature 0 or >= 1e-6) or a `Noise`, whose `draw` holds seed and temperature in memory. Without
@@ -530,7 +530,7 @@ def _check(
         raise ValueError(
             f"expected hidden [T, E] and weight [K, E]: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
         )
-    if not hidden.is_floating_point() or hidden.dtype != weight.dtype or hidden.device != weight.device:
+    if not hidden.is_floating_point() or not like(hidden, weight):
         raise ValueError(
             f"hidden and weight must be of one floating dtype and device: hidden {hidden.dtype} {hidden.device}, "
             f"weight {weight.dtype} {weight.device}"

@@ -79,5 +79,5 @@ def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
 def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
     """The memory that the caches of target and draft must fit into."""
     own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
-    embed = target.weights.embed
-    return memory.Room(tuple(c.local for c in own), embed.dtype, embed.device, options.page_size, SCRATCH)
+    norm = target.weights.norm  # has the dtype of the K/V
+    return memory.Room(tuple(c.local for c in own), norm.dtype, norm.device, options.page_size, SCRATCH)

@@ -26,7 +26,7 @@ class Kept:
 
 @dataclass
 class Head:
-    weight: Tensor  # [K, E], packed or not as row_linear accepts it; not packed if rows follow the text
+    weight: Tensor  # [K, E]
     norm: Tensor  # [E]
     eps: float
     kept: Kept | None = None  # None: row i is id i

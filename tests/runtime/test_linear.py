@@ -53,8 +53,6 @@ def test_the_option_reaches_both_models(tmp_path, strategy):
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_cublas_on_a_gpu_reports_the_loss_of_batch_invariance(pair):
+def test_cublas_reports_the_loss_of_batch_invariance(pair):
     engine = specker.load(*pair, device="cpu", linear="cublas")
-    assert engine.remarks == {"linear": "cublas: on a CPU it changes nothing"}
-    engine.device = torch.device("cuda")
-    assert "no longer batch-invariant" in engine.remarks["linear"]
+    assert "not batch-invariant" in engine.remarks["linear"]

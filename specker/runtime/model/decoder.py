@@ -5,34 +5,31 @@ few rows (a decoding step, a verify pass, a tree level) of one or several sequen
 long chunks of a prompt with torch's SDPA, and strategies/easyspec.py runs several layers side by side.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.attention import tree_attention
+from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import PACK_MIN, PACK_MIN_STREAMED, pack, row_linear
+from specker.kernels.linear import row_linear
 from specker.kernels.merge import add_norm, residual_merge
 from specker.runtime.dist import Ranks
-from specker.runtime.model import memory
 from specker.runtime.model.cache import KVCache, Rows
-from specker.runtime.model.checkpoint import Checkpoint, Layers, Weights
-from specker.runtime.model.config import layer_elements
+from specker.runtime.model.checkpoint import Checkpoint, Weights
 from specker.runtime.sampling import Draws
 
 PREFILL_CHUNK = 512
-CACHED = 1 << 27  # bytes of weights that may stay in a CPU's caches from step to step
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pages, page_size, Hkv, D] -> [T, Hq, D]
 
 
 class Attention(NamedTuple):
-    """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]. A single
-    layer's linear weights are packed for the device."""
+    """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]."""
 
     norm_in: Tensor  # [E]
     qkv: Tensor
@@ -83,33 +80,42 @@ class Model:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        packed: bool = True,
-        pack_head: bool = True,
         linear: Callable[..., Tensor] = row_linear,
         ranks: Ranks | None = None,
     ):
-        """`packed`: repack the checkpoint's layer weights in place (see `_layers`). `linear`: a function with the
-        signature of `row_linear`, for the layers and the head. `ranks`: the ranks of a split model."""
+        """`linear`: a function with the signature of `row_linear`, for the layers and the head. `ranks`: the
+        ranks of a split model."""
         config, weights = checkpoint.local, checkpoint.weights
-        self.config, self.linear, self.ranks = config, linear, ranks
+        self.config, self.ranks = config, ranks
         self.embed, self.norm = weights.embed, weights.norm
-        self.dtype, self.device = weights.embed.dtype, weights.embed.device
-        head = checkpoint.own_head
-        read = (layer_elements(config) + head.numel()) * self.dtype.itemsize
-        least = PACK_MIN_STREAMED if read > CACHED else PACK_MIN
-        self.layers = _layers(weights, config.num_layers, least if packed else None)
-        self.head = pack(head, least) if pack_head and (head is not weights.embed or _spare(head)) else head
+        self.dtype, self.device = weights.norm.dtype, weights.norm.device  # of the activations and the K/V
+        self.linear = linear
+        self.layers, self.head = _layers(weights, config.num_layers), checkpoint.own_head
         self.rope = rope_table(weights.inv_freq.to(self.device), weights.rope_scale, config.max_context, self.dtype)
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5
+        self.stack = self._stack()
+
+    def _stack(self) -> Any:
+        """The layers for the compiled CPU kernels; None if those do not serve this model."""
+        if self.device.type != "cpu" or self.dtype != torch.float32 or self.ranks or self.linear is not row_linear:
+            return None
+        kernels = native()
+        layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
+        if kernels is None or not kernels.Stack.takes(layers, self.rope):
+            return None
+        c = self.config
+        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E]."""
-        return torch.embedding(self.embed, tokens)
+        return torch.embedding(self.embed, tokens).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The residual stream [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model
         returns only its own columns."""
+        if self.stack is not None and (kernels := native()).serves(hidden, self.head):
+            return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head)
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         logits = self.linear(normed, self.head)
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -193,9 +199,22 @@ def forward(
     """Run `layers` over T rows of one or several sequences. `hidden` [T, E]: the residual stream before the first of
     them (the embedding for layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the
     stream."""
+    first, last, _ = layers.indices(len(model.layers))
+    if model.stack is not None and len(hidden) <= model.stack.most:
+        return compiled(model, cache, rows, hidden, range(first, last + 1), taps)
     batch = Batch(rows.positions, rows.slots, over_pages(model, rows), model.summed)
     steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
-    return run_layers(model, steps, hidden, layers.indices(len(model.layers))[0], taps)
+    return run_layers(model, steps, hidden, first, taps)
+
+
+def compiled(
+    model: Model, cache: KVCache, rows: Rows, hidden: Tensor, groups: Sequence[int], taps: tuple[int, ...] = ()
+) -> Output:
+    """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end."""
+    sequences = rows.cu_rows, rows.kv_len, rows.window
+    places, kv = (rows.positions, rows.slots), (cache.k, cache.v)
+    out = model.stack.run(hidden, kv, groups, taps, places, sequences, rows.ancestors, rows.table, model.scale)
+    return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)))
 
 
 def over_pages(model: Model, rows: Rows) -> Attend:
@@ -271,24 +290,13 @@ def after(rows: int, end: int, device: torch.device) -> Tensor:
     return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
 
 
-def _spare(head: Tensor) -> bool:
-    """Whether memory has room for a packed copy of a tied head beside the embedding, and eight times as much for the
-    rest."""
-    free = memory.free(head.device)
-    return free is None or 8 * head.nbytes <= free
+def _layers(weights: Weights, count: int) -> list[Group]:
+    """Each layer's weights."""
 
-
-def _layers(weights: Weights, count: int, least: int | None) -> list[Group]:
-    """Each layer's weights. Replaces the linear weights of at least `least` elements in `weights` by packed ones, one
-    at a time; None packs none."""
-    for stack in (weights.qkv, weights.o, weights.gate_up, weights.down):
-        if least is not None and isinstance(stack, list):
-            stack[:] = [pack(stack.pop(0), least) for _ in range(len(stack))]
-
-    def at(stack: Layers | None, n: int) -> Tensor | None:
+    def at(stack: Tensor | None, n: int) -> Tensor | None:
         return None if stack is None else stack[n]
 
-    def row(stack: Layers | None, n: int) -> Tensor | None:
+    def row(stack: Tensor | None, n: int) -> Tensor | None:
         return None if stack is None else stack[n].unsqueeze(0)
 
     return [

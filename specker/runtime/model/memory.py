@@ -38,12 +38,11 @@ class Cost:
 
 def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
     """Bytes to leave free beside weights and K/V: twice the widest activations of a prefill chunk, four copies of the
-    logits of 256 rows (in the dtype; in float32: raw, divided by the temperature, with noise), and the graphs on a GPU
-    or a packed copy of the heads on a CPU."""
+    logits of 256 rows (in the dtype; in float32: raw, divided by the temperature, with noise), and the graphs on a
+    GPU."""
     wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
     activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
-    heads = sum(c.vocab_size * c.hidden_size for c in configs) * dtype.itemsize
-    return activations + LOGIT_ROWS * vocab * (dtype.itemsize + 3 * 4) + (GRAPHS if device.type == "cuda" else heads)
+    return activations + LOGIT_ROWS * vocab * (dtype.itemsize + 3 * 4) + (GRAPHS if device.type == "cuda" else 0)
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:

@@ -45,15 +45,10 @@ class DraftContext:
         tokenizer = self.target.tokenizer_or_none
         return None if tokenizer is None else tokenizer_hash(tokenizer)
 
-    @property
-    def packable(self) -> bool:
-        """Whether the head may be packed: rows that follow the text need in-place writes, so theirs may not."""
-        return self.kept is None or not self.kept.text
-
-    def draft_model(self, packed: bool = True) -> Model:
-        """A model of the draft checkpoint; `packed` as in `Model`."""
+    def draft_model(self) -> Model:
+        """A model of the draft checkpoint."""
         assert self.draft is not None
-        return Model(self.draft, packed=packed, pack_head=self.packable, linear=linear(self.options))
+        return Model(self.draft, linear=linear(self.options))
 
     def head(self, model: Model, weight: Tensor | None = None) -> Head:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""

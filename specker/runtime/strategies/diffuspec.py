@@ -453,10 +453,9 @@ class DiffuSpec(Strategy):
         row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
         ids = [token for token in stop_ids if token in row_of]
         at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
-        rows = rows[at]  # copy before the model packs the head
         model = context.draft_model()
         cache, head = context.allocate(model), context.head(model)
-        stops = Head(rows, model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
+        stops = Head(rows[at], model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
         exact = own.diffusion_prefix == "exact"
         return DiffusionDrafter(
             model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact, context.depth(self)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from specker.config import Options
 from specker.flags import opt, settle
-from specker.kernels.linear import pack
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
@@ -317,8 +316,6 @@ class SelfDrafting(Strategy):
             rows = context.draft.weights.head
         elif context.ranks is not None:
             rows = context.target.weights.head  # the whole head, so a draft step needs no other rank
-        if rows is not None and context.packable:
-            rows = pack(rows)
         return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows))
 
     def head_cost(self, options: Options, drafter: EarlyExitDrafter) -> float:

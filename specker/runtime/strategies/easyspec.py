@@ -23,8 +23,7 @@ from torch import Tensor
 from specker.flags import opt, settle
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
-from specker.runtime.model.checkpoint import Weights
-from specker.runtime.model.decoder import Attention, Batch, Group, Model, Step, over_pages, run_layers
+from specker.runtime.model.decoder import Attention, Batch, Group, Model, Step, compiled, over_pages, run_layers
 from specker.runtime.ops.repeat import repeat_rows
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import AutoregressiveDrafter, SmallModel
@@ -75,9 +74,9 @@ class EasySpec(SmallModel):
         own: EasySpecOptions = context.options.own
         assert context.draft is not None
         schedule = Schedule.of(own.layer_parallel, context.draft.config.num_layers)
-        model = context.draft_model(packed=False)  # a group's weights are stacked instead
+        model = context.draft_model()
         cache = context.allocate(model)
-        parallel = LayerParallel(model, cache, schedule, context.ranks, context.draft.weights)
+        parallel = LayerParallel(model, cache, schedule, context.ranks)
         width, depth = context.options.width, context.depth(self)
         return AutoregressiveDrafter(model, cache, context.head(model), width, parallel, own.calibrate, depth)
 
@@ -127,11 +126,10 @@ class LayerParallel:
         cache: KVCache,
         schedule: Schedule,
         ranks: Ranks | None = None,
-        weights: Weights | None = None,
     ):
-        """Moves the attention weights of groups of several layers into stacks, one group at a time. `model` and
-        `weights`, the checkpoint's, keep views of the stacks."""
-        self.model, self.cache, self.schedule, self._weights = model, cache, schedule, weights
+        """Moves the attention weights of groups of several layers into stacks, one group at a time, unless they are
+        adjacent in memory. `model` keeps views of the stacks."""
+        self.model, self.cache, self.schedule = model, cache, schedule
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         self.groups = [self._group(layers) for layers in schedule.groups]
@@ -139,6 +137,9 @@ class LayerParallel:
     def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
         """The embedding `hidden` [T, E] -> the residual stream [T, E] after all layers of the schedule. Writes the
         rows' K/V, fuzzy in groups of several layers."""
+        if (stack := self.model.stack) is not None and self.ranks is None and len(hidden) <= stack.most:
+            starts = [layers[0] for layers in self.schedule.groups]
+            return compiled(self.model, self.cache, rows, hidden, [*starts, len(self.model.layers)]).hidden
         return run_layers(self.model, self._steps(rows), hidden).hidden
 
     def _steps(self, rows: Rows) -> Iterator[Step]:
@@ -186,7 +187,7 @@ class LayerParallel:
             attention = Attention._make(self._stack(own, name) for name in Attention._fields)
         else:  # this rank attends for no layer: empty stacks
             one = self.model.layers[0].attention
-            attention = Attention._make(x if x is None else self.model.embed.new_empty(0, *x.shape) for x in one)
+            attention = Attention._make(x if x is None else x.new_empty(0, *x.shape) for x in one)
         return Group(attention, tuple(mlp for n in layers for mlp in self.model.layers[n].mlps))
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
@@ -198,9 +199,6 @@ class LayerParallel:
         for i, n in enumerate(layers):
             layer = self.model.layers[n]
             self.model.layers[n] = layer._replace(attention=layer.attention._replace(**{name: stack[i]}))
-            held = getattr(self._weights, name, None)
-            if isinstance(held, list):  # one tensor per layer, and the last reference to it
-                held[n] = stack[i].view_as(held[n])
         return stack.squeeze(1) if name in ("q_norm", "k_norm") else stack  # [1, D] each
 
 

@@ -1,0 +1,752 @@
+"""Kernels for a CPU, compiled by numba: a team of threads, products with few rows, and whole decoder layers.
+
+A decoding step reads every weight once, so memory bandwidth limits it, if nothing else takes time. PyTorch spends half
+of the step elsewhere: a layer is a dozen operators, and each fetches its code and wakes its threads again. Here the
+threads run through all layers in one call and meet at barriers of their own.
+
+`product` computes y = x W^T for up to MAX_ROWS rows. `dots` is its tile: R rows of W times T rows of x, in vector
+registers, so that each loaded value is used several times. W may be bfloat16 beside a float32 x.
+
+Determinism: the order of a sum depends only on its length, not on other rows, threads or tiles. A row of `product` and
+of `layers` has the same bits in any batch.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+MAX_ROWS = 256
+SPINS = 4000  # checks before a waiting thread lets another process run
+PARTS = 32  # of a matrix, which the threads take one after the other
+AHEAD = {1: 1, 4: 4}  # tiles between the rows in use and the prefetched ones, by the rows of a tile
+_WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+LANES = 16 if _WIDE else 8  # float32 in a vector register
+TALL, MOST = 4, 6 if _WIDE else 2  # rows of W and of x in a tile: TALL * MOST sums fit the registers
+BLOCK = 16  # sums run in steps of so many elements
+compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
+
+F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+V32, V16 = ir.VectorType(F32, LANES), ir.VectorType(I16, LANES)
+
+
+# --- instructions that numba lacks
+
+
+def _at(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
+    """A pointer to `kind` at address `base` + `offset` elements."""
+    size = {F32: 4, I16: 2, I64: 8, V32: 4, V16: 2}[kind]
+    address = builder.add(base, builder.mul(offset, I64(size)))
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _load(builder: Any, base: Any, offset: Any, narrow: bool = False) -> Any:
+    """A vector of float32 at `base` + `offset` elements, which are bfloat16 if `narrow`."""
+    if not narrow:
+        return builder.load(_at(builder, base, offset, V32), align=4)
+    bits = builder.load(_at(builder, base, offset, V16), align=2)
+    wide = builder.zext(bits, ir.VectorType(I32, LANES))
+    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), V32)
+
+
+def _prefetch(builder: Any, place: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    name = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(name, [builder.bitcast(place, I8.as_pointer()), I32(0), I32(3), I32(1)])  # to read, keep, data
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(V32, [V32] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, c])
+
+
+def _total(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's lanes, halves upon halves."""
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        low, high = (ir.Constant(ir.VectorType(I32, lanes), list(range(at, at + lanes))) for at in (0, lanes))
+        vector = builder.fadd(builder.shuffle_vector(vector, vector, low), builder.shuffle_vector(vector, vector, high))
+    return builder.extract_element(vector, I32(0))
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    one = builder.insert_element(ir.Constant(V32, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+
+
+def _loop(builder: Any, count: Any, step: int, sums: int, body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """for i in range(0, count, step): sums = body(i, sums), from zero vectors. Returns the sums."""
+    before, inside, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+    zero = ir.Constant(V32, [0.0] * LANES)
+    builder.cbranch(builder.icmp_signed(">", count, I64(0)), inside, after)
+    builder.position_at_end(inside)
+    i, held = builder.phi(I64), [builder.phi(V32) for _ in range(sums)]
+    new = body(i, held)
+    following = builder.add(i, I64(step))
+    end = builder.block
+    for phi, first, last in zip([i, *held], [I64(0), *[zero] * sums], [following, *new], strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(last, end)
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+    builder.position_at_end(after)
+    out = [builder.phi(V32) for _ in range(sums)]
+    for phi, value in zip(out, new, strict=True):
+        phi.add_incoming(zero, before)
+        phi.add_incoming(value, end)
+    return out
+
+
+def _apart(builder: Any, name: str, args: Any, emit: Callable[..., None]) -> None:
+    """Call the function `name`, whose body `emit(builder, *args)` writes, once per module: LLVM must not copy it to
+    every caller."""
+    function = builder.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(ir.VoidType(), [a.type for a in args])
+        function = ir.Function(builder.module, kind, name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        inner = ir.IRBuilder(function.append_basic_block("entry"))
+        emit(inner, *function.args)
+        inner.ret_void()
+    builder.call(function, args)
+
+
+def _switch(builder: Any, key: Any, cases: dict[int, Callable[[], None]]) -> None:
+    """Run cases[key]; nothing for another key."""
+    after = builder.append_basic_block("end")
+    switch = builder.switch(key, after)
+    for value, emit in cases.items():
+        block = builder.append_basic_block(f"case{value}")
+        switch.add_case(I64(value), block)
+        builder.position_at_end(block)
+        emit()
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+@intrinsic
+def _dots(_, R, T, narrow, w, x, y, E, row_w, row_x, row_y):
+    """y[t, r] = sum over e < E of w[r, e] x[t, e], for R in (1, TALL) rows of w and T <= MOST of x. E is a multiple of
+    BLOCK; addresses in bytes, strides in elements."""
+
+    def emit(builder: Any, rows: Any, count: Any, half: Any, w: Any, x: Any, y: Any, E: Any, *strides: Any) -> None:
+        row_w, row_x, row_y = strides
+
+        def tile(R: int, T: int, narrow: bool) -> None:
+            def body(i: Any, held: list[Any]) -> list[Any]:
+                a = [_load(builder, w, builder.add(builder.mul(I64(r), row_w), i), narrow) for r in range(R)]
+                for r in range(R):
+                    ahead = builder.add(builder.mul(I64(r + AHEAD[R] * R), row_w), i)
+                    _prefetch(builder, _at(builder, w, ahead, I16 if narrow else F32))
+                new = []
+                for t in range(T):
+                    b = _load(builder, x, builder.add(builder.mul(I64(t), row_x), i))
+                    new += [_fma(builder, a[r], b, held[t * R + r]) for r in range(R)]
+                return new
+
+            for n, held in enumerate(_loop(builder, E, LANES, R * T, body)):
+                t, r = divmod(n, R)
+                at = builder.add(builder.mul(I64(t), row_y), I64(r))
+                builder.store(_total(builder, held), _at(builder, y, at, F32))
+
+        key = builder.add(builder.mul(builder.add(builder.mul(rows, I64(16)), count), I64(2)), half)
+        shapes = [(R, T, narrow) for R in (1, TALL) for T in range(1, MOST + 1) for narrow in (False, True)]
+        _switch(builder, key, {(R * 16 + T) * 2 + narrow: partial(tile, R, T, narrow) for R, T, narrow in shapes})
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _apart(builder, "specker_dots", args, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), generate
+
+
+@intrinsic
+def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
+    """y[t, d] += sum over s < S of p[t, s] v[s, d], for T <= MOST rows and d < BLOCK; addresses in bytes, strides in
+    elements."""
+    parts = BLOCK // LANES
+
+    def emit(builder: Any, count: Any, p: Any, v: Any, y: Any, S: Any, *strides: Any) -> None:
+        row_p, row_v, row_y = strides
+
+        def tile(T: int) -> None:
+            def body(i: Any, held: list[Any]) -> list[Any]:
+                base = builder.mul(i, row_v)
+                a = [_load(builder, v, builder.add(base, I64(n * LANES))) for n in range(parts)]
+                new = []
+                for t in range(T):
+                    at = builder.add(builder.mul(I64(t), row_p), i)
+                    b = _splat(builder, builder.load(_at(builder, p, at, F32)))
+                    new += [_fma(builder, a[n], b, held[t * parts + n]) for n in range(parts)]
+                return new
+
+            for n, held in enumerate(_loop(builder, S, 1, T * parts, body)):
+                t, part = divmod(n, parts)
+                place = _at(builder, y, builder.add(builder.mul(I64(t), row_y), I64(part * LANES)), V32)
+                builder.store(builder.fadd(builder.load(place, align=4), held), place, align=4)
+
+        _switch(builder, count, {T: partial(tile, T) for T in range(1, MOST + 1)})
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _apart(builder, "specker_mixture", args, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), generate
+
+
+@intrinsic
+def _vector_sum(_, x, count):
+    """The sum of `count` float32 at address x, a multiple of BLOCK; zeros behind the last value change no bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, count = args
+        body = lambda i, held: [builder.fadd(held[0], _load(builder, x, i))]  # noqa: E731
+        return _total(builder, _loop(builder, count, LANES, 1, body)[0])
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic
+def _squares(_, x, count):
+    """The sum of the squares of `count` float32 at address x, a multiple of BLOCK."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, count = args
+
+        def body(i: Any, held: list[Any]) -> list[Any]:
+            value = _load(builder, x, i)
+            return [_fma(builder, value, value, held[0])]
+
+        return _total(builder, _loop(builder, count, LANES, 1, body)[0])
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic
+def _add(_, address, value):
+    """Atomically add to the int64 at an address; returns the old value."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _read(_, address):
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _write(_, address, value):
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _power(_, n):
+    """2^n as float32, for -127 <= n <= 127; 0 for -127."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.add(args[0], I32(127)), I32(23)), F32)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _floats(_, address):
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], F32.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+# --- a team of threads
+
+
+@compiled
+def _meet(team, sync):
+    """Wait for all threads of the team; then the work counter is 0. sync: address of four int64, each on its own cache
+    line: the work counter, how many threads have arrived, the number of meetings, whether the work is given up."""
+    if team == 1:
+        _write(sync, 0)
+        return
+    meeting = _read(sync + 128)
+    if _add(sync + 64, 1) == team - 1:
+        _write(sync, 0)
+        _write(sync + 64, 0)
+        _write(sync + 128, meeting + 1)
+        return
+    spins = 0
+    while _read(sync + 128) == meeting:
+        spins += 1
+        if spins > SPINS:
+            if _read(sync + 192):
+                return
+            _yield()
+
+
+class Team:
+    """Threads that run a compiled function together: the caller and `size` - 1 others, which sleep in between."""
+
+    def __init__(self, size: int):
+        self.size, self.pid = size, os.getpid()
+        self.memory: Any = np.zeros(4 * 8, np.int64)
+        self.sync = self.memory.ctypes.data
+        self._work: Any = None
+        self._lock = threading.Lock()
+        self._gates = [threading.Lock() for _ in range(size - 1)]
+        for n, gate in enumerate(self._gates, 1):
+            gate.acquire()
+            threading.Thread(target=self._serve, args=(n, gate), daemon=True).start()
+
+    def _serve(self, n: int, gate: Any) -> None:
+        while True:
+            gate.acquire()
+            function, args = self._work
+            function(n, self.size, self.sync, *args)
+
+    def run(self, function: Any, *args: Any) -> None:
+        """function(n, size, sync, *args) in thread n of all. It must end with `_meet`."""
+        with self._lock:
+            self._work = function, args
+            try:
+                for gate in self._gates:
+                    gate.release()
+                function(0, self.size, self.sync, *args)
+            except BaseException:  # Ctrl-C before this thread took part: the others would wait for it
+                self.memory[24] = 1
+                _team.cache_clear()
+                raise
+
+
+@cache
+def _team(size: int, pid: int) -> Team:
+    return Team(size)
+
+
+def team() -> Team:
+    """The team of this process with torch's number of threads."""
+    return _team(torch.get_num_threads(), os.getpid())
+
+
+# --- products with few rows
+
+
+@compiled
+def _rows(w, x, y, R, T, narrow, E, row_w, row_x, row_y):
+    """`_dots` for R weight rows and T rows of x, any numbers."""
+    size = np.int64(2 if narrow else 4)
+    tiles = (T + MOST - 1) // MOST
+    for r in range(0, R, TALL):
+        tall = R - r >= TALL and T >= 3  # fewer rows of x wait for memory, which likes one stream
+        for i in range(r, min(r + TALL, R), TALL if tall else 1):
+            for n in range(tiles):  # of about equal height
+                first, last = n * T // tiles, (n + 1) * T // tiles
+                _dots(
+                    TALL if tall else 1,
+                    last - first,
+                    narrow,
+                    w + i * row_w * size,
+                    x + first * row_x * 4,
+                    y + (first * row_y + i) * 4,
+                    E,
+                    row_w,
+                    row_x,
+                    row_y,
+                )
+
+
+@compiled
+def _share(sync, chunk, w, x, y, O, T, narrow, E, row_x, row_y):
+    """This thread's chunks of y [T, O] = x W^T; every thread takes the next one when it is done with the last."""
+    while True:
+        first = _add(sync, 1) * chunk
+        if first >= O:
+            return
+        size = np.int64(2 if narrow else 4)
+        count = min(chunk, O - first)
+        _rows(w + first * E * size, x, y + first * 4, count, T, narrow, E, E, row_x, row_y)
+
+
+@compiled
+def _chunk(O):
+    """Rows of a matrix that a thread takes at once: 1/PARTS of them, 16 at least, a multiple of TALL."""
+    return max(16, (O // PARTS + TALL - 1) // TALL * TALL)
+
+
+@compiled
+def _product(me, size, sync, w, x, y, O, T, narrow, E):
+    _share(sync, _chunk(O), w, x, y, O, T, narrow, E, E, O)
+    _meet(size, sync)
+
+
+# --- whole decoder layers
+
+
+NORM_IN, QKV, QKV_BIAS, Q_NORM, K_NORM, O, O_BIAS, NORM_POST, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS = range(12)
+
+
+@compiled
+def _exp(x):
+    """exp(x) for x <= 0 within 2e-7; 0 below -87."""
+    t = max(x * np.float32(1.4426950408889634), np.float32(-127))
+    n = np.floor(t + np.float32(0.5))
+    f = t - n
+    p = np.float32(1.5469732e-4)  # 2^f on [-0.5, 0.5], a fit at Chebyshev nodes
+    p = p * f + np.float32(1.3400432e-3)
+    p = p * f + np.float32(9.6180256e-3)
+    p = p * f + np.float32(5.5503272e-2)
+    p = p * f + np.float32(2.4022651e-1)
+    p = p * f + np.float32(6.9314721e-1)
+    p = p * f + np.float32(1)
+    return p * _power(np.int32(n))
+
+
+@compiled
+def _normed(x, y, weight, T, E, eps):
+    """y = RMSNorm(x) * weight, [T, E] float32 at addresses."""
+    w = _floats(weight)
+    for t in range(T):
+        a, b = _floats(x + t * E * 4), _floats(y + t * E * 4)
+        factor = np.float32(1) / np.sqrt(_squares(x + t * E * 4, E) / np.float32(E) + eps)
+        for e in range(E):
+            b[e] = a[e] * factor * w[e]
+
+
+@compiled
+def _grow(x, delta, bias, T, E):
+    """x += delta + bias, [T, E] and [E] at addresses; bias may be 0."""
+    for t in range(T):
+        a, b = _floats(x + t * E * 4), _floats(delta + t * E * 4)
+        if bias:
+            c = _floats(bias)
+            for e in range(E):
+                a[e] += b[e] + c[e]
+        else:
+            for e in range(E):
+                a[e] += b[e]
+
+
+@compiled
+def _rotated(source, target, norm, turn, D, eps):
+    """Normalise a head (with weight `norm`, unless it is 0) and rotate it by `turn` [2, D] (kernels/kv.py)."""
+    a, b, c = _floats(source), _floats(target), _floats(turn)
+    if norm:
+        _normed(source, source, norm, 1, D, eps)
+    for d in range(D // 2):
+        low, high = a[d], a[D // 2 + d]
+        b[d] = low * c[d] + high * c[D + d]
+        b[D // 2 + d] = high * c[D // 2 + d] + low * c[D + D // 2 + d]
+
+
+@compiled
+def _attend(q, k, v, out, room, rows, heads, S, w, words, row_q, row_out, row_k, pages, page, D, scale):
+    """Attention of the query heads that share a KV head, for the rows of a sequence (kernels/attention.py). q, out:
+    addresses of the first row's first head; k, v: of the head in the cache; room: of n * (2 * D + S) float32 with n =
+    rows * heads and S rounded up to BLOCK."""
+    n, wide = rows * heads, (S + BLOCK - 1) // BLOCK * BLOCK
+    gathered, sums, p = room, room + n * D * 4, room + 2 * n * D * 4
+    for i in range(n):
+        a = _floats(q + ((i // heads) * row_q + (i % heads) * D) * 4)
+        b, c = _floats(gathered + i * D * 4), _floats(sums + i * D * 4)
+        for d in range(D):
+            b[d] = a[d]
+            c[d] = 0
+    for first in range(0, S, page):
+        count = min(page, S - first)
+        base = k + np.int64(pages[first // page]) * page * row_k * 4
+        _rows(base, gathered, p + first * 4, count, n, 0, D, row_k, D, wide)
+    for i in range(n):
+        a = _floats(p + i * wide * 4)
+        for j in range(w):
+            if not (words[i // heads, j // 64] >> (j % 64)) & 1:
+                a[S - w + j] = -np.inf
+        top = np.float32(-np.inf)
+        for j in range(S):
+            top = max(top, a[j])
+        for j in range(S):
+            a[j] = _exp((a[j] - top) * scale)
+        for j in range(S, wide):
+            a[j] = 0
+    tiles = (n + MOST - 1) // MOST
+    for first in range(0, S, page):
+        count = min(page, S - first)
+        base = v + np.int64(pages[first // page]) * page * row_k * 4
+        for tile in range(tiles):
+            low, high = tile * n // tiles, (tile + 1) * n // tiles
+            for d in range(0, D, BLOCK):
+                at = p + (low * wide + first) * 4
+                _mixture(high - low, at, base + d * 4, sums + (low * D + d) * 4, count, wide, row_k, D)
+    for i in range(n):
+        a, b = _floats(out + ((i // heads) * row_out + (i % heads) * D) * 4), _floats(sums + i * D * 4)
+        factor = np.float32(1) / _vector_sum(p + i * wide * 4, wide)
+        for d in range(D):
+            a[d] = b[d] * factor
+
+
+@compiled
+def _layers(
+    me, size, sync, sizes, weights, kv, groups, taps, x, out, scratch, rope, places, seqs, words, table, eps, scale
+):
+    """Thread `me` of `size` runs groups of layers; see `Stack.run`.
+
+    sizes: T, E, Hq, Hkv, D, F, bfloat16 weights, page size, longest sequence. weights [L, 12]: addresses. kv: those of
+    layer 0's K and V, and the bytes from a layer to the next. groups [n + 1]: the first layer of each group, and the
+    end. x [T, E]; out [1 + taps, T, E]. places [2, T]: positions, slots. seqs [3, B + 1]: cu_rows, kv_len, window.
+    words [T, W], table [B, P]. Every thread keeps the residual stream.
+    """
+    T, E, Hq, Hkv, D, F, narrow, page, longest = sizes
+    H = Hq + 2 * Hkv
+    wide = (longest + BLOCK - 1) // BLOCK * BLOCK
+    B, most = len(seqs[0]) - 1, groups[1] - groups[0]
+    for g in range(len(groups) - 1):
+        most = max(most, groups[g + 1] - groups[g])
+    own = 2 * T * E + T * Hq // Hkv * (2 * D + wide)  # float32 of each thread
+    shared = scratch + size * own * 4
+    stream = scratch + me * own * 4
+    normed, room = stream + T * E * 4, stream + 2 * T * E * 4
+    qkv = shared
+    mixed = qkv + most * T * H * D * 4
+    added = mixed + most * T * Hq * D * 4
+    gate = added + most * T * E * 4
+    up = gate + T * F * 4
+    a = carray(_floats(stream), (T, E))
+    a[:] = x
+    for g in range(len(groups) - 1):
+        first, last = groups[g], groups[g + 1]
+        if me == 0:
+            for i in range(len(taps)):
+                if taps[i] == first:
+                    out[1 + i] = a
+        for n in range(first, last):
+            _normed(stream, normed, weights[n, NORM_IN], T, E, eps)
+            at = qkv + (n - first) * T * H * D * 4
+            _share(sync, _chunk(H * D), weights[n, QKV], normed, at, H * D, T, narrow, E, E, H * D)
+            _meet(size, sync)
+        for i in range(me, (last - first) * T * H, size):
+            n, t, h = first + i // (T * H), i // H % T, i % H
+            head = qkv + i * D * 4
+            if weights[n, QKV_BIAS]:
+                _grow(head, weights[n, QKV_BIAS] + h * D * 4, 0, 1, D)
+            turn, place = rope + places[0, t] * 2 * D * 4, places[1, t] * Hkv
+            if h < Hq:
+                _rotated(head, head, weights[n, Q_NORM], turn, D, eps)
+            elif h < Hq + Hkv:
+                _rotated(head, kv[0] + n * kv[2] + (place + h - Hq) * D * 4, weights[n, K_NORM], turn, D, eps)
+            else:
+                b, c = _floats(head), _floats(kv[1] + n * kv[2] + (place + h - Hq - Hkv) * D * 4)
+                for d in range(D):
+                    c[d] = b[d]
+        _meet(size, sync)
+        while True:
+            i = _add(sync, 1)
+            if i >= (last - first) * B * Hkv:
+                break
+            n, b, h = i // (B * Hkv), i // Hkv % B, i % Hkv
+            t, end = seqs[0, b], seqs[0, b + 1]
+            if t < end:
+                heads = Hq // Hkv
+                _attend(
+                    qkv + ((n * T + t) * H + h * heads) * D * 4,
+                    kv[0] + (first + n) * kv[2] + h * D * 4,
+                    kv[1] + (first + n) * kv[2] + h * D * 4,
+                    mixed + ((n * T + t) * Hq + h * heads) * D * 4,
+                    room,
+                    end - t,
+                    heads,
+                    seqs[1, b],
+                    seqs[2, b],
+                    words[t:end],
+                    H * D,
+                    Hq * D,
+                    Hkv * D,
+                    table[b],
+                    page,
+                    D,
+                    scale,
+                )
+        _meet(size, sync)
+        for n in range(first, last):
+            source, target = mixed + (n - first) * T * Hq * D * 4, added + (n - first) * T * E * 4
+            _share(sync, _chunk(E), weights[n, O], source, target, E, T, narrow, Hq * D, Hq * D, E)
+            _meet(size, sync)
+        for n in range(first, last):
+            _grow(stream, added + (n - first) * T * E * 4, weights[n, O_BIAS], T, E)
+            _normed(stream, normed, weights[n, NORM_POST], T, E, eps)
+            _mlp(size, sync, weights[n], normed, gate, up, added, T, E, F, narrow)
+            _grow(stream, added, weights[n, DOWN_BIAS], T, E)
+    if me == 0:
+        out[0] = a
+        for i in range(len(taps)):
+            if taps[i] == groups[-1]:
+                out[1 + i] = a
+    _meet(size, sync)
+
+
+@compiled
+def _mlp(size, sync, weights, x, gate, up, y, T, E, F, narrow):
+    """y = down(silu(gate(x)) * up(x)), without the last bias. x: this thread's copy."""
+    chunk, bytes_ = _chunk(F), np.int64(2 if narrow else 4)
+    while True:
+        i = _add(sync, 1) * chunk
+        if i >= F:
+            break
+        count = min(chunk, F - i)
+        first = weights[GATE_UP] + i * E * bytes_
+        _rows(first, x, gate + i * 4, count, T, narrow, E, E, E, F)
+        _rows(first + F * E * bytes_, x, up + i * 4, count, T, narrow, E, E, E, F)
+        for t in range(T):
+            a, b = _floats(gate + (t * F + i) * 4), _floats(up + (t * F + i) * 4)
+            if weights[GATE_UP_BIAS]:
+                _grow(gate + (t * F + i) * 4, weights[GATE_UP_BIAS] + i * 4, 0, 1, count)
+                _grow(up + (t * F + i) * 4, weights[GATE_UP_BIAS] + (F + i) * 4, 0, 1, count)
+            for j in range(count):
+                z = a[j]
+                e = _exp(-abs(z))  # of a number that is not positive: no overflow
+                a[j] = z * b[j] * (np.float32(1) if z >= 0 else e) / (np.float32(1) + e)
+    _meet(size, sync)
+    _share(sync, _chunk(E), weights[DOWN], gate, y, E, T, narrow, F, F, E)
+    _meet(size, sync)
+
+
+@compiled
+def _head(me, size, sync, x, norm, weight, scratch, y, T, O, narrow, E, eps):
+    """y [T, O] = RMSNorm(x) * norm W^T; scratch holds a normalised copy [T, E] for each thread."""
+    own = scratch + me * T * E * 4
+    _normed(x, own, norm, T, E, eps)
+    _share(sync, _chunk(O), weight, own, y, O, T, narrow, E, E, O)
+    _meet(size, sync)
+
+
+class Stack:
+    """A model's decoder layers on a CPU."""
+
+    most = MAX_ROWS
+
+    def __init__(self, layers: Sequence[Sequence[Tensor | None]], heads: tuple[int, int], rope: Tensor, eps: float):
+        """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], k_norm, o [E, Hq D], its bias,
+        norm_post, gate_up [2 F, E], its bias, down [E, F], its bias; None where it is absent. heads: Hq, Hkv; rope [C,
+        2, D]. Matrices are all float32 or all bfloat16, everything else float32."""
+        self.layers, self.rope, self.heads, self.eps = layers, rope, heads, np.float32(eps)
+        first = layers[0]
+        self.narrow = first[QKV].dtype == torch.bfloat16  # type: ignore[union-attr]
+        self.sizes = rope.shape[2], first[DOWN].shape[1]  # type: ignore[union-attr]
+        self.weights = np.array([[0 if w is None else w.data_ptr() for w in layer] for layer in layers])
+        self._scratch: Any = np.empty(0, np.float32)
+
+    @staticmethod
+    def takes(layers: Sequence[Sequence[Tensor | None]], rope: Tensor) -> bool:
+        """Whether the kernel serves such layers."""
+        matrices = [layer[n] for layer in layers for n in (QKV, O, GATE_UP, DOWN)]
+        others = [w for layer in layers for n, w in enumerate(layer) if n not in (QKV, O, GATE_UP, DOWN)]
+        kind = None if matrices[0] is None else matrices[0].dtype
+        return (
+            kind in (torch.float32, torch.bfloat16)
+            and rope.shape[2] % (2 * BLOCK) == 0
+            and all(w is not None and fits(w) and w.dtype == kind and w.shape[1] % BLOCK == 0 for w in matrices)
+            and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        groups: Sequence[int],
+        taps: Sequence[int],
+        places: tuple[Tensor, Tensor],
+        sequences: tuple[Tensor, Tensor, Tensor],
+        words: Tensor,
+        table: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Run groups of layers, as decoder.run_layers does, over x [T, E]. kv: K and V [L, pages, page size, Hkv, D],
+        written at the rows' slots. groups: the first layer of each group, then the end. places: positions and slots [T]
+        int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
+        kernels/attention.py). Returns [1 + taps, T, E]: the residual stream after the last layer, and at the depths
+        `taps`."""
+        (T, E), (Hq, Hkv), (D, F), (k, v) = x.shape, self.heads, self.sizes, kv
+        bounds, lengths, windows = (s.numpy() for s in sequences)
+        seqs: Any = np.zeros((3, len(bounds)), np.int64)
+        seqs[0], seqs[1, :-1], seqs[2, :-1] = bounds, lengths, windows
+        starts, depths = np.array(groups, np.int64), np.array(taps, np.int64)
+        longest, most, crew = int(lengths.max()), int(np.diff(starts).max()), team()
+        wide = longest + BLOCK
+        need = crew.size * (2 * T * E + T * Hq // Hkv * (2 * D + wide))
+        need += most * T * ((2 * Hq + 2 * Hkv) * D + E) + 2 * T * F
+        if len(self._scratch) < need:
+            self._scratch = np.empty(need + need // 4, np.float32)
+        out: Any = np.empty((1 + len(depths), T, E), np.float32)
+        crew.run(
+            _layers,
+            (T, E, Hq, Hkv, D, F, int(self.narrow), k.shape[2], longest),
+            self.weights,
+            np.array([k.data_ptr(), v.data_ptr(), 4 * k.stride(0)]),
+            starts,
+            depths,
+            x.contiguous().numpy(),
+            out,
+            self._scratch.ctypes.data,
+            self.rope.data_ptr(),
+            np.stack([place.numpy() for place in places]),
+            seqs,
+            words.contiguous().numpy(),
+            table.contiguous().numpy(),
+            self.eps,
+            np.float32(scale),
+        )
+        return torch.from_numpy(out)
+
+
+def head(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """The logits [T, O] float32 of x [T, E] float32, T <= MAX_ROWS: RMSNorm with weight `norm` [E] float32, times
+    weight [O, E] float32 or bfloat16; E is a multiple of BLOCK."""
+    (T, E), O, crew = x.shape, weight.shape[0], team()
+    x, y = x.contiguous(), torch.empty(T, O)
+    scratch: Any = np.empty(crew.size * T * E, np.float32)
+    narrow = int(weight.dtype == torch.bfloat16)
+    places = x.data_ptr(), norm.data_ptr(), weight.data_ptr(), scratch.ctypes.data, y.data_ptr()
+    crew.run(_head, *places, T, O, narrow, E, np.float32(eps))
+    return y
+
+
+def fits(x: Tensor) -> bool:
+    """Whether a kernel may read x: a contiguous CPU tensor outside of autograd and torch.compile."""
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
+    return plain and x.layout is torch.strided and x.is_contiguous()
+
+
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` takes these arguments."""
+    kinds = torch.float32, torch.bfloat16
+    fitting = x.shape[1] == weight.shape[1] and 0 < len(x) <= MAX_ROWS
+    return fitting and weight.shape[1] % BLOCK == 0 and fits(weight) and weight.dtype in kinds
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, E] float32, T <= MAX_ROWS, weight [O, E] float32 or bfloat16, E a multiple of BLOCK -> [T, O] float32."""
+    (T, E), O = x.shape, weight.shape[0]
+    x, y = x.contiguous(), torch.empty(T, O)
+    narrow = int(weight.dtype == torch.bfloat16)
+    team().run(_product, weight.data_ptr(), x.data_ptr(), y.data_ptr(), O, T, narrow, E)
+    return y
