@@ -9,7 +9,7 @@ QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format static bench plot gpu clean
+.PHONY: help setup run real test lint format static bench peers plot gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -54,6 +54,9 @@ endif
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
+
+peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers
+	PYTHONPATH=. $(BIN)/python bench/peers.py $(ARGS)
 
 plot: $(STAMP)  ## draw bench/results/ (PNG, SVG) and list it
 	PYTHONPATH=. $(BIN)/python bench/plot.py $(ARGS)

@@ -6,8 +6,8 @@ threads and stop ids. The engines take turns at every prompt, and only one compu
 
 Reported for each engine: tokens/s of whole requests; tokens/s after the first token, from the difference to a request
 of one token; milliseconds to the first token; the median ratio, over requests, to transformers' float32 `generate`; and
-in how many prompts its tokens are those of plain decoding here in float32. An engine that cannot be installed or run has a
-row with the reason. llama.cpp is built from its source for this machine.
+in how many prompts its tokens are those of plain decoding here in float32. An engine that cannot be installed or run
+has a row with the reason. llama.cpp is built from its source for this machine.
 """
 
 import json

@@ -13,7 +13,7 @@ Determinism: the kernel is batch-invariant: a row's bits depend only on that row
 matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only
 on (G, O, E, architecture), and a second kernel adds their float32 partials in order. No atomics.
 
-On a CPU, products of up to 256 float32 rows with a large matrix are batch-invariant too: kernels/native.py serves them.
+On a CPU, products of up to 32 float32 rows with a large matrix are batch-invariant too: kernels/native.py serves them.
 """
 
 import math
@@ -30,14 +30,16 @@ from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
 
 EPILOGUES = ("none", "silu_mul")
-NATIVE_MIN = 1 << 18  # elements from which the compiled product is worth waking its threads (20 to 50 us)
+# On a CPU, compiled products are fastest from this many elements of the weight (waking their threads takes 20 to 50 us)
+# and up to this many rows; for more rows in float32 oneDNN is, also on plain weights (bench/LOG.md).
+COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
 MAX_ROWS = 256  # that the kernel serves
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
     """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue
     "silu_mul". All may have a leading dimension G. Raises ValueError on other shapes and dtypes."""
-    done = _row_linear_few(x, weight, bias, epilogue)
+    done = _row_linear_cpu(x, weight, bias, epilogue)
     if done is not None:
         return done
     matrices = x.dim() == weight.dim() > 1
@@ -79,16 +81,21 @@ def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilo
     return G * (elements * x.element_size() + partials), 2 * G * T * O * E
 
 
-def _row_linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor | None:
-    """The CPU form for few rows of float32."""
-    if x.dim() != 2 or weight.dim() != 2 or weight.numel() < NATIVE_MIN or not plain(x) or x.dtype != torch.float32:
+def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor | None:
+    """The CPU form for float32 rows and a large weight."""
+    if x.dim() != 2 or weight.dim() != 2 or weight.numel() < COMPILED_MIN or not plain(x) or x.dtype != torch.float32:
         return None
     kernels = native()
     if kernels is None or not kernels.serves(x, weight) or epilogue not in EPILOGUES:
         return None
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         return None
-    y = kernels.product(x, weight)
+    if len(x) <= COMPILED_ROWS:
+        y = kernels.product(x, weight)
+    elif weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
+        y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
+    else:
+        return None
     if bias is not None:
         y += bias
     if epilogue == "silu_mul":

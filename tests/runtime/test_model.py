@@ -205,8 +205,8 @@ def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
     want = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70].clone() for c in (cache.k, cache.v)]
     biases = []
 
-    def on_a_gpu(rows, end, device):
-        biases.append(after(rows, end, torch.device("cuda")))
+    def on_a_gpu(rows, end, device, dtype):
+        biases.append(after(rows, end, torch.device("cuda"), dtype))
         return biases[-1]
 
     monkeypatch.setattr("specker.runtime.model.decoder.after", on_a_gpu)

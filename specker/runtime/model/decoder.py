@@ -114,7 +114,8 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """The residual stream [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model
         returns only its own columns."""
-        if self.stack is not None and (kernels := native()).serves(hidden, self.head):
+        stack = self.stack
+        if stack is not None and len(hidden) <= stack.most and (kernels := native()).serves(hidden, self.head):
             return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head)
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         logits = self.linear(normed, self.head)
@@ -259,7 +260,7 @@ def _prefill_chunk(
     T, start = len(tokens), cache.exact_len[slot]
     end = start + T
     span, causal = cache.span(end, slot), model.config.causal
-    mask = after(T, end, model.device) if causal and start > 0 else None
+    mask = after(T, end, model.device, model.dtype) if causal and start > 0 else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.flatten(0, 1)[span].transpose(0, 1).unsqueeze(0) for x in (k, v))
@@ -280,14 +281,15 @@ def _prefill_chunk(
     return {n: hidden[-last:] for n, hidden in kept.items()}
 
 
-def after(rows: int, end: int, device: torch.device) -> Tensor:
+def after(rows: int, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The causal mask of a prompt's last `rows` rows over all `end` columns. On a GPU it is torch's `CausalBias`: flash
     attention accepts no dense mask; the kernels that do materialise all scores in float32."""
     if device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes 2 s
 
         return causal_lower_right(rows, end)
-    return torch.ones(rows, end, dtype=torch.bool, device=device).tril(end - rows)
+    # additive: torch would turn a mask of truth values into this one in every layer
+    return torch.full((rows, end), -torch.inf, dtype=dtype).triu(end - rows + 1)
 
 
 def _layers(weights: Weights, count: int) -> list[Group]:
