@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 MAX_ROWS = 256
-SPINS = 4000  # checks before a waiting thread lets another process run
+SPINS = 50_000  # checks before a waiting thread sleeps, so that another process may run
 PARTS = 32  # of a matrix, which the threads take one after the other
 AHEAD = {1: 1, 4: 4}  # tiles between the rows in use and the prefetched ones, by the rows of a tile
 _WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
@@ -278,7 +278,7 @@ def _floats(_, address):
     return types.CPointer(types.float32)(types.int64), generate
 
 
-_yield = types.ExternalFunction("sched_yield", types.int32())
+_sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 # --- a team of threads
@@ -303,7 +303,7 @@ def _meet(team, sync):
         if spins > SPINS:
             if _read(sync + 192):
                 return
-            _yield()
+            _sleep(np.uint32(20))  # a thread that slept runs soon after; one that yields waits for a whole time slice
 
 
 class Team:
