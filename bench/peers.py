@@ -107,7 +107,7 @@ def gguf_of(source: Path, target: str, kind: str) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     reader = gguf.GGUFReader(source)
     part = out.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, bytes(reader.fields["general.architecture"].contents(), "utf-8").decode())
+    writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())
     for name, item in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue
@@ -139,7 +139,6 @@ def converted(engine: str, command: list[Any], name: str) -> Path:
 def settings_of(target: str, args: Args) -> dict[str, Any]:
     """For each configuration, by its name, what peer.py needs: a dictionary, or a function that makes one."""
     source, name = real.file(), Path(target).name
-    draft = {"lookup": LOOKUP}
 
     def ours(strategy: str, dtype: str, **options: Any) -> dict[str, Any]:
         return {"engine": "specker", "dtype": dtype, "options": {"strategy": strategy, **options}}
@@ -169,7 +168,7 @@ def settings_of(target: str, args: Args) -> dict[str, Any]:
         command += ["--weight-format", weights]
         return lambda: {"engine": "openvino", "folder": str(converted("openvino", command, f"{name}.ov-{weights}"))}
 
-    ways: dict[str, Any] = {BASE: theirs("float32"), REFERENCE: ours("ar", "float32")}
+    ways: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         ways[f"specker ar {dtype}"] = ours("ar", dtype)
         ways[f"specker lookup {dtype}"] = ours("lookup", dtype)
@@ -179,7 +178,7 @@ def settings_of(target: str, args: Args) -> dict[str, Any]:
         ways[f"vLLM {dtype}"] = {"engine": "vllm", "dtype": dtype}
     for kind in ("F32", "F16", "BF16", "Q4_1"):
         ways[f"llama.cpp {kind}"] = llama(kind)
-    ways["llama.cpp lookup BF16"] = llama("BF16", **draft)
+    ways["llama.cpp lookup BF16"] = llama("BF16", lookup=LOOKUP)
     for weights in ("fp32", "fp16"):
         ways[f"OpenVINO {weights}"] = openvino(weights)
     shared = {"target": target, "threads": args.threads, "context": args.max_context}

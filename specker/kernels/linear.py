@@ -37,8 +37,8 @@ MAX_ROWS = 256  # that the kernel serves
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-    """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue
-    "silu_mul". All may have a leading dimension G. Raises ValueError on other shapes and dtypes."""
+    """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul". All may have a leading
+    dimension G. Raises ValueError on other shapes and dtypes."""
     done = _row_linear_cpu(x, weight, bias, epilogue)
     if done is not None:
         return done
@@ -64,10 +64,7 @@ def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilog
     else:
         by = weight.transpose(1, 2)
         y = torch.bmm(x, by) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, by)
-    if epilogue == "silu_mul":
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate).mul_(up)
-    return y
+    return _gated(y) if epilogue == "silu_mul" else y
 
 
 def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
@@ -86,7 +83,9 @@ def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: st
     if x.dim() != 2 or weight.dim() != 2 or weight.numel() < COMPILED_MIN or not plain(x) or x.dtype != torch.float32:
         return None
     kernels = native()
-    if kernels is None or not kernels.serves(x, weight) or epilogue not in EPILOGUES:
+    if kernels is None or not kernels.serves(x, weight):
+        return None
+    if epilogue not in EPILOGUES or (epilogue == "silu_mul" and len(weight) % 2):
         return None
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         return None
@@ -98,12 +97,13 @@ def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: st
         return None
     if bias is not None:
         y += bias
-    if epilogue == "silu_mul":
-        if y.shape[1] % 2:
-            return None
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate).mul_(up)
-    return y
+    return _gated(y) if epilogue == "silu_mul" else y
+
+
+def _gated(y: Tensor) -> Tensor:
+    """[.., O] -> silu(first half) * second half, [.., O / 2]."""
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def like(x: Tensor, weight: Tensor) -> bool:

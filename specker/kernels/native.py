@@ -4,11 +4,13 @@ A decoding step reads every weight once, so memory bandwidth limits it, if nothi
 of the step elsewhere: a layer is a dozen operators, and each fetches its code and wakes its threads again. Here the
 threads run through all layers in one call and meet at barriers of their own.
 
-`product` computes y = x W^T for up to MAX_ROWS rows. `dots` is its tile: R rows of W times T rows of x, in vector
+`product` computes y = x W^T for up to MAX_ROWS rows. `_dots` is its tile: R rows of W times T rows of x, in vector
 registers, so that each loaded value is used several times. W may be bfloat16 beside a float32 x.
 
 Determinism: the order of a sum depends only on its length, not on other rows, threads or tiles. A row of `product` and
-of `layers` has the same bits in any batch.
+of `_layers` has the same bits in any batch.
+
+All compiled functions are in this file: numba's cache does not notice a change in another one.
 """
 
 import os
@@ -34,10 +36,17 @@ _WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
 LANES = 16 if _WIDE else 8  # float32 in a vector register
 TALL, MOST = 4, 6 if _WIDE else 2  # rows of W and of x in a tile: TALL * MOST sums fit the registers
 BLOCK = 16  # sums run in steps of so many elements
-compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 V32, V16 = ir.VectorType(F32, LANES), ir.VectorType(I16, LANES)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    how = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}
+    try:
+        return njit(cache=True, **how)(function)
+    except RuntimeError:  # no folder for the cache is writable
+        return njit(**how)(function)
 
 
 # --- instructions that numba lacks
@@ -211,7 +220,10 @@ def _vector_sum(_, x, count):
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, count = args
-        body = lambda i, held: [builder.fadd(held[0], _load(builder, x, i))]  # noqa: E731
+
+        def body(i: Any, held: list[Any]) -> list[Any]:
+            return [builder.fadd(held[0], _load(builder, x, i))]
+
         return _total(builder, _loop(builder, count, LANES, 1, body)[0])
 
     return types.float32(types.int64, types.int64), generate
