@@ -129,7 +129,7 @@ def bench(args: Args, temperature: float, prompts: list[list[int]]) -> tuple[lis
         ("del-length", {"policy": "del-length"}),
     ):
         engines[name] = load(args, strategy="del", **how)
-    scores = {"vocab_scores": str(specker.zoo.vocab_scores()), "vocab_keep": "2048"}
+    scores = {"vocab_scores": str(specker.zoo.CODE.vocab_scores), "vocab_keep": "2048"}
     engines["del+vocabtrim 2048"] = load(args, strategy="del+vocabtrim", **scores)
     share_target(list(engines.values()))
     ways: dict[str, Any] = {

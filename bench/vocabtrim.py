@@ -66,7 +66,7 @@ def score_files(args: Args, prompts: list[str], folder: Path) -> dict[str, Path]
     """One file per source; `bundled` is the family's own."""
     lines = folder / "prompts.jsonl"
     lines.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    out = {"bundled": specker.zoo.vocab_scores()}
+    out = {"bundled": specker.zoo.CODE.vocab_scores}
     for source in ("target", "draft"):
         out[source] = folder / f"{source}.safetensors"
         how = ["--source", source, "--prompts", str(lines), "--max-new-tokens", str(args.calibration_tokens)]
@@ -176,7 +176,7 @@ def main() -> None:
     how = {"device": args.device, "dtype": args.dtype, "draft_tokens": args.draft_tokens}
     with tempfile.TemporaryDirectory() as folder:
         sources = args.sources.split(",")
-        bundled = {"bundled": specker.zoo.vocab_scores()}
+        bundled = {"bundled": specker.zoo.CODE.vocab_scores}
         files = bundled if sources == ["bundled"] else score_files(args, heldout[args.prompts :], Path(folder))
         engines = {
             "ar": specker.load(device=args.device, dtype=args.dtype, strategy="ar"),

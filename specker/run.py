@@ -45,7 +45,7 @@ class Job:
     )
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
-        None, f"{', '.join(DTYPES)} (default: float32 on a CPU, else the checkpoint's)", choices=DTYPES
+        None, f"{', '.join(DTYPES)} (default: bfloat16; on a CPU without kernels for it float32)", choices=DTYPES
     )
     device: str | None = opt(None, "cpu or cuda (default: cuda if available)")
     check: bool = opt(False, "also decode with ar, compare the tokens and print both speeds")
@@ -345,6 +345,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.trace is not None:
         probe(job.trace, "--trace")
 
+    from specker.kernels.cpu import native
     from specker.runtime.dist import collect
     from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
@@ -379,6 +380,9 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if job.check or engine.captures:  # compiling must not slow a printed speed or the first token
         with screen.progress("warming up") as tell:
             engine.warmup(tell)
+    elif engine.model.stack is not None:
+        native().on_compile(lambda: screen.note("compiling the CPU kernels: about ten seconds, once on this machine"))
+        engine.generate([0], 2)
     lines = [Line(Talk((), "this turn"), sampling, 0)] if chatting else lines_of(talks, job, sampling)
     mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
     rounds: list[str] = []

@@ -29,7 +29,7 @@ def chats(engine: Any, count: int) -> list[list[int]]:
 
 
 def test_tokens_are_those_of_transformers(real: str) -> None:
-    engine = specker.load(real, strategy="ar", device="cpu", max_context=512)
+    engine = specker.load(real, strategy="ar", device="cpu", dtype="float32", max_context=512)
     assert engine.target.config.eos_ids == (2,)
     oracle = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32)
     for prompt in chats(engine, 2):

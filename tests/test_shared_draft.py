@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from make_checkpoint import edit, make
 from safetensors.torch import load_file, save_file
 
 import specker
+from specker import zoo
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.config import CheckpointError
 
@@ -72,6 +74,23 @@ def test_another_target_is_refused(family, tmp_path):
     wider = make(tmp_path / "wider", layers=3, hidden=128, tied=tied)
     with pytest.raises(CheckpointError, match=r"its embedding is \(128, 64\), the target's \(128, 128\)"):
         specker.load(wider, thin, **HOW)
+
+
+def test_a_bundled_draft_is_found_by_the_embedding(family, tmp_path, monkeypatch):
+    """A target of a family's sizes without --draft gets the family's draft, unless its embedding is another one."""
+    target, _, thin = family
+    sizes = {"hidden_size": 64, "num_layers": 3}
+    made = replace(zoo.CODE, sizes=sizes, drafts={"draft": thin, "easyspec": thin, "diffuspec": thin})
+    monkeypatch.setattr(zoo, "CODE", made)
+    engine = specker.load(target, strategy="easyspec", **HOW)
+    assert engine.draft.folder == thin and engine.draft_name == "shared"
+    tied = json.loads((target / "config.json").read_text())["tie_word_embeddings"]
+    other = make(tmp_path / "other", layers=3, seed=9, tied=tied)
+    with pytest.raises(ValueError, match=r"'easyspec' needs a draft checkpoint for .*other: pass --draft"):
+        specker.load(other, strategy="easyspec", **HOW)
+    monkeypatch.setitem(sizes, "num_layers", 4)
+    with pytest.raises(ValueError, match="needs a draft checkpoint"):
+        specker.load(target, strategy="easyspec", **HOW)
 
 
 def test_it_does_not_run_alone(family):

@@ -72,7 +72,8 @@ def test_text_is_written_and_goes_on_where_it_stopped(target, questions, tmp_pat
         assert 0 < start < len(ids) <= start + 12
 
 
-def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["draft", "diffuspec"])
+def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch, strategy):
     """On random text of the target: the loss falls, a killed run goes on, and the draft shares the embedding."""
     engine = specker.load(target, strategy="ar", dtype="float64", device="cpu")
     texts = [engine.generate([n + 3], 80, temperature=0.7, seed=n).tokens for n in range(24)]
@@ -81,6 +82,9 @@ def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch):
     corpus.save(shards, {n: ([n + 3, *text], 1) for n, text in enumerate(texts)})
     how = ["--target", target, "--corpus", shards, "--out", tmp_path / "thin", "--layers", "0,2", "--heads", 2]
     how += ["--ffn", 32, "--batch", 128, "--length", 64]
+    if strategy == "diffuspec":
+        how += ["--mask_token_id", 7]
+        monkeypatch.setattr(draft, "LEAD", 16)
     monkeypatch.setattr(draft, "BEST", 16)
     main(draft, monkeypatch, *how, "--tokens", 3000)
     state = torch.load(tmp_path / "thin.pt", weights_only=True)
@@ -88,7 +92,7 @@ def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch):
     main(draft, monkeypatch, *how, "--tokens", 30000)
     log = torch.load(tmp_path / "thin.pt", weights_only=True)["log"]
     assert log[0] == state["log"][0] and log[-1]["kl"] < 0.8 * log[0]["kl"] and log[-1]["agreement"] > 0
-    fast = specker.load(target, tmp_path / "thin", strategy="draft", dtype="float64", device="cpu")
+    fast = specker.load(target, tmp_path / "thin", strategy=strategy, dtype="float64", device="cpu")
     assert fast.draft.config.num_layers == 2 and fast.draft.weights.embed is fast.target.weights.embed
     out = fast.generate([9], 60, temperature=0.7)
     assert out.tokens == engine.generate([9], 60, temperature=0.7).tokens and out.stats.accepted > 0

@@ -196,7 +196,7 @@ def test_specials_and_stop_ids_are_always_kept(pair, tmp_path):
 def test_from_the_command_line(family, strategy, capsys, tmp_path):
     from specker import zoo
 
-    assert zoo.vocab_scores().is_file()
+    assert zoo.CODE.vocab_scores.is_file()
     out = tmp_path / "o.json"
     argv = ["--strategy", strategy, "--prompt", "def f(", "--max-new-tokens", "20", "--device", "cpu", "--check"]
     assert run.main([*argv, "--vocab-keep", "2048", "--json", str(out)]) == 0

@@ -3,11 +3,17 @@
     python train/draft.py --target DIR --corpus corpus --out smollm2-draft --layers 0,29 --ffn 1024
     python train/draft.py --target DIR --corpus corpus --out smollm2-draft-deep --layers 0,4,8,12,16,20,24,29 \\
         --heads 3 --ffn 256
+    python train/draft.py --target DIR --corpus corpus --out smollm2-diffusion --layers 0,1,2 --heads 3 --ffn 512 \\
+        --mask_token_id 16
 
 The draft is a Llama model with the target's hidden size. It starts as layers of the target, of which it keeps the
 first attention heads and the `ffn` largest neurons. The embedding, which is also the head, stays the target's own: it
 is not trained and not saved (config.json: `specker`). The loss is KL(target || draft) over the target's best tokens, in
 turn at temperature 1 and 0.7 (distillation on the target's own text: DistillSpec, arXiv 2310.08461).
+
+With --mask_token_id the draft is a masked-diffusion drafter (DiffuSpec, arXiv 2510.02358) in Dream's layout: its rows
+see each other, and row i - 1 predicts position i. It trains on texts as it meets them while decoding, all rounds of a
+window in one forward: the committed tokens as earlier rounds left them, a few new ones, and a block of masks.
 
 The target's best tokens are computed once and kept beside the shards. A killed run goes on from its last checkpoint,
 OUT.pt; a longer --tokens, or new shards, continue a finished one.
@@ -23,12 +29,20 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
+
+from specker.zoo.distill import NEAR, Rounds
 
 BEST = 48  # the target's best tokens that the loss compares
 FREQUENT = 4096  # rows of the head that every step scores
 SAMPLED = 2048  # further rows, drawn anew in each step
+ROUNDS = ((2, 4), (3, 8), (4, 16))  # committed tokens and masks of a diffusion drafter's rounds, in turn
+LEAD = 64  # tokens of a window that no round guesses
 PROBES = 64  # rows of the embedding that the draft keeps, to recognise its target
+
+
+# of the target's config.json: what a draft says itself
+LEFT_OUT = ("_name_or_path", "transformers_version", "dtype", "architectures", "model_type")
 
 
 @dataclass
@@ -41,11 +55,17 @@ class Args:
         default=0, metadata={"help": "query heads that a layer keeps, a multiple of a KV head's; 0: all"}
     )
     ffn: int = field(default=0, metadata={"help": "neurons that a layer keeps; 0: all"})
+    mask_token_id: int = field(
+        default=-1, metadata={"help": "train a masked-diffusion drafter with this token as the mask"}
+    )
     tokens: int = field(default=4_000_000, metadata={"help": "stop after this many tokens"})
     batch: int = field(default=2048, metadata={"help": "tokens a step"})
     length: int = field(default=512, metadata={"help": "tokens of a window"})
     lr: float = 1e-3
     muon: float = field(default=2e-3, metadata={"help": "learning rate of the matrices"})
+    bfloat16: bool = field(
+        default=False, metadata={"help": "multiply in bfloat16 (for CPUs with AVX-512's or AMX's bfloat16)"}
+    )
     threads: int = 2
     seed: int = 0
 
@@ -61,7 +81,7 @@ class Lessons:
     weight: np.ndarray  # [n] float32: 1 in answers, less in prompts, 0 at the last token
 
 
-def lessons(corpus: Path, target: Any) -> Lessons:
+def lessons(corpus: Path, target: Any, bfloat16: bool) -> Lessons:
     """Read all shards; compute what is missing beside them."""
     parts = []
     for path in sorted(corpus.glob("*.npz")):
@@ -70,7 +90,8 @@ def lessons(corpus: Path, target: Any) -> Lessons:
         taught = corpus / "best" / path.name
         if not taught.exists():
             taught.parent.mkdir(exist_ok=True)
-            best, logits = teach(target, np.split(ids, ends[:-1]))
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                best, logits = teach(target, np.split(ids, ends[:-1]))
             with taught.with_suffix(".part").open("wb") as file:
                 np.savez(file, best=best, logits=logits)
             taught.with_suffix(".part").rename(taught)
@@ -88,28 +109,32 @@ def lessons(corpus: Path, target: Any) -> Lessons:
 
 @torch.inference_mode()
 def teach(target: Any, conversations: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The target's BEST tokens after each position: ids [n, BEST] uint16, logits [n, BEST] float16."""
+    """The target's BEST tokens after each position: ids [n, BEST] uint16, logits [n, BEST] float16. The logits are
+    computed in float32 also under autocast: bfloat16 would make many of them equal."""
     best, logits = [], []
     for ids in conversations:
-        hidden = target.model(torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
+        hidden = target.model(torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0].float()
         for rows in hidden.split(256):
-            top = target.lm_head(rows).topk(BEST)
+            with torch.autocast("cpu", enabled=False):
+                top = target.lm_head(rows).topk(BEST)
             best.append(top.indices.numpy().astype(np.uint16))
             logits.append(top.values.numpy().astype(np.float16))
     return np.concatenate(best), np.concatenate(logits)
 
 
-def cut(target: Any, layers: list[int], heads: int, ffn: int) -> LlamaModel:
-    """A model of the target's `layers`, each with its first `heads` query heads and its `ffn` largest neurons."""
+def cut(target: Any, layers: list[int], heads: int, ffn: int, diffusion: bool) -> LlamaModel | Qwen2Model:
+    """A model of the target's `layers`, each with its first `heads` query heads and its `ffn` largest neurons. A
+    diffusion drafter is a Qwen2 model, whose q, k and v have a bias: 0 at first."""
     c = target.config
     heads, ffn = heads or c.num_attention_heads, ffn or c.intermediate_size
     group = c.num_attention_heads // c.num_key_value_heads
     D = c.hidden_size // c.num_attention_heads
     if heads % group:
         raise SystemExit(f"--heads {heads} must be a multiple of {group}, the query heads of a KV head")
-    config = LlamaConfig(
+    made, kind = (Qwen2Config, Qwen2Model) if diffusion else (LlamaConfig, LlamaModel)
+    config = made(
         **{
-            **{k: v for k, v in c.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")},
+            **{k: v for k, v in c.to_dict().items() if k not in LEFT_OUT},
             "num_hidden_layers": len(layers),
             "num_attention_heads": heads,
             "num_key_value_heads": heads // group,
@@ -117,7 +142,7 @@ def cut(target: Any, layers: list[int], heads: int, ffn: int) -> LlamaModel:
             "intermediate_size": ffn,
         }
     )
-    net = LlamaModel(config).float()
+    net = kind(config).float()
     net.embed_tokens = None
     with torch.no_grad():
         net.norm.weight.copy_(target.model.norm.weight)
@@ -128,6 +153,9 @@ def cut(target: Any, layers: list[int], heads: int, ffn: int) -> LlamaModel:
             mine.input_layernorm.weight.copy_(its.input_layernorm.weight)
             mine.post_attention_layernorm.weight.copy_(its.post_attention_layernorm.weight)
             a, b = mine.self_attn, its.self_attn
+            for name in ("q_proj", "k_proj", "v_proj"):
+                if diffusion:
+                    getattr(a, name).bias.zero_()
             a.q_proj.weight.copy_(b.q_proj.weight[: heads * D])
             a.k_proj.weight.copy_(b.k_proj.weight[: heads // group * D])
             a.v_proj.weight.copy_(b.v_proj.weight[: heads // group * D])
@@ -176,12 +204,15 @@ def loss_of(hidden: Tensor, embed: Tensor, best: Tensor, logits: Tensor, weight:
     return (kl * weight).sum() / weight.sum().clamp(min=1)
 
 
-def save(net: LlamaModel, embed: Tensor, out: Path, target: str) -> None:
-    """Write the checkpoint folder: bfloat16 weights without the embedding, but with PROBES of its rows."""
+def save(net: LlamaModel | Qwen2Model, embed: Tensor, out: Path, target: str, mask: int = -1) -> None:
+    """Write the checkpoint folder: bfloat16 weights without the embedding, but with PROBES of its rows. `mask`: the
+    mask token of a diffusion drafter."""
     part = out.with_name(out.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
     config = net.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
     config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16", "specker": {"shares": ["embed_tokens"], "of": target}}
+    if mask >= 0:
+        config |= {"architectures": ["DreamModel"], "model_type": "Dream", "mask_token_id": mask}
     (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     state = {f"model.{k}": v.to(torch.bfloat16).contiguous() for k, v in net.state_dict().items()}
     ids = torch.arange(PROBES) * (len(embed) // PROBES)
@@ -197,7 +228,7 @@ def save(net: LlamaModel, embed: Tensor, out: Path, target: str) -> None:
 class Training:
     """A draft in training. `step` and `judge` work on windows of the lessons; the last of them are only judged."""
 
-    net: LlamaModel
+    net: LlamaModel | Qwen2Model
     embed: Tensor  # [V, E], the target's
     data: Lessons
     args: Args
@@ -222,6 +253,11 @@ class Training:
             torch.optim.AdamW(vectors, weight_decay=0.0),
         )
 
+    def __call__(self, windows: list[int], turn: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The examples of windows: hidden [n, E] of the draft's predicting rows, then best, logits and weight."""
+        ids, *lessons = self.batch(windows)
+        return self.hidden(ids), *lessons
+
     def batch(self, windows: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """ids [windows, length] int64, then for each position best, logits and weight."""
         at, data = np.array(windows)[:, None] * self.args.length + np.arange(self.args.length), self.data
@@ -230,7 +266,9 @@ class Training:
         return ids, best.flatten(0, 1), logits.flatten(0, 1), torch.from_numpy(data.weight[at]).flatten()
 
     def hidden(self, ids: Tensor) -> Tensor:
-        return self.net(inputs_embeds=self.embed[ids], use_cache=False).last_hidden_state.flatten(0, 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.args.bfloat16):
+            hidden = self.net(inputs_embeds=self.embed[ids], use_cache=False).last_hidden_state
+        return hidden.float().flatten(0, 1)
 
     def step(self) -> float:
         args = self.args
@@ -244,10 +282,10 @@ class Training:
             rng = np.random.default_rng([args.seed, self.epoch, self.done])
             self.order, self.epoch = rng.permutation(self.trained).tolist() * count, self.epoch + 1
         windows, self.order = self.order[:count], self.order[count:]
-        ids, best, logits, weight = self.batch(windows)
         rows = Rows.of(self.frequent, self.others, len(self.embed))
         heat = (1.0, 0.7)[self.done // args.batch % 2]
-        loss = loss_of(self.hidden(ids), self.embed, best, logits, weight, heat, rows)
+        hidden, best, logits, weight = self(windows, self.done // args.batch // 2)
+        loss = loss_of(hidden, self.embed, best, logits, weight, heat, rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         for optimiser in self.optimisers:
@@ -259,12 +297,12 @@ class Training:
     @torch.no_grad()
     def judge(self) -> float:
         """The share of answer tokens, in the windows never trained on, at which the draft's best token is the
-        target's."""
+        target's; for a diffusion drafter of the first guesses of rounds."""
         right = total = 0
         for window in range(self.trained, len(self.data.ids) // self.args.length):
-            ids, best, _, weight = self.batch([window])
+            hidden, best, _, weight = self([window], 0)
             answers = weight == 1
-            right += int(((self.hidden(ids) @ self.embed.T).argmax(-1) == best[:, 0])[answers].sum())
+            right += int(((hidden @ self.embed.T).argmax(-1) == best[:, 0])[answers].sum())
             total += int(answers.sum())
         return right / max(total, 1)
 
@@ -282,14 +320,42 @@ class Training:
         self.done, self.log = kept["done"], kept["log"]
 
 
+class DiffusionTraining(Training):
+    """A diffusion drafter in training: the predicting rows are those of all rounds of a window."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.layouts = []
+        for step, block in ROUNDS:
+            layout = Rounds(LEAD, step, block, (self.args.length - LEAD - block) // step)
+            positions, sees, is_mask = layout.rows()
+            by_place = torch.full((block,), NEAR) ** torch.arange(block)
+            self.layouts.append((positions, sees, is_mask, *layout.predicts(), by_place.repeat(layout.count)))
+
+    def __call__(self, windows: list[int], turn: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A guess counts NEAR times the one before it: far guesses are seldom reached."""
+        positions, sees, is_mask, predicts, at, by_place = self.layouts[turn % len(self.layouts)]
+        ids, *lessons = self.batch(windows)
+        rows = ids[:, positions].masked_fill(is_mask, self.args.mask_token_id)
+        mask = torch.zeros(sees.shape).masked_fill(~sees, float("-inf"))[None, None]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.args.bfloat16):
+            out = self.net(
+                inputs_embeds=self.embed[rows], attention_mask=mask, position_ids=positions[None], use_cache=False
+            )
+        hidden = out.last_hidden_state.float()[:, predicts].flatten(0, 1)
+        best, logits, weight = (x.unflatten(0, ids.shape)[:, at].flatten(0, 1) for x in lessons)
+        return hidden, best, logits, weight * by_place.repeat(len(windows))
+
+
 def main() -> None:
     (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().requires_grad_(False)
-    data = lessons(Path(args.corpus), target)
-    net = cut(target, [int(n) for n in args.layers.split(",")], args.heads, args.ffn)
-    training = Training(net, target.model.embed_tokens.weight, data, args)
+    data = lessons(Path(args.corpus), target, args.bfloat16)
+    diffusion = args.mask_token_id >= 0
+    net = cut(target, [int(n) for n in args.layers.split(",")], args.heads, args.ffn, diffusion)
+    training = (DiffusionTraining if diffusion else Training)(net, target.model.embed_tokens.weight, data, args)
     del target
     out = Path(args.out)
     state = out.with_name(out.name + ".pt")
@@ -314,7 +380,7 @@ def main() -> None:
         if time.time() - saved > 120 or last:
             training.save(state)
             saved = time.time()
-    save(net, training.embed, out, Path(args.target).name)
+    save(net, training.embed, out, Path(args.target).name, args.mask_token_id)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]. With e
 O/2 rows are the gate and the rest the up projection; the result is silu(x Wg^T) * (x Wu^T), [T, O/2]. One call can run
 G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. Accumulation is in float32 (float64 for
 float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On a CPU a row's last bits may depend on
-the other rows: results agree to 1e-12 in float64. There x and bias may also be float32 beside a bfloat16 weight: x and
-the product are rounded to bfloat16, the result is float32.
+the other rows: results agree to 1e-12 in float64. There x and bias may also be float32 beside a bfloat16 weight: on a
+CPU with bfloat16 products x and the product are rounded to bfloat16; the result is float32.
 
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
@@ -18,7 +18,7 @@ On a CPU, products of up to 32 float32 rows with a large matrix are batch-invari
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -56,7 +56,10 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: 
 
 def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
     if x.dtype != weight.dtype:
-        y = row_linear_ref(x.to(weight.dtype), weight).to(x.dtype)
+        if multiplies_bfloat16():
+            y = row_linear_ref(x.to(weight.dtype), weight).to(x.dtype)
+        else:  # there torch's bfloat16 product takes several times as long as a cast and a float32 one
+            y = row_linear_ref(x, weight.to(x.dtype))
         if bias is not None:
             y += bias.unsqueeze(-2)
     elif x.dim() == 2:
@@ -65,6 +68,12 @@ def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilog
         by = weight.transpose(1, 2)
         y = torch.bmm(x, by) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, by)
     return _gated(y) if epilogue == "silu_mul" else y
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16 products."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils
+from numba.core import cgutils, event
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -47,6 +47,26 @@ def compiled(function: Callable[..., Any]) -> Any:
         return njit(cache=True, **how)(function)
     except RuntimeError:  # no folder for the cache is writable
         return njit(**how)(function)
+
+
+class _Compiling(event.Listener):
+    """Calls a function when numba begins to compile, once."""
+
+    def __init__(self, tell: Callable[[], None]):
+        self.tell: Callable[[], None] | None = tell
+
+    def on_start(self, event: Any) -> None:
+        if self.tell is not None:
+            tell, self.tell = self.tell, None
+            tell()
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def on_compile(tell: Callable[[], None]) -> None:
+    """Call `tell` once if a kernel is not in numba's cache and has to be compiled."""
+    event.register("numba:compile", _Compiling(tell))
 
 
 # --- instructions that numba lacks
@@ -675,10 +695,15 @@ class Stack:
         kind = None if matrices[0] is None else matrices[0].dtype
         return (
             kind in (torch.float32, torch.bfloat16)
-            and rope.shape[2] % (2 * BLOCK) == 0
-            and all(w is not None and fits(w) and w.dtype == kind and w.shape[1] % BLOCK == 0 for w in matrices)
+            and all(w is not None and fits(w) and w.dtype == kind for w in matrices)
+            and Stack.takes_sizes(rope.shape[2], *(w.shape[1] for w in matrices if w is not None))
             and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
         )
+
+    @staticmethod
+    def takes_sizes(head_dim: int, *sizes: int) -> bool:
+        """Whether the kernel serves layers with rows of these numbers of elements: E, Hq D and F."""
+        return head_dim % (2 * BLOCK) == 0 and all(size % BLOCK == 0 for size in sizes)
 
     def run(
         self,

@@ -19,6 +19,7 @@ from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget
 from specker.runtime.shared import SharedDrafter
 from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
+from specker.zoo import Family
 
 
 class Composed(NamedTuple):
@@ -31,9 +32,14 @@ class Composed(NamedTuple):
 
 
 def compose(
-    target: Checkpoint, draft: Checkpoint | None, o: Options, kept: Kept | None, bundled: bool, ranks: Ranks | None
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    o: Options,
+    kept: Kept | None,
+    family: Family | None,
+    ranks: Ranks | None,
 ) -> Composed:
-    """`draft`, `kept`: the draft checkpoint and the kept rows of its head. `bundled`: the target is the bundled one.
+    """`draft`, `kept`: the draft checkpoint and the kept rows of its head. `family`: the bundled files for the target.
     Raises ValueError for --graphs on if rounds cannot be captured."""
     strategy, model = strategies.of(o), Model(target, linear=linear(o), ranks=ranks)
     gpu = model.device.type == "cuda"
@@ -43,13 +49,13 @@ def compose(
     if o.graphs == "on" and gpu and model.dtype == torch.float64:
         raise ValueError("--graphs on needs kernels, and float64 has none: use --graphs off or another --dtype")
     cache = allocate(model, o)
-    context = DraftContext(o, target, model, cache, draft, kept, bundled, ranks)
+    context = DraftContext(o, target, model, cache, draft, kept, family, ranks)
     inner = strategy.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
     drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
     head_cost = 0.0 if inner is None else strategy.head_cost(o, inner)
     if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
         head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
-    policies = PolicyContext(o, target.config.num_layers, bundled, head_cost)
+    policies = PolicyContext(o, target.config.num_layers, family, head_cost)
     plan = strategy.plan(policies)
     # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
     # collectives, so they need --graphs on.

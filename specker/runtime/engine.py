@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from specker import zoo
 from specker.config import Options, Sampling, from_kwargs
 from specker.runtime import strategies, text
 from specker.runtime.check import CheckResult, check
@@ -28,6 +27,7 @@ from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import Plan, PolicyContext
 from specker.runtime.text import Chunk, Generation, Prompt
 from specker.runtime.warmup import warm_up
+from specker.zoo import Family
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Engine:
     kept: Kept | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
     notes: dict[str, str] = field(default_factory=dict)  # decisions of the loader, by their names in `remarks`
     ranks: Ranks | None = None  # the ranks that share the target
+    family: Family | None = None  # the bundled files for the target
     trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # called with every round
     model: Model = field(init=False, repr=False)  # the target's
     cache: KVCache = field(init=False, repr=False)
@@ -52,8 +53,7 @@ class Engine:
     _request: object = field(init=False, repr=False, default=None)  # the one that owns the caches
 
     def __post_init__(self) -> None:
-        bundled = self.target.folder == zoo.path("code-target")
-        made = compose(self.target, self.draft, self.options, self.kept, bundled, self.ranks)
+        made = compose(self.target, self.draft, self.options, self.kept, self.family, self.ranks)
         self.model, self.cache, self.drafter, self.policies, self.plan, self.batch = made
 
     @property
@@ -82,13 +82,6 @@ class Engine:
     @property
     def max_context(self) -> int:
         return self.target.config.max_context
-
-    @property
-    def bit_equal(self) -> bool:
-        """Whether tokens must equal plain decoding's bit for bit: in float64, and for chains on a GPU."""
-        chain = strategies.of(self.options).chains(self.options) and self.options.linear != "cublas"
-        chain = chain and (self.ranks is None or self.ranks.ordered)
-        return self.dtype == torch.float64 or (self.device.type == "cuda" and chain)
 
     @property
     def remarks(self) -> dict[str, str]:

@@ -12,8 +12,9 @@ from specker.config import DTYPES, Options
 from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
-from specker.runtime.model.checkpoint import WHOLE, Checkpoint, read_config
+from specker.runtime.model.checkpoint import WHOLE, Checkpoint, made_for, read_config
 from specker.runtime.model.checkpoint import load as load_checkpoint
+from specker.runtime.model.decoder import served
 from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import SCRATCH
 
@@ -27,13 +28,15 @@ def load(
     tell: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Engine:
-    """Load an Engine. `target`, `draft`: local folders or hub ids in Hugging Face format; default: the bundled family.
+    """Load an Engine. `target`, `draft`: local folders or hub ids in Hugging Face format. Without `target`: the bundled
+    code model. Without `draft`: the bundled one for the target.
 
-    `dtype` is a torch dtype or one of float32, bfloat16, float16, float64; default: float32 on a CPU, bfloat16 on a
-    GPU. `strategy` is a name as in --strategy, with the other flags by name in `options`, as strings or parsed values;
-    or `strategy` is an `Options` with all of them. `tell` is called with (elements read, of all) of each checkpoint's
-    weights. Raises TypeError for an unknown option, ValueError (CheckpointError) for a checkpoint or a combination that
-    cannot run, and RankLost if another process of the job fails.
+    `dtype` is a torch dtype or one of float32, bfloat16, float16, float64; default: bfloat16, but float32 on a CPU that
+    has no compiled kernels for the target. `strategy` is a name as in --strategy, with the other flags by name in
+    `options`, as strings or parsed values; or `strategy` is an `Options` with all of them. `tell` is called with
+    (elements read, of all) of each checkpoint's weights. Raises TypeError for an unknown option, ValueError
+    (CheckpointError) for a checkpoint or a combination that cannot run, and RankLost if another process of the job
+    fails.
     """
     if isinstance(strategy, Options) and options:
         raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
@@ -41,22 +44,25 @@ def load(
     parts = strategies.of(opts)
     where = dist.own_device(_device(device))
     ranks = dist.join(opts, where, parts.divides)
-    kind = _dtype(dtype, where)
-    if draft is not None and parts.bundled_draft is None:
+    if draft is not None and not parts.needs_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
     dummy = opts.load == "dummy"
     notes: dict[str, str] = {}
-    if dummy and target is not None and draft is None and parts.bundled_draft is not None:
+    if dummy and target is not None and draft is None and parts.needs_draft:
         draft = target
         notes["draft_shape"] = f"without --draft, the draft has the shape of {_name(target)}"
-    if target is not None and draft is None and parts.bundled_draft is not None:
-        raise ValueError(f"strategy {opts.strategy!r} needs a draft checkpoint for {target}: pass --draft")
     if target is None and draft is not None:
         raise ValueError("--draft needs --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
-    draft_source = zoo.path(parts.bundled_draft) if draft is None and parts.bundled_draft is not None else draft
+    lacks_draft = parts.needs_draft and draft is None
+    if lacks_draft and zoo.family_of(read_config(target_source)) is None:  # before the weights are read
+        raise ValueError(_no_draft(opts, target_source))
+    if dtype is None and where.type == "cpu":
+        whole = ranks is None and opts.linear != "cublas"
+        dtype = torch.bfloat16 if whole and served(read_config(target_source)) else torch.float32
+    kind = _dtype(dtype)
     # Only ranks split a head. Without them the draft's config is not read twice: it may come from the hub.
-    shares_head = ranks is not None and draft_source is not None and "lm_head" in read_config(draft_source).shares
+    shares_head = ranks is not None and draft is not None and "lm_head" in read_config(draft).shares
     main = load_checkpoint(
         target_source,
         dtype=kind,
@@ -69,6 +75,10 @@ def load(
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
+    family = None if dummy and target is not None else _family(main)
+    if lacks_draft and family is None:
+        raise ValueError(_no_draft(opts, target_source))
+    draft_source = family.drafts[parts.name] if lacks_draft and family is not None else draft
     side = None
     if draft_source is not None and (ranks is None or ranks.drafts):
         side = load_checkpoint(
@@ -96,8 +106,8 @@ def load(
     kept = None
     parts.check_target(opts, main.config.num_layers)
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
-        vocabtrim.check(opts, target, bundled=target is None)
-        side, kept = vocabtrim.trimmed(main, side or main, opts, target is None, notes)
+        vocabtrim.check(opts, target, family)
+        side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = room_of(main, side, opts).sized(opts.max_context)
     if ranks is not None:
@@ -114,7 +124,18 @@ def load(
         notes["kv_pool"] = note
     opts = replace(opts, kv_tokens=pool)
     with room_of(main, side, opts).allocating():
-        return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks)
+        return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks, family)
+
+
+def _family(target: Checkpoint) -> zoo.Family | None:
+    """The bundled files for the target. Sizes alone do not prove it: its embedding must be the one that the drafts
+    share."""
+    family = zoo.family_of(target.config)
+    return family if family is not None and made_for(family.drafts["draft"], target) else None
+
+
+def _no_draft(options: Options, target: object) -> str:
+    return f"strategy {options.strategy!r} needs a draft checkpoint for {target}: pass --draft"
 
 
 def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
@@ -168,9 +189,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype:
     if dtype is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return torch.bfloat16
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")

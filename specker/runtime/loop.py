@@ -26,7 +26,9 @@ from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
 
-PROMPT_ROWS = 32  # last rows of a prompt, which seed a policy's statistics (DEL)
+# The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper, and one in 16 of a short
+# prompt, since each row reads the LM head once for every watched layer.
+PROMPT_ROWS, PROMPT_SHARE, LEAST_ROWS = 32, 16, 4
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 
 
@@ -183,7 +185,8 @@ class Batch:
             prefill(self.target, self.cache, prompt, slot=slot, tell=self.tell)
         else:
             depth = len(self.target.layers)
-            tapped = prefill(self.target, self.cache, prompt, (*layers, depth), PROMPT_ROWS, slot=slot, tell=self.tell)
+            rows = min(PROMPT_ROWS, max(LEAST_ROWS, len(prompt) // PROMPT_SHARE))
+            tapped = prefill(self.target, self.cache, prompt, (*layers, depth), rows, slot=slot, tell=self.tell)
             if tapped:
                 last, end = tapped.pop(depth), self.cache.exact_len[slot]
                 positions = self.target.positions[end - len(last) : end]

@@ -1,13 +1,50 @@
-"""The bundled family: a small code model, its draft models and its masked-diffusion drafter, with held-out prompts.
+"""The bundled models: a small code model with its drafts, and held-out prompts.
 
-`python -m specker.zoo.train` reproduces the weights; RECIPE.md, corpus.json and losses.json record how."""
+`python -m specker.zoo.train` reproduces the code family; RECIPE.md, corpus.json and losses.json record how."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+FOLDER = Path(__file__).parent
 NAMES = ("code-target", "code-draft", "code-diffusion", "code-draft-deep")
+
+
+def path(name: str) -> Path:
+    """The folder of a bundled checkpoint. Raises ValueError for another name."""
+    if name not in NAMES:
+        raise ValueError(f"expected one of {', '.join(NAMES)}, got {name!r}")
+    return FOLDER / name
+
+
+@dataclass(frozen=True)
+class Family:
+    """The files made for one target, and the settings that were fastest with it (bench/results)."""
+
+    name: str
+    sizes: Mapping[str, int]  # of the target's ModelConfig, to recognise it
+    drafts: Mapping[str, Path]  # strategy -> the draft's checkpoint folder
+    vocab_scores: Path  # counts of tokens that the target wrote; see specker/runtime/vocab_scores.py
+    ngram: Path  # trigrams of tokens that the target wrote; see specker/runtime/ngram.py
+    adl: tuple[int, int]  # shortest and longest block of diffuspec's policy adl
+    vocab_keep: float  # fraction of the head's rows that vocabtrim keeps
+    target: Path | None = None  # None: the user has it
+
+
+CODE = Family(
+    "code",
+    {"hidden_size": 256, "num_layers": 12, "num_heads": 4, "intermediate_size": 704, "vocab_size": 8192},
+    {"draft": path("code-draft"), "easyspec": path("code-draft-deep"), "diffuspec": path("code-diffusion")},
+    FOLDER / "vocab_scores.safetensors",
+    FOLDER / "ngram.safetensors",
+    adl=(3, 8),
+    vocab_keep=0.125,
+    target=path("code-target"),
+)
 
 PROMPTS = (
     '''\
@@ -40,24 +77,15 @@ def parse_version(text):
 )
 
 
-def path(name: str) -> Path:
-    """The Hugging Face folder of one model of the family. Raises ValueError for another name."""
-    if name not in NAMES:
-        raise ValueError(f"expected one of {', '.join(NAMES)}, got {name!r}")
-    return Path(__file__).parent / name
-
-
-def vocab_scores() -> Path:
-    """The file of token counts of text that the target wrote; see specker/runtime/vocab_scores.py."""
-    return Path(__file__).parent / "vocab_scores.safetensors"
-
-
-def ngram() -> Path:
-    """The file of trigrams of text that the target wrote; see specker/runtime/ngram.py."""
-    return Path(__file__).parent / "ngram.safetensors"
+def family_of(config: Any) -> Family | None:
+    """The family for a target with this ModelConfig, by its sizes; None if there is none."""
+    for family in (CODE,):
+        if all(getattr(config, name) == size for name, size in family.sizes.items()):
+            return family
+    return None
 
 
 def heldout() -> list[dict[str, str]]:
     """Function beginnings from modules never trained on, each {"prompt", "source" ("module:line"), "licence"}."""
-    text = (Path(__file__).parent / "heldout.jsonl").read_text(encoding="utf-8")
+    text = (FOLDER / "heldout.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

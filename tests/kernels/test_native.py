@@ -7,9 +7,10 @@ import threading
 import pytest
 import torch
 from make_checkpoint import make
+from numba import njit
 from torch.nn import functional as F
 
-from specker.kernels import native
+from specker.kernels import linear, native
 from specker.kernels.linear import row_linear
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
@@ -44,6 +45,22 @@ def test_row_linear_takes_float32_rows_beside_bfloat16_weights(epilogue, bias):
             y = F.silu(gate) * up
         got = row_linear(x, w, b, epilogue)
         assert got.dtype == torch.float32 and (got - y).abs().max() < 0.02 * y.abs().max()
+
+
+def test_a_cpu_without_bfloat16_products_rounds_only_the_weight(monkeypatch):
+    w, x = torch.randn(30, 33).bfloat16(), torch.randn(5, 33)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: False)
+    torch.testing.assert_close(row_linear(x, w), x @ w.float().T)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
+    assert (row_linear(x, w) - x @ w.float().T).abs().max() > 1e-3
+
+
+def test_it_tells_once_when_something_is_compiled():
+    told = []
+    native.on_compile(lambda: told.append(1))
+    for _ in range(2):
+        njit(lambda x: x + 1)(1)
+    assert told == [1]
 
 
 def model_of(folder, arch="llama", dtype=torch.float32, **sizes):

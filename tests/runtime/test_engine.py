@@ -149,6 +149,28 @@ def test_cuda_without_a_gpu(pair):
         specker.load(*pair, device="cuda")
 
 
+def test_a_cpu_takes_bfloat16_where_its_compiled_kernels_serve_the_target(pair, bundled):
+    """The tiny pair's heads are too small for the kernels."""
+    assert (bundled.dtype, bundled.model.dtype) == (torch.bfloat16, torch.float32)
+    assert bundled.model.stack is not None
+    assert specker.load(*pair, device="cpu").dtype == torch.float32
+    assert specker.load(strategy="ar", device="cpu", linear="cublas").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "exact"),
+    [
+        ({}, True),
+        ({"tree": "2x2"}, False),
+        ({"linear": "cublas"}, False),
+        ({"dtype": "float64"}, True),
+        ({"batch_size": 60}, False),  # more rows than the kernels take
+    ],
+)
+def test_where_the_check_allows_no_difference(options, exact):
+    assert check.bit_equal(specker.load(device="cpu", max_context=64, **options)) == exact
+
+
 def test_a_draft_is_needed_and_refused_alone(pair):
     with pytest.raises(ValueError, match="needs a draft checkpoint"):
         specker.load(pair[0])

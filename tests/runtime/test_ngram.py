@@ -141,7 +141,7 @@ def test_broken_files_are_refused(model, tmp_path):
         with pytest.raises(ValueError, match=words):
             read(path)
     with pytest.raises(ValueError, match="specker-vocab-scores version 1; this reads specker-ngram version 1"):
-        read(zoo.vocab_scores())
+        read(zoo.CODE.vocab_scores)
     about = {"specker": '{"format": "specker-ngram", "version": 1, "vocab_size": 23, "tokenizer": null, "totals": {}}'}
     tensors = load(whole)
     for change, words in (

@@ -148,8 +148,8 @@ def load(
     with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
             folder = _folder(source, weights=True)
-            if owner is not None and config.shares:
-                _check_rows(source, folder, config, owner)
+            if owner is not None and config.shares and not _same_rows(source, folder, config, owner):
+                raise _another(source, config, owner, "the rows of its embedding differ")
             buffers = _read_weights(folder, config, dtype, device, part, whole_head, tell)
         else:
             buffers = _random_weights(config, dtype, device, part, whole_head, random)
@@ -174,6 +174,12 @@ def read_config(
 ) -> ModelConfig:
     """Return `load(...).config` without reading or downloading weights. Raises CheckpointError."""
     return parse_config(_folder(source, weights=False), max_context, bidirectional)[0]
+
+
+def made_for(folder: Path, target: Checkpoint) -> bool:
+    """Whether the draft in `folder` shares nothing, or `target` has the embedding that it shares."""
+    config = read_config(folder)
+    return not config.shares or _same_rows(folder, folder, config, target)
 
 
 def read_tokenizer(source: str | Path) -> Any:
@@ -326,9 +332,9 @@ def _another(source: str | Path, c: ModelConfig, owner: Checkpoint, why: str) ->
     return CheckpointError(f"the draft {source} shares the {shared} of another target than {owner.folder}: {why}")
 
 
-def _check_rows(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoint) -> None:
-    """Raise CheckpointError unless the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s, up to rounding
-    and quantisation."""
+def _same_rows(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoint) -> bool:
+    """Whether the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s, up to rounding and quantisation.
+    Raises CheckpointError if the file has no such rows."""
     with ExitStack() as stack:
         where = _open(folder, stack)
         if any(name not in where for name in SHARED_ROWS):
@@ -341,8 +347,7 @@ def _check_rows(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpo
     ):
         raise CheckpointError(f"{' and '.join(SHARED_ROWS)} of {source} do not fit together; export it again")
     own = owner.weights.embed[ids.to(owner.weights.embed.device)].float().cpu()
-    if not (torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all():
-        raise _another(source, c, owner, "the rows of its embedding differ")
+    return bool((torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all())
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from specker.kernels.merge import add_norm, residual_merge
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import Checkpoint, Weights
+from specker.runtime.model.config import ModelConfig
 from specker.runtime.sampling import Draws
 
 PREFILL_CHUNK = 512
@@ -72,6 +73,13 @@ Step = tuple[Group, tuple[Tensor, Tensor], Batch]  # the tensors are K and V [pa
 class Output(NamedTuple):
     hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
     taps: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
+
+
+def served(config: ModelConfig) -> bool:
+    """Whether a CPU has compiled kernels for a model of these sizes, in float32 and bfloat16."""
+    kernels, c = native(), config
+    sizes = c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size
+    return kernels is not None and kernels.Stack.takes_sizes(*sizes)
 
 
 class Model:

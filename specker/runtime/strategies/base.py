@@ -20,6 +20,7 @@ from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import GENERAL, LONGEST, Budget, Policy
 from specker.runtime.vocab_scores import tokenizer_hash
+from specker.zoo import Family
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
@@ -36,7 +37,7 @@ class DraftContext:
     cache: KVCache  # the target's
     draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
     kept: Kept | None  # the kept rows; None: all
-    bundled: bool  # whether the target is the bundled one
+    family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
 
     @property
@@ -60,7 +61,7 @@ class DraftContext:
 
     def depth(self, strategy: "Strategy") -> int:
         """The length of the longest draft path, in tokens."""
-        context = PolicyContext(self.options, self.target.config.num_layers, self.bundled)
+        context = PolicyContext(self.options, self.target.config.num_layers, self.family)
         return strategy.plan(context).largest.depth
 
 
@@ -70,7 +71,7 @@ class PolicyContext:
 
     options: Options
     layers: int  # of the target
-    bundled: bool  # whether the target is the bundled one
+    family: Family | None  # the bundled files for the target
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
 
 
@@ -94,7 +95,7 @@ class Strategy:
     drafts: bool = True
     self_drafting: bool = False  # the target drafts with its own weights and cache, on every rank
     divides: bool = False  # the ranks of --tp divide the work of a draft among them
-    bundled_draft: str | None = None  # the bundled family's draft checkpoint; None: the strategy needs no checkpoint
+    needs_draft: bool = False  # drafts with a checkpoint of its own
     causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
     no_head: str = ""  # why there is no LM head to trim; empty if there is one
 

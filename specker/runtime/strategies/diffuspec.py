@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker import zoo
 from specker.config import Options, Sampling
 from specker.flags import opt, settle
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
@@ -44,13 +43,13 @@ from specker.runtime.policy import GENERAL, LONGEST, MAX_NODES, Budget, Fixed, O
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+from specker.zoo import Family
 
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
-# The measured winners on the bundled pair, and the paper's range (ADL) for models of the paper's size.
+# The measured winners on the bundled pair.
 BLOCK = 4
-ADL_BUNDLED = (3, 8)
-ADL = (20, 30)
 CHUNK = (4, 0.5)
+ADL = (20, 30)  # the paper's, for models of the paper's size
 CPS_LAMBDA = 0.85  # 0.5 in the paper
 LONGEST_CHUNKS = 32  # maximum tokens of all chunks
 
@@ -368,7 +367,7 @@ class DiffuSpecOptions:
         None, "weight of the diffusion model against the n-gram model (default 0.85)", least=0, most=1
     )
     ngram: str | None = opt(
-        None, "the search's n-gram model (default: the bundled family's); see python -m specker.calibrate"
+        None, "the search's n-gram model (default: the bundled one for the target); see python -m specker.calibrate"
     )
     diffusion_prefix: str = opt(
         "reuse",
@@ -380,7 +379,7 @@ class DiffuSpecOptions:
     )
     adl: tuple[int, int] | None = opt(
         None,
-        "shortest and longest block of --policy adl (default 20-30; 3-8 with the bundled pair)",
+        "shortest and longest block of --policy adl (default 20-30; with bundled drafts the fastest measured)",
         parse=span,
     )
     chunk: tuple[int, float] | None = opt(
@@ -404,9 +403,9 @@ class DiffuSpecOptions:
         """The mode of the path search: off, chain or tree."""
         return self.cps or ("chain" if self._search_options else "off")
 
-    def lengths(self, bundled: bool) -> tuple[int, int]:
+    def lengths(self, family: Family | None) -> tuple[int, int]:
         """The shortest and the longest block of --policy adl, in tokens."""
-        return self.adl or (ADL_BUNDLED if bundled else ADL)
+        return self.adl or (ADL if family is None else family.adl)
 
 
 class DiffuSpec(Strategy):
@@ -414,7 +413,7 @@ class DiffuSpec(Strategy):
     summary = "a diffusion language model drafts a block in one pass"
     options = DiffuSpecOptions
     policies = ("adl", "chunk")
-    bundled_draft = "code-diffusion"
+    needs_draft = True
     causal = False
 
     def default_policy(self, options: Options) -> str:
@@ -466,7 +465,7 @@ class DiffuSpec(Strategy):
         options, own = context.options, context.options.own
         length, rule = options.draft_tokens or BLOCK, options.policy or "fixed"
         if rule == "adl":
-            return AdaptiveLength(*own.lengths(context.bundled))
+            return AdaptiveLength(*own.lengths(context.family))
         if rule == "chunk":
             block, threshold = own.chunk or CHUNK
             return Chunks(MAX_NODES, options.draft_tokens or LONGEST_CHUNKS, block=block, threshold=threshold)
@@ -477,7 +476,7 @@ class DiffuSpec(Strategy):
         options, own = context.options, context.options.own
         rule, shortest, longest = options.policy, 1, options.draft_tokens or BLOCK
         if rule == "adl":
-            shortest, longest = own.lengths(context.bundled)
+            shortest, longest = own.lengths(context.family)
         elif rule == "plus-minus-one":
             longest = max(longest, LONGEST)
         elif rule == "fixed":
@@ -498,7 +497,7 @@ def _search(context: DraftContext, own: DiffuSpecOptions) -> Search | None:
     how, target = own.search, context.target
     if how == "off":
         return None
-    path = own.ngram or (zoo.ngram() if context.bundled else None)
+    path = own.ngram or (None if context.family is None else context.family.ngram)
     weight = CPS_LAMBDA if own.cps_lambda is None else own.cps_lambda
     if path is None and weight < 1:
         raise ValueError(

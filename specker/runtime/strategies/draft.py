@@ -189,7 +189,7 @@ class AutoregressiveDrafter(ModelDrafter):
 class SmallModel(Strategy):
     name = "draft"
     summary = "a small model drafts a chain or a tree"
-    bundled_draft = "code-draft"
+    needs_draft = True
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
         model = context.draft_model()

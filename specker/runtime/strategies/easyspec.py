@@ -67,7 +67,7 @@ class EasySpec(SmallModel):
     name = "easyspec"
     summary = "a small model drafts with groups of its layers side by side"
     options = EasySpecOptions
-    bundled_draft = "code-draft-deep"
+    needs_draft = True
     divides = True
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specker import zoo
 from specker.config import Options
 from specker.flags import opt, settle
 from specker.runtime import vocab_scores
@@ -24,18 +23,19 @@ from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.config import layer_elements
 from specker.runtime.stats import Stats
 from specker.runtime.vocab_scores import Keep, VocabScores
+from specker.zoo import Family
 
 if TYPE_CHECKING:  # engine.py imports this package
     from specker.runtime.engine import Engine
 
 TRIM = "vocabtrim"
-VOCAB_KEEP = Keep(fraction=0.125)  # the measured winner on the bundled pair
+VOCAB_KEEP = 0.125  # of the rows; the measured winner on the bundled code pair
 
 
 @dataclass(frozen=True)
 class TrimOptions:
     vocab_scores: str | None = opt(
-        None, "file with token frequencies (default: the bundled family's); see python -m specker.calibrate"
+        None, "file with token frequencies (default: the bundled one for the target); see python -m specker.calibrate"
     )
     vocab_keep: Keep | None = opt(
         None,
@@ -49,21 +49,23 @@ class TrimOptions:
         settle(self)
 
 
-def default_keep(scores: VocabScores) -> Keep:
-    """All ids of a file without counts; for specker's own files, the measured winner on the bundled pair."""
-    return Keep(rows=len(scores.ids)) if scores.counts is None else VOCAB_KEEP
+def default_keep(scores: VocabScores, family: Family | None) -> Keep:
+    """All ids of a file without counts; else the fraction that was fastest with the target."""
+    if scores.counts is None:
+        return Keep(rows=len(scores.ids))
+    return Keep(fraction=VOCAB_KEEP if family is None else family.vocab_keep)
 
 
-def check(options: Options, target: object, bundled: bool) -> None:
+def check(options: Options, target: object, family: Family | None) -> None:
     """Raise ValueError if there are no scores for the target; random weights need none."""
-    if options.trim.vocab_scores is None and not bundled and options.load != "dummy":
+    if options.trim.vocab_scores is None and family is None and options.load != "dummy":
         raise ValueError(
             f"strategy {options.strategy!r} needs --vocab-scores for {target}: run python -m specker.calibrate"
         )
 
 
 def trimmed(
-    target: Checkpoint, draft: Checkpoint, options: Options, bundled: bool, notes: dict[str, str]
+    target: Checkpoint, draft: Checkpoint, options: Options, family: Family | None, notes: dict[str, str]
 ) -> tuple[Checkpoint, Kept]:
     """(draft with only the kept rows of its head, one contiguous copy; the kept rows: fixed ids ascending, then those
     that follow the text). The embedding stays whole, because the text may contain any token. Random weights without a
@@ -71,14 +73,13 @@ def trimmed(
     ValueError if the scores do not match the target."""
     trim: TrimOptions = options.trim
     vocab, has_tokenizer = target.config.vocab_size, target.vocabulary is not None
-    if trim.vocab_scores is None and not bundled:
+    if (path := trim.vocab_scores or (None if family is None else family.vocab_scores)) is None:
         scores = VocabScores(torch.arange(vocab), None)
-        keep = trim.vocab_keep or VOCAB_KEEP
+        keep = trim.vocab_keep or Keep(fraction=VOCAB_KEEP)
     else:
-        path = trim.vocab_scores or zoo.vocab_scores()
         scores = vocab_scores.read(path)
         scores.check(vocab, vocab_scores.tokenizer_hash(target.tokenizer) if has_tokenizer else None, path)
-        keep = trim.vocab_keep or default_keep(scores)
+        keep = trim.vocab_keep or default_keep(scores, family)
     whole = draft.weights.head
     rows = min(vocab, len(whole))  # a draft may know fewer ids than a padded target
     special = vocab_scores.special_ids(target.tokenizer) if has_tokenizer else set()
