@@ -391,7 +391,8 @@ def _rows(w, x, y, R, T, narrow, E, row_w, row_x, row_y):
     size = np.int64(2 if narrow else 4)
     tiles = (T + MOST - 1) // MOST
     for r in range(0, R, TALL):
-        tall = R - r >= TALL and T >= 3  # fewer rows of x wait for memory, which likes one stream
+        least = 6 if narrow else 3  # with fewer rows of x the tile waits for memory, which likes one stream
+        tall = R - r >= TALL and least <= T
         for i in range(r, min(r + TALL, R), TALL if tall else 1):
             for n in range(tiles):  # of about equal height
                 first, last = n * T // tiles, (n + 1) * T // tiles
