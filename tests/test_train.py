@@ -12,6 +12,8 @@ import torch
 from make_checkpoint import make
 
 import specker
+from specker.runtime import ngram
+from specker.runtime.vocab_scores import read
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,12 +27,13 @@ def script(name: str) -> ModuleType:
     return module
 
 
-corpus, draft = script("corpus"), script("draft")
+corpus, draft, scores = script("corpus"), script("draft"), script("scores")
 
 
 def main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
     threads = torch.get_num_threads()
-    monkeypatch.setattr("sys.argv", [module.__name__, *map(str, argv), "--threads", "1"])
+    limit = () if module is scores else ("--threads", "1")
+    monkeypatch.setattr("sys.argv", [module.__name__, *map(str, argv), *limit])
     module.main()
     torch.set_num_threads(threads)
 
@@ -96,6 +99,26 @@ def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch, strategy
     assert fast.draft.config.num_layers == 2 and fast.draft.weights.embed is fast.target.weights.embed
     out = fast.generate([9], 60, temperature=0.7)
     assert out.tokens == engine.generate([9], 60, temperature=0.7).tokens and out.stats.accepted > 0
+
+
+def test_the_answers_are_counted(target, tmp_path, monkeypatch):
+    """Prompts are not: a draft's head drafts answers."""
+    corpus.save(tmp_path, {k: ([7, 7, 40 + k, 30, 31, 30, 31], 2) for k in range(12)})
+    main(scores, monkeypatch, "--target", target, "--corpus", tmp_path, "--out", tmp_path / "own", "--ngram_least", 2)
+    counted = read(tmp_path / "own-vocab_scores.safetensors")
+    assert counted.ids[:2].tolist() == [30, 31] and counted.counts[:2].tolist() == [24, 24]
+    assert 7 not in counted.ids and counted.totals == {"texts": 12, "tokens": 60}
+    assert counted.held_out is not None and counted.held_out_coverage(2) == pytest.approx(0.8)
+    trimmed = specker.load(
+        target,
+        target,
+        "vocabtrim",
+        device="cpu",
+        dtype="float64",
+        vocab_scores=str(tmp_path / "own-vocab_scores.safetensors"),
+    )
+    assert {30, 31} <= set(trimmed.kept.ids.tolist())
+    assert len(ngram.read(str(tmp_path / "own-ngram.safetensors")).trigrams) == 2
 
 
 def test_the_loss_is_the_divergence_from_the_target(monkeypatch):

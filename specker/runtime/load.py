@@ -55,8 +55,10 @@ def load(
         raise ValueError("--draft needs --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
     lacks_draft = parts.needs_draft and draft is None
-    if lacks_draft and zoo.family_of(read_config(target_source)) is None:  # before the weights are read
-        raise ValueError(_no_draft(opts, target_source))
+    if lacks_draft:  # before the weights are read
+        known = zoo.family_of(read_config(target_source))
+        if known is None or parts.name not in known.drafts:
+            raise ValueError(_no_draft(opts, target_source))
     if dtype is None and where.type == "cpu":
         whole = ranks is None and opts.linear != "cublas"
         dtype = torch.bfloat16 if whole and served(read_config(target_source)) else torch.float32
