@@ -672,6 +672,58 @@ def _head(me, size, sync, x, norm, weight, scratch, y, T, O, narrow, E, eps):
     _meet(size, sync)
 
 
+# --- noise
+
+
+M0, M1, LOW = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57), np.uint64(0xFFFFFFFF)
+W0, W1, HALF = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85), np.uint64(32)
+
+
+@compiled
+def _log(x, less):
+    """The natural logarithm of 1 - less, which is x > 0 up to rounding; see kernels/noise.py."""
+    i = np.float32(x).view(np.int32) - np.int32(0x3F3504F3)  # sqrt(1/2)
+    e = np.float32(i >> 23)
+    m = np.int32((i & np.int32(0x7FFFFF)) + np.int32(0x3F3504F3)).view(np.float32) - np.float32(1)
+    if e == 0 and less < 0.5:
+        m = -less
+    y = m * np.float32(7.0376836292e-2) + np.float32(-1.1514610310e-1)
+    y = y * m + np.float32(1.1676998740e-1)
+    y = y * m + np.float32(-1.2420140846e-1)
+    y = y * m + np.float32(1.4249322787e-1)
+    y = y * m + np.float32(-1.6668057665e-1)
+    y = y * m + np.float32(2.0000714765e-1)
+    y = y * m + np.float32(-2.4999993993e-1)
+    y = y * m + np.float32(3.3333331174e-1)
+    square = m * m
+    y = e * np.float32(-2.12194440e-4) + y * m * square
+    y = square * np.float32(-0.5) + y
+    return e * np.float32(0.693359375) + (m + y)
+
+
+@compiled
+def gumbel(out, positions, stream, seed):
+    """out [T, n, 4] float32: the noise of ids 0 .. 4 n - 1 at positions [T]; see kernels/noise.py. positions, stream,
+    seed: uint64. In one thread: torch's own, once woken, spin for a while and slow down the team."""
+    for t in range(len(positions)):
+        low, high = positions[t] & LOW, positions[t] >> HALF
+        for j in range(out.shape[1]):
+            c0, c1, c2, c3 = np.uint64(j), low, high, stream
+            k0, k1 = seed & LOW, seed >> HALF
+            for _ in range(10):
+                a, b = c0 * M0, c2 * M1
+                c0, c2 = (b >> HALF) ^ c1 ^ k0, (a >> HALF) ^ c3 ^ k1
+                c1, c3 = b & LOW, a & LOW
+                k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
+            out[t, j, 0], out[t, j, 1] = np.float32(np.uint32(c0)), np.float32(np.uint32(c1))
+            out[t, j, 2], out[t, j, 3] = np.float32(np.uint32(c2)), np.float32(np.uint32(c3))
+        row = out[t].reshape(-1)
+        for i in range(len(row)):
+            u = min((row[i] + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
+            x = -_log(np.float32(1) - u, u)
+            row[i] = -_log(x, np.float32(1))
+
+
 class Stack:
     """A model's decoder layers on a CPU."""
 

@@ -19,7 +19,8 @@ none in a kernel that computes it where it is used.
 `gumbel_of` and `gumbel_run` are device functions for kernels that add noise to logits they hold. Their integers and u
 are the same to the bit. Both logarithms are polynomials in FMAs (`_log_near`): near 1 the hardware's own has an
 absolute error of 2^-22, but log1p must keep the relative precision there. Errors against float64, over the whole range
-of u: log1p(-u) 2e-7, relative; g 2.5e-7, relative, or absolute where |g| < 1 (torch on a CPU: 1.2e-7).
+of u: log1p(-u) 2e-7, relative; g 2.5e-7, relative, or absolute where |g| < 1 (torch on a CPU: 1.2e-7). The compiled
+CPU form (native.py) uses the same polynomials.
 """
 
 import operator
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specker.kernels.cpu import native
 from specker.kernels.variant import tl, triton
 
 STREAM = 0x73706563  # the fourth counter word, "spec": distinct from any other use of Philox under the same seed
@@ -81,7 +83,7 @@ def gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
-    """The same values without the cache, on any device and without a host read."""
+    """The same noise, up to the logarithms' last bits, without the cache, on any device and without a host read."""
     return _gumbel_at(seed, positions, torch.arange(vocab_size, device=positions.device))
 
 
@@ -167,9 +169,13 @@ def _from_bits(x: Tensor) -> Tensor:
 
 
 def _rows(seed: int, positions: Any, padded: int) -> Tensor:
-    """Noise [T, padded] of a numpy array of positions; numpy multiplies 64-bit integers twice as fast as torch."""
+    """Noise [T, padded] of a numpy array of positions. Without compiled kernels numpy computes it: it multiplies 64-bit
+    integers twice as fast as torch."""
     out: Any = np.empty((len(positions), padded // 4, 4), np.float32)
     positions = positions.astype(np.uint64)
+    if (kernels := native()) is not None:
+        kernels.gumbel(out, positions, np.uint64(STREAM), np.uint64(seed))
+        return torch.from_numpy(out).view(len(positions), padded)
     blocks: Any = np.arange(padded // 4, dtype=np.uint64)
     rows = max(1, TILE // len(blocks))
     for i in range(0, len(positions), rows):

@@ -111,8 +111,13 @@ def _sample_host(logits: Tensor, temperature: float, top_k: int, top_p: float, s
     """The rows of one draw, without a kernel."""
     if top_k >= logits.shape[1]:
         top_k = 0  # all are kept
-    if logits.is_cuda or temperature == 0 or (top_k == 0 and top_p == 1):
+    if logits.is_cuda or temperature == 0:
         return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
+    if top_k == 0 and top_p == 1:  # in numpy: torch would wake its threads, which then slow down the compiled kernels
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        z = logits.detach().to(wide).numpy() / temperature
+        z += gumbel(seed, positions, z.shape[1]).numpy()
+        return torch.from_numpy(z.argmax(-1))
     return _sample_few(logits, temperature, top_k, top_p, seed, positions)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from formulas import chi_square_bound
 
-from specker.kernels import noise
+from specker.kernels import native, noise
 from specker.kernels.noise import add_gumbel_, gumbel, gumbel_cost, gumbel_ref, philox4x32
 
 MASK = 0xFFFFFFFF
@@ -82,7 +82,9 @@ def test_value_is_the_documented_function(seed):
 def test_cache_changes_no_bit(vocab):
     for wanted in ([7], [5, 6, 7], [14, 15, 16, 17], [3, 3, 4, 4, 4, 5], [900, 2, 31, 32, 33, (1 << 40) + 3, -1]):
         positions = torch.tensor(wanted)
-        expected = bits(gumbel_ref(11, positions, vocab))
+        uncached = noise._rows(11, positions.numpy(), noise._padded(vocab))[:, :vocab]
+        torch.testing.assert_close(uncached, gumbel_ref(11, positions, vocab), rtol=5e-7, atol=5e-7)
+        expected = bits(uncached)
         noise._block.cache_clear()
         assert torch.equal(bits(gumbel(11, positions, vocab)), expected)
         assert torch.equal(bits(gumbel(11, positions, vocab)), expected)  # and again, from the cache
@@ -114,7 +116,8 @@ def test_add_gumbel_takes_the_noise_of_the_full_vocabulary_id():
     z = torch.randn(3, 777, generator=torch.Generator().manual_seed(2))
     assert torch.equal(add_gumbel_(z.clone(), 5, positions, ids), z + full[:, ids])
     assert torch.equal(add_gumbel_(z.clone(), 5, positions, ids.int()), z + full[:, ids])
-    assert torch.equal(noise._gumbel_at(5, positions, ids), full[:, ids])  # the path without a host read
+    without_host_read = noise._gumbel_at(5, positions, ids)
+    torch.testing.assert_close(without_host_read, full[:, ids], rtol=5e-7, atol=5e-7)
     assert add_gumbel_(z.double(), 5, positions).dtype == torch.float64
 
 
@@ -127,6 +130,23 @@ def test_extreme_integers_stay_finite_and_precise():
     assert (g[:-1] >= g[1:]).all() and (g[:5].diff() < -1e-4).all()  # large values stay distinct
     exact = torch.tensor([-math.log(-math.log1p(-(v + 0.5) / 2**32)) for v in x[:9]], dtype=torch.float64)
     torch.testing.assert_close(g[:9].double(), exact, rtol=2e-7, atol=2e-7)
+
+
+def test_compiled_logarithms_are_precise_at_both_ends():
+    """And torch's serve where nothing is compiled."""
+    words = [0, 1, 2, 1000, (1 << 23) - 1, 1 << 24, 1 << 31, (1 << 32) - 1]
+    for word in words:
+        u = min((np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(noise.U_MAX))
+        exponential = -native._log(np.float32(1) - u, u)
+        assert exponential == pytest.approx(-math.log1p(-float(u)), rel=2e-7)
+        assert native._log(exponential, np.float32(1)) == pytest.approx(math.log(exponential), rel=3e-7, abs=3e-7)
+
+
+def test_noise_without_compiled_kernels(monkeypatch):
+    positions = np.array([3, 900])
+    compiled = noise._rows(11, positions, 4096)
+    monkeypatch.setattr(noise, "native", lambda: None)
+    torch.testing.assert_close(noise._rows(11, positions, 4096), compiled, rtol=5e-7, atol=5e-7)
 
 
 def test_distribution():
