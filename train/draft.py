@@ -1,6 +1,6 @@
 """Distil a draft for a chat model from text that the model wrote (train/corpus.py).
 
-    python train/draft.py --target DIR --corpus corpus --out smollm2-draft --layers 0,29 --ffn 1024
+    python train/draft.py --target DIR --corpus corpus --out smollm2-draft --layers 0,1 --ffn 768
     python train/draft.py --target DIR --corpus corpus --out smollm2-draft-deep --layers 0,4,8,12,16,20,24,29 \\
         --heads 3 --ffn 256
     python train/draft.py --target DIR --corpus corpus --out smollm2-diffusion --layers 0,1,2 --heads 3 --ffn 512 \\
@@ -50,7 +50,7 @@ class Args:
     target: str = field(metadata={"help": "checkpoint folder of the chat model"})
     corpus: str = field(metadata={"help": "folder of train/corpus.py"})
     out: str = field(metadata={"help": "folder of the draft"})
-    layers: str = field(default="0,29", metadata={"help": "the target's layers that the draft starts from"})
+    layers: str = field(default="0,1", metadata={"help": "the target's layers that the draft starts from"})
     heads: int = field(
         default=0, metadata={"help": "query heads that a layer keeps, a multiple of a KV head's; 0: all"}
     )
@@ -59,10 +59,10 @@ class Args:
         default=-1, metadata={"help": "train a masked-diffusion drafter with this token as the mask"}
     )
     tokens: int = field(default=4_000_000, metadata={"help": "stop after this many tokens"})
-    batch: int = field(default=2048, metadata={"help": "tokens a step"})
+    batch: int = field(default=1024, metadata={"help": "tokens a step"})
     length: int = field(default=512, metadata={"help": "tokens of a window"})
-    lr: float = 1e-3
-    muon: float = field(default=2e-3, metadata={"help": "learning rate of the matrices"})
+    lr: float = field(default=3e-3, metadata={"help": "learning rate of the norms"})
+    muon: float = field(default=6e-3, metadata={"help": "learning rate of the matrices"})
     bfloat16: bool = field(
         default=False, metadata={"help": "multiply in bfloat16 (for CPUs with AVX-512's or AMX's bfloat16)"}
     )
