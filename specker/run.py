@@ -381,8 +381,9 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         with screen.progress("warming up") as tell:
             engine.warmup(tell)
     elif engine.model.stack is not None:
-        native().on_compile(lambda: screen.note("compiling the CPU kernels: about ten seconds, once on this machine"))
-        engine.generate([0], 2)
+        said = "compiling the CPU kernels: about ten seconds, once on this machine"
+        with native().on_compile(lambda: screen.note(said)):
+            engine.generate([0], 2)
     lines = [Line(Talk((), "this turn"), sampling, 0)] if chatting else lines_of(talks, job, sampling)
     mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
     rounds: list[str] = []

@@ -16,6 +16,7 @@ All compiled functions are in this file: numba's cache does not notice a change 
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -64,9 +65,9 @@ class _Compiling(event.Listener):
         pass
 
 
-def on_compile(tell: Callable[[], None]) -> None:
-    """Call `tell` once if a kernel is not in numba's cache and has to be compiled."""
-    event.register("numba:compile", _Compiling(tell))
+def on_compile(tell: Callable[[], None]) -> AbstractContextManager[Any]:
+    """Context manager: calls `tell` once if a kernel is not in numba's cache and has to be compiled."""
+    return event.install_listener("numba:compile", _Compiling(tell))
 
 
 # --- instructions that numba lacks

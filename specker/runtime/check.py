@@ -88,7 +88,7 @@ def gap(engine: "Engine", ids: list[int], plain: int, other: int, sampling: dict
     row = model.whole_logits(model.logits(hidden))[0]
     if len(cache.exact_len) > 1:
         cache.release(0)
-    bound = rounding_bound(engine.dtype if model.stack is None else model.dtype, row, params.temperature)
+    bound = rounding_bound(engine.dtype, row, params.temperature)
     if params.temperature > 0:
         row = row / params.temperature + gumbel(params.seed, rows.positions, len(row))[0]
     return abs(float(row[plain] - row[other])), bound

@@ -57,9 +57,10 @@ def test_a_cpu_without_bfloat16_products_rounds_only_the_weight(monkeypatch):
 
 def test_it_tells_once_when_something_is_compiled():
     told = []
-    native.on_compile(lambda: told.append(1))
-    for _ in range(2):
-        njit(lambda x: x + 1)(1)
+    with native.on_compile(lambda: told.append(1)):
+        for _ in range(2):
+            njit(lambda x: x + 1)(1)
+    njit(lambda x: x + 2)(1)
     assert told == [1]
 
 
