@@ -251,7 +251,8 @@ class Decoding:
                 line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
             options = {"max_new_tokens": self.job.max_new_tokens, **asdict(line.sampling)}
             request = self.engine.request(number, ids, **options)
-            request.follows = self.job.chat and len(line.results) > 1  # a batch of one keeps the K/V of earlier turns
+            # A batch of one keeps the K/V of earlier turns. Their bits are not a prefill's, which plain decoding has.
+            request.follows = self.job.chat and len(line.results) > 1 and not self.job.check
             waiting.appendleft(request)
 
         for line in reversed(lines):

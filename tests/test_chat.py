@@ -113,7 +113,7 @@ def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypat
     talks, out = tmp_path / "talks.jsonl", tmp_path / "o.json"
     talks.write_text(json.dumps({"turns": ["one " * 60, "two", "three"]}) + "\n")
     argv = ["--target", endless, "--strategy", "lookup", "--chat", "--prompts", str(talks), "--max-new-tokens", "12"]
-    argv += ["--dtype", "float64", "--device", "cpu", "--json", str(out), "--check"]
+    argv += ["--dtype", "float64", "--device", "cpu", "--json", str(out)]
     prefilled: list[int] = []
     to_json = Stats.to_json
     monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prompt) or to_json(self))
