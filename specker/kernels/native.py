@@ -15,8 +15,8 @@ All compiled functions are in this file: numba's cache does not notice a change 
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -378,9 +378,26 @@ def _team(size: int, pid: int) -> Team:
     return Team(size)
 
 
+_asked = threading.local()
+
+
 def team() -> Team:
     """The team of this process with torch's number of threads."""
-    return _team(torch.get_num_threads(), os.getpid())
+    return _team(getattr(_asked, "threads", 0) or torch.get_num_threads(), os.getpid())
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch's operators run in the calling thread only; the team keeps its size. Torch's other threads spin for
+    some milliseconds after each operator, on the cores that the team needs."""
+    before, outer = torch.get_num_threads(), getattr(_asked, "threads", 0)
+    _asked.threads = outer or before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _asked.threads = outer
 
 
 # --- products with few rows

@@ -9,12 +9,14 @@ the batch, the batch's size or the time of admission.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specker.kernels.cpu import native
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
@@ -70,6 +72,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         model = self.target if self.drafter is None or self.drafter.model is None else self.drafter.model
+        rows = self.size * (self.largest.nodes + 1)
+        self._compiled = all(m.stack is not None and rows <= m.stack.most for m in (self.target, model))
         columns, wide = self.target.config.max_context, model.config.hidden_size
         synthetic = self.acceptance is not None
         self.state = State.empty(self.target, self.size, self.largest.nodes + 1, wide, columns, synthetic)
@@ -216,6 +220,11 @@ class Batch:
             for cache in self.caches:
                 cache.bucket(bucket or cache.capacity)
         return bucket
+
+    def threads(self) -> AbstractContextManager[Any]:
+        """Context manager for a round's launch and its results: with compiled kernels, which bring their own threads,
+        torch's operators run in one."""
+        return native().one_torch_thread() if self._compiled else nullcontext()
 
     def start(self, ahead: int = 0) -> Round | None:
         """Launch a round of the active sequences. `ahead`: tokens that pending rounds may add to each text. None if
@@ -390,12 +399,16 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
                 break
             if all(len(s.text) + len(pending) >= s.limit for s in batch.active):
                 break  # the pending rounds end every text
-            if (r := batch.start(ahead)) is None:
+            with batch.threads():
+                r = batch.start(ahead)
+            if r is None:
                 break
             pending.append(r)
         r = pending.popleft()
         running = [s for s in r.sequences if not s.finished]
-        steps = [_emitted(batch, r, *each, stop_ids) for each in batch.finish(r) if each[0] in running and each[2]]
+        with batch.threads():
+            results = batch.finish(r)
+        steps = [_emitted(batch, r, *each, stop_ids) for each in results if each[0] in running and each[2]]
         share = (time.perf_counter() - start) / max(1, len(running))
         for sequence in running:
             sequence.stats.wall += share

@@ -10,8 +10,10 @@ from make_checkpoint import make
 from numba import njit
 from torch.nn import functional as F
 
+import specker
 from specker.kernels import linear, native
 from specker.kernels.linear import row_linear
+from specker.runtime import loop
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Model, forward, prefill
@@ -186,6 +188,44 @@ def test_one_thread_gives_the_same_bits(tmp_path):
         finally:
             torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_torch_runs_one_thread_while_rounds_run(tmp_path, monkeypatch):
+    """Its others would spin on the team's cores. The caller's setting returns after every round, failed ones too."""
+    target = str(make(tmp_path / "target", "llama", **SIZES))
+    engine = specker.load(target, strategy="lookup", dtype="float32")
+    seen, before, launch = [], torch.get_num_threads(), loop.launch
+
+    def watched(*args):
+        seen.append((torch.get_num_threads(), native.team().size))
+        return launch(*args)
+
+    monkeypatch.setattr(loop, "launch", watched)
+    torch.set_num_threads(2)
+    try:
+        for _ in engine.stream([1, 2, 3], 4):
+            assert torch.get_num_threads() == 2
+        assert seen and set(seen) == {(1, 2)}
+        monkeypatch.setattr(loop, "launch", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([1, 2, 3], 4)
+        assert torch.get_num_threads() == 2 and native.team().size == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_batches_keep_torchs_threads(tmp_path, monkeypatch):
+    """Their passes have more rows than the compiled kernels take, so torch multiplies."""
+    engine = specker.load(str(make(tmp_path, "llama", **SIZES)), strategy="lookup", dtype="float32", batch_size=64)
+    seen, launch = set(), loop.launch
+    monkeypatch.setattr(loop, "launch", lambda *args: (seen.add(torch.get_num_threads()), launch(*args))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine.generate([1, 2, 3], 4)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {2}
 
 
 def test_sizes_that_the_kernels_decline(tmp_path):
