@@ -30,9 +30,10 @@ def new_round(
     """A round of one sequence, not yet drafted. `policy` is asked after each token; the default never stops early."""
     assert drafter.model is not None
     sampling = sampling or Sampling()
-    state = states.State.empty(
-        drafter.model, 1, budget.nodes + 1, drafter.model.config.hidden_size, drafter.model.config.max_context, False
-    )
+    model = drafter.model
+    wide, columns, vocab = model.config.hidden_size, model.config.max_context, len(model.head)
+    sizes = {"rows": budget.nodes + 1, "wide": wide, "vocab": vocab, "columns": columns}
+    state = states.State.empty(model.dtype, model.device, sequences=1, **sizes)
     sequence = states.Sequence(0, list(text), 1 << 30, sampling, policy or Fixed(budget.nodes, budget.depth))
     state.load(0, sequence)
     draws = Draws.of([sequence.sampling], state.draw, fixed)

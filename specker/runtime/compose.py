@@ -79,7 +79,8 @@ def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
         return 1.0
     own = layer_elements(draft.config) + draft.weights.head.numel()
     passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
-    return 1 + passes * own / (layer_elements(target.config) + target.weights.head.numel())
+    whole = layer_elements(target.config) + target.config.vocab_size * target.config.hidden_size
+    return 1 + passes * own / whole
 
 
 def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:

@@ -76,6 +76,10 @@ class Head:
         if moved:
             self._write(list(moved), moved.values())
 
+    def forget(self, sequence: states.Sequence) -> None:
+        """The sequence has ended; its tokens keep their rows until other ones need them."""
+        self._seen.pop(sequence.index, None)
+
     def _write(self, ids: list[int], rows: Iterable[int]) -> None:
         assert self.kept is not None and self.kept.whole is not None and self.token_ids is not None
         rows = list(rows)

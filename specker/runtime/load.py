@@ -12,6 +12,7 @@ from specker.config import DTYPES, Options
 from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
+from specker.runtime.head import Kept
 from specker.runtime.model.checkpoint import WHOLE, Checkpoint, made_for, read_config
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.decoder import served
@@ -42,7 +43,7 @@ def load(
         raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
     opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
     parts = strategies.of(opts)
-    where = dist.own_device(_device(device))
+    where = dist.own_device(device_of(device))
     ranks = dist.join(opts, where, parts.divides)
     if draft is not None and not parts.needs_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
@@ -62,7 +63,7 @@ def load(
     if dtype is None and where.type == "cpu":
         whole = ranks is None and opts.linear != "cublas"
         dtype = torch.bfloat16 if whole and served(read_config(target_source)) else torch.float32
-    kind = _dtype(dtype)
+    kind = dtype_of(dtype)
     # Only ranks split a head. Without them the draft's config is not read twice: it may come from the hub.
     shares_head = ranks is not None and draft is not None and "lm_head" in read_config(draft).shares
     main = load_checkpoint(
@@ -77,39 +78,12 @@ def load(
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
-    family = None if dummy and target is not None else _family(main)
+    family = None if dummy and target is not None else family_of(main)
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
     draft_source = family.drafts[parts.name] if lacks_draft and family is not None else draft
-    side = None
-    if draft_source is not None and (ranks is None or ranks.drafts):
-        side = load_checkpoint(
-            draft_source,
-            dtype=kind,
-            device=where,
-            bidirectional=None if parts.causal else True,
-            random=1 if dummy else None,
-            owner=main,
-            tell=tell,
-        )
-        if ranks is not None:
-            ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
-        side = _within(side, main.config.max_context)
-        if parts.causal and not side.config.causal:
-            raise ValueError(
-                f"{draft_source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one"
-            )
-        side = parts.adapt(opts, side)
-        ids = min(side.config.vocab_size, main.config.vocab_size)
-        ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
-        if opts.width > ids:
-            raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
-        side = _same_vocabulary(main, side, dummy)
-    kept = None
     parts.check_target(opts, main.config.num_layers)
-    if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
-        vocabtrim.check(opts, target, family)
-        side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes)
+    side, kept = drafting(main, draft_source, opts, kind, target, family, notes, ranks, tell)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = room_of(main, side, opts).sized(opts.max_context)
     if ranks is not None:
@@ -129,7 +103,49 @@ def load(
         return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks, family)
 
 
-def _family(target: Checkpoint) -> zoo.Family | None:
+def drafting(
+    main: Checkpoint,
+    source: str | Path | None,
+    opts: Options,
+    dtype: torch.dtype,
+    target: str | Path | None,
+    family: zoo.Family | None,
+    notes: dict[str, str],
+    ranks: dist.Ranks | None = None,
+    tell: Callable[[int, int], None] | None = None,
+) -> tuple[Checkpoint | None, Kept | None]:
+    """(the checkpoint that drafts for `main`, fitted to its vocabulary and context, or None; the kept rows of a trimmed
+    head, or None). `source`: the draft checkpoint; None if the strategy needs none. `target`: what the user called the
+    target. Adds remarks to `notes`. Raises as `load` does."""
+    parts, dummy, side, kept = strategies.of(opts), opts.load == "dummy", None, None
+    if source is not None and (ranks is None or ranks.drafts):
+        side = load_checkpoint(
+            source,
+            dtype=dtype,
+            device=main.weights.embed.device,
+            bidirectional=None if parts.causal else True,
+            random=1 if dummy else None,
+            owner=main,
+            tell=tell,
+        )
+        if ranks is not None:
+            ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
+        side = _within(side, main.config.max_context)
+        if parts.causal and not side.config.causal:
+            raise ValueError(f"{source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
+        side = parts.adapt(opts, side)
+        ids = min(side.config.vocab_size, main.config.vocab_size)
+        ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
+        if opts.width > ids:
+            raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
+        side = _same_vocabulary(main, side, dummy)
+    if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
+        vocabtrim.check(opts, target, family)
+        side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes)
+    return side, kept
+
+
+def family_of(target: Checkpoint) -> zoo.Family | None:
     """The bundled files for the target. Sizes alone do not prove it: its embedding must be the one that the drafts
     share."""
     family = zoo.family_of(target.config)
@@ -177,7 +193,8 @@ def _cut(draft: Checkpoint, rows: int) -> Checkpoint:
     return draft if rows == len(head) else replace(draft, weights=replace(draft.weights, head=head[:rows]))
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def device_of(device: str | torch.device | None) -> torch.device:
+    """The device of a name; default: a GPU if there is one. Raises ValueError."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -191,7 +208,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype:
+    """The dtype of a name; default: bfloat16. Raises ValueError."""
     if dtype is None:
         return torch.bfloat16
     name = str(dtype).removeprefix("torch.")

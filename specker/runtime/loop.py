@@ -75,8 +75,16 @@ class Batch:
         rows = self.size * (self.largest.nodes + 1)
         self._compiled = all(m.stack is not None and rows <= m.stack.most for m in (self.target, model))
         columns, wide = self.target.config.max_context, model.config.hidden_size
-        synthetic = self.acceptance is not None
-        self.state = State.empty(self.target, self.size, self.largest.nodes + 1, wide, columns, synthetic)
+        self.state = State.empty(
+            self.target.dtype,
+            self.target.device,
+            sequences=self.size,
+            rows=self.largest.nodes + 1,
+            wide=wide,
+            vocab=len(self.target.head),  # the rank's share of a split model
+            columns=columns,
+            synthetic=self.acceptance is not None,
+        )
         # What a round looks at and writes beyond the text. A KV bucket without room for it within the context is
         # left out.
         self.beyond = 2 * (self.largest.depth + 1) + self.largest.nodes

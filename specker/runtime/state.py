@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
-from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Policy
 from specker.runtime.sampling import pack
 from specker.runtime.stats import Stats
@@ -51,10 +50,21 @@ class State:
     report: Tensor  # [n * (1 + 2 R)] int64, of `advance`
 
     @classmethod
-    def empty(cls, model: Model, sequences: int, rows: int, wide: int, columns: int, synthetic: bool) -> "State":
-        """Allocate for drafts of up to rows - 1 tokens, hidden size `wide` and texts of up to `columns` tokens."""
-        device, vocab = model.device, model.head.shape[0]  # the rank's share of a split model
-        scores = torch.float64 if model.dtype == torch.float64 else torch.float32
+    def empty(
+        cls,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sequences: int,
+        rows: int,
+        wide: int,
+        vocab: int,
+        columns: int,
+        synthetic: bool = False,
+    ) -> "State":
+        """Allocate for drafts of up to rows - 1 tokens, hidden size `wide` of type `dtype`, `vocab` logits a row and
+        texts of up to `columns` tokens."""
+        scores = torch.float64 if dtype == torch.float64 else torch.float32
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -69,7 +79,7 @@ class State:
             agrees=torch.zeros(sequences, columns if synthetic else 0, dtype=torch.bool, device=device),
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
-            hidden=torch.zeros(sequences * rows, wide, dtype=model.dtype, device=device),
+            hidden=torch.zeros(sequences * rows, wide, dtype=dtype, device=device),
             positions=ints(sequences * rows),
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),

@@ -105,6 +105,16 @@ class KVCache:
         self._assign(slot, self._free[start : start + count])
         del self._free[start : start + count]
 
+    def grow(self, slot: int, columns: int) -> bool:
+        """Give the sequence in `slot` further pages, so that it has `columns`. False if the pool has too few."""
+        missing = self.pages_for(columns) - len(self._pages[slot])
+        if missing > len(self._free):
+            return False
+        if missing > 0:
+            self._assign(slot, self._pages[slot] + self._free[:missing])
+            del self._free[:missing]
+        return True
+
     def release(self, slot: int) -> None:
         """Return the pages of `slot` to the pool."""
         self._free = sorted(self._free + self._pages[slot])

@@ -121,6 +121,7 @@ def load(
     random: int | None = None,
     part: Part = WHOLE,
     whole_head: bool = False,
+    layers: bool = True,
     owner: Checkpoint | None = None,
     tell: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
@@ -129,36 +130,40 @@ def load(
     `max_context` lowers the number of positions (default: all that the checkpoint supports). `bidirectional=True` makes
     a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
     no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
-    is tied, it has all rows of the LM head. `owner`: the target of a draft that shares its embedding or head. `tell` is
-    called with (elements read, of all). Raises CheckpointError, and ValueError if memory is too small.
+    is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the head are read:
+    another engine runs the model. `owner`: the target of a draft that shares its embedding or head. `tell` is called
+    with (elements read, of all). Raises CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"device {device} needs a CUDA GPU, and torch finds none; use cpu")
-    folder = _folder(source, weights=False)  # check config.json before downloading weights
+    folder = folder_of(source, weights=False)  # check config.json before downloading weights
     config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
     part.check(config)
     if config.shares:
         _check_owner(source, config, owner)
-    elements = sum(math.prod(p.shape) for p in _pieces(config, part, whole_head))
+    pieces = [p for p in _pieces(config, part, whole_head) if layers or p.layer is None]
+    elements = sum(math.prod(p.shape) for p in pieces)
     size = str(source), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
-            folder = _folder(source, weights=True)
+            folder = folder_of(source, weights=True)
             if owner is not None and config.shares and not _same_rows(source, folder, config, owner):
                 raise _another(source, config, owner, "the rows of its embedding differ")
-            buffers = _read_weights(folder, config, dtype, device, part, whole_head, tell)
+            buffers = _read_weights(folder, config, pieces, dtype, device, part, tell)
         else:
-            buffers = _random_weights(config, dtype, device, part, whole_head, random)
+            buffers = _random_weights(config, pieces, dtype, device, random)
     if owner is not None and "embed_tokens" in config.shares:
         buffers["embed"] = owner.weights.embed
     if owner is not None and "lm_head" in config.shares:
         buffers["head"] = owner.weights.head
     buffers.setdefault("head", buffers["embed"])
     absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
+    if not layers:
+        absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
     return Checkpoint(config, weights, folder, part)
 
@@ -173,7 +178,7 @@ def read_config(
     source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None
 ) -> ModelConfig:
     """Return `load(...).config` without reading or downloading weights. Raises CheckpointError."""
-    return parse_config(_folder(source, weights=False), max_context, bidirectional)[0]
+    return parse_config(folder_of(source, weights=False), max_context, bidirectional)[0]
 
 
 def made_for(folder: Path, target: Checkpoint) -> bool:
@@ -184,11 +189,11 @@ def made_for(folder: Path, target: Checkpoint) -> bool:
 
 def read_tokenizer(source: str | Path) -> Any:
     """Return `load(...).tokenizer` without reading or downloading weights. Raises CheckpointError."""
-    folder = _folder(source, weights=False)
+    folder = folder_of(source, weights=False)
     return _tokenizer(folder, parse_config(folder, None, None)[0].architecture)
 
 
-def _folder(source: str | Path, weights: bool) -> Path:
+def folder_of(source: str | Path, weights: bool) -> Path:
     """The local folder of `source`: converted if it is a GGUF file, downloaded if it is a hub id."""
     path = Path(source).expanduser()
     if (file := gguf.file_of(path)) is not None:
@@ -281,10 +286,10 @@ def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
 def _read_weights(
     folder: Path,
     c: ModelConfig,
+    kept: Iterable[_Piece],
     dtype: torch.dtype,
     device: torch.device,
     part: Part,
-    whole_head: bool,
     tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
@@ -292,7 +297,7 @@ def _read_weights(
     with ExitStack() as stack:
         where = _open(folder, stack)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
-        pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in _pieces(c, part, whole_head)}
+        pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
         _check(where, pieces, c, prefix)
         buffers = _buffers(pieces.values(), c, dtype, device)
         mapped = done = 0
@@ -380,12 +385,12 @@ def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, devic
 
 
 def _random_weights(
-    c: ModelConfig, dtype: torch.dtype, device: torch.device, part: Part, whole_head: bool, seed: int
+    c: ModelConfig, pieces: Iterable[_Piece], dtype: torch.dtype, device: torch.device, seed: int
 ) -> dict[str, Any]:
     """The buffers of `_read_weights`, filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit
     tensors are equal on all ranks; the split ones do not form one model."""
     generator = torch.Generator(device).manual_seed(seed)
-    buffers = _buffers(_pieces(c, part, whole_head), c, dtype, device)
+    buffers = _buffers(pieces, c, dtype, device)
     for name, buffer in buffers.items():
         if "norm" in name:
             buffer.fill_(1)
@@ -439,7 +444,10 @@ def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, pre
             raise CheckpointError(
                 f"{name} is stored as {stored}: quantised weights are not supported; use the unquantised checkpoint"
             )
+    unread = () if any(p.layer is not None for p in pieces.values()) else (f"{prefix}layers.",)
     for name in where.keys() - pieces.keys():
+        if name.startswith(unread):
+            continue
         if name == "lm_head.weight" and c.tied:
             embed, head = (where[n].get_tensor(n) for n in (f"{prefix}embed_tokens.weight", name))
             if embed.dtype != head.dtype or not torch.equal(embed, head):

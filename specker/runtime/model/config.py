@@ -95,7 +95,7 @@ def parse_config(
         shifted_logits=dream or not diffusion,
         mask_token_id=mask,
         max_context=context,
-        eos_ids=_eos_ids(folder, raw),
+        eos_ids=eos_ids(folder, raw),
         bos_id=raw.get("bos_token_id"),
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
     )
@@ -203,7 +203,7 @@ def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
     return inv_freq.float(), float(scale)
 
 
-def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """Stop ids from the files only. A config class's default is wrong for other vocabularies: Llama's is id 2."""
     found: set[int] = set()
     for source in (raw, read_json(folder / "generation_config.json", required=False)):

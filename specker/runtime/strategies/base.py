@@ -33,8 +33,8 @@ class DraftContext:
 
     options: Options
     target: Checkpoint
-    model: Model  # the target's
-    cache: KVCache  # the target's
+    model: Model | None  # the target's; None if another engine runs it
+    cache: KVCache | None  # the target's
     draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
     kept: Kept | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target

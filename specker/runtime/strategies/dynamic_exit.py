@@ -311,6 +311,7 @@ class SelfDrafting(Strategy):
 
     def drafter(self, context: DraftContext) -> EarlyExitDrafter:
         """A drafter with the target's head, or with the rows that trimming keeps."""
+        assert context.model is not None and context.cache is not None
         rows = None
         if context.draft is not None:
             rows = context.draft.weights.head

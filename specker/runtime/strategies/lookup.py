@@ -170,7 +170,7 @@ class Lookup(Strategy):
             raise ValueError("--policy draft-and-verify needs the confidence of a model, but lookup runs none")
 
     def drafter(self, context: DraftContext) -> LookupDrafter:
-        row = ROW_CPU if context.model.device.type == "cpu" else ROW_GPU
+        row = ROW_CPU if context.target.weights.embed.device.type == "cpu" else ROW_GPU
         return LookupDrafter(context.options.own, context.options.width, row * context.target.config.num_layers)
 
     def head_cost(self, options: Options, drafter: LookupDrafter) -> float:

@@ -1,0 +1,1 @@
+"""specker inside other engines."""

@@ -1,0 +1,350 @@
+"""Drafts for texts that another engine verifies.
+
+The engine passes the whole text of every request at every step. It does not say when a request ends or moves to another
+row of the batch, so a request is recognised by its text: first the texts that continue a known one, then the texts that
+share most of one that no other text continues. All requests of a step share one batched draft.
+
+The draft model's K/V comes from a pool of pages. If the pool is full, the requests that were unused for the longest
+time lose their pages; a request that gets none is not drafted for.
+"""
+
+from collections.abc import Sequence as List
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from specker import zoo
+from specker.config import MAX_BATCH, Sampling
+from specker.kernels.cpu import native
+from specker.runtime import strategies
+from specker.runtime.compose import round_cost
+from specker.runtime.draft import CATCH_UP_ROWS
+from specker.runtime.graphs import Graphs
+from specker.runtime.load import device_of, drafting, dtype_of, family_of
+from specker.runtime.model import checkpoint
+from specker.runtime.model.checkpoint import Checkpoint, Weights, folder_of, read_config
+from specker.runtime.model.config import CheckpointError, ModelConfig, eos_ids, read_json, reason
+from specker.runtime.model.decoder import served
+from specker.runtime.model.memory import Room
+from specker.runtime.policy import Outcome
+from specker.runtime.round import Round, best_shape
+from specker.runtime.sampling import Draws, pack
+from specker.runtime.state import Sequence, State
+from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext
+
+GREEDY = Sampling()
+
+
+class Drafts:
+    """A drafter for the requests of another engine. Not thread-safe."""
+
+    def __init__(
+        self,
+        target: str | Path,
+        draft: str | Path | None = None,
+        strategy: str = "draft",
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        requests: int = 1,
+        max_context: int | None = None,
+        kv_tokens: int | None = None,
+        **options: Any,
+    ):
+        """`target`: folder or hub id of the model that the engine runs. Its config and tokenizer are read, and its
+        embedding if the draft shares it. `draft`: the draft checkpoint; default: the bundled one for the target.
+        `dtype`: of the draft; default as in `specker.load`. `requests`: texts that keep their K/V between steps.
+        `max_context`: tokens of the longest text; default: the target's positions. `kv_tokens`: positions in the K/V
+        pool; default: the whole context of every request, or what fits into memory. `options`: the strategy's, as in
+        `specker.load`.
+
+        Raises TypeError for an unknown option, and ValueError for a strategy without a drafter of its own, for draft
+        trees, and for checkpoints that do not fit together.
+        """
+        if not 1 <= requests < MAX_BATCH:
+            raise ValueError(f"requests must be between 1 and {MAX_BATCH - 1}, got {requests}")
+        if options.get("tree") is not None or options.get("cps") == "tree":
+            raise ValueError("another engine verifies one path of each request: leave out draft trees")
+        o = strategies.options(  # the last slot is a spare one
+            strategy=strategy, batch_size=requests + 1, kv_tokens=kv_tokens, max_context=max_context, **options
+        )
+        parts, where = strategies.of(o), device_of(device)
+        if parts.self_drafting or not parts.drafts:
+            raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
+        if draft is not None and not parts.needs_draft:
+            raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
+        config = _config(target, max_context)
+        family, source = zoo.family_of(config), draft
+        if source is None and parts.needs_draft and family is not None:
+            source = family.drafts.get(parts.name)
+        if source is None and parts.needs_draft:
+            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {target}: pass draft")
+        own = None if source is None else read_config(source)
+        kind = dtype_of(dtype)
+        if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
+            kind = torch.float32
+        if own is not None and own.shares:
+            main = checkpoint.load(target, dtype=kind, device=where, max_context=max_context, layers=False)
+            family = family_of(main)
+        else:
+            main = Checkpoint(config, _no_weights(where), folder_of(target, weights=False))
+        if draft is None and parts.needs_draft and family is None:
+            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {target}: pass draft")
+        side, kept = drafting(main, source, o, kind, target, family, {})
+        if side is not None:
+            room = Room((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
+            o = replace(o, kv_tokens=room.pool(o.batch_size, kv_tokens)[0])
+        drafter = parts.drafter(DraftContext(o, main, None, None, side, kept, family))
+        assert drafter is not None
+        head_cost = parts.head_cost(o, drafter)
+        self.drafter, self.policies = drafter, PolicyContext(o, config.num_layers, family, head_cost)
+        self.limit = config.max_context
+        self._cost = lambda budget: round_cost(budget, main, side, head_cost)
+        largest, model = parts.plan(self.policies).largest, drafter.model
+        self.state = State.empty(
+            torch.float32 if model is None else model.dtype,
+            where,
+            sequences=requests + 1,
+            rows=largest.nodes + 1,
+            wide=0 if model is None else model.config.hidden_size,
+            vocab=0,  # the engine has the logits
+            columns=0,  # and the texts, which only rounds of fixed shape read here
+        )
+        self._slots: list[Sequence | None] = [None] * (requests + 1)
+        self._used: dict[Sequence, int] = {}  # the last step that had a request's text
+        self._step, self._numbers = 0, count()
+        self._round: Round | None = None  # the last one
+        self._tokens: list[list[int]] = []  # that it drafted
+
+    @torch.inference_mode()
+    def draft(self, texts: List[List[int]], most: int, sampling: List[Sampling] | None = None) -> list[list[int]]:
+        """One batched draft: for each text a chain of up to `most` tokens, perhaps none. texts: prompt and output of
+        each request so far. `sampling`: of each request, if the engine draws with specker's noise (kernels/sample.py);
+        default: the drafts are the draft model's most probable tokens."""
+        self._step += 1
+        drafts: list[list[int]] = [[] for _ in texts]
+        chosen: dict[int, Sequence] = {}
+        for i, sequence in self._matched(texts).items():
+            sequence.sampling = GREEDY if sampling is None else sampling[i]
+            length = len(sequence.text)
+            room = min(most, self.limit - length, self.drafter.room(length))
+            if room > 0 and self._has_memory(sequence, length + room):
+                chosen[i] = sequence
+        self._round = None
+        if chosen:
+            sequences = list(chosen.values())
+            for slot, sequence in enumerate(sequences):
+                self._swap(slot, self._slots.index(sequence))
+            drafts_of = self._drafted(sequences, most)
+            for i, tokens in zip(chosen, drafts_of, strict=True):
+                drafts[i] = tokens
+        return drafts
+
+    # --- requests
+
+    def _matched(self, texts: List[List[int]]) -> dict[int, Sequence]:
+        """The sequences of the texts, by their index. A text without a slot is left out."""
+        held = [s for s in self._slots if s is not None]
+        found: dict[int, Sequence] = {}
+        for i, text in enumerate(texts):
+            if same := [s for s in held if _continues(text, s.text)]:
+                found[i] = max(same, key=lambda s: len(s.text))
+                held.remove(found[i])
+        self._observe({s: texts[i] for i, s in found.items()})
+        for i, sequence in found.items():
+            sequence.text.extend(texts[i][len(sequence.text) :])
+            self._truncate(self._slots.index(sequence), len(sequence.text) - 1)
+        for i, text in enumerate(texts):  # after all texts that continue one: those must not lose their K/V
+            if i not in found and (new := self._admitted(list(text), held)) is not None:
+                found[i] = new
+        for sequence in found.values():
+            self._used[sequence] = self._step
+        return found
+
+    def _observe(self, grown: dict[Sequence, List[int]]) -> None:
+        """Compare the last drafts with the tokens that the engine added, before any slot changes."""
+        if (r := self._round) is None:
+            return
+        for slot, sequence in enumerate(r.sequences):
+            if sequence not in grown or not (drafted := self._tokens[slot]):
+                continue
+            old = len(sequence.text)
+            path = list(range(_common(drafted, grown[sequence][old:]) + 1))
+            sequence.policy.observe(Outcome(len(drafted), path, [each[slot] for each in r.confidence]))
+            self.drafter.observe(r, slot, path)
+
+    def _admitted(self, text: list[int], held: list[Sequence]) -> Sequence | None:
+        """A new sequence, with the K/V of the sequence in `held` that it shares most of. It is removed from `held`."""
+        shared, nearest = max(((_common(s.text, text), s) for s in held), key=lambda x: x[0], default=(0, None))
+        if nearest is not None and 2 * shared > len(nearest.text):
+            slot = self._forget(nearest)
+            held.remove(nearest)
+        else:  # a request that waits for its turn must not lose more than this one gains
+            shared = 0
+            if (free := self._free_slot(held)) is None:
+                return None
+            slot = free
+        policy = strategies.of(self.policies.options).policy(self.policies)
+        sequence = self._slots[slot] = Sequence(next(self._numbers), text, self.limit, GREEDY, policy)
+        self._truncate(slot, min(shared, len(text) - 1))
+        self.drafter.reset(slot)
+        return sequence
+
+    def _free_slot(self, held: list[Sequence]) -> int | None:
+        """A slot without a sequence; if there is none, the slot of the sequence in `held` unused for the longest
+        time."""
+        if None not in self._slots[:-1]:
+            if not held:
+                return None
+            self._release(oldest := min(held, key=self._used.__getitem__))
+            held.remove(oldest)
+        return self._slots.index(None)
+
+    def _forget(self, sequence: Sequence) -> int:
+        """Remove a sequence. Its slot, which is returned, keeps the K/V."""
+        slot = self._slots.index(sequence)
+        self._slots[slot] = None
+        self._used.pop(sequence, None)
+        if self.drafter.head is not None:
+            self.drafter.head.forget(sequence)
+        return slot
+
+    def _release(self, sequence: Sequence) -> None:
+        slot = self._forget(sequence)
+        if (cache := self.drafter.cache) is not None:
+            cache.release(slot)
+
+    def _truncate(self, slot: int, columns: int) -> None:
+        if (cache := self.drafter.cache) is not None:
+            cache.truncate(min(columns, cache.exact_len[slot]), slot)
+
+    def _has_memory(self, sequence: Sequence, columns: int) -> bool:
+        """Give the sequence pages for `columns`. If the pool has too few, requests that are not in this step lose
+        theirs, and then this one its own."""
+        cache = self.drafter.cache
+        if cache is None:
+            return True
+        while not cache.grow(self._slots.index(sequence), columns + SCRATCH):
+            idle = [s for s, step in self._used.items() if step < self._step]
+            self._release(min(idle, key=self._used.__getitem__, default=sequence))
+            if not idle:
+                return False
+        return True
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        spare, had = len(self._slots) - 1, self._slots[a] is not None
+        for source, target in ((a, spare), (b, a), (spare, b)) if had else ((b, a),):
+            if self.drafter.cache is not None:
+                self.drafter.cache.move(source, target)
+            self.drafter.move(source, target)
+            self._slots[target], self._slots[source] = self._slots[source], None
+
+    # --- the draft
+
+    def _drafted(self, sequences: list[Sequence], most: int) -> list[list[int]]:
+        """Draft for the sequences in slots 0..n-1."""
+        n, policies = len(sequences), [s.policy for s in sequences]
+        state, lengths = self.state.first(n), [len(s.text) for s in sequences]
+        budget = best_shape(
+            [p.budget() for p in policies], lambda b: sum(p.expected(b) for p in policies) / self._cost(b)
+        )
+        for p in policies:
+            p.taken(budget)
+        room = max(min(self.limit - length, self.drafter.room(length)) for length in lengths)
+        budget = budget.clip(budget.nodes, min(most, room))
+        draws = Draws.of([s.sampling for s in sequences], state.draw, False)
+        if draws.kind != "greedy":
+            for slot, sequence in enumerate(sequences):
+                state.draw[slot] = pack(sequence.sampling)
+        rows = self._prefilled(sequences)
+        r = Round(sequences, state, budget, Graphs(False), False, draws, lengths, asks=policies[0].confident)
+        with self._threads(rows + n * budget.depth):
+            self.drafter.draft(r)
+        self._round, drafted = r, r.drafted or [r.size] * n
+        fits = [max(0, min(count, most, self.limit - length)) for count, length in zip(drafted, lengths, strict=True)]
+        rows_of = state.window[:, 1 : r.size + 1].tolist()
+        self._tokens = [tokens[:count] for tokens, count in zip(rows_of, fits, strict=True)]
+        return self._tokens
+
+    def _prefilled(self, sequences: list[Sequence]) -> int:
+        """Prefill the long new parts of texts. Returns the rows that are left for the draft's first forward."""
+        model, cache, rows = self.drafter.model, self.drafter.cache, 0
+        if model is None or cache is None:
+            return 0
+        for slot, sequence in enumerate(sequences):
+            known, length = cache.exact_len[slot], len(sequence.text)
+            # A diffusion drafter's prompt must not see masks. Other short prompts share the first forward.
+            if length - known > CATCH_UP_ROWS or not (known or model.config.causal):
+                self.drafter.prefill(slot, sequence.text)
+            rows += length - cache.exact_len[slot]
+        return rows
+
+    def _threads(self, rows: int) -> AbstractContextManager[Any]:
+        """Context manager for a draft of `rows` rows: with compiled kernels, torch's operators run in one thread."""
+        model = self.drafter.model
+        alone = model is not None and model.stack is not None and rows <= model.stack.most
+        return native().one_torch_thread() if alone else nullcontext()
+
+
+def _continues(text: List[int], known: List[int]) -> bool:
+    n = len(known)
+    return len(text) >= n and text[n - 1] == known[-1] and list(text[:n]) == known
+
+
+def _common(a: List[int], b: List[int]) -> int:
+    """The length of the common beginning of two texts."""
+    shorter = min(len(a), len(b))
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), shorter)
+
+
+def _config(target: str | Path, max_context: int | None) -> ModelConfig:
+    """The target's config. Of an architecture that specker's decoder lacks, or of quantised weights, only the
+    vocabulary, the number of layers, the hidden size, the positions and the stop ids are known. Raises
+    CheckpointError."""
+    try:
+        return read_config(target, max_context=max_context)
+    except CheckpointError:
+        folder = folder_of(target, weights=False)
+        raw = read_json(folder / "config.json")
+    try:
+        hf = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
+        sizes = hf.vocab_size, hf.hidden_size, hf.num_hidden_layers, hf.max_position_embeddings
+    except Exception as error:  # validation raises several types; a config may lack a field
+        raise CheckpointError(f"{folder / 'config.json'} lacks the model's sizes ({reason(error)})") from error
+    vocab, hidden, layers, positions = sizes
+    return ModelConfig(
+        architecture=str((raw.get("architectures") or ["unknown"])[0]),
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=0,
+        num_kv_heads=0,
+        head_dim=0,
+        intermediate_size=4 * hidden,
+        rms_norm_eps=0.0,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tied=False,
+        causal=True,
+        shifted_logits=True,
+        mask_token_id=None,
+        max_context=min(max_context or positions, positions),
+        eos_ids=eos_ids(folder, raw),
+        bos_id=None,
+    )
+
+
+def _no_weights(device: torch.device) -> Weights:
+    none = torch.empty(0, device=device)
+    names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head", "inv_freq"]
+    absent = dict.fromkeys(["qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"])
+    return Weights(**dict.fromkeys(names, none), **absent, rope_scale=1.0)  # type: ignore[arg-type]
