@@ -16,8 +16,9 @@ All compiled functions are in this file: numba's cache does not notice a change 
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -339,6 +340,19 @@ def _meet(team, sync):
             _sleep(np.uint32(20))  # a thread that slept runs soon after; one that yields waits for a whole time slice
 
 
+def _cpus() -> set[int]:
+    """The CPUs of all threads of this process; empty where the system does not tell. OpenMP may bind each of its
+    threads, and the calling one, to a CPU (OMP_PROC_BIND, KMP_AFFINITY), which new threads would inherit."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir() or not hasattr(os, "sched_getaffinity"):
+        return set()
+    found: set[int] = set()
+    for task in tasks.iterdir():
+        with suppress(OSError):  # the thread has ended
+            found |= os.sched_getaffinity(int(task.name))
+    return found
+
+
 class Team:
     """Threads that run a compiled function together: the caller and `size` - 1 others, which sleep in between."""
 
@@ -348,12 +362,15 @@ class Team:
         self.sync = self.memory.ctypes.data
         self._work: Any = None
         self._lock = threading.Lock()
+        self._cpus = _cpus()
         self._gates = [threading.Lock() for _ in range(size - 1)]
         for n, gate in enumerate(self._gates, 1):
             gate.acquire()
             threading.Thread(target=self._serve, args=(n, gate), daemon=True).start()
 
     def _serve(self, n: int, gate: Any) -> None:
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)
         while True:
             gate.acquire()
             function, args = self._work

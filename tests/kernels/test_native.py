@@ -1,5 +1,6 @@
 """The compiled CPU kernels against torch, and the promise that a row's bits do not depend on other rows."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -272,3 +273,21 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 def test_a_forked_process_has_a_team_of_its_own():
     assert subprocess.run([sys.executable, "-c", FORK], timeout=120, check=False).returncode == 0
+
+
+BOUND = """
+import os, torch
+torch.set_num_threads(2)
+torch.randn(300, 300) @ torch.randn(300, 300)  # starts OpenMP's threads
+from specker.kernels import native
+native.product(torch.randn(1, 64), torch.randn(300, 64))
+masks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
+assert os.sched_getaffinity(0) == {min(set().union(*masks))}, "the main thread is not bound"
+assert set().union(*masks) in masks, masks
+"""
+
+
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: "1")(0)) < 2, reason="needs two CPUs")
+def test_a_team_leaves_the_cpu_that_openmp_bound_its_caller_to():
+    env = {**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": "2"}
+    assert subprocess.run([sys.executable, "-c", BOUND], timeout=120, check=False, env=env).returncode == 0
