@@ -9,7 +9,7 @@ QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format static bench peers plot gpu clean
+.PHONY: help setup run real test lint format static bench peers vllm plot gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -57,6 +57,11 @@ bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 
 peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers
 	PYTHONPATH=. $(BIN)/python bench/peers.py $(ARGS)
+
+vllm: $(STAMP)  ## install vLLM beside (.venv/peers), check specker's drafters inside it and time them
+	PYTHONPATH=. $(BIN)/python -c "from bench import peers; peers.installed('vllm')"
+	$(BIN)/python -m pytest -m vllm tests/integrations/test_vllm.py
+	PYTHONPATH=. $(BIN)/python bench/in_vllm.py $(ARGS)
 
 plot: $(STAMP)  ## draw bench/results/ (PNG, SVG) and list it
 	PYTHONPATH=. $(BIN)/python bench/plot.py $(ARGS)

@@ -60,8 +60,8 @@ class Proposer:
         token_ids: NDArray[Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """vLLM calls this after each step. sampled: the step's new tokens of each request, [] if its prompt is not done;
-        num_tokens [rows]: its tokens so far; token_ids [rows, longest]: those tokens. Returns a draft of each."""
+        """A draft for each request of a step. sampled: its new tokens, [] while its prompt is prefilled; num_tokens
+        [rows]: how many tokens it has; token_ids [rows, longest]: those tokens."""
         drafts: list[list[int]] = [[] for _ in sampled]
         if self.drafts is None:
             return drafts
