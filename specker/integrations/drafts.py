@@ -145,6 +145,15 @@ class Drafts:
                 drafts[i] = tokens
         return drafts
 
+    def warm_up(self, most: int) -> None:
+        """Draft up to `most` tokens once for one text and once for as many as there are slots, so that no request waits
+        for a compiler."""
+        for n in {1, len(self._slots) - 1}:
+            self.draft([[0, 0]] * n, most)
+        for sequence in [s for s in self._slots if s is not None]:
+            self._release(sequence)
+        self._round = None
+
     # --- requests
 
     def _matched(self, texts: List[List[int]]) -> dict[int, Sequence]:

@@ -36,6 +36,8 @@ class Proposer:
         settings = {**self._defaults(vllm_config), **own}
         self.most: int = speculative.num_speculative_tokens
         self.drafts = Drafts(model.model, **settings) if _drafts_here() else None
+        if self.drafts is not None:
+            self.drafts.warm_up(self.most)
 
     @staticmethod
     def _defaults(vllm_config: Any) -> dict[str, Any]:

@@ -216,3 +216,12 @@ def test_a_draft_that_shares_the_targets_embedding(tmp_path, tiny):
     drafts = Drafts(tiny[0], folder, device="cpu", dtype="float64")
     assert torch.equal(drafts.drafter.model.embed.float(), embed.float())
     assert len(drafts.draft([[1, 2, 3]], 4)[0]) == 4
+
+
+def test_a_warm_up_leaves_nothing_behind(tiny):
+    target, draft = tiny
+    drafts = Drafts(target, draft, device="cpu", dtype="float64", requests=3)
+    pages = drafts.drafter.cache.free_pages
+    drafts.warm_up(4)
+    assert drafts.drafter.cache.free_pages == pages and drafts._used == {}
+    assert drafts.draft([[1, 2, 3]], 4) == Drafts(target, draft, device="cpu", dtype="float64").draft([[1, 2, 3]], 4)
