@@ -97,7 +97,11 @@ def test_tree_names_every_file() -> None:
 def test_drawing_and_text_name_real_files() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     names = set(re.findall(r"\b([a-z0-9_]+\.(?:py|sh|md|txt|toml))\b", text))
-    here = {path.name for top in ("specker", "tests", "bench") for path in (ROOT / top).rglob("*")}
+    here = {
+        path.name
+        for top in ("specker", "tests", "bench", "docs", "examples", "scripts")
+        for path in (ROOT / top).rglob("*")
+    }
     here |= {path.name for path in ROOT.iterdir()}
     assert names <= here, names - here
 

@@ -41,7 +41,8 @@ OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the
 @dataclass(frozen=True, eq=False)
 class Weights:
     """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
-    vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D."""
+    vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
+    [L, ..] may also be a list of the layers' tensors."""
 
     embed: Tensor  # [V, E]
     qkv: Tensor  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads

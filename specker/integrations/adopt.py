@@ -1,0 +1,117 @@
+"""The weights of a loaded transformers model as a checkpoint of specker's decoder, without a second copy.
+
+The decoder needs q, k and v as one matrix, and gate and up. They are fused layer by layer, and the model's parameters
+become views of the result: the model computes what it did, and one layer's matrices exist twice for a moment. All other
+matrices are shared as they are. Only biases are copied, and the norms of a bfloat16 model on a CPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specker.runtime.model.checkpoint import DTYPES, Checkpoint, Weights, activations, folder_of
+from specker.runtime.model.config import ARCHITECTURES, CheckpointError, parse_config
+
+
+def adoptable(model: Any) -> bool:
+    """Whether the model is one of specker's architectures, as transformers made it: no adapters, hooks, quantised,
+    offloaded or split weights."""
+    kind, parameters = type(model), list(model.parameters())
+    if kind.__name__ not in ARCHITECTURES or not kind.__module__.startswith("transformers.models.") or model.training:
+        return False
+    first = parameters[0]
+    return (
+        first.dtype in DTYPES
+        and first.device.type in ("cpu", "cuda")
+        and all(type(p.data) is Tensor and (p.dtype, p.device) == (first.dtype, first.device) for p in parameters)
+        and not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        and all(
+            type(m) in (nn.Linear, nn.Embedding) for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2
+        )
+    )
+
+
+def state(model: Any) -> tuple[tuple[int, int], ...]:
+    """What changes when the model's weights move or change."""
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
+
+
+@contextmanager
+def files(model: Any, target: str | Path | None) -> Iterator[Path]:
+    """A folder with the model's config, and with its tokenizer if it can be found. Raises CheckpointError if the user's
+    `target` does not exist."""
+    with TemporaryDirectory() as made:
+        try:
+            folder = folder_of(target or model.name_or_path or made, weights=False)
+        except CheckpointError:
+            if target is not None:
+                raise
+            folder = Path(made)
+        if folder == Path(made):
+            model.config.save_pretrained(made)
+        yield folder
+
+
+def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
+    """The model's weights as a checkpoint of specker's decoder for up to `context` positions; None if its config is not
+    supported. `folder`: for the tokenizer."""
+    with TemporaryDirectory() as made:
+        model.config.save_pretrained(made)  # the folder's may differ from what the user loaded
+        try:
+            config, inv_freq, rope_scale = parse_config(Path(made), context, None)
+        except CheckpointError:
+            return None
+    kind = activations(model.dtype, model.device)
+
+    def each(name: str, what: str = "weight") -> list[Any]:
+        return [getattr(layer.get_submodule(name), what) for layer in model.model.layers]
+
+    def fused(*names: str) -> list[Tensor]:
+        return [_fused(parts) for parts in zip(*map(each, names), strict=True)]
+
+    def bias(*names: str) -> list[Tensor] | None:
+        own = list(zip(*(each(name, "bias") for name in names), strict=True))
+        return None if own[0][0] is None else [torch.cat(parts).to(kind) for parts in own]
+
+    def norm(name: str) -> list[Tensor]:
+        return [weight.detach().to(kind) for weight in each(name)]
+
+    qkv, gate_up = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+    with torch.inference_mode(False), torch.no_grad():  # a parameter made in inference mode could not be trained
+        weights: dict[str, Any] = {  # a list holds each layer's tensor
+            "embed": model.model.embed_tokens.weight.detach(),
+            "qkv": fused(*qkv),
+            "qkv_bias": bias(*qkv),
+            "q_norm": norm("self_attn.q_norm") if config.qk_norm else None,
+            "k_norm": norm("self_attn.k_norm") if config.qk_norm else None,
+            "o": [weight.detach() for weight in each("self_attn.o_proj")],
+            "o_bias": bias("self_attn.o_proj"),
+            "gate_up": fused(*gate_up),
+            "gate_up_bias": bias(*gate_up),
+            "down": [weight.detach() for weight in each("mlp.down_proj")],
+            "down_bias": bias("mlp.down_proj"),
+            "norm_in": norm("input_layernorm"),
+            "norm_post": norm("post_attention_layernorm"),
+            "norm": model.model.norm.weight.detach().to(kind),
+            "head": model.lm_head.weight.detach(),
+        }
+    return Checkpoint(config, Weights(**weights, inv_freq=inv_freq.to(model.device), rope_scale=rope_scale), folder)
+
+
+def _fused(parts: tuple[nn.Parameter, ...]) -> Tensor:
+    """One matrix with the rows of all parts [O, E], which become views of it."""
+    first, size = parts[0], parts[0].element_size()
+    ends = [p.data_ptr() + p.numel() * size for p in parts]
+    held = first.untyped_storage()
+    beside = [p.data_ptr() for p in parts[1:]] == ends[:-1] and ends[-1] <= held.data_ptr() + held.nbytes()
+    if beside and all(p.is_contiguous() for p in parts):  # fused by an earlier call
+        return first.detach().as_strided((sum(map(len, parts)), first.shape[1]), first.stride(), first.storage_offset())
+    whole = torch.cat(parts)
+    for part, rows in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+        part.data = rows
+    return whole
