@@ -174,6 +174,19 @@ def test_tokens_are_plain_vllms(plain, tmp_path, strategy):
 
 @pytest.mark.vllm
 @needs_vllm
+def test_preempted_requests_keep_their_tokens(plain, tmp_path):
+    """Five pages of K/V for three slots: vLLM drops requests and prefills them anew."""
+    speculative = {"model": PROPOSER, "num_speculative_tokens": 4}
+    engine = Engine(
+        tmp_path, **BUSY, enable_prefix_caching=False, num_gpu_blocks_override=5, speculative_config=speculative
+    )
+    found = engine.ask(requests(), 40)
+    engine.close()
+    assert found["preemptions"] > 0 and found["tokens"] == plain
+
+
+@pytest.mark.vllm
+@needs_vllm
 def test_acceptance_is_that_of_vllms_own_draft_model(tmp_path):
     found = []
     ways = (
