@@ -133,7 +133,7 @@ class Drafts:
             sequence.sampling = GREEDY if sampling is None else sampling[i]
             length = len(sequence.text)
             room = min(most, self.limit - length, self.drafter.room(length))
-            if room > 0 and self._has_memory(sequence, length + room):
+            if room > 0 and self._has_memory(sequence, length + most):
                 chosen[i] = sequence
         self._round = None
         if chosen:
@@ -238,7 +238,7 @@ class Drafts:
         cache = self.drafter.cache
         if cache is None:
             return True
-        while not cache.grow(self._slots.index(sequence), columns + SCRATCH):
+        while not cache.grow(self._slots.index(sequence), columns):
             idle = [s for s, step in self._used.items() if step < self._step]
             self._release(min(idle, key=self._used.__getitem__, default=sequence))
             if not idle:
