@@ -111,8 +111,7 @@ class Foreign:
                 self.running.remove(text)
 
 
-@pytest.mark.parametrize("kv_tokens", [None, 400])
-@pytest.mark.parametrize("way", ["draft", "easyspec", "lookup"])
+@pytest.mark.parametrize(("way", "kv_tokens"), [("draft", 400), ("easyspec", None), ("lookup", None)])
 def test_requests_come_move_wait_shrink_and_end(tiny, way, kv_tokens):
     """Each draft is the one that a drafter without memory of earlier steps makes."""
     target, draft = tiny
@@ -155,6 +154,19 @@ def test_a_known_text_is_not_forwarded_again(tiny, monkeypatch):
     drafts.draft([[*one, 1, 9, 9, 9]], 1)  # `one` goes on
     drafts.draft([[*one, 1, 9, 8, 8, 8]], 1)  # another request with its beginning
     assert rows == [3, 3]
+    rows.clear()
+    drafts.draft([two[:9] + [3, 3]], 1)  # shares too little of `two`, which only waits
+    drafts.draft([two + [1, 2, 3]], 1)
+    assert rows == [11, 1]
+
+
+def test_each_text_has_its_own_sampling(tiny):
+    texts, how = [[1, 2, 3], [4, 5, 6], [1, 2, 9]], [Sampling(0.9, seed=3), Sampling(), Sampling(0.9, seed=4)]
+    drafts = Drafts(*tiny, device="cpu", dtype="float64", requests=3)
+    alone = [
+        Drafts(*tiny, device="cpu", dtype="float64").draft([t], 4, [s])[0] for t, s in zip(texts, how, strict=True)
+    ]
+    assert drafts.draft(texts, 4, how) == alone
 
 
 def test_more_texts_than_slots_and_long_texts_get_no_draft(tiny):
@@ -164,6 +176,7 @@ def test_more_texts_than_slots_and_long_texts_get_no_draft(tiny):
     assert [len(tokens) for tokens in found] == [4, 4, 0]
     found = drafts.draft([[1] * 62, [2] * 64], 4)
     assert [len(tokens) for tokens in found] == [2, 0]
+    assert [len(tokens) for tokens in drafts.draft([[1] * 62, [3] * 9], 4)] == [2, 4]
     assert drafts.draft([[1, 2]], 0) == [[]] and drafts.draft([], 4) == []
 
 
