@@ -28,9 +28,9 @@ from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
 
-# The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper, and one in 16 of a short
+# The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper, and one in 32 of a short
 # prompt, since each row reads the LM head once for every watched layer.
-PROMPT_ROWS, PROMPT_SHARE, LEAST_ROWS = 32, 16, 4
+PROMPT_ROWS, PROMPT_SHARE, LEAST_ROWS = 32, 32, 2
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 
 
