@@ -5,7 +5,8 @@ O/2 rows are the gate and the rest the up projection; the result is silu(x Wg^T)
 G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. Accumulation is in float32 (float64 for
 float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On a CPU a row's last bits may depend on
 the other rows: results agree to 1e-12 in float64. There x and bias may also be float32 beside a bfloat16 weight: on a
-CPU with bfloat16 products x and the product are rounded to bfloat16; the result is float32.
+CPU with bfloat16 products x and the product are rounded to bfloat16, and without a bias SiLU and its product, too; the
+result is float32.
 
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
@@ -57,7 +58,10 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: 
 def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
     if x.dtype != weight.dtype:
         if multiplies_bfloat16():
-            y = row_linear_ref(x.to(weight.dtype), weight).to(x.dtype)
+            y = row_linear_ref(x.to(weight.dtype), weight)
+            if bias is None and epilogue == "silu_mul":  # half the bytes of the same in float32
+                return _gated(y).to(x.dtype)
+            y = y.to(x.dtype)
         else:  # there torch's bfloat16 product takes several times as long as a cast and a float32 one
             y = row_linear_ref(x, weight.to(x.dtype))
         if bias is not None:

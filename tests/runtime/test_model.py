@@ -198,18 +198,19 @@ def test_greedy_equals_transformers_generate(tmp_path, arch):
 
 
 def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
-    """torch's attention on the CPU uses the attention bias that a GPU gets instead of a mask."""
+    """torch's attention on the CPU uses the attention bias that a GPU gets, instead of two parts."""
     model, cache = build(tmp_path, arch="llama", layers=2, max_context=128)
     tokens = tokens_of(model, 70)
     prefill(model, cache, tokens, chunk=32)
     want = [c[:, : cache.capacity // 16].flatten(1, 2)[:, :70].clone() for c in (cache.k, cache.v)]
     biases = []
 
-    def on_a_gpu(rows, end, device, dtype):
-        biases.append(after(rows, end, torch.device("cuda"), dtype))
+    def seen(rows, end):
+        biases.append(after(rows, end))
         return biases[-1]
 
-    monkeypatch.setattr("specker.runtime.model.decoder.after", on_a_gpu)
+    monkeypatch.setattr("specker.runtime.model.decoder.splits", lambda device: False)
+    monkeypatch.setattr("specker.runtime.model.decoder.after", seen)
     cache.truncate(0)
     cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     prefill(model, cache, tokens, chunk=32)

@@ -24,7 +24,7 @@ from specker.runtime.model.checkpoint import Checkpoint, Weights
 from specker.runtime.model.config import ModelConfig
 from specker.runtime.sampling import Draws
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 1024
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pages, page_size, Hkv, D] -> [T, Hq, D]
 
@@ -268,10 +268,14 @@ def _prefill_chunk(
     T, start = len(tokens), cache.exact_len[slot]
     end = start + T
     span, causal = cache.span(end, slot), model.config.causal
-    mask = after(T, end, model.device, model.dtype) if causal and start > 0 else None
+    later = causal and start > 0
+    split = later and splits(model.device)
+    mask = after(T, end) if later and not split else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.flatten(0, 1)[span].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        if split:
+            return attend_split(q, k, v, start, model.scale)
         return F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             k,
@@ -289,15 +293,34 @@ def _prefill_chunk(
     return {n: hidden[-last:] for n, hidden in kept.items()}
 
 
-def after(rows: int, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The causal mask of a prompt's last `rows` rows over all `end` columns. On a GPU it is torch's `CausalBias`: flash
-    attention accepts no dense mask; the kernels that do materialise all scores in float32."""
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes 2 s
+def splits(device: torch.device) -> bool:
+    """Whether a later chunk of a prompt attends in two parts (`attend_split`) instead of with a mask (`after`)."""
+    return device.type == "cpu"
 
-        return causal_lower_right(rows, end)
-    # additive: torch would turn a mask of truth values into this one in every layer
-    return torch.full((rows, end), -torch.inf, dtype=dtype).triu(end - rows + 1)
+
+def attend_split(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of the last rows of a text on a CPU: all rows see the columns before `start`, then one another
+    causally. q [T, Hq, D]; k, v [1, Hkv, start + T, D] -> [T, Hq, D]. The parts are merged by their log-sum-exps. So
+    torch skips the columns that a row does not see; with a dense mask it would compute them."""
+    T, heads, D = q.shape
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q = q.transpose(0, 1)
+    ahead = q.reshape(1, k.shape[1], -1, D)  # the rows of all query heads of a KV head: no mask tells them apart
+    before, total = attention(ahead, k[:, :, :start], v[:, :, :start], scale=scale)
+    before, total = before.reshape(heads, T, D), total.reshape(heads, T)
+    group = heads // k.shape[1]
+    k, v = (x[:, :, start:].repeat_interleave(group, 1) for x in (k, v))
+    own, sums = attention(q.unsqueeze(0), k, v, is_causal=True, scale=scale)
+    weight = torch.sigmoid(total - sums.view(heads, T)).unsqueeze(-1)
+    return torch.lerp(own[0], before, weight).transpose(0, 1)
+
+
+def after(rows: int, end: int) -> Any:
+    """The causal mask of a prompt's last `rows` rows over all `end` columns on a GPU. Flash attention accepts no dense
+    mask; the kernels that do materialise all scores in float32."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes 2 s
+
+    return causal_lower_right(rows, end)
 
 
 def _layers(weights: Weights, count: int) -> list[Group]:

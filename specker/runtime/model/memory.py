@@ -14,7 +14,7 @@ import torch
 
 from specker.runtime.model.config import ModelConfig
 
-PREFILL_ROWS = 512  # rows of a prefill chunk: decoder.PREFILL_CHUNK
+PREFILL_ROWS = 1024  # rows of a prefill chunk: decoder.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of the largest verify pass
 GRAPHS = 1 << 29  # bytes on a GPU for captured graphs, compiled kernels and cuBLAS
 MEMINFO = Path("/proc/meminfo")
