@@ -63,7 +63,9 @@ class Common:
         most=255,
     )
     tree: Tree | None = opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5", parse=Tree.parse)
-    policy: str | None = opt(None, "how long to draft: {policies} (default: fixed; {defaults})")
+    policy: str | None = opt(
+        None, "how long to draft: {policies} (default: fixed, or the fastest with a bundled draft; {defaults})"
+    )
     graphs: str | None = opt(
         None,
         "run rounds of static shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU and for "

@@ -16,7 +16,7 @@ from one_round import after_every_round, apart, outcome
 import specker
 from specker import run
 from specker.runtime import round, strategies
-from specker.runtime.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
+from specker.runtime.policy import Budget, DraftAndVerify, Fixed, Outcome, PlusMinusOne, Worthwhile
 from specker.runtime.strategies.dynamic_exit import DynamicExit, eligible_layers
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
@@ -382,6 +382,33 @@ def test_draft_and_verify_moves_its_threshold_towards_the_goal():
     assert p.keep_drafting(threshold + 1e-6) and not p.keep_drafting(threshold - 1e-6)
 
 
+def test_worthwhile_drafts_while_a_token_gains_more_than_the_average():
+    """The policy's inequality, with products and sums written out."""
+    for cost in (0.05, 0.2, 0.5):
+        p = Worthwhile(18, 18, cost=cost)
+        p.taken(p.budget())
+        heard = []
+        for confidence in (0.9, 0.8, 0.9, 0.5, 0.7, 0.3):
+            heard.append(confidence)
+            reach = [math.prod(heard[: n + 1]) for n in range(len(heard))]
+            gain, average = reach[-1] * 0.8 / cost, (1 + sum(reach)) / (1 + cost * len(heard))
+            assert p.keep_drafting(confidence) == (gain > average)
+        p.taken(p.budget())
+        assert p.keep_drafting(0.99) == (0.99 * 0.8 / cost > 1.99 / (1 + cost)), "a round knows nothing of the last"
+
+
+def test_worthwhile_corrects_the_drafts_own_probabilities():
+    """A draft that promises 0.9 and is right in half of the cases ends its drafts earlier, and a modest one later."""
+    boastful, modest = Worthwhile(18, 18), Worthwhile(18, 18)
+    for _ in range(200):
+        boastful.observe(Outcome(2, [0, 1], [0.9, 0.9]))  # one right, one wrong
+        modest.observe(Outcome(1, [0, 1], [0.5]))
+    assert boastful.right / boastful.promised == pytest.approx(1 / 1.8, rel=1e-3)
+    assert modest.right / modest.promised == pytest.approx(2.0, rel=1e-3)
+    boastful.observe(Outcome(3, [0], [0.4, 0.9, 0.9]))  # the tokens after a wrong one were not compared
+    assert boastful.promised == pytest.approx(0.95 * 1.8 / 0.05 + 0.4, rel=1e-3)
+
+
 def test_fixed_learns_nothing():
     p = Fixed(3, 2, 5)
     p.observe(outcome(2, 0))
@@ -389,7 +416,7 @@ def test_fixed_learns_nothing():
     assert (p.budget().nodes, p.budget().depth, p.budget().exit, p.keep_drafting(0.0)) == (3, 2, 5, True)
 
 
-@pytest.mark.parametrize("policy", [Fixed(4, 4), PlusMinusOne(4, 4), DraftAndVerify(4, 4)])
+@pytest.mark.parametrize("policy", [Fixed(4, 4), PlusMinusOne(4, 4), DraftAndVerify(4, 4), Worthwhile(4, 4)])
 def test_expected_tokens_follow_what_was_accepted(policy):
     """1 + a + a^2 + ..; each accepted token and the first rejected one moves a by a tenth."""
     rate = 0.8
@@ -416,7 +443,7 @@ def test_eligible_layers():
         ({"policy": "lucky"}, "--policy must be one of"),
         ({"exit_cost": "dollars"}, "--exit-cost must be one of"),
         ({"exit_layer": 0, "policy": "fixed"}, "--exit-layer must be at least 1"),
-        ({"exit_layer": 2}, "del chooses"),
+        ({"exit_layer": 2}, "del chooses the layer"),
         ({"tree": "2x2"}, "drafts a chain"),
         ({"strategy": "draft", "policy": "del"}, "--policy del is for strategy del"),
         ({"strategy": "draft", "exit_layer": 2}, "--exit-layer is for strategy del"),

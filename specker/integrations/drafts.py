@@ -31,11 +31,11 @@ from specker.runtime.model.checkpoint import Checkpoint, Weights, folder_of, rea
 from specker.runtime.model.config import CheckpointError, ModelConfig, eos_ids, read_json, reason
 from specker.runtime.model.decoder import served
 from specker.runtime.model.memory import Room
-from specker.runtime.policy import Outcome
+from specker.runtime.policy import Budget, Outcome
 from specker.runtime.round import Round, best_shape
 from specker.runtime.sampling import Draws, pack
 from specker.runtime.state import Sequence, State
-from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext
+from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext, row_cost
 
 GREEDY = Sampling()
 
@@ -95,6 +95,7 @@ class Drafts:
             main = Checkpoint(config, _no_weights(where), folder_of(target, weights=False))
         if draft is None and parts.needs_draft and family is None:
             raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {target}: pass draft")
+        o = parts.settled(o, family)
         side, kept = drafting(main, source, o, kind, target, family, {})
         if side is not None:
             room = Room((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
@@ -102,7 +103,9 @@ class Drafts:
         drafter = parts.drafter(DraftContext(o, main, None, None, side, kept, family))
         assert drafter is not None
         head_cost = parts.head_cost(o, drafter)
-        self.drafter, self.policies = drafter, PolicyContext(o, config.num_layers, family, head_cost)
+        step = round_cost(Budget(1, 1), main, side, 0.0) - 1
+        self.drafter = drafter
+        self.policies = PolicyContext(o, config.num_layers, family, head_cost, step, row_cost(where))
         self.limit = config.max_context
         self._cost = lambda budget: round_cost(budget, main, side, head_cost)
         largest, model = parts.plan(self.policies).largest, drafter.model

@@ -82,6 +82,7 @@ def load(
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
     draft_source = family.drafts[parts.name] if lacks_draft and family is not None else draft
+    opts = parts.settled(opts, family)
     parts.check_target(opts, main.config.num_layers)
     side, kept = drafting(main, draft_source, opts, kind, target, family, notes, ranks, tell)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]

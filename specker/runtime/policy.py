@@ -7,6 +7,7 @@ from typing import Any
 from specker.runtime.stats import DiffusionStats
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
+RECENT = 0.95  # decay of a count at each round
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
 
@@ -114,8 +115,54 @@ class DraftAndVerify(Fixed):
             self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
 
 
-GENERAL: dict[str, type[Fixed]] = {  # the policies that suit any strategy; made from nodes, depth and exit
+@dataclass
+class Worthwhile(Fixed):
+    """Draft another token while it gains more tokens for its cost than the round does on average. With p_j the
+    probability that the target agrees with token j if it agrees with all before, P_i = p_1 .. p_i, a the smoothed
+    acceptance rate and c the cost of a token, a draft of i tokens grows while
+
+        P_i a / c > (1 + P_1 + .. + P_i) / (1 + c i)
+
+    p_j is the draft's own probability times the ratio of accepted to expected tokens so far."""
+
+    cost: float = 0.1  # c: drafting and verifying one token, in steps of plain decoding
+    right: float = 8.0  # accepted tokens and what the draft's probabilities promised, decayed
+    promised: float = 8.0
+    reach: float = 1.0  # P_i of this round
+    tokens: float = 1.0  # 1 + P_1 + .. + P_i
+    drafted: int = 0  # i
+    confident = True
+
+    def taken(self, budget: Budget) -> None:
+        self.reach, self.tokens, self.drafted = 1.0, 1.0, 0
+
+    def keep_drafting(self, confidence: float) -> bool:
+        self.reach *= min(1.0, confidence * self.right / self.promised)
+        self.tokens += self.reach
+        self.drafted += 1
+        return self.reach * self.rate * (1 + self.cost * self.drafted) > self.cost * self.tokens
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.confidence:
+            right = len(outcome.path) - 1
+            compared = outcome.confidence[: right + 1]  # the tokens after a wrong one are not compared
+            self.right = RECENT * self.right + right
+            self.promised = RECENT * self.promised + sum(compared)
+
+
+GENERAL: dict[str, type[Fixed]] = {  # the policies that suit any strategy
     "fixed": Fixed,
     "plus-minus-one": PlusMinusOne,
     "draft-and-verify": DraftAndVerify,
+    "worthwhile": Worthwhile,
 }
+CONFIDENT = tuple(name for name, policy in GENERAL.items() if policy.confident)
+
+
+def general(rule: str, size: Budget, exit: int = 0, cost: float = 0.0) -> Policy:
+    """A fresh policy of GENERAL that starts from `size`. `cost`: of drafting and verifying one token, in steps of plain
+    decoding."""
+    if rule == "worthwhile":
+        return Worthwhile(size.nodes, size.depth, exit, cost)
+    return GENERAL[rule](size.nodes, size.depth, exit)

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-NAMES = ("code-target", "code-draft", "code-diffusion", "code-draft-deep")
+NAMES = (
+    "code-target",
+    "code-draft",
+    "code-diffusion",
+    "code-draft-deep",
+)
 
 
 def path(name: str) -> Path:
@@ -32,6 +37,7 @@ class Family:
     ngram: Path  # trigrams of tokens that the target wrote; see specker/runtime/ngram.py
     adl: tuple[int, int]  # shortest and longest block of diffuspec's policy adl
     vocab_keep: float  # fraction of the head's rows that vocabtrim keeps
+    policy: str = "fixed"  # of chains that a model drafts token by token
     target: Path | None = None  # None: the user has it
 
 

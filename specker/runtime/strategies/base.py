@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specker.config import Options
@@ -18,13 +19,16 @@ from specker.runtime.head import Head, Kept
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
-from specker.runtime.policy import GENERAL, LONGEST, Budget, Policy
+from specker.runtime.policy import CONFIDENT, LONGEST, Budget, Policy, general
 from specker.runtime.vocab_scores import tokenizer_hash
 from specker.zoo import Family
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
+# The cost of one more row in the verify pass, in steps of plain decoding: measured in bfloat16 with SmolLM2
+# (bench/LOG.md); an estimate.
+ROW_CPU, ROW_GPU = 0.06, 0.01
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class PolicyContext:
     layers: int  # of the target
     family: Family | None  # the bundled files for the target
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
+    step: float = 0.0  # cost of a draft model's step, in steps of plain decoding
+    row: float = ROW_GPU  # cost of one more row in the verify pass, in steps of plain decoding
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,10 @@ class Strategy:
     def default_policy(self, options: Options) -> str | None:
         return self.policies[0] if self.policies else "fixed"
 
+    def settled(self, options: Options, family: Family | None) -> Options:
+        """The options with the defaults that depend on the target. `family`: the bundled files for it."""
+        return options
+
     def check_target(self, options: Options, layers: int) -> None:
         """Raise ValueError if the strategy cannot use a target with this many layers."""
 
@@ -129,8 +139,7 @@ class Strategy:
 
     def policy(self, context: PolicyContext) -> Policy:
         """A fresh policy for each request: statistics from one prompt must not leak into the next."""
-        size = self.size(context.options)
-        return GENERAL[context.options.policy or "fixed"](size.nodes, size.depth)
+        return general(context.options.policy or "fixed", self.size(context.options), cost=context.step + context.row)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A confidence policy drafts token by token, so warming up its longest draft covers the shorter ones."""
@@ -139,14 +148,14 @@ class Strategy:
             most = max(size.depth, LONGEST)
             lengths = tuple(Budget(most, n) for n in range(1, most + 1))
             return Plan(Budget(most, most), lengths, (0,), (0,))
-        sizes = tuple(range(size.nodes + 1)) if rule == "draft-and-verify" else (0,)
+        sizes = tuple(range(size.nodes + 1)) if rule in CONFIDENT else (0,)
         return Plan(size, (size,), sizes, sizes)
 
     def size(self, options: Options) -> Budget:
         """The budget that the general policies start from."""
         if (tree := options.tree) is not None:
             return Budget(options.draft_tokens or tree.width * tree.depth, tree.depth)
-        usual = LONGEST + 1 if options.policy == "draft-and-verify" else DRAFT_TOKENS
+        usual = LONGEST + 1 if options.policy in CONFIDENT else DRAFT_TOKENS
         length = options.draft_tokens or usual
         return Budget(length, length)
 
@@ -155,6 +164,11 @@ def linear(options: Options) -> Callable[..., Tensor]:
     """The linear of a Model: the batch-invariant kernel, or torch's own. A drafter's head uses neither: it runs the
     fused top-k kernel."""
     return row_linear_ref if options.linear == "cublas" else row_linear
+
+
+def row_cost(device: torch.device) -> float:
+    """The cost of one more row in a verify pass, in steps of plain decoding."""
+    return ROW_CPU if device.type == "cpu" else ROW_GPU
 
 
 def allocate(model: Model, options: Options) -> KVCache:

@@ -39,7 +39,7 @@ from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model, forward, prefill
-from specker.runtime.policy import GENERAL, LONGEST, MAX_NODES, Budget, Fixed, Outcome, Policy
+from specker.runtime.policy import CONFIDENT, LONGEST, MAX_NODES, Budget, Fixed, Outcome, Policy, general
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
@@ -424,8 +424,8 @@ class DiffuSpec(Strategy):
         policy = options.policy or self.default_policy(options)
         if options.tree is not None:
             raise ValueError("strategy diffuspec drafts a block: --tree does not apply, but --cps tree does")
-        if policy == "draft-and-verify":
-            raise ValueError("--policy draft-and-verify ends a draft token by token, but diffuspec drafts a block")
+        if policy in CONFIDENT:
+            raise ValueError(f"--policy {policy} ends a draft token by token, but diffuspec drafts a block")
         if policy == "plus-minus-one" and own.search == "tree":
             raise ValueError("--policy plus-minus-one is for chains: leave out --cps tree")
         for name in self.policies:
@@ -469,7 +469,7 @@ class DiffuSpec(Strategy):
         if rule == "chunk":
             block, threshold = own.chunk or CHUNK
             return Chunks(MAX_NODES, options.draft_tokens or LONGEST_CHUNKS, block=block, threshold=threshold)
-        return GENERAL[rule](MAX_NODES if rule == "fixed" else length, length)
+        return general(rule, Budget(MAX_NODES if rule == "fixed" else length, length))
 
     def plan(self, context: PolicyContext) -> Plan:
         """A searched path may end anywhere, so the warm-up verifies drafts of every size."""

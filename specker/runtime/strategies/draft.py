@@ -9,11 +9,13 @@ as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturb
 (runtime/head.py).
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from specker.config import Options
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter, top_nodes
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Lengths, Rows
@@ -21,6 +23,7 @@ from specker.runtime.model.decoder import Model, forward
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.strategies.base import DraftContext, Strategy
+from specker.zoo import Family
 
 if TYPE_CHECKING:  # easyspec.py builds on this file
     from specker.runtime.strategies.easyspec import LayerParallel
@@ -190,6 +193,13 @@ class SmallModel(Strategy):
     name = "draft"
     summary = "a small model drafts a chain or a tree"
     needs_draft = True
+
+    def default_policy(self, options: Options) -> str | None:
+        return None if options.tree is None and options.draft_tokens is None else "fixed"
+
+    def settled(self, options: Options, family: Family | None) -> Options:
+        usual = "fixed" if family is None else family.policy
+        return replace(options, policy=options.policy or usual)
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
         model = context.draft_model()

@@ -31,7 +31,7 @@ from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.config import layer_elements
 from specker.runtime.model.decoder import Model, forward
-from specker.runtime.policy import GENERAL, LONGEST, Budget, Outcome, Policy
+from specker.runtime.policy import GENERAL, LONGEST, Budget, Outcome, Policy, general
 from specker.runtime.round import Round
 from specker.runtime.sampling import GREEDY, Draws
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
@@ -300,7 +300,7 @@ class SelfDrafting(Strategy):
         if options.tree is not None:
             raise ValueError("strategy del drafts a chain: --tree does not apply")
         if options.own.exit_layer is not None and options.policy in (None, *self.policies):
-            raise ValueError("--exit-layer is for --policy fixed, plus-minus-one and draft-and-verify; del chooses")
+            raise ValueError(f"--exit-layer is for --policy {', '.join(GENERAL)}: del chooses the layer")
 
     def check_target(self, options: Options, layers: int) -> None:
         exit_layer = options.own.exit_layer
@@ -327,8 +327,8 @@ class SelfDrafting(Strategy):
         if rule in self.policies:
             eligible = eligible_layers(layers, context.head_cost)
             return DynamicExit(eligible, layers, context.head_cost, by_length=rule == "del-length")
-        size = self.size(context.options)
-        return GENERAL[rule](size.nodes, size.depth, context.options.own.exit(layers))
+        exit = context.options.own.exit(layers)
+        return general(rule, self.size(context.options), exit, (exit + context.head_cost) / layers + context.row)
 
     def plan(self, context: PolicyContext) -> Plan:
         """Draft steps are captured one by one, so the plan holds a whole draft only for a fixed length."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from specker.config import Options
 from specker.flags import opt, settle
 from specker.runtime.draft import Drafter
-from specker.runtime.policy import Budget, Outcome, Policy
+from specker.runtime.policy import CONFIDENT, Budget, Outcome, Policy
 from specker.runtime.round import Round
 from specker.runtime.state import Sequence
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
@@ -31,7 +31,6 @@ LONGEST_MATCHED = 12  # tokens of the longest draft of policy `matched`
 # a_n before a text has shown its own, for n = 1, 2, ..; the last one for all longer matches.
 RATES = (0.3, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8)
 PRIOR, DECAY = 8.0, 0.9  # tokens that RATES count for; the decay of a_n's counts at each draft after such a match
-ROW_CPU, ROW_GPU = 0.06, 0.01  # c: measured in bfloat16 with SmolLM2 (bench/LOG.md); an estimate
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,8 @@ class Matched(Policy):
 class LookupDrafter(Drafter):
     reads = True  # a draft needs the tokens of the previous round
 
-    def __init__(self, options: LookupOptions, width: int, row: float):
-        """`row`: the cost of a row of the verify pass, in layers of the target."""
-        self.options, self.width, self.row = options, width, row
+    def __init__(self, options: LookupOptions, width: int):
+        self.options, self.width = options, width
         self._indices: dict[Sequence, Index] = {}
 
     def fixed(self, length: int, budget: Budget) -> bool:
@@ -166,19 +164,15 @@ class Lookup(Strategy):
     def check(self, options: Options) -> None:
         if options.policy == "matched" and options.draft_tokens is not None:
             raise ValueError("--policy matched chooses the length of a draft: --draft-tokens does not apply")
-        if options.policy == "draft-and-verify":
-            raise ValueError("--policy draft-and-verify needs the confidence of a model, but lookup runs none")
+        if options.policy in CONFIDENT:
+            raise ValueError(f"--policy {options.policy} needs the confidence of a model, but lookup runs none")
 
     def drafter(self, context: DraftContext) -> LookupDrafter:
-        row = ROW_CPU if context.target.weights.embed.device.type == "cpu" else ROW_GPU
-        return LookupDrafter(context.options.own, context.options.width, row * context.target.config.num_layers)
-
-    def head_cost(self, options: Options, drafter: LookupDrafter) -> float:
-        return drafter.row
+        return LookupDrafter(context.options.own, context.options.width)
 
     def policy(self, context: PolicyContext) -> Policy:
         if context.options.policy == "matched":
-            return Matched(context.head_cost / context.layers)
+            return Matched(context.row)
         return super().policy(context)
 
     def plan(self, context: PolicyContext) -> Plan:
