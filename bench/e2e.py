@@ -6,9 +6,9 @@
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`
 through the target's chat template. The configurations take turns at every prompt; medians of rounds are reported.
-Configurations: `ar`, chains and trees of `draft`, every other strategy with its defaults, transformers' `generate`, its
-assisted generation with the models of `draft` and its prompt lookup, in the same dtype. A strategy that needs a
-checkpoint or a file that was not given is left out. Speedup over `ar` should be
+Configurations: `ar`, `draft`, chains and trees of it, every other strategy with its defaults, transformers' `generate`,
+its assisted generation with the models of `draft` and its prompt lookup, in the same dtype. A strategy that needs a
+checkpoint or a file that is neither given nor bundled is left out. Speedup over `ar` should be
 
     tau / (k * c + v)      tau: acceptance length, k: draft tokens, c: a draft step over a target step,
                            v: a verify pass (with accept and commit) over a target step
@@ -38,9 +38,11 @@ from specker.runtime import strategies
 from specker.runtime.engine import Engine, Generation
 from specker.runtime.model.checkpoint import read_config
 from specker.runtime.stats import Stats
+from specker.zoo import Family
 
 SHAPES: dict[str, dict[str, Any]] = {
     "ar": {"strategy": "ar"},
+    "draft": {},
     "draft chain 2": {"draft_tokens": 2},
     "draft chain 3": {"draft_tokens": 3},
     "draft chain 4": {"draft_tokens": 4},
@@ -52,24 +54,52 @@ HF = ("transformers generate", "transformers assisted", "transformers lookup")
 
 
 @dataclass(frozen=True)
-class Args:
+class Given:
+    """The models and prompts of a bench."""
+
     prompts: int = field(default=16, metadata={"help": "number of prompts"})
     target: str | None = field(default=None, metadata={"help": "checkpoint; default: the bundled family"})
-    draft: str | None = field(default=None, metadata={"help": "its draft"})
+    draft: str | None = field(default=None, metadata={"help": "its draft; default: the bundled one for the target"})
     deep_draft: str | None = field(default=None, metadata={"help": "its draft for easyspec; default: --draft"})
     diffusion_draft: str | None = field(default=None, metadata={"help": "its draft for diffuspec"})
     vocab_scores: str | None = field(default=None, metadata={"help": "its score file for vocabtrim"})
     questions: str | None = field(default=None, metadata={"help": "JSON lines with `turns`, for --target"})
     categories: str = field(default="", metadata={"help": "comma-separated: only questions of these categories"})
-    ways: str = field(default="", metadata={"help": "comma-separated: only these configurations"})
     max_context: int | None = None
     max_new_tokens: int = 96
-    rounds: int = 5
-    temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     device: str = "cpu"
     dtype: str = "float32"
-    transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
     save: bool = field(default=True, metadata={"help": "append to bench/results"})
+
+    @property
+    def family(self) -> Family | None:
+        """The bundled files for the target."""
+        return specker.zoo.CODE if self.target is None else specker.zoo.family_of(read_config(self.target))
+
+    @property
+    def drafts(self) -> dict[str, str | Path]:
+        """The draft of each strategy that has one, given or bundled."""
+        given = {"draft": self.draft, "easyspec": self.deep_draft or self.draft, "diffuspec": self.diffusion_draft}
+        chosen: dict[str, str | Path] = {strategy: path for strategy, path in given.items() if path is not None}
+        return chosen if self.family is None or self.draft is not None else {**self.family.drafts, **chosen}
+
+    @property
+    def scores(self) -> str | Path | None:
+        """The score file of the target, given or bundled."""
+        return self.vocab_scores or (None if self.family is None else self.family.vocab_scores)
+
+    @property
+    def name(self) -> str:
+        """The target's name, "" for the bundled one. The folder of a converted GGUF file ends with its hash."""
+        return "" if self.target is None else re.sub("-[0-9a-f]{16}$", "", Path(self.target).name)
+
+
+@dataclass(frozen=True)
+class Args(Given):
+    ways: str = field(default="", metadata={"help": "comma-separated: only these configurations"})
+    rounds: int = 5
+    temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
+    transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
 
 
 @dataclass(frozen=True)
@@ -117,7 +147,7 @@ class Transformers:
 
         logging.set_verbosity_error()
         self.target = self.model(args, args.target or specker.zoo.path("code-target"))
-        draft = args.draft if args.target else specker.zoo.path("code-draft")
+        draft = args.drafts.get("draft")
         self.draft = None if draft is None else self.model(args, draft)
         self.args, self.eos = args, list(eos) or None
 
@@ -157,7 +187,7 @@ class WrongTokens(SystemExit):
     """Tokens differ from plain decoding; ends a bench that does not catch it."""
 
 
-def differing(engine: Engine, prompts: list[list[int]], got: Decoded, want: Decoded, args: Args, how: dict) -> int:
+def differing(engine: Engine, prompts: list[list[int]], got: Decoded, want: Decoded, args: Given, how: dict) -> int:
     """The number of texts that differ from `ar` within rounding; WrongTokens if rounding does not explain one."""
     count = 0
     for prompt, ours_, theirs in zip(prompts, got.tokens, want.tokens, strict=True):
@@ -228,10 +258,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
 
 def about_of(args: Args) -> dict[str, Any]:
     """The fields that all rows of a run share."""
-    models = {}
-    if args.target is not None:
-        name = re.sub("-[0-9a-f]{16}$", "", Path(args.target).name)  # a converted GGUF file's folder ends with its hash
-        models = {"target": name, "categories": args.categories}
+    models = {} if args.target is None else {"target": args.name, "categories": args.categories}
     return {"bench": "e2e", **models, "dtype": args.dtype, "device": args.device}
 
 
@@ -240,18 +267,17 @@ def wanted(way: str, args: Args) -> bool:
 
 
 def engines_of(args: Args) -> dict[str, Engine]:
-    """An engine for each configuration that the given files allow."""
-    engines = {}
+    """An engine for each configuration that the given or bundled files allow."""
+    drafts, engines = args.drafts, {}
     for name, shape in SHAPES.items():
         options: dict[str, Any] = {"strategy": "draft", **shape}
         if not wanted(name, args):
             continue
+        parts = options["strategy"].split("+")
+        needs_draft, trims = parts[0] not in ("ar", "del", "lookup"), "vocabtrim" in parts
         if args.target is not None:
-            parts = options["strategy"].split("+")
-            drafts = {"easyspec": args.deep_draft or args.draft, "diffuspec": args.diffusion_draft}
-            draft = None if parts[0] in ("ar", "del", "lookup") else drafts.get(parts[0], args.draft)
-            trims = "vocabtrim" in parts
-            if (draft is None and parts[0] not in ("ar", "del", "lookup")) or (trims and args.vocab_scores is None):
+            draft = drafts.get("draft" if parts[0] == "vocabtrim" else parts[0]) if needs_draft else None
+            if (needs_draft and draft is None) or (trims and args.scores is None):
                 continue
             options |= {"target": args.target, "draft": draft}
             options |= {"vocab_scores": args.vocab_scores} if trims else {}
@@ -260,7 +286,7 @@ def engines_of(args: Args) -> dict[str, Engine]:
     return engines
 
 
-def prompts_of(args: Args, plain: Engine) -> list[list[int]]:
+def prompts_of(args: Given, plain: Engine) -> list[list[int]]:
     """Token ids of the prompts, cut where the context leaves no room for the new tokens."""
     if args.target is None:
         prompts = [plain.encode(row["prompt"]) for row in specker.zoo.heldout()]

@@ -1,4 +1,5 @@
-"""Layer-parallel drafting on the bundled pair with the deep draft: tree width x layers in a group x calibration.
+"""Layer-parallel drafting with a deep draft: tree width x layers in a group x calibration, on the bundled pair or, with
+--target and --questions, on another one.
 
 For each: acceptance length, speed, median time of a drafting forward, and the cosine between the fuzzy hidden rows and
 those of the layers in sequence (same tokens after the same exact prefix). Chain and trees are also compared at equal
@@ -18,16 +19,16 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
-from bench.e2e import differing, joined, ours, row_of, share_target
+from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
 from specker.runtime.engine import Engine
 from specker.runtime.model.decoder import forward, prefill
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 
-@dataclass
-class Args:
-    prompts: int = field(default=6, metadata={"help": "held-out prompts"})
+@dataclass(frozen=True)
+class Args(Given):
+    prompts: int = field(default=6, metadata={"help": "prompts"})
     max_new_tokens: int = 48
     widths: str = "1,4,8,12"
     depth: int = 5
@@ -35,9 +36,6 @@ class Args:
     equal: int = field(default=8, metadata={"help": "nodes of the chain and of the capped trees that are compared"})
     temperatures: str = "0,0.7"
     rounds: int = 2
-    save: bool = True
-    device: str = "cpu"
-    dtype: str = "float32"
 
 
 def shape(width: int, depth: int) -> dict[str, Any]:
@@ -47,8 +45,8 @@ def shape(width: int, depth: int) -> dict[str, Any]:
 def load(args: Args, **options: Any) -> Engine:
     """Without graphs on a GPU too, so that forwards can be timed; kernels/bench_layer_group.py times a group with
     graphs."""
-    pair = specker.zoo.path("code-target"), specker.zoo.path("code-draft-deep")
-    return specker.load(*pair, device=args.device, dtype=args.dtype, graphs="off", **options)
+    how = {"max_context": args.max_context, "device": args.device, "dtype": args.dtype, "graphs": "off"}
+    return specker.load(args.target or specker.zoo.path("code-target"), args.drafts["easyspec"], **how, **options)
 
 
 def timed_forward(engine: Engine, times: list[float]) -> None:
@@ -109,6 +107,7 @@ def bench(
     for name, timing in timings.items():
         done = timing.last
         row = row_of("easyspec", name, temperature, args, timings) | {
+            **({"target": args.name} if args.name else {}),
             "acceptance_length": done.stats.acceptance_length,
             "draft_share": done.stats.seconds["draft"] / done.stats.wall,
             **about[name],
@@ -181,13 +180,15 @@ def draw(rows: list[dict], title: str) -> Any:
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     numbers = [[int(n) for n in text.split(",")] for text in (args.widths, args.parallel)]
-    heldout = [row["prompt"] for row in specker.zoo.heldout()]
+    how: dict[str, Any] = {"max_context": args.max_context, "device": args.device, "dtype": args.dtype}
+    pair = {"draft": args.drafts["draft"]} if args.target else {}
     engines = {
-        "ar": specker.load(strategy="ar", device=args.device, dtype=args.dtype),
-        "draft": specker.load(device=args.device, dtype=args.dtype),
+        "ar": specker.load(args.target, strategy="ar", **how),
+        "draft": specker.load(args.target, **pair, **how),
     }
     about: dict[str, dict] = {"ar": {}, "draft": {}}
-    texts = [engines["ar"].generate(text, 48, temperature=0.7).tokens for text in heldout[-4:]]
+    every = prompts_of(dataclasses.replace(args, prompts=10**6), engines["ar"])
+    texts = [engines["ar"].generate(ids, 48, temperature=0.7).tokens for ids in every[-4:]]
     near = {n: cosine(args, texts, n) for n in numbers[1]}
     for width in numbers[0]:
         for parallel in numbers[1]:
@@ -207,7 +208,7 @@ def main() -> None:
         engines[name] = load(args, strategy="easyspec", **how)
         share_target(list(engines.values()))
         about[name] = {"width": width, "cap": args.equal, "parallel": 4, "calibrate": "every"}
-    prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
+    prompts = every[: args.prompts]
     harness.report("easyspec", args, lambda temperature: bench(args, temperature, engines, about, prompts), show, draw)
 
 

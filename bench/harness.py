@@ -188,7 +188,8 @@ def report(
     show: Callable[[list[dict[str, Any]], float], None],
     draw: Callable[[list[dict[str, Any]], str], Any],
 ) -> None:
-    """Measure and show each of `args.temperatures`, then save all rows and a picture; without --save print `args`."""
+    """Measure and show each of `args.temperatures`, then save all rows and a picture; without --save print `args`.
+    `args.name`: of the target, if it is not the bundled one; a part of the picture's name."""
     rows = []
     for temperature in map(float, args.temperatures.split(",")):
         new = measured(temperature)
@@ -196,7 +197,9 @@ def report(
         rows += new
     if args.save:
         path = save(name, rows, args.device)
-        plot.save(draw(rows, f"{name} on the bundled pair, {machine(args.device)}"), path.with_suffix(""))
+        where = getattr(args, "name", "")
+        title = f"{name} on {where or 'the bundled pair'}, {machine(args.device)}"
+        plot.save(draw(rows, title), path.with_name("-".join(filter(None, (name, where)))))
         print(path)
     else:
         print(json.dumps(asdict(args)))

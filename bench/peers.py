@@ -172,6 +172,7 @@ def settings_of(target: str, args: Args) -> dict[str, Any]:
     for dtype in ("float32", "bfloat16"):
         ways[f"specker ar {dtype}"] = ours("ar", dtype)
         ways[f"specker lookup {dtype}"] = ours("lookup", dtype)
+        ways[f"specker vocabtrim {dtype}"] = ours("vocabtrim", dtype)
         ways[f"transformers {dtype}"] = theirs(dtype)
         ways[f"transformers lookup {dtype}"] = theirs(dtype, prompt_lookup_num_tokens=LOOKUP)
         ways[f"CTranslate2 {dtype}"] = ct2(dtype)

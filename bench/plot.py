@@ -1,8 +1,8 @@
 """Plot the results: `python bench/plot.py [--readme] [FOLDER of bench/results ...]`.
 
 Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
-on each pair. `--readme` writes the newest runs into README.md's tables. Kernels: the share
-of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end: tokens/s and
+on each pair. `--readme` writes these runs and the newest of bench/peers.py into README.md's tables. Kernels: the
+share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end: tokens/s and
 acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
 """
 
@@ -67,6 +67,15 @@ def end_to_end(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def origin_of(row: Row) -> tuple[Any, ...]:
     """The same for all rows of a run."""
     return row.get("command"), row.get("commit")
+
+
+def peers(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of the newest run of bench/peers.py on each model, by name."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get("bench") == "peers":
+            runs.setdefault(f"peers-{row['target']}", []).append(row)
+    return {name: [row for row in run if origin_of(row) == origin_of(run[-1])] for name, run in runs.items()}
 
 
 def goal_share(row: Row) -> float | None:
@@ -142,10 +151,30 @@ def markdown(rows: list[Row]) -> str:
             line += [f"{row['tokens_per_second']:.{digits}f}", f"{row['over_ar']:.2f}"] if row else ["", ""]
             line.append(f"{tau:.2f}" if tau > 1 else "")
         lines.append(line)
-    row = rows[-1]
+    return with_origin(lines, rows[-1])
+
+
+def peers_markdown(rows: list[Row]) -> str:
+    """The README's table of one model in several engines; those that do not run come last."""
+    columns = ("engine", "version", "tokens/s", "after the first", "ms to the first", "over `transformers float32`")
+    lines = [[*columns, "texts as `ar float32`"], ["---", "---", *["--:"] * 5]]
+    for row in sorted(rows, key=lambda row: row.get("tokens_per_second", 0), reverse=True):
+        line = [row["way"], row["version"]]
+        if "reason" in row:
+            lines.append([*line, f"does not run: {row['reason']}", *[""] * 4])
+            continue
+        speeds = (row[name] for name in ("tokens_per_second", "decode_tokens_per_second"))
+        line += [f"{speed:.1f}" for speed in speeds]
+        line += [f"{row['first_token_ms']:.0f}", f"{row['over_base']['median']:.2f}"]
+        lines.append([*line, f"{row['equal_texts']} of {row['texts']}"])
+    return with_origin(lines, rows[-1])
+
+
+def with_origin(lines: list[list[str]], row: Row) -> str:
+    """A table as Markdown below the command, machine and versions of its run, which are those of `row`."""
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
-    where = f"{row['machine']}, {row['threads']} threads, {row['dtype']}; {versions}; commit {row['commit']}"
-    origin = f"`{row['command']}`; {where}."
+    where = f"{row['machine']}, {row['threads']} threads{', ' + row['dtype'] if 'dtype' in row else ''}"
+    origin = f"`{row['command']}`; {where}; {versions}; commit {row['commit']}."
     return origin + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -197,7 +226,7 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="fill README.md's tables with the newest runs")
     args = parser.parse_args()
     folders = args.folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
-    newest_runs: dict[str, list[Row]] = {}
+    newest_runs: dict[str, list[Row]] = {}  # the README's tables
     for folder in folders:
         try:
             rows = read(folder)
@@ -209,7 +238,7 @@ def main() -> None:
         machine = rows[-1]["machine"]
         timed = [ways for ways in cases if "share" in ways[0]]  # on a CPU there is no limit
         show(machine, cases, runs)
-        for name, run in runs.items():
+        for name, run in (runs | peers(rows)).items():
             newest_runs[name] = max(newest_runs.get(name, run), run, key=lambda rows: rows[-1].get("date", ""))
         drawn = {"kernels": draw_kernels(timed, machine)} if timed else {}
         drawn |= {name: draw_end_to_end(run, machine) for name, run in runs.items()}
@@ -219,7 +248,8 @@ def main() -> None:
     if args.readme:
         try:
             text = README.read_text(encoding="utf-8")
-            write_file(README, fill(text, {name: markdown(run) for name, run in newest_runs.items()}))
+            made = {n: (peers_markdown if n.startswith("peers") else markdown)(run) for n, run in newest_runs.items()}
+            write_file(README, fill(text, made))
         except ValueError as error:
             parser.error(str(error))
 

@@ -1,4 +1,5 @@
-"""Trimmed draft heads: number of kept rows x source of the counts, on held-out prompts of the bundled pair.
+"""Trimmed draft heads: number of kept rows x source of the counts, on held-out prompts of the bundled pair. With
+--target and --questions, on another pair with a score file, `--sources bundled`.
 
 Sources, with the same number of tokens each: the target's continuations of held-out prompts that are not decoded here,
 the draft's continuations of them, and Python source (the standard library without the held-out modules). `bundled` is
@@ -24,7 +25,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
-from bench.e2e import differing, joined, ours, row_of, share_target
+from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
 from specker import calibrate
 from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
@@ -35,9 +36,9 @@ SOURCES = ("bundled", "target", "draft", "text")
 FOLLOWING = "bundled + text"
 
 
-@dataclass
-class Args:
-    prompts: int = field(default=12, metadata={"help": "held-out prompts to decode; the others are calibrated on"})
+@dataclass(frozen=True)
+class Args(Given):
+    prompts: int = field(default=12, metadata={"help": "prompts to decode; other held-out ones are calibrated on"})
     max_new_tokens: int = 72
     keep: str = field(default="256,512,1024,2048,3072,4096,6144", metadata={"help": "kept rows, comma separated"})
     text: int = field(default=256, metadata={"help": "more rows that follow the text, with the bundled scores"})
@@ -46,9 +47,6 @@ class Args:
     draft_tokens: int = 4
     rounds: int = 3
     sources: str = field(default=",".join(SOURCES), metadata={"help": "of the scores, comma separated"})
-    save: bool = True
-    device: str = "cpu"
-    dtype: str = "float32"
 
 
 def texts(budget: int, tokenizer: Any) -> Iterator[list[int]]:
@@ -66,7 +64,7 @@ def score_files(args: Args, prompts: list[str], folder: Path) -> dict[str, Path]
     """One file per source; `bundled` is the family's own."""
     lines = folder / "prompts.jsonl"
     lines.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    out = {"bundled": specker.zoo.CODE.vocab_scores}
+    out = {"bundled": args.scores}
     for source in ("target", "draft"):
         out[source] = folder / f"{source}.safetensors"
         how = ["--source", source, "--prompts", str(lines), "--max-new-tokens", str(args.calibration_tokens)]
@@ -97,6 +95,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
         done, engine = timing.last, engines[name]
         source, _, keep = name.rpartition(" ")
         row = row_of("vocabtrim", name, temperature, args, timings) | {
+            **({"target": args.name} if args.name else {}),
             "draft_tokens": args.draft_tokens,
             "over_draft": timing.times_as_fast(timings["draft"])["median"],
             "over_draft_rounds": timing.times_as_fast(timings["draft"]),
@@ -172,24 +171,23 @@ def draw(rows: list[dict], title: str) -> Any:
 
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
-    heldout = [row["prompt"] for row in specker.zoo.heldout()]
-    how = {"device": args.device, "dtype": args.dtype, "draft_tokens": args.draft_tokens}
+    how = {"target": args.target, "max_context": args.max_context, "device": args.device, "dtype": args.dtype}
+    draft = {**how, "draft_tokens": args.draft_tokens} | ({"draft": args.drafts["draft"]} if args.target else {})
+    sources = args.sources.split(",")
+    if args.target is not None and (sources != ["bundled"] or args.scores is None):
+        sys.exit("bench: --target takes --sources bundled, the target's own score file")
     with tempfile.TemporaryDirectory() as folder:
-        sources = args.sources.split(",")
-        bundled = {"bundled": specker.zoo.CODE.vocab_scores}
-        files = bundled if sources == ["bundled"] else score_files(args, heldout[args.prompts :], Path(folder))
-        engines = {
-            "ar": specker.load(device=args.device, dtype=args.dtype, strategy="ar"),
-            "draft": specker.load(**how),
-        }
+        heldout = [row["prompt"] for row in specker.zoo.heldout()][args.prompts :]
+        files = {"bundled": args.scores} if sources == ["bundled"] else score_files(args, heldout, Path(folder))
+        engines = {"ar": specker.load(**how, strategy="ar"), "draft": specker.load(**draft)}
         for source in (*sources, FOLLOWING):
             for keep in args.keep.split(","):
                 following = args.text if source == FOLLOWING else 0
                 scores = str(files[source.split()[0]])
                 trimmed = {"strategy": "vocabtrim", "vocab_scores": scores, "vocab_keep": keep, "vocab_text": following}
-                engines[f"{source} {keep}"] = specker.load(**how, **trimmed)
+                engines[f"{source} {keep}"] = specker.load(**draft, **trimmed)
                 share_target(list(engines.values()))
-    prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]
+    prompts = prompts_of(args, engines["ar"])
     harness.report("vocabtrim", args, lambda temperature: bench(args, temperature, engines, prompts), show, draw)
 
 

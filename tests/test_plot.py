@@ -106,3 +106,24 @@ def test_a_table_of_the_readme_is_replaced():
     assert plot.fill(text, {"e2e": r"new \1"}) == "a\n<!-- results e2e -->\nnew \\1\n<!-- end -->\nb\n<!-- end -->\n"
     with pytest.raises(ValueError, match="the README asks for e2e, but bench/results has only other"):
         plot.fill(text, {"other": ""})
+
+
+def test_the_table_of_engines():
+    run = {"bench": "peers", "target": "M", "command": "python x", "machine": "a card", "threads": 2, "commit": "abc"}
+    run |= {"versions": {"torch": "2"}, "date": "2"}
+    slow = {**run, "way": "slow", "version": "1.0", "tokens_per_second": 10.0, "decode_tokens_per_second": 12.34}
+    slow |= {"first_token_ms": 98.7, "over_base": {"median": 1.0}, "equal_texts": 2, "texts": 3}
+    fast, broken = {**slow, "way": "fast", "tokens_per_second": 20.0}, {**run, "way": "none", "version": ""}
+    broken["reason"] = "exit code 1"
+    runs = plot.peers([{**slow, "command": "python old", "date": "1"}, broken, slow, fast, {"bench": "e2e"}])
+    assert runs == {"peers-M": [broken, slow, fast]}
+    assert plot.peers_markdown(runs["peers-M"]).splitlines() == [
+        "`python x`; a card, 2 threads; torch 2; commit abc.",
+        "",
+        "| engine | version | tokens/s | after the first | ms to the first | over `transformers float32` | "
+        "texts as `ar float32` |",
+        "| --- | --- | --: | --: | --: | --: | --: |",
+        "| fast | 1.0 | 20.0 | 12.3 | 99 | 1.00 | 2 of 3 |",
+        "| slow | 1.0 | 10.0 | 12.3 | 99 | 1.00 | 2 of 3 |",
+        "| none |  | does not run: exit code 1 |  |  |  |  |",
+    ]
