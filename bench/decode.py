@@ -98,14 +98,15 @@ class Case:
         return f"{self.kind} {self.shape}{f'+{self.draft}' if self.draft else ''} {self.context}"
 
 
-VERIFY = {"8 rows": Goal(most=1.05), "64 rows": Goal(most=1.20)}  # of the 8B shape at 8,192
+AR = {"ar": Goal(least=0.80)}  # of the measured bandwidth; engines reach 0.70, the highest published is 0.87
+VERIFY = {"8 rows": Goal(most=1.05), "64 rows": Goal(most=1.35)}  # of the 8B shape at 8,192
 ROUND = {"outside": Goal(most=0.03), "over ar": Goal(least=0.90)}
 FIRST = {"first request": Goal(most=1.2)}
 
 
 # Cases that share an engine are adjacent; cases with goals come first.
 CASES = [
-    *(Case("ar", "8b", n) for n in CONTEXTS),
+    *(Case("ar", "8b", n, goals=AR) for n in CONTEXTS),
     *(Case("verify", "8b", n, goals=VERIFY if n == 8192 else {}) for n in CONTEXTS),
     Case("first", "8b", 512, "1b", FIRST),
     Case("round", "8b", 8192, "1b", ROUND),
@@ -184,7 +185,7 @@ class Bench:
             return harness.measure(ways, self.args.rounds)
         for call in 3 * list(ways.values()):
             call()
-        return common.in_turn(ways, self.args.rounds)
+        return common.in_turn(ways, self.args.rounds, common.this_machine().replay)
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,11 @@ def ar(bench: Bench, case: Case) -> Found:
     read = step_bytes(engine.target.config, in_the_middle, engine.dtype.itemsize)
     row = {**done.timing.row(), "bytes": read, "host": done.host, "unit": "%", "of": "the bandwidth"}
     if bench.cuda:
-        bandwidth = common.this_machine().bandwidth
-        limit = read / bandwidth
-        row |= {"bandwidth": bandwidth, "limit": limit, "value": limit / done.timing.median}
+        machine, seconds = common.this_machine(), done.timing.median
+        limit = read / machine.bandwidth
+        row |= {"bandwidth": machine.bandwidth, "limit": limit, "value": limit / seconds}
+        if machine.specified is not None:
+            row |= {"specified": machine.specified, "share_specified": read / machine.specified / seconds}
     return {"ar": row}
 
 

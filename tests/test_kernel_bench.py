@@ -22,9 +22,18 @@ def timing(seconds: float) -> Timing:
 
 
 def test_the_limit_is_the_slower_of_bytes_and_flops():
-    machine = Machine(bandwidth=4e12, matmul=8e14, empty=2e-6)
+    machine = Machine(bandwidth=4e12, matmul=8e14, empty=2e-6, replay=3e-6, specified=5e12)
     assert machine.limit((4_000_000, 8)) == 1e-6
+    assert machine.limit((4_000_000, 8), machine.specified) == 8e-7
     assert machine.limit((4, 800_000_000_000)) == 1e-3
+
+
+def test_a_replay_is_told_from_an_empty_kernel():
+    """A replay of 5 us, 1.5 us an empty kernel."""
+    medians = {"read": 6.5e-6 + 1e-3, "matmul": 6.5e-6 + 2e-3, "one": 6.5e-6, "many": 5e-6 + 33 * 1.5e-6}
+    machine = common.rates_of(medians, 4 * 10**9, 10**12, None)
+    assert machine.empty == pytest.approx(1.5e-6) and machine.replay == pytest.approx(5e-6)
+    assert machine.bandwidth == pytest.approx(4e12) and machine.matmul == pytest.approx(5e14)
 
 
 def test_every_part_of_a_goal_counts():

@@ -120,10 +120,10 @@ def cases() -> Iterator[Case]:
         for rows, lengths in ((1, (300,)), (16, (300,)), (64, (1024,)), (16, (40, 300))):
             yield Case(f"B {len(lengths)}, {rows} rows, {max(lengths)}", lambda r=rows, n=lengths: build(r, n))
         return
-    for length, share in ((8192, 0.65), (32768, 0.80), (131072, 0.85)):
+    for length, share in ((8192, 0.50), (32768, 0.72), (131072, 0.85)):
         for rows in (1, 8, 16):
             yield Case(f"B 1, {rows} rows, {length}", lambda r=rows, n=length: build(r, (n,)), Goal(share=share))
-    goal = Goal(share=0.55, over=(("sdpa", 2.0), ("flex_attention", 1.0)))
+    goal = Goal(share=0.65, over=(("sdpa", 2.0), ("flex_attention", 1.0)))
     yield Case("B 1, 64 rows, 32768", lambda: build(64, (32768,)), goal)
     yield Case("B 1, 16 rows, 32768, pages of 16", lambda: build(16, (32768,), 16))
     mixed = (512, 1000, 2048, 3000, 4096, 6000, 8192, 10000, 12000, 16384, 20000, 24000, 32768, 777, 1500, 5000)

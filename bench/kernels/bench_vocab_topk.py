@@ -43,7 +43,8 @@ def build(T: int, k: int, noisy: bool = False) -> Built:
             from specker.kernels.noise import gumbel_ref
 
             exact = exact / noise[2] + gumbel_ref(noise[0], noise[1], WHOLE).double()[:, kept]
-        error = 1e-5 * exact.abs().max()
+        # A matrix unit may truncate its float32 sum at each of E / 16 steps, by up to 2^-22 of the sum.
+        error = max(1e-5, E / 16 * 2**-22) * exact.abs().max()
         at = torch.searchsorted(kept, ids)
         assert torch.equal(kept[at], ids), "an id that was not kept"
         assert (exact.gather(1, at) - logits).abs().max() <= error, "logits are not those of the ids"
@@ -59,7 +60,7 @@ def build(T: int, k: int, noisy: bool = False) -> Built:
 
 
 def cases() -> Iterator[Case]:
-    few = Goal(share=0.92, over=(("matmul + topk", 1.15), ("whole head", 3.7)))
+    few = Goal(share=0.80, over=(("matmul + topk", 1.15), ("whole head", 3.7)))
     for T in (1, 8):
         yield Case(f"T {T}, k 10", lambda T=T: build(T, 10), few)
     yield Case("T 1, k 1", lambda: build(1, 1))

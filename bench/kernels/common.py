@@ -1,14 +1,19 @@
 """Times kernels against the hardware's limit and against the baselines that a user would otherwise call.
 
 On a CUDA device each call is captured in a graph and replayed with a cold L2: between replays a buffer of twice L2's
-size is read (not written, since the timed kernel would pay for writing back dirty lines). Calls take turns within a
-round and CUDA events time them; medians with p20 and p80 are reported. The limit of a call is
+size, and of 256 MB at least, is read (not written, since the timed kernel would pay for writing back dirty lines).
+Calls take turns within a round and CUDA events time them; medians with p20 and p80 are reported.
+
+A replay costs time of its own, which a kernel within a larger graph does not. Replays of graphs of one and of 33 empty
+kernels, timed the same way, tell the cost of a replay from that of an empty kernel. The former is subtracted from every
+time, so a time is what the call takes within a captured round: its own start is included. The limit of a call is
 
     max(bytes / bandwidth, flops / matmul rate)
 
-with bytes and flops from the op's `_cost` and both rates measured in the same process. The replay of an empty kernel is
-timed the same way; every time includes it. Results are checked before they are timed. A call that fails or returns a
-wrong result has a row with the reason, and the others continue. Rows go to bench/results/<gpu>/<op>.jsonl.
+with the bytes and flops that any implementation needs, from the op's `_cost` (partial results of ours do not count),
+and both rates measured in the same process. Shares are also given of the limit at the device's specified bandwidth,
+where it is known. Results are checked before they are timed. A call that fails or returns a wrong result has a row with
+the reason, and the others continue. Rows go to bench/results/<gpu>/<op>.jsonl.
 
 On a CPU the same benches run the references on small shapes, only to show that the benches work.
 """
@@ -30,6 +35,16 @@ from bench.harness import Timing
 from specker.kernels.variant import Variant, tl, triton
 
 ROUNDS = 50
+EMPTIES = 33  # kernels of the longer graph of empty ones
+# Specified bandwidths in bytes a second, by the device's name: NVIDIA's data sheets.
+SPECIFIED = {
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA H20": 4.0e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA B200": 8.0e12,
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -38,7 +53,7 @@ class Goal:
     """The goals of a case; None means no goal."""
 
     share: float | None = None  # of the limit
-    over_empty: float | None = None  # seconds above the replay of an empty kernel
+    over_empty: float | None = None  # seconds above an empty kernel
     seconds: float | None = None  # in total
     over: tuple[tuple[str, float], ...] = ()  # (baseline, how many times as fast)
 
@@ -71,10 +86,13 @@ class Machine:
 
     bandwidth: float  # bytes a second, reading
     matmul: float  # flops a second, bfloat16
-    empty: float  # seconds, a replay of an empty kernel
+    empty: float  # seconds that an empty kernel takes within a graph
+    replay: float  # seconds of a graph's replay besides its kernels
+    specified: float | None = None  # bytes a second, by the data sheet
 
-    def limit(self, cost: tuple[int, int]) -> float:
-        return max(cost[0] / self.bandwidth, cost[1] / self.matmul)
+    def limit(self, cost: tuple[int, int], bandwidth: float | None = None) -> float:
+        """Seconds; `bandwidth`: default the measured one."""
+        return max(cost[0] / (bandwidth or self.bandwidth), cost[1] / self.matmul)
 
 
 @triton.jit
@@ -114,7 +132,7 @@ def _reader(size: int) -> Callable[[], None]:
 
 @lru_cache
 def _flush() -> Callable[[], None]:
-    return _reader(2 * torch.cuda.get_device_properties(0).L2_cache_size)
+    return _reader(max(2 * torch.cuda.get_device_properties(0).L2_cache_size, 256 << 20))
 
 
 def graph(call: Callable[[], Any]) -> Callable[[], None]:
@@ -132,13 +150,13 @@ def graph(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def measure_cuda(ways: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Graph replays of `ways` in turn with a cold L2, in seconds from CUDA events."""
+    """Graph replays of `ways` in turn with a cold L2, in seconds from CUDA events, replays included."""
     return in_turn({name: graph(call) for name, call in ways.items()}, rounds)
 
 
-def in_turn(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Calls `ways` in turn with a cold L2, in seconds from CUDA events. The host launches while the GPU still flushes
-    L2, so launch time is not counted."""
+def in_turn(ways: dict[str, Callable[[], Any]], rounds: int, replay: float = 0.0) -> dict[str, Timing]:
+    """Calls `ways` in turn with a cold L2, in seconds from CUDA events, less `replay`. The host launches while the GPU
+    still flushes L2, so launch time is not counted."""
     flush = _flush()
     times: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
@@ -153,7 +171,7 @@ def in_turn(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing
             events[name] = start, end
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
-            times[name].append(start.elapsed_time(end) * 1e-3)
+            times[name].append(start.elapsed_time(end) * 1e-3 - replay)
         order = order[1:] + order[:1]
     return {name: Timing(tuple(seconds), None) for name, seconds in times.items()}
 
@@ -163,11 +181,22 @@ def this_machine() -> Machine:
     size, n = 1 << 30, 8192
     x = torch.zeros(1, dtype=torch.int32, device="cuda")
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    ways = {"read": _reader(size), "matmul": lambda: a @ b, "empty": lambda: _EMPTY((1,), x)}
+    ways = {
+        "read": _reader(size),
+        "matmul": lambda: a @ b,
+        "one": lambda: _EMPTY((1,), x),
+        "many": lambda: [_EMPTY((1,), x) for _ in range(EMPTIES)],
+    }
     medians = {name: timing.median for name, timing in measure_cuda(ways, 20).items()}
-    empty = medians["empty"]
-    # The rates exclude launch time, since the limit is the hardware's.
-    return Machine(size / (medians["read"] - empty), 2 * n**3 / (medians["matmul"] - empty), empty)
+    return rates_of(medians, size, 2 * n**3, SPECIFIED.get(torch.cuda.get_device_name()))
+
+
+def rates_of(medians: dict[str, float], size: int, flops: int, specified: float | None) -> Machine:
+    """The rates from the seconds of replays: `read` of `size` bytes, `matmul` of `flops`, `one` and `many` empty
+    kernels. The rates exclude launches, since the limit is the hardware's."""
+    one, many = medians["one"], medians["many"]
+    empty = max(0.0, (many - one) / (EMPTIES - 1))
+    return Machine(size / (medians["read"] - one), flops / (medians["matmul"] - one), empty, one - empty, specified)
 
 
 def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
@@ -177,7 +206,7 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
     on_gpu = DEVICE == "cuda"
     about: dict[str, Any] = {"bench": "kernels", "op": op, "case": case.name, "device": DEVICE}
     ways, missing = _that_run(built.ways)
-    timings = in_turn(ways, ROUNDS) if on_gpu else harness.measure(ways, rounds=3)
+    timings = in_turn(ways, ROUNDS, this_machine().replay) if on_gpu else harness.measure(ways, rounds=3)
     ours = next(iter(timings.values())).median
     rows = []
     for i, (name, timing) in enumerate(timings.items()):
@@ -186,8 +215,11 @@ def rows_of(op: str, case: Case) -> list[dict[str, Any]]:
         if on_gpu:
             machine = this_machine()
             limit = machine.limit(built.cost)
-            row |= {"limit": limit, "share": limit / timing.median, "empty": machine.empty}
+            row |= {"limit": limit, "share": limit / timing.median, "empty": machine.empty, "replay": machine.replay}
             row |= {"bandwidth": machine.bandwidth, "matmul": machine.matmul}
+            if machine.specified is not None:
+                of_specified = machine.limit(built.cost, machine.specified) / timing.median
+                row |= {"specified": machine.specified, "share_specified": of_specified}
             if i == 0 and str(case.goal):
                 row |= {"goal": str(case.goal), "met": _met(case.goal, timings, limit, machine.empty)}
         rows.append(row)
@@ -227,17 +259,31 @@ def _met(goal: Goal, timings: dict[str, Timing], limit: float, empty: float) -> 
 
 def show(op: str, rows: list[dict[str, Any]]) -> None:
     table = Table(title=f"{op} on {harness.machine(DEVICE)}")
-    for column in ("case", "way", "us", "p20", "p80", "of the limit", "over empty, us", "ours is", "goal", "met"):
+    columns = (
+        "case",
+        "way",
+        "us",
+        "p20",
+        "p80",
+        "of the limit",
+        "specified",
+        "over empty, us",
+        "ours is",
+        "goal",
+        "met",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column in ("case", "way", "goal") else "right", no_wrap=True)
     for row in rows:
         if "reason" in row:
-            table.add_row(row["case"], row["way"], *[""] * 6, row["reason"], "")
+            table.add_row(row["case"], row["way"], *[""] * 7, row["reason"], "")
             continue
         table.add_row(
             row["case"],
             row["way"],
             *(f"{row[key] * 1e6:.1f}" for key in ("median", "p20", "p80")),
             f"{row['share']:.0%}" if "share" in row else "",
+            f"{row['share_specified']:.0%}" if "share_specified" in row else "",
             f"{(row['median'] - row['empty']) * 1e6:.1f}" if "empty" in row else "",
             f"{row['ours_over_this']:.2f}x",
             row.get("goal", ""),
@@ -272,7 +318,7 @@ def main(op: str, cases: Iterable[Case]) -> None:
             machine = this_machine()
             print(
                 f"read {machine.bandwidth / 1e12:.2f} TB/s, matmul {machine.matmul / 1e12:.0f} Tflop/s, "
-                f"empty {machine.empty * 1e6:.1f} us"
+                f"empty kernel {machine.empty * 1e6:.1f} us, replay {machine.replay * 1e6:.1f} us"
             )
         if rows and not args.no_save:
             print(harness.save(op, rows, DEVICE))

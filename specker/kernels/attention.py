@@ -313,13 +313,11 @@ def _fused(
 
 
 def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows: Sequence[int]) -> tuple[int, int]:
-    """(bytes, flops) of one call; `kv_len` and `rows` are each sequence's columns and query rows."""
+    """(bytes, flops) that any implementation needs: K and V of all columns and q read once, the result written.
+    `kv_len` and `rows` are each sequence's columns and query rows."""
     Hkv, D = k_cache.shape[-2:]
     Hq = q.shape[1]
     bytes_ = 2 * sum(kv_len) * Hkv * D * k_cache.element_size() + 2 * q.numel() * q.element_size()
-    for n, t in zip(kv_len, rows, strict=True):
-        if (splits := split_count(n, split_unit(Hkv))) > 1:
-            bytes_ += 2 * splits * t * Hq * (D + 2) * 4
     return bytes_, sum(4 * n * t * Hq * D for n, t in zip(kv_len, rows, strict=True))
 
 

@@ -81,14 +81,12 @@ def multiplies_bfloat16() -> bool:
 
 
 def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
-    """(bytes, flops) of one call; if the kernel splits K, its float32 partials are included, written and read."""
+    """(bytes, flops) that any implementation needs: x, weight and bias read once, the result written."""
     T, E = x.shape[-2:]
     G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
     out = O // 2 if epilogue == "silu_mul" else O
     elements = T * E + O * E + T * out + (O if bias is not None else 0)
-    splits = 1 if x.dtype == torch.float64 or T > MAX_ROWS else tiles(x.dtype, O, E, arch(x.device), G)[-1]
-    partials = 2 * 4 * splits * T * O if splits > 1 else 0
-    return G * (elements * x.element_size() + partials), 2 * G * T * O * E
+    return G * elements * x.element_size(), 2 * G * T * O * E
 
 
 def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor | None:

@@ -157,9 +157,8 @@ def vocab_topk_cost(
     noise: Noisy | None = None,
     with_lse: bool = True,
 ) -> tuple[int, int]:
-    """(bytes, flops) of one call: reads weight, hidden, ids and norm once, writes the results; two flops per weight and
-    row. Includes the kernel's partials: each tile's candidates written, their first and the best tiles' read, and lse's
-    sums written and read."""
+    """(bytes, flops) that any implementation needs: weight, hidden, ids and norm read once, the results written; two
+    flops per weight and row."""
     (T, E), K = hidden.shape, weight.shape[0]
     read = (K * E + T * E + (E if norm is not None else 0)) * hidden.element_size()
     if token_ids is not None:
@@ -167,10 +166,6 @@ def vocab_topk_cost(
     if noise is not None:
         read += 8 * T
     size = 8 if hidden.dtype == torch.float64 else 4
-    if hidden.dtype != torch.float64 and T <= MAX_ROWS:
-        count = -(-K // tiles(hidden.dtype, K, E, arch(hidden.device))[1])
-        C = 1 << (k - 1).bit_length()
-        read += 8 * T * (count * C + count + min(C, count) * C) + 16 * T * count * with_lse
     return read + T * k * (8 + size) + T * size * with_lse, 2 * T * K * E
 
 

@@ -81,7 +81,7 @@ def test_layers_side_by_side_need_fewer_splits():
     assert op.tiles(torch.bfloat16, 1024, 4096, 90)[4] == 4 and op.tiles(torch.bfloat16, 1024, 4096, 90, 4)[4] == 1
     with FakeTensorMode():
         x, weight = (torch.empty(4, n, 4096, dtype=torch.bfloat16) for n in (8, 1024))
-        assert op.row_linear_cost(x, weight)[0] == 4 * 2 * (8 * 4096 + 1024 * 4096 + 8 * 1024)  # and no partials
+        assert op.row_linear_cost(x, weight)[0] == 4 * 2 * (8 * 4096 + 1024 * 4096 + 8 * 1024)
     for args in ((4096, 4096), (6144, 4096), (3072, 2048), (512, 4096)):
         assert op.tiles(torch.bfloat16, *args, 90, 4) == op.tiles(torch.bfloat16, 4 * args[0], args[1], 90)
 
