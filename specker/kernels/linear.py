@@ -12,7 +12,7 @@ The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 a
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
 Determinism: the kernel is batch-invariant: a row's bits depend only on that row, the weight and the architecture. The
 matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only
-on (G, O, E, architecture), and a second kernel adds their float32 partials in order. No atomics.
+on (G, O, E, device), and a second kernel adds their float32 partials in order. No atomics.
 
 On a CPU, products of up to 32 float32 rows with a large matrix are batch-invariant too: kernels/native.py serves them.
 """
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import native, plain
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
+from specker.kernels.variant import SMS, TYPES, Variant, arch, same_device, sms, tl, triton
 
 EPILOGUES = ("none", "silu_mul")
 # On a CPU, compiled products are fastest from this many elements of the weight (waking their threads takes 20 to 50 us)
@@ -276,14 +276,14 @@ def _row_linear_merge_kernel(
     tl.store(y_ptr + i_t * COLUMNS + o_n, b_y.to(y_ptr.dtype.element_ty), mask=m_n)
 
 
-SMS = {80: 108, 90: 132, 100: 148}
 LONG = 8192  # with at least this many columns, a merge's launch is cheap beside the stream
 MIN_SPLIT = 512  # fewest columns per split
 
 
-def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1) -> tuple[int, int, int, int, int]:
-    """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons."""
-    sms = SMS[arch]
+def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1, sms: int = 0) -> tuple[int, int, int, int, int]:
+    """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons. `sms`: of
+    the device, 0 for the architecture's usual number."""
+    sms = sms or SMS[arch]
     aligned = E * dtype.itemsize % 16 == 0
     if E >= LONG and aligned:
         n = 128
@@ -305,7 +305,7 @@ def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1) -> tuple[in
 
 @lru_cache(maxsize=256)
 def _variants(
-    dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: int, G: int = 1
+    dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: int, G: int = 1, sms: int = 0
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge where K is split.
 
@@ -324,7 +324,7 @@ def _variants(
     Half precision also uses small tiles if a row is no multiple of 16 bytes: it is then read 2 bytes at a time,
     through registers.
     """
-    m, n, block, stages, splits = tiles(dtype, O, E, arch, G)
+    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms)
     t = TYPES[dtype]
     half = dtype != torch.float32
     name = f"{t} {E}->{O}" + (f" x{G}" if G > 1 else "") + (" silu_mul" if silu else "") + (" bias" if bias else "")
@@ -397,7 +397,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Te
     y = x.new_empty(*layers, T, O // 2 if silu else O)
     if y.numel() == 0:
         return y
-    stream, merge = _variants(x.dtype, O, E, silu, bias is not None, arch(x.device), G)
+    stream, merge = _variants(x.dtype, O, E, silu, bias is not None, arch(x.device), G, sms(x.device))
     sizes = stream.constexprs
     b = x if bias is None else bias.contiguous()  # x is a dummy, not read
     splits = sizes["SPLITS"]

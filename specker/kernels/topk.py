@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.cpu import few, normed
-from specker.kernels.linear import MAX_ROWS, SMS, like, row_linear, stream_rows
+from specker.kernels.linear import MAX_ROWS, like, row_linear, stream_rows
 from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
 from specker.kernels.registry import register
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
-from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
+from specker.kernels.variant import SMS, TYPES, Variant, arch, same_device, sms, tl, triton
 
 MAX_K = 64
 
@@ -362,13 +362,14 @@ def _vocab_topk_merge_kernel(
         tl.store(logits_ptr + i_t * TOP + o_k, _value_of(b_key), mask=o_k < TOP)
 
 
-def tiles(dtype: torch.dtype, K: int, E: int, arch: int) -> tuple[int, int, int, int]:
-    """The tile table: rows of x, rows of the weight, columns, stages. `_variants` gives the reasons."""
+def tiles(dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0) -> tuple[int, int, int, int]:
+    """The tile table: rows of x, rows of the weight, columns, stages. `_variants` gives the reasons. `sms`: of the
+    device, 0 for the architecture's usual number."""
     aligned = E * dtype.itemsize % 16 == 0
     if dtype == torch.float32 or not aligned:
         return 16 if dtype == torch.float32 else 64, 64, 32, 2
     count = -(-K // 128)
-    n = 128 if 10 * count >= 7 * SMS[arch] else 64
+    n = 128 if 10 * count >= 7 * (sms or SMS[arch]) else 64
     room = 48 if arch == 80 else 96  # KiB
     return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + (arch == 80)
 
@@ -384,6 +385,7 @@ def _variants(
     held: bool,
     lse: bool,
     arch: int,
+    sms: int = 0,
 ) -> tuple[Variant, Variant]:
     """The kernel and its merge. The stream is row_linear's, but each tile ends in a selection, during which its
     program reads nothing.
@@ -394,7 +396,7 @@ def _variants(
     the selection may. (16 at a time spill 8 to 32 bytes at the 128 registers per thread that two blocks allow.) The
     merge reads the tiles' maxima, then at most C tiles. float32 and odd E use small tiles, for correctness only.
     """
-    m, n, block, stages = tiles(dtype, K, E, arch)
+    m, n, block, stages = tiles(dtype, K, E, arch, sms)
     t, count = TYPES[dtype], -(-K // n)
     C = triton.next_power_of_2(k)
     half = dtype != torch.float32
@@ -494,7 +496,9 @@ def _launch(
     noisy = positions is not None and temperature > 0
     mapped = None if token_ids is None else token_ids.dtype
     held = draw is not None and noisy
-    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, held, with_lse, arch(hidden.device))
+    stream, merge = _variants(
+        hidden.dtype, K, E, k, mapped, noisy, held, with_lse, arch(hidden.device), sms(hidden.device)
+    )
     sizes = stream.constexprs
     count = merge.constexprs["TILES"]
     keys = hidden.new_empty((T, count, sizes["C"]), dtype=torch.int64)

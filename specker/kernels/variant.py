@@ -46,9 +46,10 @@ except ImportError:  # no wheels outside Linux: only the references run there
 
     triton = tl = _Absent()
 
-__all__ = ["FP_FUSION", "TYPES", "Variant", "arch", "same_device", "tl", "triton"]
+__all__ = ["FP_FUSION", "SMS", "TYPES", "Variant", "arch", "same_device", "sms", "tl", "triton"]
 
 FP_FUSION = False
+SMS = {80: 108, 90: 132, 100: 148}  # of the largest card of an architecture, which the compile-only checks assume
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -97,6 +98,14 @@ def arch(device: torch.device) -> int:
     if device.type != "cuda":
         return 90
     return {9: 90, 10: 100}.get(torch.cuda.get_device_capability(device)[0], 80)
+
+
+@lru_cache
+def sms(device: torch.device) -> int:
+    """The number of the device's SMs (H200: 132, H100 PCIe: 114, H20: 78). The interpreter uses SMS's of Hopper."""
+    if device.type != "cuda":
+        return SMS[90]
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def same_device(first: Tensor, **others: Tensor | None) -> None:

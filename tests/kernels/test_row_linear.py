@@ -86,6 +86,17 @@ def test_layers_side_by_side_need_fewer_splits():
         assert op.tiles(torch.bfloat16, *args, 90, 4) == op.tiles(torch.bfloat16, 4 * args[0], args[1], 90)
 
 
+def test_tiles_follow_the_number_of_sms(monkeypatch):
+    """4096 -> 4096: 128 programs of 32 rows fill 132 SMs. 78 SMs (H20) take 64 tiles of 64 rows; 264 split K."""
+    tiles = {n: op.tiles(torch.bfloat16, 4096, 4096, 90, sms=n) for n in (0, 132, 78, 264)}
+    assert tiles[0] == tiles[132] and [tiles[n][1] for n in (132, 78)] == [32, 64] and tiles[264][4] == 2
+    seen = []
+    monkeypatch.setattr(op, "sms", lambda device: seen.append(device) or 78)
+    x = torch.zeros(1, 1024, dtype=torch.float16)
+    _launch(x, torch.zeros(512, 1024, dtype=torch.float16), None, "none")
+    assert seen == [x.device]
+
+
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (40, 1100)])
 def test_a_row_does_not_depend_on_its_group(O, E):
     x, weight, bias = a_group(3, 65, O, E, torch.float16)
