@@ -35,7 +35,7 @@ from specker.runtime.policy import Budget, Outcome
 from specker.runtime.round import Round, best_shape
 from specker.runtime.sampling import Draws, pack
 from specker.runtime.state import Sequence, State
-from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext, row_cost
+from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext, device_costs
 
 GREEDY = Sampling()
 
@@ -105,7 +105,7 @@ class Drafts:
         head_cost = parts.head_cost(o, drafter)
         step = round_cost(Budget(1, 1), main, side, 0.0) - 1
         self.drafter = drafter
-        self.policies = PolicyContext(o, config.num_layers, family, head_cost, step, row_cost(where))
+        self.policies = PolicyContext(o, config.num_layers, family, head_cost, step, *device_costs(where))
         self.limit = config.max_context
         self._cost = lambda budget: round_cost(budget, main, side, head_cost)
         largest, model = parts.plan(self.policies).largest, drafter.model

@@ -18,7 +18,7 @@ from specker.runtime.model.config import layer_elements
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget
 from specker.runtime.shared import SharedDrafter
-from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear, row_cost
+from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, device_costs, linear
 from specker.zoo import Family
 
 
@@ -56,7 +56,7 @@ def compose(
     if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
         head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
     step = round_cost(Budget(1, 1), target, draft, 0.0) - 1
-    policies = PolicyContext(o, target.config.num_layers, family, head_cost, step, row_cost(model.device))
+    policies = PolicyContext(o, target.config.num_layers, family, head_cost, step, *device_costs(model.device))
     plan = strategy.plan(policies)
     # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
     # collectives, so they need --graphs on.

@@ -29,6 +29,8 @@ DRAFT_TOKENS = 4
 # The cost of one more row in the verify pass, in steps of plain decoding: measured in bfloat16 with SmolLM2
 # (bench/LOG.md); an estimate.
 ROW_CPU, ROW_GPU = 0.06, 0.01
+# The cost of a draft step besides reading its weights, likewise: 0.05 with SmolLM2, 0.2 with the bundled code pair.
+STEP_CPU, STEP_GPU = 0.1, 0.02
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,14 @@ class PolicyContext:
     layers: int  # of the target
     family: Family | None  # the bundled files for the target
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
-    step: float = 0.0  # cost of a draft model's step, in steps of plain decoding
-    row: float = ROW_GPU  # cost of one more row in the verify pass, in steps of plain decoding
+    step: float = 0.0  # cost of reading a draft model's weights, in steps of plain decoding
+    row: float = ROW_GPU  # likewise of one more row in the verify pass
+    start: float = STEP_GPU  # likewise of a draft step besides its weights
+
+    @property
+    def token(self) -> float:
+        """The cost of drafting and verifying one token, in steps of plain decoding."""
+        return self.step + self.start + self.row
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class Strategy:
 
     def policy(self, context: PolicyContext) -> Policy:
         """A fresh policy for each request: statistics from one prompt must not leak into the next."""
-        return general(context.options.policy or "fixed", self.size(context.options), cost=context.step + context.row)
+        return general(context.options.policy or "fixed", self.size(context.options), cost=context.token)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A confidence policy drafts token by token, so warming up its longest draft covers the shorter ones."""
@@ -166,9 +174,9 @@ def linear(options: Options) -> Callable[..., Tensor]:
     return row_linear_ref if options.linear == "cublas" else row_linear
 
 
-def row_cost(device: torch.device) -> float:
-    """The cost of one more row in a verify pass, in steps of plain decoding."""
-    return ROW_CPU if device.type == "cpu" else ROW_GPU
+def device_costs(device: torch.device) -> tuple[float, float]:
+    """PolicyContext's `row` and `start`."""
+    return (ROW_CPU, STEP_CPU) if device.type == "cpu" else (ROW_GPU, STEP_GPU)
 
 
 def allocate(model: Model, options: Options) -> KVCache:

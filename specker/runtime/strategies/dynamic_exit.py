@@ -328,7 +328,8 @@ class SelfDrafting(Strategy):
             eligible = eligible_layers(layers, context.head_cost)
             return DynamicExit(eligible, layers, context.head_cost, by_length=rule == "del-length")
         exit = context.options.own.exit(layers)
-        return general(rule, self.size(context.options), exit, (exit + context.head_cost) / layers + context.row)
+        cost = (exit + context.head_cost) / layers + context.start + context.row
+        return general(rule, self.size(context.options), exit, cost)
 
     def plan(self, context: PolicyContext) -> Plan:
         """Draft steps are captured one by one, so the plan holds a whole draft only for a fixed length."""
