@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 TRITON ?=
+ARCH   ?=
 QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
@@ -43,13 +44,13 @@ test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cl
 	@$(BIN)/python -m specker.zoo.real >/dev/null || echo "tests of the real model are skipped"
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); TRITON=3.6.0 with another version
+static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); ARCH=gfx942,gfx950 for AMD, TRITON=3.6.0 with another version
 ifeq ($(TRITON),)
-	PYTHONPATH=. $(BIN)/python bench/static.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python bench/static.py $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 else
 	@test -d $(OTHER) || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(OTHER).part triton==$(TRITON) && mv $(OTHER).part $(OTHER); }
-	PYTHONPATH=$(OTHER):. $(BIN)/python bench/static.py --no-save $(ARGS)
+	PYTHONPATH=$(OTHER):. $(BIN)/python bench/static.py --no-save $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 endif
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/

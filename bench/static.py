@@ -1,18 +1,21 @@
-"""Compile every kernel variant for sm_80, sm_90 and sm_100, without a GPU, and record the results.
+"""Compile every kernel variant for sm_80, sm_90 and sm_100, or gfx942 and gfx950, without a GPU; record the results.
 
 An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the same objects that its
-launcher launches. Each is compiled to a cubin. Registers, stack and shared memory come from
-`cuobjdump --dump-resource-usage`; the instruction mix is counted in the PTX. A kernel fails if
+launcher launches. Each is compiled to a cubin, for AMD to a code object. Registers, stack and shared memory come from
+`cuobjdump --dump-resource-usage`, the instruction mix from the PTX; for AMD both come from the assembly. A kernel fails
+if
 
-* it spills: its stack frame is not empty;
+* it spills: its stack frame, or its scratch memory, is not empty;
 * its shared memory exceeds the architecture's limit for a block;
 * it should use a half-precision dot (`dot`) and has no matrix instruction;
 * it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously.
 
 Occupancy is an estimate of blocks per SM by registers (allocated per warp in units of 256), by shared memory (the
-system takes 1 KiB of each block) and by warps. The table of all resources goes to bench/results/static.md.
+system takes 1 KiB of each block) and by warps; per CU by registers (512 a lane and SIMD, in units of 8), by LDS and by
+waves. The tables of all resources go to bench/results/static.md and static-amd.md.
 
     python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save]
+    python bench/static.py --arch gfx942,gfx950
 """
 
 import argparse
@@ -32,9 +35,11 @@ from typing import Any
 
 ARCHES = (80, 90, 100)
 SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB per SM; a block may have 1 KiB less
+LDS = {942: 64, 950: 160}  # KiB per CU, and the most a block may have
 WIDE = 0.6  # of the loaded bytes, for kernels that should read wide; the rest are indices
 WARPS_SM, BLOCKS_SM, REGISTERS_SM = 64, 32, 65536
-RESULT = Path(__file__).parent / "results" / "static.md"
+LANES_WAVE, WAVES_CU, REGISTERS_LANE = 64, 32, 512  # the last one of a SIMD, of which a CU has four
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,11 @@ class Report:
 
     @property
     def occupancy(self) -> float:
-        return self.blocks * self.warps / WARPS_SM
+        return self.blocks * self.warps / (WAVES_CU if self.arch in LDS else WARPS_SM)
+
+    @property
+    def target(self) -> str:
+        return f"gfx{self.arch}" if self.arch in LDS else f"sm_{self.arch}"
 
 
 def ops() -> dict[str, Any]:
@@ -74,8 +83,8 @@ def ops() -> dict[str, Any]:
     return {name: module for name, module in sorted(modules.items()) if hasattr(module, "variants")}
 
 
-def compile_variant(variant: Any, arch: int) -> tuple[str, bytes, int]:
-    """-> PTX, cubin, bytes of shared memory. ValueError if launches would compile something else."""
+def compile_variant(variant: Any, arch: int) -> Any:
+    """Triton's compiled kernel. ValueError if launches would compile something else."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -104,8 +113,8 @@ def compile_variant(variant: Any, arch: int) -> tuple[str, bytes, int]:
             raise ValueError(f"{variant.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
     signature |= dict.fromkeys(variant.constexprs, "constexpr")
     source = ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
-    done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=variant.compile_options())
-    return done.asm["ptx"], done.asm["cubin"], done.metadata.shared
+    target = GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
+    return triton.compile(source, target=target, options=variant.compile_options(arch in LDS))
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -141,6 +150,38 @@ def mix(ptx: str) -> dict[str, Any]:
     }
 
 
+_AMD_LOAD = re.compile(
+    r"^\s*(?:buffer|global)_load_(?:lds_)?(?:(d?word)(?:x(\d))?|[us]?(byte|short)\w*)\b.*$", re.MULTILINE
+)
+
+
+def amd_mix(text: str) -> dict[str, Any]:
+    """`mix` of an AMD kernel's assembly. Loads straight into LDS count as asynchronous."""
+    sizes, direct = [], 0
+    for found in _AMD_LOAD.finditer(text):
+        sizes.append({"byte": 1, "short": 2}.get(found[3], 4 * int(found[2] or 1)))
+        direct += " lds" in found[0] or "_lds_" in found[0]
+    return {
+        "matrix": f"mfma {n}" if (n := len(re.findall(r"\bv_mfma_", text))) else "",
+        "loads": len(sizes),
+        "wide": sum(size for size in sizes if size >= 16) / sum(sizes) if sizes else 0.0,
+        "asynchronous": direct,
+        "stores": len(re.findall(r"\b(?:buffer|global)_(?:store|atomic)_", text)),
+    }
+
+
+def amd_resources(text: str) -> dict[str, int]:
+    """REG (vector registers of a lane), STACK (scratch bytes of a lane) and LOCAL (spilled registers)."""
+    value = {key: int(n) for key, n in re.findall(r"^\s*\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
+    spilled = value["vgpr_spill_count"] + value["sgpr_spill_count"]
+    return {"REG": value["vgpr_count"], "STACK": value["private_segment_fixed_size"], "LOCAL": spilled}
+
+
+def blocks_per_cu(arch: int, waves: int, registers: int, shared: int) -> int:
+    by_registers = 4 * min(8, REGISTERS_LANE // (8 * -(-max(registers, 1) // 8))) // waves
+    return min(WAVES_CU // waves, by_registers, LDS[arch] * 1024 // max(shared, 1))
+
+
 def blocks_per_sm(arch: int, warps: int, registers: int, shared: int) -> int:
     by_registers = REGISTERS_SM // (warps * -(-registers * 32 // 256) * 256)
     return min(BLOCKS_SM, WARPS_SM // warps, by_registers, SHARED_SM[arch] * 1024 // (shared + 1024))
@@ -150,8 +191,9 @@ def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts:
     found = []
     if used["STACK"] or used["LOCAL"]:
         found.append(f"spills: a stack frame of {used['STACK']} bytes, {used['LOCAL']} local")
-    if shared > (SHARED_SM[arch] - 1) * 1024:
-        found.append(f"{shared} bytes of shared memory, a block may have {(SHARED_SM[arch] - 1) * 1024}")
+    most = 1024 * (LDS[arch] if arch in LDS else SHARED_SM[arch] - 1)
+    if shared > most:
+        found.append(f"{shared} bytes of shared memory, a block may have {most}")
     if variant.dot and not counts["matrix"]:
         found.append("a dot, and no matrix instruction")
     if variant.wide and counts["wide"] < WIDE:
@@ -160,20 +202,24 @@ def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts:
 
 
 def report(op: str, variant: Any, arch: int) -> Report:
-    ptx, cubin, shared = compile_variant(variant, arch)
-    used, counts = resources(cubin), mix(ptx)
+    done = compile_variant(variant, arch)
+    shared, amd = done.metadata.shared, arch in LDS
+    if amd:
+        used, counts = amd_resources(done.asm["amdgcn"]), amd_mix(done.asm["amdgcn"])
+    else:
+        used, counts = resources(done.asm["cubin"]), mix(done.asm["ptx"])
     return Report(
         op=op,
         kernel=variant.kernel.__name__,
         variant=variant.name,
         arch=arch,
-        warps=variant.num_warps,
+        warps=variant.warps(amd),
         stages=variant.num_stages,
         registers=used["REG"],
         stack=used["STACK"],
         shared=shared,
         **counts,
-        blocks=blocks_per_sm(arch, variant.num_warps, used["REG"], shared),
+        blocks=(blocks_per_cu if amd else blocks_per_sm)(arch, variant.warps(amd), used["REG"], shared),
         problems=problems(variant, arch, used, shared, counts),
     )
 
@@ -193,25 +239,25 @@ def markdown(rows: list[Report], versions: str) -> str:
     lines = [
         "# What the kernels compile to",
         "",
-        f"Written by `make static`, which compiles without a GPU: {versions}. Nothing here is a timing. Registers are",
-        "a thread's, shared memory a block's (bytes); *wide* is the share of the bytes named by global loads that come",
-        "16 or more at a time or asynchronously (*async*: how many such instructions); *blocks* an SM and *occupancy*",
-        "are estimates from registers, shared memory and warps.",
+        f"Written by bench/static.py, which compiles without a GPU: {versions}. Nothing here is a timing. Registers",
+        "are a thread's, shared memory a block's (bytes); *wide* is the share of the bytes named by global loads that",
+        "come 16 or more at a time or asynchronously (*async*: how many such instructions); *blocks* an SM (or CU) and",
+        "*occupancy* are estimates from registers, shared memory and warps.",
     ]
     for op in sorted({row.op for row in rows}):
         lines += [
             "",
             f"## {op}",
             "",
-            "| kernel | variant | sm | warps | stages | registers | stack | shared | matrix | loads | wide | async "
+            "| kernel | variant | target | warps | stages | registers | stack | shared | matrix | loads | wide | async "
             "| stores | blocks | occupancy |",
-            "|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
+            "|---|---|---|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
         ]
         for r in sorted((r for r in rows if r.op == op), key=lambda r: (r.kernel, r.variant, r.arch)):
-            cells = (r.kernel, r.variant, r.arch, r.warps, r.stages, r.registers, r.stack, r.shared, r.matrix, r.loads)
-            more = (f"{r.wide:.0%}", r.asynchronous, r.stores, r.blocks, f"{r.occupancy:.0%}")
+            cells = (r.kernel, r.variant, r.target, r.warps, r.stages, r.registers, r.stack, r.shared)
+            more = (r.matrix, r.loads, f"{r.wide:.0%}", r.asynchronous, r.stores, r.blocks, f"{r.occupancy:.0%}")
             lines.append("| " + " | ".join(map(str, cells + more)) + " |")
-    problems = [f"* {r.op}, {r.variant}, sm_{r.arch}: {p}" for r in rows for p in r.problems]
+    problems = [f"* {r.op}, {r.variant}, {r.target}: {p}" for r in rows for p in r.problems]
     return "\n".join([*lines, "", "## Problems", "", *(problems or ["None."]), ""])
 
 
@@ -229,7 +275,8 @@ def main() -> None:
 
     start = time.perf_counter()
     rows = []
-    for row in reports(tuple(map(int, args.arch.split(","))), [n for n in args.ops.split(",") if n], args.smoke):
+    arches = tuple(int(text.removeprefix("gfx").removeprefix("sm_")) for text in args.arch.split(","))
+    for row in reports(arches, [n for n in args.ops.split(",") if n], args.smoke):
         rows.append(row)
         if args.json:
             print(json.dumps(asdict(row)))
@@ -238,14 +285,15 @@ def main() -> None:
                 "; ".join(row.problems)
                 or f"{row.registers} registers, {row.shared} shared, {row.occupancy:.0%} {row.matrix}"
             )
-            print(f"{row.op:16} sm_{row.arch:<4} {row.variant:32} {state}", flush=True)
+            print(f"{row.op:16} {row.target:<6} {row.variant:32} {state}", flush=True)
     bad = sum(bool(row.problems) for row in rows)
     if not args.json:
         print(f"{len(rows)} compiled in {time.perf_counter() - start:.0f} s, {bad} with problems")
-        if not (args.ops or args.smoke or args.no_save) and args.arch == "80,90,100":
-            RESULT.parent.mkdir(parents=True, exist_ok=True)
-            RESULT.write_text(markdown(rows, f"triton {triton.__version__}"), encoding="utf-8")
-            print(RESULT)
+        file = {ARCHES: "static.md", tuple(LDS): "static-amd.md"}.get(arches)
+        if not (args.ops or args.smoke or args.no_save) and file is not None:
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            (RESULTS / file).write_text(markdown(rows, f"triton {triton.__version__}"), encoding="utf-8")
+            print(RESULTS / file)
     sys.exit(1 if bad else 0)
 
 

@@ -45,7 +45,7 @@ from specker.kernels.ancestors import (
 )
 from specker.kernels.cpu import FEW_ROWS, plain
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, arch, same_device, tl, triton
+from specker.kernels.variant import AMD, TYPES, Variant, arch, same_device, tl, triton
 
 __all__ = [
     "MAX_WORDS",
@@ -550,11 +550,16 @@ def _variants(
     computed. Three buffers and q's 16 KiB take 112 KiB, so two blocks fill an SM's shared memory and registers. 64 to
     128 KiB per SM are in flight; 132 SMs at 4.3 TB/s and 1 us latency need 33. One block's exponentials overlap the
     other's products. sm_100 has the same room. sm_80 (164 KiB) takes tiles of 32 columns, three in flight, for two
-    blocks per SM. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
+    blocks per SM. gfx942 (64 KiB of LDS) keeps one tile of 64 columns in LDS and one in registers, gfx950 (160 KiB) two
+    and one. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
     """
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
     M, N = (64, 32 if d_pad > 128 or arch == 80 else 64) if half else (16, 32)
+    if arch in AMD:
+        stages = 3 if arch == 950 else 2
+    else:
+        stages = 3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3  # 99 KiB, consumer cards' limit
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256
@@ -574,7 +579,7 @@ def _variants(
             "N": N,
         },
         num_warps=8 if d_pad > 128 else 4,
-        num_stages=3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3,  # 99 KiB, consumer cards' limit
+        num_stages=stages,
         dot=half,
         wide=D * dtype.itemsize % 16 == 0,
         smoke=smoke,

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import native, plain
 from specker.kernels.registry import register
-from specker.kernels.variant import SMS, TYPES, Variant, arch, same_device, sms, tl, triton
+from specker.kernels.variant import AMD, SMS, TYPES, Variant, arch, same_device, sms, tl, triton
 
 EPILOGUES = ("none", "silu_mul")
 # On a CPU, compiled products are fastest from this many elements of the weight (waking their threads takes 20 to 50 us)
@@ -297,9 +297,10 @@ def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1, sms: int = 
     splits = max(1, min(sms // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # rounding to whole tiles may need fewer
     if dtype != torch.float32:
-        room = 72 if arch == 80 else 192 if count * splits <= sms else 96  # KiB
+        few = count * splits <= sms
+        room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96)  # KiB
         stages = min(room * 1024 // ((m + n) * block * dtype.itemsize), 8)
-        stages += arch == 80  # its matrix instructions are synchronous: one buffer fewer than stages
+        stages += arch == 80 or arch in AMD  # their matrix instructions are synchronous: one buffer fewer than stages
     return m, n, block, stages, splits
 
 
@@ -320,7 +321,9 @@ def _variants(
       better: 14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
       is 32 tiles of 32 times 4.
     * G layers have G times the programs, so they get larger tiles and fewer splits.
-    sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. float32 uses FMA in small tiles, for correctness only.
+    sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. gfx942 has 64 KiB of LDS and gfx950 160, also for two
+    blocks: one and three tiles of 24 KiB each. An MI300X (304 CUs, 5.3 TB/s) needs about 26 KiB in flight per CU.
+    float32 uses FMA in small tiles, for correctness only.
     Half precision also uses small tiles if a row is no multiple of 16 bytes: it is then read 2 bytes at a time,
     through registers.
     """

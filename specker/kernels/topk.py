@@ -36,7 +36,7 @@ from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
 from specker.kernels.registry import register
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
-from specker.kernels.variant import SMS, TYPES, Variant, arch, same_device, sms, tl, triton
+from specker.kernels.variant import AMD, SMS, TYPES, Variant, arch, same_device, sms, tl, triton
 
 MAX_K = 64
 
@@ -370,8 +370,9 @@ def tiles(dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0) -> tuple[
         return 16 if dtype == torch.float32 else 64, 64, 32, 2
     count = -(-K // 128)
     n = 128 if 10 * count >= 7 * (sms or SMS[arch]) else 64
-    room = 48 if arch == 80 else 96  # KiB
-    return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + (arch == 80)
+    room = {80: 48, 942: 32, 950: 80}.get(arch, 96)  # KiB
+    synchronous = arch == 80 or arch in AMD  # matrix instructions: one buffer fewer than stages
+    return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + synchronous
 
 
 @lru_cache(maxsize=256)

@@ -46,10 +46,14 @@ except ImportError:  # no wheels outside Linux: only the references run there
 
     triton = tl = _Absent()
 
-__all__ = ["FP_FUSION", "SMS", "TYPES", "Variant", "arch", "same_device", "sms", "tl", "triton"]
+__all__ = ["AMD", "FP_FUSION", "SMS", "TYPES", "Variant", "arch", "same_device", "sms", "tl", "triton"]
 
 FP_FUSION = False
-SMS = {80: 108, 90: 132, 100: 148}  # of the largest card of an architecture, which the compile-only checks assume
+# Multiprocessors (CUs on AMD) of an architecture's usual card, which the compile-only checks assume: A100, H100, B200,
+# MI300X (gfx942), MI355X (gfx950).
+SMS = {80: 108, 90: 132, 100: 148, 942: 304, 950: 256}
+AMD = (942, 950)  # gfx942, gfx950
+ON_AMD = torch.version.hip is not None  # torch calls AMD's devices "cuda", too
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -68,19 +72,24 @@ class Variant:
     kernel: Any  # a @triton.jit function: runtime arguments first, constexprs last
     arguments: tuple[str | None, ...]  # types of the runtime arguments: "*bf16", "i32"; None for a None argument
     constexprs: Mapping[str, Any]
-    num_warps: int
+    num_warps: int  # of 32 lanes
     num_stages: int = 1
     dot: bool = False  # a half-precision dot must become matrix instructions
     wide: bool = True  # the big operand must be read 16 bytes at a time, or asynchronously
     smoke: bool = False  # `make test` compiles it: bfloat16, D 128 where it applies, a few per op
-    options: Mapping[str, Any] = field(default_factory=dict)  # further compiler options, such as maxnreg
+    options: Mapping[str, Any] = field(default_factory=dict)  # further compiler options on NVIDIA, such as maxnreg
 
-    def compile_options(self) -> dict[str, Any]:
+    def warps(self, amd: bool) -> int:
+        """Warps, or waves of 64 lanes on AMD: half as many, so that a lane has as many elements. But matrix kernels
+        keep one wave for each of a CU's four SIMDs, and the accumulator's registers."""
+        return max(1, self.num_warps // 2) if amd and not self.dot else self.num_warps
+
+    def compile_options(self, amd: bool = ON_AMD) -> dict[str, Any]:
         return {
-            "num_warps": self.num_warps,
+            "num_warps": self.warps(amd),
             "num_stages": self.num_stages,
             "enable_fp_fusion": FP_FUSION,
-            **self.options,
+            **({} if amd else self.options),
         }
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
@@ -93,16 +102,19 @@ class Variant:
 
 @lru_cache
 def arch(device: torch.device) -> int:
-    """The device's column of the tile tables: 80, 90 (wgmma) or 100 (tcgen05). Consumer cards of any generation use 80:
-    they have its matrix instructions and at most 100 KiB of shared memory. The interpreter uses Hopper's."""
+    """The device's column of the tile tables: 80, 90 (wgmma) or 100 (tcgen05), on AMD 942 or 950. Consumer cards of any
+    generation use 80: they have its matrix instructions and at most 100 KiB of shared memory. Other AMD cards use 942,
+    which needs 64 KiB of LDS. The interpreter uses Hopper's."""
     if device.type != "cuda":
         return 90
+    if ON_AMD:
+        return 950 if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx950") else 942
     return {9: 90, 10: 100}.get(torch.cuda.get_device_capability(device)[0], 80)
 
 
 @lru_cache
 def sms(device: torch.device) -> int:
-    """The number of the device's SMs (H200: 132, H100 PCIe: 114, H20: 78). The interpreter uses SMS's of Hopper."""
+    """The number of the device's SMs (H200: 132, H100 PCIe: 114, H20: 78) or CUs. The interpreter has an H200's."""
     if device.type != "cuda":
         return SMS[90]
     return torch.cuda.get_device_properties(device).multi_processor_count
