@@ -1,9 +1,9 @@
 """Plot the results: `python bench/plot.py [--readme] [FOLDER of bench/results ...]`.
 
 Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
-on each pair. `--readme` writes these runs and the newest of bench/peers.py into README.md's tables. Kernels: the
-share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end: tokens/s and
-acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
+on each pair. `--readme` writes these runs and those of bench/peers.py with the most engines into README.md's tables.
+Kernels: the share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end:
+tokens/s and acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
 """
 
 import argparse
@@ -70,12 +70,12 @@ def origin_of(row: Row) -> tuple[Any, ...]:
 
 
 def peers(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of the newest run of bench/peers.py on each model, by name."""
-    runs: dict[str, list[Row]] = {}
+    """The rows of the run of bench/peers.py with the most engines on each model, the newest of several, by name."""
+    runs: dict[str, dict[tuple[Any, ...], list[Row]]] = {}
     for row in rows:
         if row.get("bench") == "peers":
-            runs.setdefault(f"peers-{row['target']}", []).append(row)
-    return {name: [row for row in run if origin_of(row) == origin_of(run[-1])] for name, run in runs.items()}
+            runs.setdefault(f"peers-{row['target']}", {}).setdefault(origin_of(row), []).append(row)
+    return {name: max(each.values(), key=lambda run: (len(run), run[-1]["date"])) for name, each in runs.items()}
 
 
 def goal_share(row: Row) -> float | None:
@@ -184,8 +184,8 @@ def fill(text: str, tables: dict[str, str]) -> str:
     for name in re.findall(r"<!-- results (\S+) -->", text):
         if name not in tables:
             raise ValueError(f"the README asks for {name}, but bench/results has only {', '.join(tables)}")
-        place = re.compile(rf"(<!-- results {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        text = place.sub(lambda found, table=tables[name]: found[1] + table + found[2], text)
+        place = re.compile(rf"(<!-- results {re.escape(name)} -->\n).*?<!-- end -->", re.DOTALL)
+        text = place.sub(lambda found, table=tables[name]: f"{found[1]}{table}\n<!-- end -->", text)
     return text
 
 

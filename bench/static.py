@@ -171,10 +171,11 @@ def amd_mix(text: str) -> dict[str, Any]:
 
 
 def amd_resources(text: str) -> dict[str, int]:
-    """REG (vector registers of a lane), STACK (scratch bytes of a lane) and LOCAL (spilled registers)."""
+    """REG (vector registers of a lane), STACK (scratch bytes of a lane) and LOCAL (spilled vector registers; scalar ones
+    are spilled to vector registers, not to memory)."""
     value = {key: int(n) for key, n in re.findall(r"^\s*\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
-    spilled = value["vgpr_spill_count"] + value["sgpr_spill_count"]
-    return {"REG": value["vgpr_count"], "STACK": value["private_segment_fixed_size"], "LOCAL": spilled}
+    scratch = value["private_segment_fixed_size"]
+    return {"REG": value["vgpr_count"], "STACK": scratch, "LOCAL": value["vgpr_spill_count"]}
 
 
 def blocks_per_cu(arch: int, waves: int, registers: int, shared: int) -> int:

@@ -86,7 +86,7 @@ def test_amd_assembly_is_counted():
     counts = static.amd_mix(text)
     assert counts == {"matrix": "mfma 1", "loads": 4, "wide": 32 / 38, "asynchronous": 1, "stores": 2}
     used = static.amd_resources(text)
-    assert used == {"REG": 130, "STACK": 12, "LOCAL": 3}
+    assert used == {"REG": 130, "STACK": 12, "LOCAL": 2}
     fine = SimpleNamespace(dot=False, wide=False)
     spilled, large = static.problems(fine, 942, used, 65 * 1024, counts)
     assert spilled.startswith("spills") and large == "66560 bytes of shared memory, a block may have 65536"

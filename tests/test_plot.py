@@ -104,6 +104,8 @@ def test_a_table_of_the_readme_is_replaced():
     ]
     text = "a\n<!-- results e2e -->\nold | \\1\n<!-- end -->\nb\n<!-- end -->\n"
     assert plot.fill(text, {"e2e": r"new \1"}) == "a\n<!-- results e2e -->\nnew \\1\n<!-- end -->\nb\n<!-- end -->\n"
+    empty = text.replace("old | \\1\n", "")
+    assert plot.fill(empty, {"e2e": "new"}) == "a\n<!-- results e2e -->\nnew\n<!-- end -->\nb\n<!-- end -->\n"
     with pytest.raises(ValueError, match="the README asks for e2e, but bench/results has only other"):
         plot.fill(text, {"other": ""})
 
@@ -115,7 +117,9 @@ def test_the_table_of_engines():
     slow |= {"first_token_ms": 98.7, "over_base": {"median": 1.0}, "equal_texts": 2, "texts": 3}
     fast, broken = {**slow, "way": "fast", "tokens_per_second": 20.0}, {**run, "way": "none", "version": ""}
     broken["reason"] = "exit code 1"
-    runs = plot.peers([{**slow, "command": "python old", "date": "1"}, broken, slow, fast, {"bench": "e2e"}])
+    old = [{**row, "commit": "old", "date": "1"} for row in (slow, fast, broken)]
+    fewer = [{**row, "command": "python y", "date": "3"} for row in (slow, fast)]
+    runs = plot.peers([*old, broken, slow, fast, {"bench": "e2e"}, *fewer])
     assert runs == {"peers-M": [broken, slow, fast]}
     assert plot.peers_markdown(runs["peers-M"]).splitlines() == [
         "`python x`; a card, 2 threads; torch 2; commit abc.",
