@@ -171,7 +171,7 @@ def amd_mix(text: str) -> dict[str, Any]:
 
 
 def amd_resources(text: str) -> dict[str, int]:
-    """REG (vector registers of a lane), STACK (scratch bytes of a lane) and LOCAL (spilled vector registers; scalar ones
+    """REG (vector registers of a lane), STACK (scratch bytes of a lane), LOCAL (spilled vector registers; scalar ones
     are spilled to vector registers, not to memory)."""
     value = {key: int(n) for key, n in re.findall(r"^\s*\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
     scratch = value["private_segment_fixed_size"]
