@@ -11,10 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specker
+from specker import zoo
+from specker.runtime.stats import Stats
 from specker.zoo import real as source
 
 pytestmark = pytest.mark.real
 
+FLOORS = {"vocabtrim": 1.3, "easyspec": 1.3, "diffuspec": 1.1}  # acceptance lengths of the bundled drafts
 QUESTIONS = Path(__file__).parents[1] / "bench" / "spec_bench.jsonl"
 
 
@@ -38,7 +41,17 @@ def test_tokens_are_those_of_transformers(real: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "temperature"), [("lookup", 0.0), pytest.param("del", 0.7, marks=pytest.mark.slow)]
+    ("strategy", "temperature"),
+    [
+        ("lookup", 0.0),
+        ("vocabtrim", 0.7),
+        pytest.param("del", 0.7, marks=pytest.mark.slow),
+        pytest.param("draft", 0.0, marks=pytest.mark.slow),
+        pytest.param("easyspec", 0.7, marks=pytest.mark.slow),
+        pytest.param("easyspec+vocabtrim", 0.0, marks=pytest.mark.slow),
+        pytest.param("diffuspec", 0.7, marks=pytest.mark.slow),
+        pytest.param("diffuspec+vocabtrim", 0.0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_strategy_has_the_tokens_of_plain_decoding(real: str, strategy: str, temperature: float) -> None:
     engine = specker.load(real, device="cpu", dtype="float64", max_context=512, batch_size=2, strategy=strategy)
@@ -57,3 +70,18 @@ def test_the_gguf_file_is_a_target(real: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "light" in done.stdout
+
+
+@pytest.mark.parametrize(("strategy", "least"), FLOORS.items())
+def test_a_bundled_draft_is_accepted(real: str, strategy: str, least: float) -> None:
+    """It is chosen by itself. In float32, so that any machine decodes the same text."""
+    engine = specker.load(real, device="cpu", dtype="float32", max_context=512, strategy=strategy, draft_tokens=4)
+    assert engine.draft is not None and engine.draft.folder == zoo.SMOLLM2.drafts[engine.options.base]
+    stats = sum((engine.generate(prompt, 32).stats for prompt in chats(engine, 3)), Stats())
+    assert stats.acceptance_length >= least
+
+
+def test_the_bundled_files_are_small() -> None:
+    files = [f for folder in zoo.SMOLLM2.drafts.values() for f in folder.iterdir()]
+    files += [zoo.SMOLLM2.vocab_scores, zoo.SMOLLM2.ngram]
+    assert sum(f.stat().st_size for f in files) <= 24 << 20

@@ -42,7 +42,7 @@ PROBES = 64  # rows of the embedding that the draft keeps, to recognise its targ
 
 
 # of the target's config.json: what a draft says itself
-LEFT_OUT = ("_name_or_path", "transformers_version", "dtype", "architectures", "model_type")
+LEFT_OUT = ("_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "architectures", "model_type")
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""The bundled models: a small code model with its drafts, and held-out prompts.
+"""The bundled models: a small code model with its drafts and held-out prompts, and drafts for SmolLM2-135M-Instruct.
 
-`python -m specker.zoo.train` reproduces the code family; RECIPE.md, corpus.json and losses.json record how."""
+`python -m specker.zoo.train` reproduces the code family; RECIPE.md, corpus.json and losses.json record how. train/
+makes the drafts for SmolLM2."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ NAMES = (
     "code-draft",
     "code-diffusion",
     "code-draft-deep",
+    "smollm2-draft",
+    "smollm2-diffusion",
+    "smollm2-draft-deep",
 )
 
 
@@ -52,6 +56,17 @@ CODE = Family(
     target=path("code-target"),
 )
 
+SMOLLM2 = Family(
+    "smollm2",
+    {"hidden_size": 576, "num_layers": 30, "num_heads": 9, "intermediate_size": 1536, "vocab_size": 49152},
+    {"draft": path("smollm2-draft"), "easyspec": path("smollm2-draft-deep"), "diffuspec": path("smollm2-diffusion")},
+    FOLDER / "smollm2-vocab_scores.safetensors",
+    FOLDER / "smollm2-ngram.safetensors",
+    adl=(3, 8),
+    vocab_keep=0.125,
+    policy="worthwhile",
+)
+
 PROMPTS = (
     '''\
 def moving_average(values, window):
@@ -85,7 +100,7 @@ def parse_version(text):
 
 def family_of(config: Any) -> Family | None:
     """The family for a target with this ModelConfig, by its sizes; None if there is none."""
-    for family in (CODE,):
+    for family in (CODE, SMOLLM2):
         if all(getattr(config, name) == size for name, size in family.sizes.items()):
             return family
     return None
