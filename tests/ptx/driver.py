@@ -1,0 +1,134 @@
+"""Lets Triton launch here instead of on a CUDA device.
+
+    with simulated(90) as simulation:
+        out = specker.kernels.linear._launch(...)  # an op's own launcher, on CPU tensors
+    simulation.problems()
+
+Triton compiles with the arguments' real specialisation for that architecture, and `launch` runs the PTX. What
+`torch.empty` and its kin make meanwhile is memory that nobody has written.
+"""
+
+import importlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from ptx.launch import launch
+from ptx.memory import Memory
+from ptx.program import Program
+from ptx.report import Report
+
+USES_ARCH = ("attention", "linear", "topk")  # the op files whose tiles depend on the architecture
+
+
+class _Driver:
+    """The part of a Triton driver that compiling needs. Device n is an sm_n: Triton caches kernels by device."""
+
+    arch = 90
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+class _Fresh(TorchFunctionMode):
+    """Tensors that are made empty are unwritten."""
+
+    def __init__(self, memory: Memory):
+        super().__init__()
+        self.memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.empty, torch.empty_like, torch.Tensor.new_empty) and out.device.type == "cpu":
+            self.memory.fresh(out)
+        return out
+
+
+@dataclass(frozen=True)
+class Launch:
+    name: str  # of the kernel
+    grid: tuple[int, ...]
+    warps: int  # of a CTA
+    shared: int  # bytes of a CTA
+    report: Report
+
+
+@dataclass
+class Simulation:
+    launches: list[Launch] = field(default_factory=list)
+
+    def problems(self) -> Counter[str]:
+        """Text -> how often, of all launches."""
+        found: Counter[str] = Counter()
+        for each in self.launches:
+            found.update({f"{each.name}: {text}": n for text, n in each.report.problems.items()})
+        return found
+
+    def benign(self) -> int:
+        return sum(each.report.benign.total() for each in self.launches)
+
+
+@contextmanager
+def simulated(arch: int, change: Callable[[str], str] = str, **options: Any) -> Iterator[Simulation]:
+    """Run the launches of Triton kernels for sm_`arch`. `change` edits their PTX; `options` are those of `launch`.
+    RuntimeError if kernels are interpreted."""
+    if os.environ.get("TRITON_INTERPRET"):
+        raise RuntimeError("TRITON_INTERPRET is set, so kernels are interpreted and there is no PTX")
+    simulation, memory = Simulation(), Memory()
+    compile_or_run = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = compile_or_run(self, *args, grid=grid, warmup=True, **kwargs)
+        if not warmup:
+            bound = self.device_caches[arch][4](*args, **kwargs)[0]  # arguments by name
+            sizes = tuple(grid(bound) if callable(grid) else grid)
+            with torch._C.DisableTorchFunctionSubclass():
+                report = _launched(compiled, _program(change(compiled.asm["ptx"])), sizes, bound, memory, options)
+            how = compiled.metadata
+            simulation.launches.append(Launch(self.fn.__name__, sizes, how.num_warps, how.shared, report))
+        return compiled
+
+    driver = _Driver()
+    driver.arch = arch
+    triton.runtime.driver.set_active(driver)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(JITFunction, "run", run))
+        for name in USES_ARCH:
+            module = importlib.import_module(f"specker.kernels.{name}")
+            stack.enter_context(patch.object(module, "arch", lambda device: arch))
+        stack.enter_context(_Fresh(memory))
+        yield simulation
+
+
+@cache
+def _program(ptx: str) -> Program:
+    return Program(ptx)
+
+
+def _launched(
+    compiled: Any, program: Program, grid: tuple[int, ...], bound: dict[str, Any], memory: Memory, options: Any
+) -> Report:
+    memory.begin()
+    values = [bound[name] for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    parameters = [memory.map(v) if isinstance(v, torch.Tensor) else v for v in values]
+    parameters += [0] * (len(program.parameters) - len(parameters))  # Triton's scratch memory, which no op uses
+    report = launch(program, grid, parameters, memory, compiled.metadata.shared, **options)
+    memory.end([v for v in values if isinstance(v, torch.Tensor)])
+    return report

@@ -1,0 +1,55 @@
+"""One launch: the CTAs of a grid, in stacks that run at once, and the report of all."""
+
+from typing import Any
+
+import numpy as np
+
+from ptx.machine import Machine
+from ptx.memory import Memory
+from ptx.program import Program
+from ptx.report import Report, Traffic
+from ptx.shadow import Shadow
+from ptx.values import FLOAT, UNSIGNED
+
+THREADS = 8192  # that run at once
+SHARED = 64 << 20  # bytes of shared memory of the CTAs that run at once
+
+
+def launch(
+    program: Program,
+    grid: tuple[int, ...],
+    parameters: list[Any],
+    memory: Memory,
+    shared: int = 0,
+    threads: int = THREADS,
+    races: bool = True,
+    backwards: bool = False,
+) -> Report:
+    """Run the program. `parameters` in the order of the entry's, addresses as integers; `shared` bytes per CTA. `races`
+    in global memory are tracked on request; `backwards`: the last CTA runs first."""
+    size = (*grid, 1, 1)[:3]
+    ctas = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])]
+    if backwards:
+        ctas.reverse()
+    at_once = max(1, min(len(ctas), threads // program.threads, SHARED // max(shared, 1)))
+    values = {name: _bits(v, kind) for (name, kind), v in zip(program.parameters, parameters, strict=True)}
+    saved = memory.save()
+    for reads in (False, True):
+        report = Report(program.name, ctas=len(ctas), threads=program.threads * len(ctas))
+        traffic = Traffic(report, memory.size)
+        shadow = Shadow(memory, report, reads) if races else None
+        for n in range(0, len(ctas), at_once):
+            part = ctas[n : n + at_once]
+            Machine(program, part, size, values, memory, shared, report, traffic, shadow).run()
+        if reads or shadow is None or not shadow.mixed():
+            break
+        memory.restore(saved)  # once more, and track reads as well
+    traffic.finish()
+    return report
+
+
+def _bits(value: Any, kind: str) -> Any:
+    bits = int(kind[1:])
+    if kind.startswith("f"):
+        return np.array(value, FLOAT[bits]).view(UNSIGNED[bits])
+    return np.array(int(value) & ((1 << bits) - 1), UNSIGNED[bits])
