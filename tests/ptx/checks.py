@@ -1,0 +1,176 @@
+"""Checks of every op: its values against the reference, and its rows alone against rows among others, bit for bit."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from formulas import randn
+from torch import Tensor
+
+from ptx import ops, rounds
+from ptx.cases import Verdict, weight
+from ptx.driver import simulated
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one case, or of one comparison."""
+
+    op: str
+    arch: int
+    dtype: str
+    label: str
+    wrong: tuple[str, ...]  # nothing, where it passed
+    error: float = 0.0  # the largest
+    benign: int = 0  # oddities that cannot change a result
+
+    def __str__(self) -> str:
+        result = "FAIL" if self.wrong else f"pass, error {self.error:.3g}" if self.error else "pass"
+        note = f", {self.benign} benign" * (self.benign > 0)
+        head = f"{self.op:14} sm_{self.arch} {self.dtype:4} {self.label}: {result}{note}"
+        return "\n      ".join((head, *self.wrong))
+
+
+def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
+    """The first cases of each op against the reference, with every hazard reported."""
+    for op in (*rounds.OPS, *ops.OPS):
+        if only and op.__name__ not in only:
+            continue
+        for case in itertools.islice(op(TYPES[dtype]), first):
+            verdict = Verdict()
+            with simulated(arch) as simulation:
+                got = case.work()
+            case.judge(verdict, got)
+            wrong = *verdict.wrong, *(f"{n} x {text}" for text, n in simulation.problems().items())
+            kind = dtype if op in ops.OPS else "int"
+            yield Row(op.__name__, arch, kind, case.label, wrong, verdict.error, simulation.benign())
+
+
+def invariance(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
+    """What must be equal bit for bit: a row alone and among others, and the CTAs in another order."""
+    for op in (_residual_merge, _row_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate):
+        name = op.__name__[1:]
+        if only and name not in only:
+            continue
+        for label, comparisons in itertools.islice(op(arch, TYPES[dtype]), first):
+            wrong = [f"{what}: different bits" for what, same in comparisons.items() if not same]
+            yield Row(name, arch, dtype, f"{label}: {', '.join(comparisons)}", tuple(wrong))
+
+
+Comparisons = Iterator[tuple[str, dict[str, bool]]]  # label, what was compared -> whether it is equal
+
+
+def _run(arch: int, work: Callable[[], Any], **options: Any) -> Any:
+    """RuntimeError if the launches have problems."""
+    with simulated(arch, **options) as simulation:
+        out = work()
+    if problems := simulation.problems():
+        raise RuntimeError(f"expected no problems, found {problems}")
+    return out
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return all(map(_equal, a, b))
+    return a.shape == b.shape and torch.equal(*(x.contiguous().view(torch.uint8) for x in (a, b)))
+
+
+def _parts(call: Callable[[slice], Any], many: tuple[Tensor, ...], *spans: tuple[int, int]) -> dict[str, bool]:
+    """Rows first..end - 1 on their own, against the same rows of `many`."""
+    same = {}
+    for first, end in spans:
+        name = f"row {first}" if end == first + 1 else f"rows {first}-{end - 1}"
+        same[name] = _equal(call(slice(first, end)), tuple(x[first:end] for x in many))
+    return same
+
+
+def _residual_merge(arch: int, dtype: torch.dtype) -> Comparisons:
+    for E in (1023, 4096):
+        x, deltas, norms = (randn(*shape, seed=E, dtype=dtype) for shape in ((5, E), (1, 5, E), (1, E)))
+
+        def call(rows: slice, x: Tensor = x, deltas: Tensor = deltas, norms: Tensor = norms) -> Any:
+            y, normed = _run(arch, lambda: ops.merge._launch(x[rows], deltas[:, rows], norms, 1e-5))
+            return y, normed[0]
+
+        yield f"E{E}", _parts(call, call(slice(0, 5)), (3, 4), (1, 5))
+
+
+def _row_linear(arch: int, dtype: torch.dtype) -> Comparisons:
+    for O, E, epilogue, bias, at in (
+        (128, 640, "none", True, (0, 64, 69)),
+        (256, 512, "silu_mul", True, (3, 65)),
+        (96, 8192, "none", False, (1, 66)),
+    ):
+        x, w = randn(70, E, dtype=dtype), weight(O, E, dtype=dtype)
+        b = randn(O, seed=2, dtype=dtype) if bias else None
+
+        def call(rows: slice, x: Tensor = x, rest: Any = (w, b, epilogue), **options: Any) -> Any:
+            return (_run(arch, lambda: ops.linear._launch(x[rows], *rest), **options),)
+
+        many = call(slice(0, 70))
+        same = _parts(call, many, *((r, r + 1) for r in at), (5, 14))
+        same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
+        same["CTAs one by one"] = _equal(call(slice(0, 70), threads=1), many)
+        yield f"{E}->{O} {epilogue}", same
+
+
+def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
+    tests = ops.ragged()
+
+    def launch(**args: Any) -> Any:
+        return _run(arch, lambda: ops.attention._launch(**args))
+
+    for D, prefix, nodes, page in ((128, 60, 6, 64), (64, 123, 8, 64), (128, 250, 7, 16)):
+        args, *_ = tests.ragged(prefix, dtype, Hq=4, Hkv=1, D=D, page=page, lengths=((prefix, nodes),))
+        chain, steps = tests.chain_and_decoding(args, prefix, nodes + 1, launch)
+        yield f"D{D}", {f"a chain of {nodes + 1} after {prefix} and decoding": _equal(chain, steps)}
+    args, *_ = tests.ragged(2, dtype, Hq=8, Hkv=2, D=64, page=16, lengths=((33, 20), (0, 40), (150, 2)))
+    out, lse = launch(**args)
+    same = {}
+    for b in range(3):
+        rows = slice(int(args["cu_rows"][b]), int(args["cu_rows"][b + 1]))
+        own = {name: args[name][b : b + 1] for name in ("block_table", "kv_len", "window")}
+        same[f"sequence {b}"] = _equal(launch(**tests.only(args, rows, **own)), (out[rows], lse[rows]))
+    table = torch.cat((args["block_table"], torch.zeros(3, 40, dtype=torch.int32)), dim=1)
+    same["a wider table"] = _equal(launch(**{**args, "block_table": table}), (out, lse))
+    yield "three sequences", same
+
+
+def _vocab_topk(arch: int, dtype: torch.dtype) -> Comparisons:
+    for E, K, k in ((64, 300, 64), (256, 1000, 10), (128, 12032, 4)):
+        h, w, positions = randn(70, E, dtype=dtype), weight(K, E, dtype=dtype), torch.arange(70) + 5
+
+        def call(rows: slice, h: Tensor = h, w: Tensor = w, k: int = k, positions: Tensor = positions) -> Any:
+            noisy = ops.topk.Noise(9, positions[rows], 0.9)
+            return _run(arch, lambda: ops.topk._launch(h[rows], w, None, k, None, noisy, True))
+
+        yield f"E{E} K{K} k{k}", _parts(call, call(slice(0, 70)), (0, 1), (69, 70), (60, 67))
+
+
+def _sample_rows(arch: int, dtype: torch.dtype) -> Comparisons:
+    z, positions = randn(6, 9000).mul(3).to(dtype), torch.arange(6) + 77
+    for how in ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 40, 0.9)):
+
+        def call(rows: slice, how: tuple = how, **options: Any) -> Any:
+            return (_run(arch, lambda: ops.sample._launch_sample(z[rows], *how, 5, positions[rows]), **options),)
+
+        many = call(slice(0, 6))
+        same = _parts(call, many, (0, 1), (5, 6), (2, 4))
+        same["CTAs backwards"] = _equal(call(slice(0, 6), backwards=True), many)
+        yield "t{} k{} p{}".format(*how), same
+
+
+def _kv_calibrate(arch: int, dtype: torch.dtype) -> Comparisons:
+    table = ops.kv.rope_table(1e4 ** -(torch.arange(0, 64, 2).float() / 64), 1.0, 64, dtype)
+    qkv, norm, at = randn(9, 12 * 64, dtype=dtype), randn(1, 64, seed=3, dtype=dtype), torch.arange(9) * 3
+
+    def call(rows: slice) -> Any:
+        caches = [torch.zeros(2, 16, 2, 64, dtype=dtype) for _ in "kv"]
+        q = _run(arch, lambda: ops.kv._launch(qkv[rows], at[rows], at[rows], table, *caches, norm, norm, 1e-6))
+        return q, *(c.view(32, 2, 64)[at[rows]] for c in caches)
+
+    yield "8/2 D64", _parts(call, call(slice(0, 9)), (0, 1), (8, 9), (3, 6))

@@ -1,0 +1,126 @@
+"""Counters of the ops in typical shapes: traffic beside the least that `<op>_cost` states, bank conflicts, and the mix
+of instructions."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from formulas import randn
+
+from ptx import ops
+from ptx.driver import Launch, simulated
+from ptx.report import SECTOR, Place, Report
+
+Counted = tuple[str, Callable[[], Any], int]  # label, what launches, the least bytes
+
+
+def counters(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[str]:
+    for op in (_row_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate, _kv_commit, _residual_merge):
+        if only and op.__name__[1:] not in only:
+            continue
+        for label, work, least in itertools.islice(op({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]), first):
+            with simulated(arch, races=False) as simulation:
+                work()
+            yield f"\n{op.__name__[1:]} {label} sm_{arch} {dtype}: least {least / 1e3:.1f} KB by _cost"
+            for each in simulation.launches:
+                yield _described(each)
+            if len(simulation.launches) > 1:
+                yield _summed("all launches", Report.total([each.report for each in simulation.launches]))
+
+
+def _row_linear(dtype: torch.dtype) -> Iterator[Counted]:
+    for T, O, E, epilogue in (
+        (1, 4096, 4096, "none"),
+        (8, 4096, 4096, "none"),
+        (8, 2048, 14336, "none"),
+        (8, 28672, 1024, "silu_mul"),
+    ):
+        args = randn(T, E, dtype=dtype), torch.zeros(O, E, dtype=dtype), None, epilogue
+        yield (
+            f"T{T} {E}->{O} {epilogue}",
+            lambda args=args: ops.linear._launch(*args),
+            ops.linear.row_linear_cost(*args)[0],
+        )
+
+
+def _tree_attention(dtype: torch.dtype) -> Iterator[Counted]:
+    for T, S, page in ((1, 1024, 256), (9, 1024, 256), (64, 1024, 256), (9, 1024, 16)):
+        how = {"Hq": 32, "Hkv": 8, "D": 128, "page": page, "lengths": ((S - T, T - 1),), "relation": "chain"}
+        args, *_ = ops.ragged().ragged(1, dtype, **how)
+        least = ops.attention.tree_attention_cost(args["q"], args["k_cache"], [S], [T])[0]
+        yield f"T{T} S{S} 32/8 D128 page {page}", lambda args=args: ops.attention._launch(**args), least
+
+
+def _vocab_topk(dtype: torch.dtype) -> Iterator[Counted]:
+    for T, E, K, k, noisy in ((1, 1024, 16384, 10, True), (8, 1024, 16384, 10, True), (8, 1024, 16384, 64, False)):
+        noise = ops.topk.Noise(3, torch.arange(T), 0.8) if noisy else None
+        args = randn(T, E, dtype=dtype), torch.randn(K, E).to(dtype), None, k, None, noise, True
+        label = f"T{T} E{E} K{K} k{k}{' noise' * noisy}"
+        yield label, lambda args=args: ops.topk._launch(*args), ops.topk.vocab_topk_cost(*args)[0]
+
+
+def _sample_rows(dtype: torch.dtype) -> Iterator[Counted]:
+    for T, V, temperature, top_k, top_p in (
+        (2, 128256, 0.0, 0, 1.0),
+        (2, 128256, 0.8, 0, 1.0),
+        (2, 128256, 0.8, 50, 0.95),
+    ):
+        args = torch.randn(T, V).mul(2).to(dtype), temperature, top_k, top_p, 7, torch.arange(T)
+        label = f"T{T} V{V} t{temperature} k{top_k} p{top_p}"
+        yield label, lambda args=args: ops.sample._launch_sample(*args), ops.sample.sample_rows_cost(*args)[0]
+
+
+def _kv_calibrate(dtype: torch.dtype) -> Iterator[Counted]:
+    qkv, at, norm = randn(8, 48 * 128, dtype=dtype), torch.arange(8), torch.ones(1, 128, dtype=dtype)
+    table = ops.kv.rope_table(1e4 ** -(torch.arange(0, 128, 2).float() / 128), 1.0, 64, dtype)
+    caches = [torch.zeros(4, 16, 8, 128, dtype=dtype) for _ in "kv"]
+    args = qkv, at, at, table, *caches, norm, norm, 1e-6
+    yield "T8 32/8 D128 norm", lambda: ops.kv._launch(*args), ops.kv.kv_calibrate_cost(qkv)[0]
+
+
+def _kv_commit(dtype: torch.dtype) -> Iterator[Counted]:
+    args = *(torch.zeros(4, 4, 16, 8, 128, dtype=dtype) for _ in "kv"), torch.arange(5) + 7, torch.arange(5)
+    yield "L4 M5", lambda: ops.kv._launch_commit(*args), ops.kv.kv_commit_cost(*args)[0]
+
+
+def _residual_merge(dtype: torch.dtype) -> Iterator[Counted]:
+    args = randn(8, 4096, dtype=dtype), randn(1, 8, 4096, dtype=dtype), torch.ones(1, 4096, dtype=dtype), 1e-5
+    yield "T8 P1 Q1 E4096", lambda: ops.merge._launch(*args), ops.merge.residual_merge_cost(*args)[0]
+
+
+def _described(launch: Launch) -> str:
+    """The counters of a launch, and its three worst places in shared and in global memory."""
+    r = launch.report
+    lines = [_summed(f"{launch.name} grid {launch.grid} {launch.warps} warps {launch.shared} B", r)]
+    for at, p in _worst(r.shared_places):
+        lines.append(
+            f"    bank conflicts: {p.op} at PTX {at}: {p.cost:.1f} waves, ideal {p.ideal:.1f}, {p.amount} times"
+        )
+    for at, p in _worst(r.global_places):
+        if p.amount > 1024:
+            lines.append(f"    scattered: {p.op} at PTX {at}: {p.cost} sectors, ideal {p.ideal}, {p.amount} bytes")
+    lines += [f"    PROBLEM {n} x {text}" for text, n in r.problems.items()]
+    return "\n".join(lines)
+
+
+def _worst(places: dict[str, Place]) -> list[tuple[str, Place]]:
+    most = sorted(places.items(), key=lambda x: x[1].ideal - x[1].cost)[:3]
+    return [(at, p) for at, p in most if p.cost > 1.5 * p.ideal]
+
+
+def _summed(who: str, r: Report) -> str:
+    def moved(name: str, requested: int, sectors: int, ideal: int) -> str:
+        kb = SECTOR / 1e3
+        return f"{name} {requested / 1e3:.1f} KB in sectors of {sectors * kb:.1f} (ideal {ideal * kb:.1f})"
+
+    issued = r.classes.total()
+    mix = ", ".join(f"{kind} {100 * n / issued:.0f}%" for kind, n in r.classes.most_common(9))
+    return (
+        f"  {who}: {moved('reads', r.read_bytes, r.read_sectors, r.ideal_read_sectors)}, "
+        f"{moved('writes', r.write_bytes, r.write_sectors, r.ideal_write_sectors)}; "
+        f"distinct {r.unique_read / 1e3:.1f} and {r.unique_write / 1e3:.1f} KB\n"
+        f"    {r.ctas} CTAs, {r.barriers / max(r.ctas, 1):.1f} barriers a CTA, "
+        f"{r.executed / max(r.threads, 1):.0f} instructions a thread; shared memory in {r.waves:.0f} waves, ideal "
+        f"{r.ideal_waves:.0f} ({r.waves / max(r.ideal_waves, 1):.2f}x); of the instructions: {mix}"
+    )

@@ -1,0 +1,258 @@
+"""Cases of the ops on floating-point numbers. Each op's first cases are small; `make test` runs them."""
+
+import importlib
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from formulas import randn
+from torch import Tensor
+from torch.nn import functional as F
+
+from ptx.cases import Case, Verdict, attention_tests, weight
+from specker.kernels import noise
+
+attention, kv, linear, merge, sample, topk = (
+    importlib.import_module(f"specker.kernels.{name}")
+    for name in ("attention", "kv", "linear", "merge", "sample", "topk")
+)
+ragged = cache(attention_tests)
+
+
+def _order(n: int, seed: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+
+
+def residual_merge(dtype: torch.dtype) -> Iterator[Case]:
+    for T, P, Q, E, last in (
+        (2, 1, 1, 1023, False),
+        (3, 2, 1, 4096, True),
+        (5, 1, 1, 4096, False),
+        (3, 1, 4, 2048, False),
+        (4, 0, 1, 896, False),
+        (2, 1, 0, 1023, False),
+        (2, 3, 2, 1023, True),
+        (2, 1, 1, 18432, False),
+        (2, 2, 2, 17001, True),
+        (1, 1, 1, 1, False),
+    ):
+        x, deltas = randn(T, E, dtype=dtype), randn(P - last, T, E, seed=1, dtype=dtype)
+        norms = randn(Q, E, seed=2, dtype=dtype) if Q else None
+        yield _merge(x, deltas, norms, randn(T, E, seed=3, dtype=dtype) if last else None)
+
+
+def _merge(x: Tensor, deltas: Tensor, norms: Tensor | None, last: Tensor | None) -> Case:
+    def judge(verdict: Verdict, got: Any) -> None:
+        y = x.float()
+        for delta in [*deltas, *([] if last is None else [last])]:  # in the contract's order
+            y = y + delta.float()
+        verdict.same("y", got[0], y.to(x.dtype))
+        if norms is not None:
+            kept = got[0].double()
+            scaled = kept / (kept.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            plain = merge.residual_merge_ref(x, deltas, norms, 1e-5, last)[1]
+            verdict.near("normed", got[1], torch.stack([scaled * n.double() for n in norms]), plain)
+
+    P, Q = len(deltas) + (last is not None), 0 if norms is None else len(norms)
+    label = f"T{len(x)} P{P} Q{Q} E{x.shape[1]}{' last' * (last is not None)}"
+    return Case(label, lambda: merge._launch(x, deltas, norms, 1e-5, last), judge)
+
+
+def row_linear(dtype: torch.dtype) -> Iterator[Case]:
+    for T, O, E, epilogue, bias, G in (
+        (9, 384, 512, "silu_mul", False, 1),
+        (3, 70, 1100, "silu_mul", True, 1),
+        (4, 96, 128, "none", True, 3),
+        (1, 256, 1024, "none", False, 1),
+        (65, 128, 640, "none", True, 1),
+        (5, 256, 8192, "none", True, 1),
+        (2, 128, 9000, "silu_mul", False, 1),
+        (3, 64, 2048, "silu_mul", False, 2),
+        (4, 37, 1023, "none", True, 1),
+        (2, 46, 33, "silu_mul", True, 1),
+        (200, 64, 256, "none", False, 1),
+        (2, 12032, 128, "none", False, 1),
+        (2, 12034, 128, "silu_mul", False, 1),
+        (2, 6016, 192, "none", True, 1),
+    ):
+        lead = (G,) if G > 1 else ()
+        x, w = randn(*lead, T, E, dtype=dtype), weight(*lead, O, E, dtype=dtype)
+        label = f"T{T} {E}->{O} {epilogue}{' bias' * bias} x{G}"
+        yield _linear(label, x, w, randn(*lead, O, seed=2, dtype=dtype) if bias else None, epilogue)
+
+
+def _linear(label: str, x: Tensor, w: Tensor, bias: Tensor | None, epilogue: str) -> Case:
+    def judge(verdict: Verdict, got: Tensor) -> None:
+        want = linear.row_linear_ref(x.double(), w.double(), None if bias is None else bias.double(), epilogue)
+        verdict.near("y", got, want, linear.row_linear_ref(x, w, bias, epilogue))
+        verdict.near("y, rounded once", got, want, want.to(x.dtype), 2e-6 * float(want.abs().max()))
+
+    return Case(label, lambda: linear._launch(x, w, bias, epilogue), judge)
+
+
+def tree_attention(dtype: torch.dtype) -> Iterator[Case]:
+    for name, D, Hq, Hkv, page, lengths, relation in (
+        ("ragged forest", 64, 8, 2, 16, ((70, 12), (0, 0), (5, 40)), "forest"),
+        ("3 heads, page 5", 128, 3, 1, 5, ((140, 3), (64, 0)), "forest"),
+        ("ragged forest", 128, 8, 2, 16, ((40, 9), (0, 3), (21, 30)), "forest"),
+        ("3 splits, page 256", 128, 4, 1, 256, ((300, 30),), "forest"),
+        ("5 splits, page 64, dag", 64, 4, 2, 64, ((600, 20),), "dag"),
+        ("32/8 heads, 2 splits", 128, 32, 8, 256, ((290, 6),), "forest"),
+        ("window of 256", 64, 2, 1, 32, ((30, 255), (0, 70)), "forest"),
+        ("all ones, one query head each", 64, 2, 2, 8, ((130, 2), (0, 66)), "ones"),
+        ("14/2 heads", 64, 14, 2, 16, ((63, 1), (64, 0), (127, 7)), "forest"),
+        ("D 96", 96, 2, 1, 16, ((40, 5),), "forest"),
+        ("D 256", 256, 2, 1, 16, ((140, 5),), "forest"),
+        ("18 sequences", 64, 2, 1, 16, tuple((7 * i % 50, i % 5) for i in range(18)), "forest"),
+    ):
+        how = {"Hq": Hq, "Hkv": Hkv, "D": D, "page": page, "lengths": lengths, "relation": relation}
+        yield _attention(f"D{D} {name}", *ragged().ragged(len(name) + D, dtype, **how))
+
+
+def _attention(label: str, args: dict[str, Any], out: Tensor, lse: Tensor) -> Case:
+    def judge(verdict: Verdict, got: Any) -> None:
+        plain = attention.tree_attention_ref(**args)
+        verdict.near("out", got[0], out, plain[0], 1e-6)
+        verdict.near("lse", got[1], lse, lse.float(), 4e-6)
+
+    return Case(label, lambda: attention._launch(**args), judge)
+
+
+def vocab_topk(dtype: torch.dtype) -> Iterator[Case]:
+    for T, E, K, k, mapped, noisy, drawn, norm, lse in (
+        (3, 256, 1000, 10, torch.int64, True, False, True, True),
+        (2, 64, 12032, 10, torch.int32, True, False, False, True),
+        (1, 512, 2048, 1, None, True, True, False, False),
+        (9, 128, 700, 64, torch.int32, False, False, False, True),
+        (65, 64, 300, 3, None, False, False, False, True),
+        (2, 1023, 333, 5, torch.int64, True, True, False, True),
+        (2, 256, 65, 16, None, False, False, True, True),
+        (2, 64, 12000, 33, None, False, False, False, False),
+    ):
+        h, w = randn(T, E, dtype=dtype), weight(K, E, dtype=dtype)
+        ids = None if mapped is None else _order(3 * K, K)[:K].to(mapped)
+        seed, temperature = (1 << 64) - 5, 0.8
+        held = noise.pack_draw(seed, temperature) if drawn else None
+        noisily = topk.Noise(seed, torch.arange(T) + (1 << 32) - T // 2, temperature, held) if noisy else None
+        given = f"{' ids' * (ids is not None)}{' noise' * noisy}{' drawn' * drawn}{' norm' * norm}"
+        normed = (randn(E, seed=2, dtype=dtype), 1e-5) if norm else None
+        yield _topk(f"T{T} E{E} K{K} k{k}{given}", h, w, ids, k, normed, noisily, lse)
+
+
+def _topk(label: str, h: Tensor, w: Tensor, ids: Tensor | None, k: int, norm: Any, noisy: Any, lse: bool) -> Case:
+    K = len(w)
+    token = torch.arange(K) if ids is None else ids.long()
+    slack = 2e-5 if norm is None else 0.02  # the reference rounds the norm differently
+
+    def scores() -> Tensor:
+        x = h if norm is None else F.rms_norm(h.float(), h.shape[1:], norm[0].float(), norm[1]).to(h.dtype)
+        z = x.double() @ w.double().T
+        if noisy is None:
+            return z
+        return (
+            z / noisy.temperature + noise.gumbel(noisy.seed, noisy.positions, int(token.max()) + 1)[:, token].double()
+        )
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        z = scores()
+        best = z.topk(k).values
+        verdict.near("logits", got[1], best, best.float(), slack)
+        column = torch.full((3 * K,), -1)
+        column[token] = torch.arange(K)
+        verdict.near("chosen", z.gather(1, column[got[0]]), best, best, slack)
+        verdict.same("distinct ids", torch.tensor([len(set(row)) for row in got[0].tolist()]), torch.full((len(h),), k))
+        if lse:
+            verdict.near("lse", got[2], z.logsumexp(-1), z.logsumexp(-1).float(), slack)
+
+    return Case(label, lambda: topk._launch(h, w, ids, k, norm, noisy, lse), judge)
+
+
+def sample_rows(dtype: torch.dtype) -> Iterator[Case]:
+    for T, V, temperature, top_k, top_p, drawn, scale in (
+        (3, 5000, 0.0, 0, 1.0, False, 3),
+        (2, 777, 0.8, 0, 1.0, True, 3),
+        (2, 333, 0.6, 7, 0.6, False, 2),
+        (3, 5000, 0.8, 0, 1.0, False, 3),
+        (3, 9000, 0.7, 40, 1.0, False, 3),
+        (3, 9000, 0.7, 0, 0.9, False, 3),
+        (2, 9000, 1.3, 50, 0.95, True, 3),
+        (2, 4097, 1.0, 5000, 0.5, True, 1),
+        (2, 32000, 1.0, 0, 0.97, False, 1),
+    ):
+        z = randn(T, V).mul(scale).to(dtype)
+        z[0, 5:9] = -math.inf
+        label = f"T{T} V{V} t{temperature} k{top_k} p{top_p}{' drawn' * drawn}"
+        yield _sample(label, z, temperature, top_k, top_p, drawn)
+
+
+def _sample(label: str, z: Tensor, temperature: float, top_k: int, top_p: float, drawn: bool) -> Case:
+    seed, positions = 12345678901234567, torch.arange(len(z)) + (1 << 32) - 1
+    args = z, temperature, top_k, top_p, seed, positions
+    draw = noise.pack_draw(seed, temperature, top_k, top_p) if drawn else None
+
+    def judge(verdict: Verdict, got: Tensor) -> None:
+        verdict.same("token", got, sample.sample_rows_ref(*args))
+
+    return Case(label, lambda: sample._launch_sample(*args, draw), judge)
+
+
+def kv_calibrate(dtype: torch.dtype) -> Iterator[Case]:
+    for T, Hq, Hkv, D, G in (
+        (6, 8, 2, 64, 3),
+        (5, 14, 2, 64, 0),
+        (7, 32, 8, 128, 1),
+        (7, 32, 8, 128, 0),
+        (3, 6, 3, 96, 1),
+        (1, 32, 32, 128, 0),
+        (2, 8, 1, 256, 1),
+        (3, 4, 2, 20, 1),
+    ):
+        qkv = randn(T, (Hq + 2 * Hkv) * D, dtype=dtype)
+        table = kv.rope_table(1e4 ** -(torch.arange(0, D, 2).float() / D), 1.0, 64, dtype)
+        rows = qkv, _order(64, T)[:T], _order(64, D)[:T], table
+        norms = [randn(G, D, seed=seed, dtype=dtype) for seed in (3, 4)] if G else [None, None]
+        yield _calibrate(f"T{T} {Hq}/{Hkv} D{D} G{G}", rows, (4, 16, Hkv, D), norms)
+
+
+def _calibrate(label: str, rows: tuple[Tensor, ...], cache: tuple[int, ...], norms: Any) -> Case:
+    qkv, positions, slots, table = rows
+
+    def into_caches(op: Any, dtype: torch.dtype, table: Tensor) -> tuple[Tensor, ...]:
+        """q, and the caches, which are NaN where nothing was written."""
+        k, v = (torch.full(cache, math.nan, dtype=dtype) for _ in "kv")
+        given = [None if x is None else x.to(dtype) for x in norms]
+        return op(qkv.to(dtype), positions, slots, table, k, v, *given, 1e-6), k, v
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        plain = into_caches(kv.kv_calibrate_ref, qkv.dtype, table)
+        want = into_caches(kv.kv_calibrate_ref, torch.float64, table.double())
+        for name, x, y, z in zip(("q", "k", "v"), got, want, plain, strict=True):
+            verdict.same(f"{name} where written", x.isnan(), y.isnan())
+            verdict.near(name, x.nan_to_num(0), y.nan_to_num(0), z.nan_to_num(0))
+
+    return Case(label, lambda: into_caches(kv._launch, qkv.dtype, table), judge)
+
+
+def kv_commit(dtype: torch.dtype) -> Iterator[Case]:
+    for L, Hkv, D, M in ((2, 3, 20, 16), (3, 8, 128, 5), (2, 2, 64, 40), (2, 1, 64, 200), (1, 8, 128, 256)):
+        caches = [randn(L, 24, 16, Hkv, D, seed=seed, dtype=dtype) for seed in (0, 1)]
+        dst = _order(24 * 16, M)[:M]
+        yield _commit(f"L{L} row {Hkv * D} M{M}", caches, dst[_order(M, M + 1)], dst)  # every row is read and written
+
+
+def _commit(label: str, caches: list[Tensor], src: Tensor, dst: Tensor) -> Case:
+    def moved(op: Any) -> list[Tensor]:
+        mine = [c.clone() for c in caches]
+        op(*mine, src, dst)
+        return mine
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        for name, x, y in zip("kv", got, moved(kv.kv_commit_ref), strict=True):
+            verdict.same(name, x, y)
+
+    return Case(label, lambda: moved(kv._launch_commit), judge)
+
+
+OPS = (residual_merge, row_linear, tree_attention, vocab_topk, sample_rows, kv_calibrate, kv_commit)
