@@ -149,7 +149,9 @@ class GlobalAccess:
         if self.shadow:
             new = mine.view(U8).reshape(len(o), width)
             after = self.memory.data[places]
-            self.report.check((after != new).any(1), f"race: lanes write different values to one place: {i}")
+            self.report.check(
+                (after != new).any(1), f"race: lanes write different values to one place of global memory: {i}"
+            )
             self.shadow.store(self.machine, i, live, o, width, (before != new).any(1))
 
     def _checked(self, i: "Instruction", addresses: Array, width: int, what: str) -> tuple[Array, Array]:

@@ -1,0 +1,50 @@
+"""Faults that are put into PTX on purpose are reported, each by its own problem, and PTX as compiled has none."""
+
+import json
+
+from compile_only import python
+
+EXPECTED = {  # a fault of mutants.py -> what must be reported
+    "copies are not awaited": ["read of shared memory while cp.async is in flight"],
+    "copies are awaited late": ["read of shared memory while cp.async is in flight"],
+    "copies are not committed": ["read of shared memory while cp.async is in flight"],
+    "no barrier after the copies": ["race: read of shared memory that another warp wrote since the last barrier"],
+    "copies for wgmma are not awaited": [
+        "wgmma reads shared memory while cp.async is in flight",
+        "wgmma reads shared memory that nobody wrote",
+    ],
+    "no barrier before wgmma": ["race: wgmma reads shared memory written since the last barrier"],
+    "no proxy fence": ["wgmma reads what threads wrote, without a proxy fence"],
+    "an accumulator is written after its fence": ["wgmma without wgmma.fence after its accumulators were written"],
+    "wgmma is awaited late": [
+        "accumulator of a wgmma in flight is touched",
+        "cp.async to shared memory that a wgmma in flight reads",
+    ],
+    "no barrier in a sum": ["race: read of shared memory that another warp wrote since the last barrier"],
+    "a store elsewhere": ["global write of 16 bytes out of bounds at offset"],
+    "an odd address": ["misaligned global access"],
+    "half of a warp shuffles": ["part of a warp executes a warp-wide instruction"],
+    "threads wait at two barriers": ["threads of a CTA wait at different barriers"],
+    "a read beyond the end": ["global read of 4 bytes out of bounds at storage of (100,) torch.int32 byte 400 of 404"],
+    "programs write one place": [
+        "race: lanes write different values to one place of global memory",
+        "race: global memory is written twice, with different values",
+    ],
+    "programs read what others write": [
+        "race: write to global memory that another CTA of the launch reads",
+        "race: read of global memory that another CTA of the launch writes",
+    ],
+    "warps write what others read": [
+        "race: write to global memory that another warp read since the last barrier",
+    ],
+    "a read of new memory": ["read of global memory that nobody wrote, storage of (64,) torch.int32 byte 0 of 256"],
+}
+
+
+def test_each_fault_is_reported_and_the_original_is_not() -> None:
+    rows = {row["name"]: row for row in map(json.loads, python("-m", "ptx.mutants").splitlines())}
+    assert rows.keys() == EXPECTED.keys()
+    assert {name: row["before"] for name, row in rows.items() if row["before"]} == {}
+    for name, texts in EXPECTED.items():
+        for text in texts:
+            assert any(text in problem for problem in rows[name]["after"]), (name, text, rows[name]["after"])

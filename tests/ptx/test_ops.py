@@ -1,0 +1,56 @@
+"""Compiled ops, executed without a GPU: values against the references, rows alone and among others, no hazard.
+
+The command exits with 1 if a case fails, and `python` then raises with its output. Kernels are compiled in another
+process, since a kernel's definition decides whether it is interpreted or compiled.
+"""
+
+import pytest
+from compile_only import python
+
+FLOAT = ["residual_merge", "row_linear", "tree_attention", "vocab_topk", "sample_rows", "kv_calibrate", "kv_commit"]
+INTEGER = ["accept_walk", "place_rows", "advance", "repeat_rows"]
+INVARIANT = FLOAT[:-1]  # kv_commit moves bits
+
+
+def run(*flags: str) -> list[str]:
+    """The ops of the cases that passed."""
+    *rows, end = python("-m", "ptx", *flags).splitlines()
+    assert end == f"{len(rows)} cases, 0 wrong" and all(": pass" in row for row in rows)
+    return [row.split()[0] for row in rows]
+
+
+def test_the_first_case_of_each_op_on_sm_90() -> None:
+    ops = run("--arch", "90", "--dtype", "bf16", "--what", "check,invariance", "--first", "1")
+    assert sorted(ops) == sorted([*FLOAT, *INVARIANT, *INTEGER])
+
+
+def test_products_on_sm_80() -> None:
+    flags = "--what", "check", "--first", "2", "--only", "row_linear,tree_attention"
+    assert run("--arch", "80", "--dtype", "bf16", *flags) == ["row_linear"] * 2 + ["tree_attention"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("op", FLOAT)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_all_cases(arch: str, dtype: str, op: str) -> None:
+    ops = run("--arch", arch, "--dtype", dtype, "--what", "check,invariance", "--only", op)
+    assert set(ops) == {op} and len(ops) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_all_cases_of_integers(arch: str) -> None:
+    ops = run("--arch", arch, "--dtype", "bf16", "--what", "check", "--only", ",".join(INTEGER))
+    assert set(ops) == set(INTEGER)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_counters_are_printed() -> None:
+    """The bytes that a launch must move are those of the op's cost."""
+    out = python("-m", "ptx", "--arch", "90", "--dtype", "bf16", "--what", "counters", "--only", "residual_merge")
+    assert "residual_merge T8 P1 Q1 E4096 sm_90 bf16: least 270.3 KB by _cost" in out
+    assert "distinct 139.3 and 131.1 KB" in out
