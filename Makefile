@@ -10,7 +10,7 @@ QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format static bench peers vllm plot gpu clean
+.PHONY: help setup run real test lint format static ptx bench peers vllm plot gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -52,6 +52,9 @@ else
 	  --target $(OTHER).part triton==$(TRITON) && mv $(OTHER).part $(OTHER); }
 	PYTHONPATH=$(OTHER):. $(BIN)/python bench/static.py --no-save $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 endif
+
+ptx: $(STAMP)  ## execute every compiled kernel's PTX in numpy (no GPU needed, an hour or more); ARGS='--only row_linear --arch 90'
+	PYTHONPATH=.:tests $(BIN)/python -m ptx $(ARGS)
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)

@@ -55,7 +55,7 @@ def _tree_attention(dtype: torch.dtype) -> Iterator[Counted]:
 def _vocab_topk(dtype: torch.dtype) -> Iterator[Counted]:
     for T, E, K, k, noisy in ((1, 1024, 16384, 10, True), (8, 1024, 16384, 10, True), (8, 1024, 16384, 64, False)):
         noise = ops.topk.Noise(3, torch.arange(T), 0.8) if noisy else None
-        args = randn(T, E, dtype=dtype), torch.randn(K, E).to(dtype), None, k, None, noise, True
+        args = randn(T, E, dtype=dtype), randn(K, E, seed=1, dtype=dtype), None, k, None, noise, True
         label = f"T{T} E{E} K{K} k{k}{' noise' * noisy}"
         yield label, lambda args=args: ops.topk._launch(*args), ops.topk.vocab_topk_cost(*args)[0]
 
@@ -66,7 +66,7 @@ def _sample_rows(dtype: torch.dtype) -> Iterator[Counted]:
         (2, 128256, 0.8, 0, 1.0),
         (2, 128256, 0.8, 50, 0.95),
     ):
-        args = torch.randn(T, V).mul(2).to(dtype), temperature, top_k, top_p, 7, torch.arange(T)
+        args = randn(T, V).mul(2).to(dtype), temperature, top_k, top_p, 7, torch.arange(T)
         label = f"T{T} V{V} t{temperature} k{top_k} p{top_p}"
         yield label, lambda args=args: ops.sample._launch_sample(*args), ops.sample.sample_rows_cost(*args)[0]
 
