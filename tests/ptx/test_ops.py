@@ -54,3 +54,10 @@ def test_counters_are_printed() -> None:
     out = python("-m", "ptx", "--arch", "90", "--dtype", "bf16", "--what", "counters", "--only", "residual_merge")
     assert "residual_merge T8 P1 Q1 E4096 sm_90 bf16: least 270.3 KB by _cost" in out
     assert "distinct 139.3 and 131.1 KB" in out
+
+
+@pytest.mark.slow
+def test_the_kernels_own_tests_run_on_ptx() -> None:
+    which = "tests/kernels/test_residual_merge.py", "-k", "test_kernel and 2-1"
+    out = python("-m", "pytest", "-p", "ptx.plugin", "-n", "0", "-m", "gpu or not gpu", *which)
+    assert "executed PTX: 16 launches of _residual_merge_kernel" in out
