@@ -16,7 +16,7 @@ bank conflicts.
     launch.py         one launch; driver.py: makes Triton launch here
     ops.py, rounds.py the ops' cases; checks.py: values, invariance; counting.py: counters
     mutants.py        faults put into PTX, which must be reported
-    __main__.py       the command
+    __main__.py       the command; plugin.py: the kernels' own tests on PTX
 
 What the hardware leaves open is checked rather than modelled. Not covered: time, ptxas and its scheduling, caches,
 sm_100 (tcgen05), programmatic dependent launch, TMA, the tensor cores' own rounding (here products are exact and a dot
