@@ -47,7 +47,7 @@ def run(*args: object) -> str:
 
 def test_path_names_the_known_folders():
     assert zoo.path("code-draft") == Path(zoo.__file__).parent / "code-draft"
-    with pytest.raises(ValueError, match=r"expected one of code-target, .*code-draft-deep, got 'llama'"):
+    with pytest.raises(ValueError, match=r"expected one of code-target, .*smollm2-draft-deep, got 'llama'"):
         zoo.path("llama")
 
 
