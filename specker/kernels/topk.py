@@ -429,7 +429,7 @@ def _variants(
         num_warps=8 if half else 4,
         num_stages=stages,
         dot=half,
-        wide=E * dtype.itemsize % 16 == 0,
+        wide=half and E * dtype.itemsize % 16 == 0,
         smoke=smoke,
         options={"maxnreg": 128} if half else {},  # two blocks per SM
     )
