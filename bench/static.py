@@ -12,7 +12,7 @@ if
 
 Occupancy is an estimate of blocks per SM by registers (allocated per warp in units of 256), by shared memory (the
 system takes 1 KiB of each block) and by warps; per CU by registers (512 a lane and SIMD, in units of 8), by LDS and by
-waves. The tables of all resources go to bench/results/static.md and static-amd.md.
+waves. The tables of all resources go to bench/results/static.md and static_amd.md.
 
     python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save]
     python bench/static.py --arch gfx942,gfx950
@@ -290,7 +290,7 @@ def main() -> None:
     bad = sum(bool(row.problems) for row in rows)
     if not args.json:
         print(f"{len(rows)} compiled in {time.perf_counter() - start:.0f} s, {bad} with problems")
-        file = {ARCHES: "static.md", tuple(LDS): "static-amd.md"}.get(arches)
+        file = {ARCHES: "static.md", tuple(LDS): "static_amd.md"}.get(arches)
         if not (args.ops or args.smoke or args.no_save) and file is not None:
             RESULTS.mkdir(parents=True, exist_ok=True)
             (RESULTS / file).write_text(markdown(rows, f"triton {triton.__version__}"), encoding="utf-8")

@@ -115,6 +115,7 @@ def test_the_kernel_takes_256_rows_and_the_reference_more(monkeypatch):
 
     monkeypatch.setattr(module, "_largest", largest)
     monkeypatch.setattr(module, "arch", lambda device: 90)
+    monkeypatch.setattr(module, "sms", lambda device: 132)
     monkeypatch.setattr(Variant, "__call__", lambda self, grid, x, *_: went.append((self.kernel, len(x))))
     with FakeTensorMode():
         for T, dtype in ((1, torch.float32), (256, torch.bfloat16), (257, torch.bfloat16), (2, torch.float64)):

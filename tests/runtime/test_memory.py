@@ -109,7 +109,7 @@ def test_free(monkeypatch, tmp_path):
 
 def test_the_reserve_covers_graphs_on_a_gpu(pair):
     c = checkpoint.read_config(pair[0])
-    common = 2 * 512 * 3 * c.intermediate_size * 4 + 256 * c.vocab_size * 16
+    common = 2 * memory.PREFILL_ROWS * 3 * c.intermediate_size * 4 + 256 * c.vocab_size * 16
     assert memory.reserve([c], torch.float32, torch.device("cuda")) == common + memory.GRAPHS
     assert memory.reserve([c, c], torch.float32, torch.device("cpu")) == common
 
