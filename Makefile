@@ -53,7 +53,7 @@ else
 	PYTHONPATH=$(OTHER):. $(BIN)/python bench/static.py --no-save $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 endif
 
-ptx: $(STAMP)  ## execute every compiled kernel's PTX in numpy (no GPU needed, an hour or more); ARGS='--only row_linear --arch 90'
+ptx: $(STAMP)  ## execute every compiled kernel's PTX in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90'
 	PYTHONPATH=.:tests $(BIN)/python -m ptx $(ARGS)
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
