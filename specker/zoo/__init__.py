@@ -63,7 +63,7 @@ SMOLLM2 = Family(
     FOLDER / "smollm2-vocab_scores.safetensors",
     FOLDER / "smollm2-ngram.safetensors",
     adl=(3, 8),
-    vocab_keep=0.125,
+    vocab_keep=1 / 24,
     policy="worthwhile",
 )
 

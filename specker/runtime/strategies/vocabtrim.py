@@ -40,7 +40,7 @@ class TrimOptions:
     vocab_keep: Keep | None = opt(
         None,
         "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of the counted tokens (default: 0.125, "
-        "or all ids of a file without counts)",
+        "2048 rows for SmolLM2-135M, or all ids of a file without counts)",
         parse=Keep.parse,
     )
     vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
