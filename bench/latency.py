@@ -62,9 +62,9 @@ class Inputs:
     parallel: int = arg(4, "layers in a group")
     logits: bool = arg(False, "verification gathers logits (sampling), not (id, logit) pairs")
     # Recorded without a GPU (bench/LOG.md, tests/test_project.py). Assumes as many launches for a shard as for a whole.
-    mlp_launches: float = arg(4, "of a layer's feed-forward, its norm included")
-    group_launches: float = arg(6, "of a group's attention, two layers or more of it on a rank")
-    group_layer_launches: float = arg(4, "of each layer's feed-forward in a group")
+    mlp_launches: float = arg(3, "of a layer's feed-forward, its norm included")
+    group_launches: float = arg(4, "of a group's attention, two layers or more of it on a rank")
+    group_layer_launches: float = arg(3, "of each layer's feed-forward in a group")
     draft_launches: float = arg(7, "of a draft forward beyond its layers")
     verify_launches: float = arg(8, "of a verify pass beyond its layers")
     round_launches: float = arg(6, "of a round beyond its forwards")
@@ -94,7 +94,7 @@ class Shape:
     head_dim: int
     inner: float
     vocab: int
-    attention_launches: float = 7  # per layer, including the norm; 6 if no linear is split
+    attention_launches: float = 4  # per layer, including the norm
     tied: bool = False  # the head is the embedding
 
     @property
@@ -123,7 +123,7 @@ class Shape:
 
 SHAPES = {  # Llama 3's config.json
     "70b": Shape(80, 8192, 64, 8, 128, 28672, 128256),
-    "8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, attention_launches=6),
+    "8b": Shape(32, 4096, 32, 8, 128, 14336, 128256),
     "1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, tied=True),
 }
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specker.kernels.ancestors import chain_words
+from specker.kernels import variant as variants
 from specker.kernels.variant import Variant
 from specker.runtime.graphs import Graphs
 from specker.runtime.model import cache, checkpoint
@@ -96,8 +97,9 @@ def recording() -> Iterator[Log]:
 
 def _forget() -> None:
     """Clear cached constants: those created while recording have no values, and every recording must create them."""
-    for made in (cache.sequence_bounds, cache._repeated, cache._full_words, diffuspec._full_words, chain_words):
-        made.cache_clear()
+    made = cache.sequence_bounds, cache._repeated, cache._full_words, diffuspec._full_words, chain_words
+    for each in (*made, variants._counters):
+        each.cache_clear()
 
 
 def kernels(log: Log) -> list[str]:

@@ -203,15 +203,19 @@ def test_neighbours_in_one_storage_are_not_copied():
 def kernels(monkeypatch):
     """Run all of a drafter's ops as kernels in the interpreter. Yields the linear for its model."""
     from specker.kernels import attention as attend
-    from specker.kernels import kv, merge
+    from specker.kernels import kv, merge, project
     from specker.kernels import linear as products
     from specker.kernels import topk as select
     from specker.runtime.ops import repeat
 
     def add_norm(x, delta, weight, eps):
-        deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-        y, normed = merge._launch(x, deltas, weight.unsqueeze(0), eps)
+        split = delta is not None and delta.dim() == 3
+        deltas = delta if split else x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
+        y, normed = merge._launch(x, deltas, weight.unsqueeze(0), eps, None, split)
         return y, normed[0]
+
+    def linear(x, weight, bias=None, epilogue="none"):
+        return products._launch(x, weight, bias, epilogue)
 
     def attention(*args, with_lse):
         return attend._launch(*args)
@@ -221,7 +225,10 @@ def kernels(monkeypatch):
 
     for name, kernel in {
         "model.decoder.add_norm": add_norm,
+        "model.decoder.fuses": lambda model, hidden: True,
         "model.decoder.kv_calibrate": kv._launch,
+        "model.decoder.kv_project": project._launch,
+        "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,
         "model.decoder.residual_merge": merge._launch,
         "strategies.easyspec.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
@@ -229,10 +236,6 @@ def kernels(monkeypatch):
         "model.cache.kv_commit": kv._launch_commit,
     }.items():
         monkeypatch.setattr(f"specker.runtime.{name}", kernel)
-
-    def linear(x, weight, bias=None, epilogue="none"):
-        return products._launch(x, weight, bias, epilogue)
-
     return linear
 
 

@@ -9,7 +9,8 @@ All rows of a sequence see the columns before kv_len - window. A row sees column
 columns, and their number may differ from the window's. The Hq / Hkv query heads from g * Hq / Hkv on share KV head g
 (GQA). A batch can hold the sequences of several layers: on the flattened cache, layer l has page ids l * num_pages +
 page. Every row must see at least one column. K and V before kv_len must be finite, because a masked column contributes
-0 times its V. Other cache memory may hold anything.
+0 times its V. If kv_len exceeds the table, the reference raises ValueError; the kernel, which must not make the host
+wait, gives NaN for that sequence's rows and reads only what the table holds. Other cache memory may hold anything.
 Traffic: K and V of each sequence are read from memory once per KV head; (row, query head) pairs of a KV head beyond 64
 read them again from L2. q and out move once. A sequence of several splits also writes and reads a float32 partial per
 split. Softmax runs in float32 (float64 for float64).
@@ -19,9 +20,9 @@ columns it sees, not on other rows or sequences, kv_len or the width of block_ta
 columns for any length. Split boundaries are the numbers with four mantissa bits (0, 1, .. 31, 32, 34, .. 62, 64, 68,
 ..) times a unit set by the number of KV heads. A split is thus about 1/16 of the columns before it, and each doubling
 of the context adds 16. The last, longest splits start first. A masked column adds exactly 0 to sum and accumulator, and
-so does a split of which a row sees nothing. Every tile runs through the same loop, and partials are merged in split
-order. A verify row of a chain therefore equals, bit for bit at any length, the row that plain decoding computes at its
-position.
+so does a split of which a row sees nothing. Every tile runs through the same loop. The program that arrives last for a
+KV head of 64 (row, query head) pairs merges the splits, in split order, so that one launch is enough. A verify row of a
+chain therefore equals, bit for bit at any length, the row that plain decoding computes at its position.
 A block_table wider than needed costs only scratch memory and programs that stop at once. Where the lengths are known to
 stay below n * page_size, pass a narrower slice (`block_table[:, :n]`).
 """
@@ -45,7 +46,7 @@ from specker.kernels.ancestors import (
 )
 from specker.kernels.cpu import FEW_ROWS, plain
 from specker.kernels.registry import register
-from specker.kernels.variant import AMD, TYPES, Variant, arch, same_device, tl, triton
+from specker.kernels.variant import AMD, TYPES, Variant, arch, counters, same_device, tl, triton
 
 __all__ = [
     "MAX_WORDS",
@@ -104,6 +105,10 @@ def tree_attention_ref(
     for b in range(len(lens)):
         if starts[b] == starts[b + 1]:
             continue
+        if lens[b] > block_table.shape[1] * k_cache.shape[1]:
+            raise ValueError(
+                f"kv_len {lens[b]} exceeds block_table: {block_table.shape[1]} pages of {k_cache.shape[1]}"
+            )
         rows = slice(starts[b], starts[b + 1])
         mask = ancestor_mask(unpack_words(words[rows]), lens[b], windows[b], q.dtype)
         k = gather_pages(k_cache, block_table[b], lens[b])
@@ -349,14 +354,14 @@ def _split_start(split, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of(place, cu_rows_ptr, B, G: tl.constexpr, M: tl.constexpr, SLACK: tl.constexpr, SEQS: tl.constexpr):
-    """The sequence that owns `place`. Sequence b's places end before cu_rows[b + 1] * G // M + SLACK * (b + 1)."""
+def _sequence_of(slot, cu_rows_ptr, B, G: tl.constexpr, M: tl.constexpr, SEQS: tl.constexpr):
+    """The sequence that owns a slot. Sequence b's slots end before cu_rows[b + 1] * G // M + b + 1."""
     if SEQS == 1:
         i_b = tl.full([], 0, tl.int32)
     else:
         o_b = tl.arange(0, SEQS)
-        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0) * G // M + SLACK * (o_b + 1)
-        i_b = tl.sum(((end <= place) & (o_b < B - 1)).to(tl.int32), axis=0)
+        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0) * G // M + o_b + 1
+        i_b = tl.sum(((end <= slot) & (o_b < B - 1)).to(tl.int32), axis=0)
     return i_b
 
 
@@ -379,7 +384,7 @@ def _window_bits(words_ptr, o_t, m_t, j, W):
 
 
 @triton.jit(
-    do_not_specialize=["T", "B", "W", "table_stride"],
+    do_not_specialize=["T", "B", "W", "table_stride", "columns"],
     do_not_specialize_on_alignment=["table_ptr", "kv_len_ptr", "window_ptr", "cu_rows_ptr", "words_ptr"],
 )
 def _tree_attention_kernel(
@@ -391,8 +396,9 @@ def _tree_attention_kernel(
     window_ptr,  # [B]
     cu_rows_ptr,  # [B + 1]
     words_ptr,  # [T, W]
-    partial_ptr,  # [splits, T, HQ, D] float32
-    stats_ptr,  # [2, splits, T, HQ] float32: base-2 maximum of the scores, sum of their powers of 2
+    partial_ptr,  # [T, HQ, SPLITS, D] float32; SPLITS is the grid's, enough for the table
+    stats_ptr,  # [2, T, HQ, SPLITS] float32: base-2 maximum of the scores, sum of their powers of 2
+    count_ptr,  # [slots, HKV] zeros, and zeros again afterwards
     out_ptr,  # [T, HQ, D]
     lse_ptr,  # [T, HQ] float32
     scale2,  # scale * log2(e)
@@ -400,6 +406,7 @@ def _tree_attention_kernel(
     B,
     W,
     table_stride,
+    columns,  # that the table holds
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -411,6 +418,8 @@ def _tree_attention_kernel(
     UNIT: tl.constexpr,  # columns of the shortest splits
     M: tl.constexpr,  # (row, query head) pairs per program
     N: tl.constexpr,  # columns at a time; divides UNIT, at most 64
+    P: tl.constexpr,  # pairs merged at a time; divides M
+    S: tl.constexpr,  # splits merged at a time
     SEQS: tl.constexpr,  # a power of two, at least B
 ):
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
@@ -419,11 +428,13 @@ def _tree_attention_kernel(
     # enough slots wherever its rows begin and end, and at most one spare.
     i_slot = tl.program_id(0)
     i_kv = tl.program_id(1)
-    i_b = _sequence_of(i_slot, cu_rows_ptr, B, G, M, 1, SEQS)
+    i_b = _sequence_of(i_slot, cu_rows_ptr, B, G, M, SEQS)
     first = tl.load(cu_rows_ptr + i_b)
     pairs = (tl.load(cu_rows_ptr + i_b + 1) - first) * G
     kv_len = tl.load(kv_len_ptr + i_b)
     shared = kv_len - tl.load(window_ptr + i_b)  # all rows see the columns before it
+    valid = tl.where(kv_len <= columns, 1.0, float("nan"))  # a factor of the results
+    kv_len = tl.minimum(kv_len, columns)
     i_m = (i_slot - (first * G // M + i_b)) * M
     splits = _split_of(kv_len - 1, UNIT) + 1
     i_split = splits - 1 - tl.program_id(2)  # the longest first
@@ -482,68 +493,83 @@ def _tree_attention_kernel(
         b_max = b_new
 
     if splits == 1:
-        b_out = b_acc / tl.where(m_m, b_sum, 1.0)[:, None]
-        tl.store(out_ptr + o_th[:, None] * D + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_md)
-        tl.store(lse_ptr + o_th, (b_max + tl.log2(tl.where(m_m, b_sum, 1.0))) * 0.6931471805599453, mask=m_m)
-    else:
-        o_p = i_split.to(tl.int64) * T * HQ + o_th
-        tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
-        tl.store(stats_ptr + o_p, b_max, mask=m_m)
-        tl.store(stats_ptr + tl.num_programs(2).to(tl.int64) * T * HQ + o_p, b_sum, mask=m_m)
+        b_sum = tl.where(m_m, b_sum, 1.0)
+        _finish(out_ptr, lse_ptr, o_th, m_m, b_acc, b_max, b_sum, valid, D, D_PAD)
+        return
+    max_splits = tl.num_programs(2).to(tl.int64)
+    stats = max_splits * T * HQ
+    o_p = o_th * max_splits + i_split
+    tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
+    tl.store(stats_ptr + o_p, b_max, mask=m_m)
+    tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
+    tl.debug_barrier()  # the program's threads have written: the one that counts publishes all of it
+    p_count = count_ptr + i_slot * HKV + i_kv
+    if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") != splits - 1:
+        return
+    tl.store(p_count, 0)
+    for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
+        o_pair = i_m + i_p + tl.arange(0, P)
+        o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G
+        pointers = partial_ptr, stats_ptr, out_ptr, lse_ptr
+        _merge(pointers, o_row, o_pair < pairs, splits, max_splits, stats, valid, D, D_PAD, P, S)
 
 
-@triton.jit(do_not_specialize=["T", "B", "max_splits"], do_not_specialize_on_alignment=["kv_len_ptr", "cu_rows_ptr"])
-def _tree_attention_merge_kernel(
-    partial_ptr,  # [max_splits, T, HQ, D] float32
-    stats_ptr,  # [2, max_splits, T, HQ] float32
-    kv_len_ptr,  # [B]
-    cu_rows_ptr,  # [B + 1]
-    out_ptr,  # [T, HQ, D]
-    lse_ptr,  # [T, HQ] float32
-    T,
-    B,
+@triton.jit
+def _merge(
+    pointers,  # partial_ptr, stats_ptr, out_ptr, lse_ptr of the kernel
+    o_th,  # [P] (row, query head) pairs
+    m,  # [P] whether each exists
+    splits,
     max_splits,
-    HQ: tl.constexpr,
+    stats,  # elements from a maximum to its sum
+    valid,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    UNIT: tl.constexpr,
-    S: tl.constexpr,  # splits at a time
-    SEQS: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
 ):
-    i_th = tl.program_id(0).to(tl.int64)
-    i_b = _sequence_of(i_th // HQ, cu_rows_ptr, B, 1, 1, 0, SEQS)
-    splits = _split_of(tl.load(kv_len_ptr + i_b) - 1, UNIT) + 1
-    if (splits == 1) | (i_th // HQ >= tl.load(cu_rows_ptr + i_b + 1)):  # already written, or no sequence's row
-        return
-    rows = T.to(tl.int64) * HQ
+    """Merge the pairs' splits, in order."""
+    partial_ptr, stats_ptr, out_ptr, lse_ptr = pointers
     o_d = tl.arange(0, D_PAD)
-    best = float("-inf")
+    o_first = o_th[:, None] * max_splits
+    b_best = tl.full([P], float("-inf"), tl.float32)
     for i_s in tl.range(0, splits, S):
-        o_s = i_s + tl.arange(0, S)
-        best = tl.maximum(
-            best, tl.max(tl.load(stats_ptr + o_s * rows + i_th, mask=o_s < splits, other=float("-inf")), axis=0)
-        )
-    total = 0.0
-    b_acc = tl.zeros([D_PAD], tl.float32)
+        o_s = i_s + tl.arange(0, S)[None, :]
+        b_max = tl.load(stats_ptr + o_first + o_s, mask=m[:, None] & (o_s < splits), other=float("-inf"))
+        b_best = tl.maximum(b_best, tl.max(b_max, axis=1))
+    b_best = tl.where(m, b_best, 0.0)
+    b_sum = tl.zeros([P], tl.float32)
+    b_acc = tl.zeros([P, D_PAD], tl.float32)
     for i_s in tl.range(0, splits, S):
-        o_s = i_s + tl.arange(0, S)
-        m_s = o_s < splits
-        b_max = tl.load(stats_ptr + o_s * rows + i_th, mask=m_s, other=float("-inf"))
-        b_sum = tl.load(stats_ptr + (max_splits + o_s) * rows + i_th, mask=m_s, other=0.0)
-        o_p = (o_s * rows + i_th)[:, None] * D + o_d[None, :]
-        b_part = tl.load(partial_ptr + o_p, mask=m_s[:, None] & (o_d < D)[None, :], other=0.0)
-        b_weight = tl.exp2(b_max - best)
-        total += tl.sum(b_weight * b_sum, axis=0)
-        b_acc += tl.sum(b_weight[:, None] * b_part, axis=0)
-    tl.store(out_ptr + i_th * D + o_d, (b_acc / total).to(out_ptr.dtype.element_ty), mask=o_d < D)
-    tl.store(lse_ptr + i_th, (best + tl.log2(total)) * 0.6931471805599453)
+        o_s = i_s + tl.arange(0, S)[None, :]
+        m_s = m[:, None] & (o_s < splits)
+        o_ps = o_first + o_s
+        b_max = tl.load(stats_ptr + o_ps, mask=m_s, other=float("-inf"))
+        b_part_sum = tl.load(stats_ptr + stats + o_ps, mask=m_s, other=0.0)
+        p_part = partial_ptr + o_ps[:, :, None] * D + o_d[None, None, :]
+        b_part = tl.load(p_part, mask=m_s[:, :, None] & (o_d < D)[None, None, :], other=0.0)
+        b_weight = tl.exp2(b_max - b_best[:, None])
+        b_sum += tl.sum(b_weight * b_part_sum, axis=1)
+        b_acc += tl.sum(b_weight[:, :, None] * b_part, axis=1)
+    _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_best, tl.where(m, b_sum, 1.0), valid, D, D_PAD)
+
+
+@triton.jit
+def _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_max, b_sum, valid, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Write out and lse of the (row, query head) pairs o_th: b_acc [pairs, D_PAD] over b_sum [pairs]. `valid`: 1, or
+    NaN for rows without a result."""
+    o_d = tl.arange(0, D_PAD)
+    b_out = b_acc / b_sum[:, None] * valid
+    m_md = m[:, None] & (o_d < D)[None, :]
+    tl.store(out_ptr + o_th[:, None] * D + o_d[None, :], b_out.to(out_ptr.dtype.element_ty), mask=m_md)
+    tl.store(lse_ptr + o_th, (b_max + tl.log2(b_sum)) * 0.6931471805599453 * valid, mask=m)
 
 
 @lru_cache(maxsize=256)
-def _variants(
+def _variant(
     dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int, strides: tuple[int, int, int], arch: int
-) -> tuple[Variant, Variant]:
-    """The kernel and its merge. The M tile is 64 for any number of rows. wgmma requires it; on sm_80 fewer rows would
+) -> Variant:
+    """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 fewer rows would
     place the warps side by side along the columns and change the order of the sums. 4 warps make one warpgroup.
 
     sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are in flight while one is
@@ -552,6 +578,10 @@ def _variants(
     other's products. sm_100 has the same room. sm_80 (164 KiB) takes tiles of 32 columns, three in flight, for two
     blocks per SM. gfx942 (64 KiB of LDS) keeps one tile of 64 columns in LDS and one in registers, gfx950 (160 KiB) two
     and one. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
+
+    The merge holds 32 splits of four pairs, 64 KiB at D 128, in the registers that the accumulator no longer needs. For
+    one row of Llama-3-8B at 8,192 columns (four pairs a KV head, 32 splits) that is one round of loads from L2, at
+    32,768 columns (64 splits) two.
     """
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
@@ -563,20 +593,36 @@ def _variants(
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256
-    sizes = {"HQ": Hq, "D": D, "D_PAD": d_pad, "UNIT": split_unit(Hkv), "SEQS": seqs}
-    split = Variant(
+    return Variant(
         name=name,
         kernel=_tree_attention_kernel,
-        arguments=(f"*{t}",) * 3 + ("*i32",) * 4 + ("*i64", "*fp32", "*fp32", f"*{t}", "*fp32", "fp32") + ("i32",) * 4,
+        arguments=(
+            *(f"*{t}",) * 3,
+            *("*i32",) * 4,
+            "*i64",
+            "*fp32",
+            "*fp32",
+            "*i32",
+            f"*{t}",
+            "*fp32",
+            "fp32",
+            *("i32",) * 5,
+        ),
         constexprs={
-            **sizes,
+            "HQ": Hq,
             "HKV": Hkv,
+            "D": D,
+            "D_PAD": d_pad,
             "PAGE": page,
             "PAGE_STRIDE": strides[0],
             "COLUMN_STRIDE": strides[1],
             "HEAD_STRIDE": strides[2],
+            "UNIT": split_unit(Hkv),
             "M": M,
             "N": N,
+            "P": 4,
+            "S": 32 if half and d_pad <= 128 else 16,
+            "SEQS": seqs,
         },
         num_warps=8 if d_pad > 128 else 4,
         num_stages=stages,
@@ -584,16 +630,6 @@ def _variants(
         wide=D * dtype.itemsize % 16 == 0,
         smoke=smoke,
     )
-    merge = Variant(
-        name=name + " merge",
-        kernel=_tree_attention_merge_kernel,
-        arguments=("*fp32", "*fp32", "*i32", "*i32", f"*{t}", "*fp32") + ("i32",) * 3,
-        constexprs={**sizes, "S": 32},
-        num_warps=4,
-        wide=False,  # each split's two statistics are strided; the rest is wide
-        smoke=smoke,
-    )
-    return split, merge
 
 
 def variants(arch: int) -> Iterator[Variant]:
@@ -611,7 +647,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 1, 32, 8, 128, 256),
         (torch.float32, 1, 32, 8, 128, 256),
     ):
-        yield from _variants(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch)
+        yield _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch)
 
 
 def _launch(
@@ -639,32 +675,17 @@ def _launch(
     out, lse = torch.empty_like(q), q.new_empty((T, Hq), dtype=torch.float32)
     if T == 0:
         return out, lse
-    split, merge = _variants(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device))
+    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device))
     splits = split_count(max_pages * page, split_unit(Hkv))
     several = splits if splits > 1 else 0
-    partial = q.new_empty((several, T, Hq, D), dtype=torch.float32)
-    stats = q.new_empty((2, several, T, Hq), dtype=torch.float32)
+    partial = q.new_empty((T, Hq, several, D), dtype=torch.float32)
+    stats = q.new_empty((2, T, Hq, several), dtype=torch.float32)
     # A sequence with x (row, query head) pairs takes ceil(x / M) tiles; sum(x) // M + B slots hold them all.
-    grid = (T * (Hq // Hkv) // split.constexprs["M"] + B, Hkv, splits)
-    numbers = (scale * _LOG2E, T, B, ancestors.shape[1], block_table.stride(0))
-    split(
-        grid,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        kv_len,
-        window,
-        cu_rows,
-        ancestors,
-        partial,
-        stats,
-        out,
-        lse,
-        *numbers,
-    )
-    if several:
-        merge((T * Hq,), partial, stats, kv_len, cu_rows, out, lse, T, B, splits)
+    slots = T * (Hq // Hkv) // variant.constexprs["M"] + B
+    count = counters(q.device, slots * Hkv)
+    tables = block_table, kv_len, window, cu_rows, ancestors
+    numbers = scale * _LOG2E, T, B, ancestors.shape[1], block_table.stride(0), max_pages * page
+    variant((slots, Hkv, splits), q, k_cache, v_cache, *tables, partial, stats, count, out, lse, *numbers)
     return out, lse
 
 

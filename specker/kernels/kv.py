@@ -147,6 +147,34 @@ TILE = 2048  # elements of a half of D that one program holds: rows x heads x D/
 
 
 @triton.jit
+def calibrate(
+    b_a,  # [R, HALF] float32, the first halves of the heads
+    b_b,  # the second halves
+    m,  # [R, HALF] which elements exist; the others are 0
+    i_position,  # [R, 1]
+    rope_ptr,  # [C, 2, D] fp32
+    p_norm,  # [R, 1] pointers to the rows of the norm's weight
+    eps,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Heads, normalised and rotated: both halves, float32."""
+    o_d = tl.arange(0, HALF)[None, :]
+    p_rope = rope_ptr + i_position.to(tl.int64) * (2 * D) + o_d
+    b_cos = tl.load(p_rope, mask=m, other=0.0)
+    b_sin = tl.load(p_rope + D + D // 2, mask=m, other=0.0)
+    if NORM:
+        b_wa = tl.load(p_norm + o_d, mask=m, other=0.0).to(tl.float32)
+        b_wb = tl.load(p_norm + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
+        b_square = tl.sum(b_a * b_a + b_b * b_b, axis=1)
+        b_scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(b_square, D * 1.0) + eps))[:, None]
+        b_a = b_a * b_scale * b_wa
+        b_b = b_b * b_scale * b_wb
+    return b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
+
+
+@triton.jit
 def _calibrate_heads(
     p_in,  # [R, 1] pointers to the heads
     p_out,  # [R, 1] where they go
@@ -163,18 +191,9 @@ def _calibrate_heads(
     m = m_head & (o_d < D // 2)
     b_a = tl.load(p_in + o_d, mask=m, other=0.0).to(tl.float32)
     b_b = tl.load(p_in + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
-    p_rope = rope_ptr + i_position.to(tl.int64) * (2 * D) + o_d
-    b_cos = tl.load(p_rope, mask=m, other=0.0)
-    b_sin = tl.load(p_rope + D + D // 2, mask=m, other=0.0)
-    if NORM:
-        b_wa = tl.load(p_norm + o_d, mask=m, other=0.0).to(tl.float32)
-        b_wb = tl.load(p_norm + D // 2 + o_d, mask=m, other=0.0).to(tl.float32)
-        b_square = tl.sum(b_a * b_a + b_b * b_b, axis=1)
-        b_scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(b_square, D * 1.0) + eps))[:, None]
-        b_a = b_a * b_scale * b_wa
-        b_b = b_b * b_scale * b_wb
-    tl.store(p_out + o_d, (b_a * b_cos - b_b * b_sin).to(p_out.dtype.element_ty), mask=m)
-    tl.store(p_out + D // 2 + o_d, (b_b * b_cos + b_a * b_sin).to(p_out.dtype.element_ty), mask=m)
+    b_a, b_b = calibrate(b_a, b_b, m, i_position, rope_ptr, p_norm, eps, NORM, D, HALF)
+    tl.store(p_out + o_d, b_a.to(p_out.dtype.element_ty), mask=m)
+    tl.store(p_out + D // 2 + o_d, b_b.to(p_out.dtype.element_ty), mask=m)
 
 
 @triton.jit(
@@ -275,7 +294,7 @@ def _launch(
     same_device(
         qkv, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
     )
-    _check_contiguous(k_cache, v_cache)
+    check_contiguous(k_cache, v_cache)
     if rope.dtype != torch.float32 or not rope.is_contiguous():
         raise ValueError(f"rope must be a contiguous float32 table, got {rope.dtype}")
     qkv, positions, slots = qkv.contiguous(), positions.contiguous(), slots.contiguous()
@@ -334,7 +353,7 @@ def _check(
         )
 
 
-def _check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
+def check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != v_cache.dtype:
         raise ValueError(f"the caches must be contiguous and of one dtype: {k_cache.dtype}, {v_cache.dtype}")
 
@@ -427,7 +446,7 @@ def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
 
 def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
-    _check_contiguous(k_cache, v_cache)
+    check_contiguous(k_cache, v_cache)
     L, pages, page_size, Hkv, D = k_cache.shape
     if M := src.shape[0]:
         bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)

@@ -1,12 +1,17 @@
 """row_linear: y = x W^T (+ bias) for few rows (a decoding step, a verify pass), with an optional SiLU(gate) * up.
 
-Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]. With epilogue "silu_mul" the weight's first
-O/2 rows are the gate and the rest the up projection; the result is silu(x Wg^T) * (x Wu^T), [T, O/2]. One call can run
-G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O]. Accumulation is in float32 (float64 for
-float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On a CPU a row's last bits may depend on
-the other rows: results agree to 1e-12 in float64. There x and bias may also be float32 beside a bfloat16 weight: on a
-CPU with bfloat16 products x and the product are rounded to bfloat16, and without a bias SiLU and its product, too; the
-result is float32.
+Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]. Epilogues:
+* "none".
+* "silu_mul": the weight's first O/2 rows are the gate and the rest the up projection; the result is
+  silu(x Wg^T) * (x Wu^T), [T, O/2].
+* "float32": the result is not rounded: [T, O] float32 (float64 for float64). For logits.
+* "split", without a bias: the sums of K's splits, [S, T, O] float32 (float64 for float64); their sum in order is the
+  product. `residual_merge` adds them up, which saves the launch that would. S depends on (G, O, E, device) alone.
+One call can run G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O] (split: [S, G, T, O]).
+Accumulation is in float32 (float64 for float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On
+a CPU a row's last bits may depend on the other rows: results agree to 1e-12 in float64. There x and bias may also be
+float32 beside a bfloat16 weight: on a CPU with bfloat16 products x and the product are rounded to bfloat16, and without
+a bias SiLU and its product, too; the result is float32.
 
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
@@ -28,9 +33,9 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import native, plain
 from specker.kernels.registry import register
-from specker.kernels.variant import AMD, SMS, TYPES, Variant, arch, same_device, sms, tl, triton
+from specker.kernels.variant import AMD, SMS, TYPES, Variant, arch, same_device, sms, sum_dtype, tl, triton
 
-EPILOGUES = ("none", "silu_mul")
+EPILOGUES = ("none", "silu_mul", "float32", "split")
 # On a CPU, compiled products are fastest from this many elements of the weight (waking their threads takes 20 to 50 us)
 # and up to this many rows; for more rows in float32 oneDNN is, also on plain weights (bench/LOG.md).
 COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
@@ -38,8 +43,10 @@ MAX_ROWS = 256  # that the kernel serves
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-    """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul". All may have a leading
-    dimension G. Raises ValueError on other shapes and dtypes."""
+    """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul", or [S, T, O] float32 with
+    "split". All may have a leading dimension G. Raises ValueError on other shapes and dtypes."""
+    if epilogue == "float32" and x.dtype in (torch.float32, torch.float64):
+        epilogue = "none"
     done = _row_linear_cpu(x, weight, bias, epilogue)
     if done is not None:
         return done
@@ -56,6 +63,13 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: 
 
 
 def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+    if epilogue == "split":
+        _, size = split_of(x, weight)
+        parts = zip(x.split(size, -1), weight.split(size, -1), strict=True)
+        sums = [row_linear_ref(a, w, None, "float32") for a, w in parts]
+        return torch.stack(sums)
+    if epilogue == "float32" and x.dtype != sum_dtype(x.dtype):
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if x.dtype != weight.dtype:
         if multiplies_bfloat16():
             y = row_linear_ref(x.to(weight.dtype), weight)
@@ -84,9 +98,10 @@ def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilo
     """(bytes, flops) that any implementation needs: x, weight and bias read once, the result written."""
     T, E = x.shape[-2:]
     G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
-    out = O // 2 if epilogue == "silu_mul" else O
-    elements = T * E + O * E + T * out + (O if bias is not None else 0)
-    return G * elements * x.element_size(), 2 * G * T * O * E
+    out = T * O // 2 if epilogue == "silu_mul" else T * O
+    written = out * (x.element_size() if epilogue in ("none", "silu_mul") else sum_dtype(x.dtype).itemsize)
+    read = T * E + O * E + (O if bias is not None else 0)
+    return G * (read * x.element_size() + written), 2 * G * T * O * E
 
 
 def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor | None:
@@ -96,7 +111,7 @@ def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: st
     kernels = native()
     if kernels is None or not kernels.serves(x, weight):
         return None
-    if epilogue not in EPILOGUES or (epilogue == "silu_mul" and len(weight) % 2):
+    if epilogue not in ("none", "silu_mul") or (epilogue == "silu_mul" and len(weight) % 2):
         return None
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         return None
@@ -178,7 +193,7 @@ def _row_linear_kernel(
     x_ptr,  # [G, T, E]
     w_ptr,  # [G, O, E]
     bias_ptr,  # [G, O]
-    y_ptr,  # [G, T, O], or [G, T, O / 2] with SILU; with SPLITS > 1 the partials [SPLITS, G, T, O] float32
+    y_ptr,  # [G, T, O], or [G, T, O / 2] with SILU; with PARTS the sums of the splits [SPLITS, G, T, O] float32
     T,
     G: tl.constexpr,
     O: tl.constexpr,
@@ -188,6 +203,7 @@ def _row_linear_kernel(
     BLOCK_E: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
+    PARTS: tl.constexpr,  # write the splits' sums; always with SPLITS > 1
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
 ):
@@ -204,7 +220,7 @@ def _row_linear_kernel(
         x_ptr += i_g.to(tl.int64) * T * E
         w_ptr += i_g.to(tl.int64) * (O * E)
         bias_ptr += i_g * O
-        y_ptr += i_g.to(tl.int64) * T * (O if SPLITS > 1 else COLUMNS)
+        y_ptr += i_g.to(tl.int64) * T * (O if PARTS else COLUMNS)
     o_n = i_n + tl.arange(0, N)
     m_n = o_n < COLUMNS
     b_y, b_up = stream_rows(
@@ -225,7 +241,7 @@ def _row_linear_kernel(
         SILU,
     )
     m_mn = m_m[:, None] & m_n[None, :]
-    if SPLITS > 1:
+    if PARTS:
         p_y = y_ptr + (i_s.to(tl.int64) * G * T + o_m)[:, None] * O + o_n[None, :]
         tl.store(p_y, b_y, mask=m_mn)
         if SILU:
@@ -297,18 +313,23 @@ def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1, sms: int = 
     splits = max(1, min(sms // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # rounding to whole tiles may need fewer
     if dtype != torch.float32:
-        few = count * splits <= sms
-        room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96)  # KiB
-        stages = min(room * 1024 // ((m + n) * block * dtype.itemsize), 8)
-        stages += arch == 80 or arch in AMD  # their matrix instructions are synchronous: one buffer fewer than stages
+        stages = stages_of(dtype, m + n, block, count * splits <= sms, arch)
     return m, n, block, stages, splits
+
+
+def stages_of(dtype: torch.dtype, rows: int, block: int, few: bool, arch: int) -> int:
+    """Stages of `rows` x `block` elements that fill a program's share of shared memory; `few`: at most one program per
+    SM."""
+    room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96)  # KiB
+    stages = min(room * 1024 // (rows * block * dtype.itemsize), 8)
+    return stages + (arch == 80 or arch in AMD)  # their matrix instructions are synchronous: one buffer fewer
 
 
 @lru_cache(maxsize=256)
 def _variants(
-    dtype: torch.dtype, O: int, E: int, silu: bool, bias: bool, arch: int, G: int = 1, sms: int = 0
+    dtype: torch.dtype, O: int, E: int, epilogue: str, bias: bool, arch: int, G: int = 1, sms: int = 0
 ) -> tuple[Variant, Variant | None]:
-    """The kernel, and the merge where K is split.
+    """The kernel, and the merge where K is split, unless the splits are wanted.
 
     64 rows of x for any T: wgmma's M, and the same order of sums on sm_80. The tuning decides how many bytes of the
     weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 33 KiB per SM.
@@ -328,15 +349,15 @@ def _variants(
     through registers.
     """
     m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms)
-    t = TYPES[dtype]
-    half = dtype != torch.float32
-    name = f"{t} {E}->{O}" + (f" x{G}" if G > 1 else "") + (" silu_mul" if silu else "") + (" bias" if bias else "")
+    t, half, silu, parts = TYPES[dtype], dtype != torch.float32, epilogue == "silu_mul", epilogue == "split"
+    out = t if epilogue in ("none", "silu_mul") else "fp32"
+    name = f"{t} {E}->{O}" + f" x{G}" * (G > 1) + f" {epilogue}" * (epilogue != "none") + " bias" * bias
     smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
     common = {"G": G, "O": O, "SPLITS": splits, "SILU": silu, "BIAS": bias}
     stream = Variant(
         name=name,
         kernel=_row_linear_kernel,
-        arguments=(f"*{t}", f"*{t}", f"*{t}", "*fp32" if splits > 1 else f"*{t}", "i32"),
+        arguments=(f"*{t}", f"*{t}", f"*{t}", "*fp32" if splits > 1 else f"*{out}", "i32"),
         constexprs={
             **common,
             "E": E,
@@ -344,6 +365,7 @@ def _variants(
             "N": n // 2 if silu else n,
             "BLOCK_E": block,
             "SPLIT_E": -(-E // (splits * block)) * block,
+            "PARTS": parts or splits > 1,
         },
         num_warps=4,
         num_stages=stages,
@@ -351,13 +373,13 @@ def _variants(
         wide=E * dtype.itemsize % 16 == 0,
         smoke=smoke,
     )
-    if splits == 1:
+    if parts or splits == 1:
         return stream, None
     columns = O // 2 if silu else O
     merge = Variant(
         name=name + " merge",
         kernel=_row_linear_merge_kernel,
-        arguments=("*fp32", f"*{t}", f"*{t}", "i32"),
+        arguments=("*fp32", f"*{t}", f"*{out}", "i32"),
         constexprs={**common, "BLOCK": min(triton.next_power_of_2(columns), 512)},
         num_warps=4 if columns > 256 else 1,
         wide=columns % 8 == 0,
@@ -369,45 +391,60 @@ def _variants(
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
     bf16 = torch.bfloat16
-    for dtype, O, E, silu, bias, *G in (
-        (bf16, 4096, 4096, False, False),
-        (bf16, 6144, 4096, False, True),
-        (bf16, 28672, 4096, False, False),
-        (bf16, 28672, 4096, True, False),
-        (bf16, 4096, 14336, False, False),
-        (bf16, 1024, 4096, False, True),
-        (bf16, 9728, 896, True, True),
-        (bf16, 4097, 1023, False, True),
-        (bf16, 2 * 1025, 9001, True, True),
-        (torch.float16, 28672, 4096, True, False),
-        (torch.float32, 4096, 4096, False, False),
-        (torch.float32, 1024, 4096, True, True),
-        (bf16, 6144, 4096, False, False, 4),  # groups of an 8B and a 1B draft model
-        (bf16, 4096, 4096, False, False, 4),
-        (bf16, 3072, 2048, False, False, 4),
-        (bf16, 2048, 2048, False, False, 4),
-        (bf16, 1152, 896, False, True, 3),
-        (bf16, 512, 4096, True, True, 2),
+    for dtype, O, E, epilogue, bias, *G in (
+        (bf16, 4096, 4096, "none", False),
+        (bf16, 4096, 4096, "split", False),
+        (bf16, 6144, 4096, "none", True),
+        (bf16, 28672, 4096, "none", False),
+        (bf16, 28672, 4096, "silu_mul", False),
+        (bf16, 128256, 4096, "float32", False),
+        (bf16, 4096, 14336, "none", False),
+        (bf16, 4096, 14336, "split", False),
+        (bf16, 1024, 4096, "none", True),
+        (bf16, 1024, 4096, "float32", False),
+        (bf16, 9728, 896, "silu_mul", True),
+        (bf16, 4097, 1023, "none", True),
+        (bf16, 2 * 1025, 9001, "silu_mul", True),
+        (torch.float16, 28672, 4096, "silu_mul", False),
+        (torch.float32, 4096, 4096, "none", False),
+        (torch.float32, 1024, 4096, "silu_mul", True),
+        (bf16, 6144, 4096, "none", False, 4),  # groups of an 8B and a 1B draft model
+        (bf16, 4096, 4096, "none", False, 4),
+        (bf16, 3072, 2048, "none", False, 4),
+        (bf16, 2048, 2048, "none", False, 4),
+        (bf16, 1152, 896, "none", True, 3),
+        (bf16, 512, 4096, "silu_mul", True, 2),
     ):
-        yield from (v for v in _variants(dtype, O, E, silu, bias, arch, *G) if v is not None)
+        yield from (v for v in _variants(dtype, O, E, epilogue, bias, arch, *G) if v is not None)
+
+
+def split_of(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """The number of K's splits on x's device, and the columns of each but the last, which may be shorter."""
+    O, E = weight.shape[-2:]
+    kind = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    _, _, block, _, splits = tiles(kind, O, E, arch(x.device), math.prod(weight.shape[:-2]), sms(x.device))
+    return splits, -(-E // (splits * block)) * block
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
     same_device(x, bias=bias)
     x, weight = x.contiguous(), weight.contiguous()
-    (*layers, T, E), O, silu = x.shape, weight.shape[-2], epilogue == "silu_mul"
-    G = math.prod(layers)
-    y = x.new_empty(*layers, T, O // 2 if silu else O)
+    (*layers, T, E), O = x.shape, weight.shape[-2]
+    G, columns = math.prod(layers), O // 2 if epilogue == "silu_mul" else O
+    stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, arch(x.device), G, sms(x.device))
+    sizes = stream.constexprs
+    splits = sizes["SPLITS"]
+    if epilogue == "split":
+        y = x.new_empty(splits, *layers, T, O, dtype=torch.float32)
+    else:
+        y = x.new_empty(*layers, T, columns, dtype=torch.float32 if epilogue == "float32" else x.dtype)
     if y.numel() == 0:
         return y
-    stream, merge = _variants(x.dtype, O, E, silu, bias is not None, arch(x.device), G, sms(x.device))
-    sizes = stream.constexprs
     b = x if bias is None else bias.contiguous()  # x is a dummy, not read
-    splits = sizes["SPLITS"]
     out = y if merge is None else x.new_empty((splits, G, T, O), dtype=torch.float32)
-    stream((-(-T // sizes["M"]), G * -(-y.shape[-1] // sizes["N"]), splits), x, weight, b, out, T)
+    stream((-(-T // sizes["M"]), G * -(-columns // sizes["N"]), splits), x, weight, b, out, T)
     if merge is not None:
-        merge((G * T, -(-y.shape[-1] // merge.constexprs["BLOCK"])), out, b, y, T)
+        merge((G * T, -(-columns // merge.constexprs["BLOCK"])), out, b, y, T)
     return y
 
 
@@ -428,10 +465,16 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Non
         raise ValueError(f"epilogue must be one of {EPILOGUES}, got {epilogue!r}")
     if epilogue == "silu_mul" and weight.shape[-2] % 2:
         raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[-2]}")
+    if epilogue == "split" and bias is not None:
+        raise ValueError("split has no bias: add it to the sum")
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
     O = weight.shape[-2]
+    if epilogue == "split":
+        return x.new_empty(split_of(x, weight)[0], *x.shape[:-1], O, dtype=sum_dtype(x.dtype))
+    if epilogue == "float32":
+        return x.new_empty(*x.shape[:-1], O, dtype=sum_dtype(x.dtype))
     return x.new_empty(*x.shape[:-1], O // 2 if epilogue == "silu_mul" else O)
 
 

@@ -1,7 +1,9 @@
 """residual_merge: y = x + deltas[0] + ... + deltas[P-1]; normed[q] = RMSNorm(y; norm_weight[q]), in one pass.
 
 Contract: x [T, E], deltas [P, T, E], norm_weight [Q, E] or None, one dtype -> y [T, E], normed [Q, T, E] (Q = 0
-without weights). The last delta may be a separate tensor: deltas [P-1, T, E] and `last` [T, E]. Sums run in float32
+without weights). The last delta may be a separate tensor: deltas [P-1, T, E] and `last` [T, E]. With `split`, deltas
+[S, T, E] float32 are `row_linear`'s sums of K's splits: added up in order and rounded to x's dtype, they are one delta,
+bit for bit what row_linear without "split" returns. (float64 x: float64 sums.) Sums run in float32
 (float64 for float64) in the order p = 0..P-1 and are rounded once, to y. The norm is taken of the rounded y, so a row's
 bits depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w. P = 1, Q = 1 is a decoder layer's residual
 add and norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a group of N layers that run side by side.
@@ -20,20 +22,30 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import FEW_ROWS, few, rms_norm
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
+from specker.kernels.variant import TYPES, Variant, same_device, sum_dtype, tl, triton
 
 
 def residual_merge(
-    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+    x: Tensor,
+    deltas: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    last: Tensor | None = None,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x [T, E], deltas [P, T, E], norm_weight [Q, E] or None -> y [T, E], normed [Q, T, E]. Neither aliases x. `last`
-    [T, E] is one more delta, added after the others. Raises ValueError on other shapes and dtypes."""
-    return _residual_merge_few(x, deltas, norm_weight, eps, last) or _residual_merge(x, deltas, norm_weight, eps, last)
+    [T, E] is one more delta, added after the others. `split`: deltas [S, T, E] float32 are the sums of one delta's
+    splits. Raises ValueError on other shapes and dtypes."""
+    given = x, deltas, norm_weight, eps, last, split
+    return _residual_merge_few(*given) or _residual_merge(*given)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`residual_merge` in a decoder layer, with one delta [T, E] or none and one weight [E] -> y [T, E] (x itself
-    without a delta) and normed [T, E]."""
+    """`residual_merge` in a decoder layer, with one delta [T, E] (or its splits' sums [S, T, E]) or none and one weight
+    [E] -> y [T, E] (x itself without a delta) and normed [T, E]."""
+    if delta is not None and delta.dim() == 3:
+        y, normed = residual_merge(x, delta, weight.unsqueeze(0), eps, None, True)
+        return y, normed[0]
     if (done := _add_norm_few(x, delta, weight, eps)) is not None:
         return done
     if x.is_cpu and not is_compiling() and x.shape[0] > FEW_ROWS and x.dtype == weight.dtype:
@@ -45,8 +57,18 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def residual_merge_ref(
-    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+    x: Tensor,
+    deltas: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    last: Tensor | None = None,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    if split:
+        total = torch.zeros_like(x, dtype=deltas.dtype)
+        for part in deltas:
+            total = total + part
+        deltas = total.to(x.dtype).unsqueeze(0)
     if last is not None:
         deltas = torch.cat((deltas, last.unsqueeze(0)))
     P = deltas.shape[0]
@@ -69,9 +91,14 @@ def residual_merge_ref(
 
 
 def _residual_merge_few(
-    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+    x: Tensor,
+    deltas: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    last: Tensor | None = None,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    if not few(x) or deltas.requires_grad or (norm_weight is not None and norm_weight.requires_grad):
+    if split or not few(x) or deltas.requires_grad or (norm_weight is not None and norm_weight.requires_grad):
         return None
     y, d = x.numpy(), deltas.numpy()
     if y.ndim != 2 or d.shape[1:] != y.shape or d.dtype != y.dtype:
@@ -106,12 +133,19 @@ def _add_norm_few(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 
 def residual_merge_cost(
-    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+    x: Tensor,
+    deltas: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    last: Tensor | None = None,
+    split: bool = False,
 ) -> tuple[int, int]:
     """(bytes, flops) of one call."""
     P, Q = deltas.shape[0] + (last is not None), 0 if norm_weight is None else norm_weight.shape[0]
     weights = 0 if norm_weight is None else norm_weight.numel()
-    return ((2 + P + Q) * x.numel() + weights) * x.element_size(), (P + 3 * (Q > 0) + Q) * x.numel()
+    moved = (2 + Q + (last is not None)) * x.numel() + weights
+    bytes_ = moved * x.element_size() + deltas.numel() * deltas.element_size()
+    return bytes_, (P + 3 * (Q > 0) + Q) * x.numel()
 
 
 MAX_BLOCK = 16384
@@ -120,7 +154,7 @@ MAX_BLOCK = 16384
 @triton.jit(do_not_specialize=["T"])
 def _residual_merge_kernel(
     x_ptr,  # [T, E]
-    deltas_ptr,  # [P, T, E], without the last if LAST
+    deltas_ptr,  # [P, T, E], without the last if LAST; float32 if SPLIT
     last_ptr,  # [T, E]; not read unless LAST
     weight_ptr,  # [Q, E]
     y_ptr,  # [T, E]
@@ -130,6 +164,7 @@ def _residual_merge_kernel(
     P: tl.constexpr,
     Q: tl.constexpr,
     LAST: tl.constexpr,  # the last delta is last_ptr
+    SPLIT: tl.constexpr,  # the others are sums of one delta's splits
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
 ):
@@ -141,8 +176,15 @@ def _residual_merge_kernel(
         o_e = i_e + tl.arange(0, BLOCK)
         m_e = o_e < E
         b_y = tl.load(x_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
+        b_sum = tl.zeros_like(b_y)
         for p in tl.static_range(P - 1 if LAST else P):
-            b_y += tl.load(deltas_ptr + p * plane + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
+            b_delta = tl.load(deltas_ptr + p * plane + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
+            if SPLIT:
+                b_sum += b_delta
+            else:
+                b_y += b_delta
+        if SPLIT:
+            b_y += b_sum.to(y_ptr.dtype.element_ty).to(tl.float32)
         if LAST:
             b_y += tl.load(last_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
         if Q > 0 and E <= BLOCK:  # loaded early: no load crosses the reduction's barrier
@@ -171,7 +213,7 @@ def _residual_merge_kernel(
 
 
 @lru_cache
-def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False) -> Variant:
+def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False, split: bool = False) -> Variant:
     """One program per row, so rows cannot affect each other. The tile, the warps and the order of the sum depend on E
     alone. 16 elements per thread: two 16-byte loads of each operand in flight (four in float32). At E 4096 the
     compiler's 48 registers allow five programs per SM, 40 KiB of each operand in flight. All architectures share the
@@ -179,13 +221,13 @@ def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False) -> 
     block = min(triton.next_power_of_2(E), MAX_BLOCK)
     t = TYPES[dtype]
     return Variant(
-        name=f"{t} P{P}{' apart' if last else ''} Q{Q} E{E}",
+        name=f"{t} P{P}{' split' * split}{' apart' * last} Q{Q} E{E}",
         kernel=_residual_merge_kernel,
-        arguments=(*(f"*{t}",) * 6, "i32", "fp32"),
-        constexprs={"P": P, "Q": Q, "LAST": last, "E": E, "BLOCK": block},
+        arguments=(f"*{t}", "*fp32" if split else f"*{t}", *(f"*{t}",) * 4, "i32", "fp32"),
+        constexprs={"P": P, "Q": Q, "LAST": last, "SPLIT": split, "E": E, "BLOCK": block},
         num_warps=min(max(block // 512, 1), 16),
         wide=E * dtype.itemsize % 16 == 0,
-        smoke=dtype == torch.bfloat16 and E == 4096 and (P, Q) in ((2, 1), (1, 4)),
+        smoke=dtype == torch.bfloat16 and E == 4096 and (P, Q) in ((2, 1), (1, 4), (4, 1)),
     )
 
 
@@ -195,6 +237,10 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(torch.bfloat16, P, Q, 4096)
     for P, Q, E in ((2, 1, 4096), (2, 1, 2048), (1, 4, 18432)):
         yield _variant(torch.bfloat16, P, Q, E, True)
+    for P, E in ((1, 4096), (4, 4096), (8, 2048)):
+        yield _variant(torch.bfloat16, P, 1, E, False, True)
+    for P, Q in ((4, 0), (5, 1)):
+        yield _variant(torch.bfloat16, P, Q, 4096, P == 5, True)
     for E in (896, 1023, 5120, 8192, 16384, 18432):
         yield _variant(torch.bfloat16, 1, 1, E)
     yield _variant(torch.float16, 1, 1, 4096)
@@ -202,7 +248,12 @@ def variants(arch: int) -> Iterator[Variant]:
 
 
 def _launch(
-    x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None = None
+    x: Tensor,
+    deltas: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    last: Tensor | None = None,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor]:
     same_device(x, deltas=deltas, norm_weight=norm_weight, last=last)
     x, deltas = x.contiguous(), deltas.contiguous()
@@ -211,18 +262,20 @@ def _launch(
     P = deltas.shape[0] + (last is not None)
     y, normed = torch.empty_like(x), x.new_empty(Q, T, E)
     if x.numel():
-        _variant(x.dtype, P, Q, E, last is not None)((T,), x, deltas, apart, weight, y, normed, T, eps)
+        _variant(x.dtype, P, Q, E, last is not None, split)((T,), x, deltas, apart, weight, y, normed, T, eps)
     return y, normed
 
 
-def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None) -> None:
+def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, last: Tensor | None, split: bool) -> None:
     if x.dim() != 2 or deltas.dim() != 3 or deltas.shape[1:] != x.shape or (last is not None and last.shape != x.shape):
         raise ValueError(
             f"expected x [T, E], deltas [P, T, E], last [T, E]: x {tuple(x.shape)}, deltas {tuple(deltas.shape)}"
             + ("" if last is None else f", last {tuple(last.shape)}")
         )
-    if any(y is not None and y.dtype != x.dtype for y in (deltas, norm_weight, last)):
+    if any(y is not None and y.dtype != x.dtype for y in (norm_weight, last, *(() if split else (deltas,)))):
         raise ValueError(f"deltas, last and norm_weight must have x's dtype, {x.dtype}")
+    if split and deltas.dtype != sum_dtype(x.dtype):
+        raise ValueError(f"the sums of splits must be float32, or float64 beside float64: {deltas.dtype}, {x.dtype}")
     if norm_weight is not None and (norm_weight.dim() != 2 or norm_weight.shape[1] != x.shape[1]):
         raise ValueError(f"norm_weight must be [Q, {x.shape[1]}], got {tuple(norm_weight.shape)}")
 

@@ -46,7 +46,20 @@ except ImportError:  # no wheels outside Linux: only the references run there
 
     triton = tl = _Absent()
 
-__all__ = ["AMD", "FP_FUSION", "SMS", "TYPES", "Variant", "arch", "same_device", "sms", "tl", "triton"]
+__all__ = [
+    "AMD",
+    "FP_FUSION",
+    "SMS",
+    "TYPES",
+    "Variant",
+    "arch",
+    "counters",
+    "same_device",
+    "sms",
+    "sum_dtype",
+    "tl",
+    "triton",
+]
 
 FP_FUSION = False
 # Multiprocessors (CUs on AMD) of an architecture's usual card, which the compile-only checks assume: A100, H100, B200,
@@ -118,6 +131,39 @@ def sms(device: torch.device) -> int:
     if device.type != "cuda":
         return SMS[90]
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over values of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+COUNTERS = 1 << 16
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """At least `count` zeros, int32, for a launch whose programs count who arrives last. The last one must write 0
+    again. Launches share them if they cannot run at once: those of a stream, and those in CUDA graphs, since graphs of
+    one device must not be replayed on several streams at once."""
+    if count > COUNTERS:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if device.type != "cuda":
+        return _counters(device, None)
+    if not torch.cuda.is_current_stream_capturing():
+        _counters(device, "graphs")  # before the first capture, which could not fill them
+        return _counters(device, torch.cuda.current_stream(device).cuda_stream)
+    if device in _launched:
+        return _counters(device, "graphs")
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # within the graph, once for each launch
+
+
+@lru_cache(maxsize=None)
+def _counters(device: torch.device, user: Any) -> Tensor:
+    _launched.add(device)
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+_launched: set[torch.device] = set()  # devices that have counters
 
 
 def same_device(first: Tensor, **others: Tensor | None) -> None:

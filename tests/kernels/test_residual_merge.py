@@ -60,6 +60,32 @@ def test_kernel(poisoned, dtype, P, Q, T, E):
         assert all(map(torch.equal, _launch(*apart(*args)), (y, normed)))
 
 
+@pytest.mark.parametrize("op", [residual_merge_ref, _launch])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("S", "Q", "E"), [(1, 1, 7), (4, 0, 64), (4, 2, 1023)])
+def test_the_splits_of_one_delta(poisoned, op, dtype, S, Q, E):
+    """Bit for bit what the sum in order, rounded, gives as a delta."""
+    x, _, weight = inputs(3, E, 1, Q, dtype)
+    parts, last = randn(S, 3, E, seed=4, dtype=torch.float32), randn(3, E, dtype=dtype, seed=5)
+    total = torch.zeros(3, E)
+    for part in parts:
+        total = total + part
+    delta = total.to(dtype).unsqueeze(0)
+    for other in (None, last):
+        got = op(x, parts, weight, EPS, other, True)
+        assert all(map(torch.equal, got, op(x, delta, weight, EPS, other, False)))
+    if dtype == torch.float16 and S > 1:  # a sum that is not rounded differs
+        unrounded = (x.float() + total).to(dtype)
+        assert not torch.equal(op(x, parts, weight, EPS, None, True)[0], unrounded)
+
+
+def test_the_sums_of_splits_are_float32():
+    x = torch.zeros(2, 4, dtype=torch.float16)
+    with pytest.raises(ValueError, match="the sums of splits must be float32"):
+        residual_merge(x, x.unsqueeze(0), None, EPS, split=True)
+    assert residual_merge_cost(x, torch.zeros(3, 2, 4), None, EPS, split=True)[0] == 2 * 8 * 2 + 3 * 8 * 4
+
+
 @pytest.mark.parametrize("Q", [0, 1, 3])
 def test_a_row_too_long_for_the_registers(poisoned, monkeypatch, Q):
     monkeypatch.setattr(module, "MAX_BLOCK", 16)

@@ -141,6 +141,36 @@ def test_the_result_is_rounded_once():
     assert _launch(x, weight, bias, "none").unique().tolist() == [3 * small]
 
 
+@pytest.mark.parametrize(("O", "E"), [(46, 33), (40, 1100), (66, 2100)])
+def test_splits_and_unrounded_results(poisoned, O, E):
+    """The splits' sums add up, in order, to the float32 result, which rounds to the plain one: bit for bit."""
+    for lead in ((), (2,)):
+        x, weight, bias = inputs(3, O, E, torch.float16)
+        if lead:
+            x, weight, bias = a_group(2, 3, O, E, torch.float16)
+        parts, whole = (_launch(x, weight, None, how) for how in ("split", "float32"))
+        assert parts.shape == (op.split_of(x, weight)[0], *lead, 3, O) and parts.dtype == whole.dtype == torch.float32
+        total = torch.zeros_like(whole)
+        for part in parts:
+            total = total + part
+        assert torch.equal(total, whole) and torch.equal(whole.half(), _launch(x, weight, None, "none"))
+        assert torch.equal(_launch(x, weight, bias, "float32").half(), _launch(x, weight, bias, "none"))
+        reference = row_linear(x, weight, epilogue="split")
+        assert reference.shape == parts.shape and (reference - parts).abs().max() <= 1e-4
+        assert (row_linear(x, weight, bias, "float32") - _launch(x, weight, bias, "float32")).abs().max() <= 1e-4
+
+
+def test_split_takes_no_bias_and_keeps_float64():
+    x, weight, bias = inputs(3, 8, 5, torch.float64)
+    with pytest.raises(ValueError, match="split has no bias"):
+        row_linear(x, weight, bias, "split")
+    parts = row_linear(x, weight, epilogue="split")
+    assert parts.dtype == torch.float64 and torch.allclose(parts.sum(0), x @ weight.T, rtol=0, atol=1e-12)
+    assert torch.equal(row_linear(x, weight, bias, "float32"), row_linear(x, weight, bias))
+    half, matrix = torch.empty(3, 5).half(), torch.empty(8, 5).half()
+    assert op.row_linear_cost(half, matrix, None, "float32")[0] == 2 * (15 + 40) + 4 * 24
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (34, 200), (40, 1100)])
 def test_a_row_is_the_same_alone_and_among_others(dtype, O, E):
@@ -218,6 +248,8 @@ def test_registration(epilogue):
     for b in (None, bias):
         torch.library.opcheck(torch.ops.specker.row_linear, (x, weight, b, epilogue))
     torch.library.opcheck(torch.ops.specker.row_linear, (x[:0], weight, None, epilogue))
+    for how in ("split", "float32"):
+        torch.library.opcheck(torch.ops.specker.row_linear, (x.half(), weight.half(), None, how))
     x, weight, bias = a_group(2, 3, 8, 5, torch.float32)
     for b in (None, bias):
         torch.library.opcheck(torch.ops.specker.row_linear, (x, weight, b, epilogue))

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from compile_only import compilations
+from reads_only import reads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specker.kernels.attention import (
@@ -447,6 +448,24 @@ def test_split_starts_have_four_mantissa_bits(unit):
     assert [split_count(c + 1, unit) for c in columns.tolist()] == (want + 1).tolist()
 
 
+@pytest.mark.parametrize("page", [8, 128])
+def test_a_length_beyond_the_table(monkeypatch, page):
+    """The kernel reads nothing beyond the table and gives NaN; other sequences keep their results."""
+    args, *_ = ragged(0, torch.float32, page=page)
+    for cache in ("k_cache", "v_cache"):
+        args[cache] = args[cache].nan_to_num(0)
+    want, _ = op._launch(**args)
+    assert not want.isnan().any()
+    args["kv_len"][1] = args["block_table"].shape[1] * page + 1
+    with reads(monkeypatch, *(x for x in args.values() if isinstance(x, torch.Tensor))):
+        out, lse = op._launch(**args)
+    beyond = torch.zeros(len(out), dtype=torch.bool)
+    beyond[slice(*args["cu_rows"][1:3].tolist())] = True
+    assert out[beyond].isnan().all() and lse[beyond].isnan().all() and torch.equal(out[~beyond], want[~beyond])
+    with pytest.raises(ValueError, match="exceeds block_table"):
+        op.tree_attention_ref(**args)
+
+
 def test_the_launcher_reads_no_tensor(monkeypatch):
     """Fake tensors have no values to read."""
     launched = []
@@ -458,7 +477,7 @@ def test_the_launcher_reads_no_tensor(monkeypatch):
         op._launch(**{**fake, "block_table": mode.from_tensor(torch.zeros(3, 60, dtype=torch.int32))})
     # 53 rows of 2 heads are 106 pairs: 106 // 16 + 3 slots; 48 columns are one split, 480 are four.
     assert launched[0] == ("_tree_attention_kernel", (9, 2, 1))
-    assert launched[1:] == [("_tree_attention_kernel", (9, 2, 4)), ("_tree_attention_merge_kernel", (53 * 4,))]
+    assert launched[1:] == [("_tree_attention_kernel", (9, 2, 4))]
 
 
 def launches():
@@ -477,7 +496,7 @@ def launches():
 
 def test_no_length_recompiles():
     """Two compilations: one sequence, and up to 16."""
-    assert compilations(__file__, "launches") == {"_tree_attention_kernel": 2, "_tree_attention_merge_kernel": 2}
+    assert compilations(__file__, "launches") == {"_tree_attention_kernel": 2}
 
 
 def test_the_operator_is_registered():

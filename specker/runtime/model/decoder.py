@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from specker.kernels.attention import tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import row_linear
+from specker.kernels.linear import MAX_ROWS, row_linear
 from specker.kernels.merge import add_norm, residual_merge
+from specker.kernels.project import kv_project
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import Checkpoint, Weights
@@ -126,8 +127,7 @@ class Model:
         if stack is not None and len(hidden) <= stack.most and (kernels := native()).serves(hidden, self.head):
             return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head)
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
-        logits = self.linear(normed, self.head)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return self.linear(normed, self.head, epilogue="float32")
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
         """logits [T, V] (a part's columns) at `positions` [T] -> the token after each row, [T] int64."""
@@ -155,10 +155,12 @@ def run_layers(
         h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
 
     Each sum is fused with the norm that follows it. `taps`: depths n at which to keep the stream; only the input of a
-    group can be tapped."""
+    group can be tapped. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project, attention, o,
+    norm, gate_up, down; the norms also add up the splits of o and down."""
     eps, linear = model.config.rms_norm_eps, model.linear
     kept: dict[int, Tensor] = {}
-    delta = None  # the last feed-forward's output, not yet added to `hidden`
+    few = fuses(model, hidden)
+    delta = None  # the last feed-forward's output or the sums of its splits, not yet added to `hidden`
     for (w, mlps), (k, v), batch in steps:
         several = w.norm_in.dim() == 2
         hidden, normed = (_add_norms if several else add_norm)(hidden, delta, w.norm_in, eps)
@@ -166,11 +168,17 @@ def run_layers(
             kept[first] = hidden
         first += len(mlps)
         if normed.numel():
-            qkv = linear(normed, w.qkv, w.qkv_bias)
-            q = qkv.flatten(0, 1) if several else qkv
-            q = kv_calibrate(q, batch.positions, batch.slots, model.rope, k, v, w.q_norm, w.k_norm, eps)
+            rest = batch.positions, batch.slots, model.rope, k, v, w.q_norm, w.k_norm, eps
+            if few:
+                q = kv_project(normed, w.qkv, w.qkv_bias, *rest)
+            else:
+                qkv = linear(normed, w.qkv, w.qkv_bias)
+                q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest)
             mixed = batch.attend(q, k, v).flatten(1)
-            added = linear(mixed.view(*qkv.shape[:2], -1) if several else mixed, w.o, w.o_bias)
+            if several:
+                added = linear(mixed.view(*normed.shape[:2], -1), w.o, w.o_bias)
+            else:
+                added = _added(model, mixed, w.o, w.o_bias, few)
         else:  # other ranks attend for the whole group
             added = normed
         added = batch.join(added)
@@ -181,20 +189,39 @@ def run_layers(
             else:
                 hidden, (normed,) = _add_norms(hidden, delta, mlp.norm_post.unsqueeze(0), eps, added[i])
             up = linear(normed, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
-            delta = model.summed(linear(up, mlp.down, mlp.down_bias))
-    if delta is not None:
+            delta = model.summed(_added(model, up, mlp.down, mlp.down_bias, few))
+    if delta is not None and delta.dim() == 3:
+        hidden, _ = residual_merge(hidden, delta, None, eps, None, True)
+    elif delta is not None:
         hidden = hidden + delta
     if first in taps:
         kept[first] = hidden
     return Output(hidden, kept)
 
 
+def fuses(model: Model, hidden: Tensor) -> bool:
+    """Whether layers run in the fewest launches: few rows, on a GPU, through row_linear's kernels."""
+    return hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden) <= MAX_ROWS and model.linear is row_linear
+
+
+def _added(model: Model, x: Tensor, weight: Tensor, bias: Tensor | None, few: bool) -> Tensor:
+    """What the linear adds to the stream, [T, E]; for few rows on one GPU the sums of its splits [S, T, E]."""
+    if few and bias is None and model.ranks is None:
+        return row_linear(x, weight, epilogue="split")
+    return model.linear(x, weight, bias)
+
+
 def _add_norms(
     x: Tensor, delta: Tensor | None, norms: Tensor, eps: float, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` with N norms [N, E]: y = x + delta + other, all [T, E], and its RMSNorms [N, T, E]."""
-    deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-    return residual_merge(x, deltas, norms, eps, other)
+    """`add_norm` with N norms [N, E]: y = x + delta + other, all [T, E], and its RMSNorms [N, T, E]. `delta` may be the
+    sums of its splits [S, T, E]."""
+    split = delta is not None and delta.dim() == 3
+    if delta is None:
+        deltas = x.unsqueeze(0)[:0]
+    else:
+        deltas = delta if split else delta.unsqueeze(0)
+    return residual_merge(x, deltas, norms, eps, other, split)
 
 
 def forward(
