@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specker.kernels.ancestors import chain_words
 from specker.kernels import variant as variants
+from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
 from specker.runtime.graphs import Graphs
 from specker.runtime.model import cache, checkpoint

@@ -322,7 +322,7 @@ def _check(
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(f"caches must be [pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     (Hkv, D), O, rows = k_cache.shape[2:], weight.shape[-2], math.prod(x.shape[:-1])
-    if O % D or O <= 2 * Hkv * D:
+    if O % D or 2 * Hkv * D >= O:
         raise ValueError(f"weight must have (Hq + 2*{Hkv}) * {D} rows, got {O}")
     if D % 2:
         raise ValueError(f"D must be even, since halves of a head are rotated together; got {D}")

@@ -24,7 +24,7 @@ launch option does not.
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ def counters(device: torch.device, count: int) -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # within the graph, once for each launch
 
 
-@lru_cache(maxsize=None)
+@cache
 def _counters(device: torch.device, user: Any) -> Tensor:
     _launched.add(device)
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
