@@ -10,8 +10,8 @@ plus G * T * (E + O), the table's rows and, if K is split, float32 sums of the s
 The kernel serves up to 256 rows a layer and heads of up to 256; the two ops, one after the other, serve the rest. A
 program computes one head of 64 rows over one split of K. The program that arrives last for a head and 64 rows adds up
 the splits in order and finishes the head, so no second launch is needed.
-Determinism: the kernel is batch-invariant, as row_linear's is: a row's bits depend only on that row, the weights and the
-device. Which program arrives last changes nothing.
+Determinism: the kernel is batch-invariant, as row_linear's is: a row's bits depend only on that row, the weights and
+the device. Which program arrives last changes nothing.
 """
 
 import math
