@@ -14,6 +14,7 @@ from specker.kernels.attention import ancestor_words, tree_attention
 from specker.kernels.kv import kv_calibrate, kv_commit, rope_table
 from specker.kernels.linear import row_linear
 from specker.kernels.merge import residual_merge
+from specker.kernels.project import kv_project
 from specker.kernels.sample import sample_rows
 from specker.kernels.topk import vocab_topk
 
@@ -22,6 +23,7 @@ __all__ = [
     "ancestor_words",
     "kv_calibrate",
     "kv_commit",
+    "kv_project",
     "residual_merge",
     "rope_table",
     "row_linear",
