@@ -1,7 +1,7 @@
 """kv_project against cuBLAS with kv_calibrate, and against row_linear with kv_calibrate, at Llama-3-8B's shape.
 
-The limit is one read of the weight: 50 MB, 11.7 us at an H200's 4.3 TB/s. K is split in three, so that 48 heads fill 132
-SMs; at 64 rows the float32 sums of the splits are 4.7 MB, written to and read from L2.
+The limit is one read of the weight: 50 MB, 11.7 us at an H200's 4.3 TB/s. K is split in three, so that 48 heads fill
+132 SMs; at 64 rows the float32 sums of the splits are 4.7 MB, written to and read from L2.
 """
 
 from collections.abc import Iterator

@@ -2,10 +2,10 @@
 
 Up to 16 rows the limit is one read of K and V, 4 KiB per column and sequence: 8 us at an H200's 4.3 TB/s for 8,192
 columns. The overheads are the start (lengths, then the page, then the first tiles: three round trips to memory), the
-merge by the last program of each KV head, and the partials: for 16 rows 32 KiB per split and KV head, against 1 MiB of K and V at 1,024 columns.
-At 64 rows four tiles of 64 (row, head) pairs share K and V through the L2 cache, and the matrix units and exponentials
-take as long as the read. The baselines get K and V gathered and contiguous, and the mask built, at no cost; "sdpa" has
-the query heads of a KV head packed as rows, which reads K and V once.
+merge by the last program of each KV head, and the partials: for 16 rows 32 KiB per split and KV head, against 1 MiB of
+K and V at 1,024 columns. At 64 rows four tiles of 64 (row, head) pairs share K and V through the L2 cache, and the
+matrix units and exponentials take as long as the read. The baselines get K and V gathered and contiguous, and the mask
+built, at no cost; "sdpa" has the query heads of a KV head packed as rows, which reads K and V once.
 """
 
 from collections.abc import Callable, Iterator
