@@ -89,15 +89,15 @@ def compile_variant(variant: Any, arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = variant.kernel
+    kernel, given = variant.kernel, variant.constants(arch)
     names = kernel.arg_names
     runtime = names[: len(variant.arguments)]
-    if set(names[len(runtime) :]) != set(variant.constexprs):
+    if set(names[len(runtime) :]) != set(given):
         raise ValueError(
             f"{variant.name}: {kernel.__name__} takes {names}; given {len(runtime)} arguments and constexprs "
-            f"{sorted(variant.constexprs)}"
+            f"{sorted(given)}"
         )
-    signature, constexprs, attrs = {}, dict(variant.constexprs), {}
+    signature, constexprs, attrs = {}, dict(given), {}
     for i, (name, param, kind) in enumerate(zip(runtime, kernel.params, variant.arguments, strict=False)):
         if kind is None:
             signature[name], constexprs[name] = "constexpr", None
@@ -111,10 +111,10 @@ def compile_variant(variant: Any, arch: int) -> Any:
                 attrs[(i,)] = [["tt.divisibility", 16]]
         elif kind[0] in "iu" and not param.do_not_specialize:
             raise ValueError(f"{variant.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
-    signature |= dict.fromkeys(variant.constexprs, "constexpr")
+    signature |= dict.fromkeys(given, "constexpr")
     source = ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
     target = GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
-    return triton.compile(source, target=target, options=variant.compile_options(arch in LDS))
+    return triton.compile(source, target=target, options=variant.compile_options(arch))
 
 
 def resources(cubin: bytes) -> dict[str, int]:

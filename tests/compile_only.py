@@ -53,7 +53,7 @@ def _main(test_file: str, function: str) -> None:
     kernels = set()
 
     def compile_only(self: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
-        self.kernel.warmup(*arguments, grid=grid, **self.constexprs, **self.compile_options())
+        self.kernel.warmup(*arguments, grid=grid, **self.constants(90), **self.compile_options(90))
         kernels.add(self.kernel)
 
     Variant.__call__ = compile_only  # type: ignore[method-assign]

@@ -3,6 +3,7 @@ compile for sm_80, sm_100 and gfx950 too. `make static` compiles all variants; t
 """
 
 import contextlib
+import importlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -96,9 +97,9 @@ def test_amd_assembly_is_counted():
 
 
 def test_amd_gets_its_own_settings(monkeypatch):
-    v = Variant("x", None, (), {}, num_warps=8, options={"maxnreg": 128})
-    assert v.compile_options(False)["num_warps"] == 8 and v.compile_options(False)["maxnreg"] == 128
-    assert v.compile_options(True)["num_warps"] == 4 and "maxnreg" not in v.compile_options(True)
+    v = Variant("x", SimpleNamespace(arg_names=["x_ptr"]), (), {}, num_warps=8, options={"maxnreg": 128})
+    assert v.compile_options(90)["num_warps"] == 8 and v.compile_options(90)["maxnreg"] == 128
+    assert v.compile_options(942)["num_warps"] == 4 and "maxnreg" not in v.compile_options(942)
     assert replace(v, dot=True).warps(True) == 8 and replace(v, num_warps=1).warps(True) == 1
     monkeypatch.setattr(variant, "ON_AMD", True)
     for n, (name, arch) in enumerate({"gfx942:sramecc+:xnack-": 942, "gfx950:sramecc+": 950, "gfx1100": 942}.items()):
@@ -164,10 +165,28 @@ def test_a_kernel_is_launched_where_its_tensors_are(monkeypatch, device, entered
         seen.append("left")
 
     class Kernel:
+        arg_names = ("x_ptr",)
+
         def __getitem__(self, grid):
             return lambda *arguments, **how: seen.append(f"launched {grid}")
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(variant, "launched_on", lambda device: 90)
     Variant("x", Kernel(), ("*fp32",), {}, num_warps=1)((3,), SimpleNamespace(device=torch.device(device)))
     assert seen == [*entered, "launched (3,)", *(["left"] if entered else [])]
+
+
+@pytest.mark.parametrize(
+    ("arch", "switch", "on"), [(90, True, True), (100, True, True), (80, True, False), (90, False, False)]
+)
+def test_programmatic_launches_need_hopper_and_the_switch(monkeypatch, arch, switch, on):
+    """Every kernel of a forward starts early, waits, and lets the next one start; others are launched as always."""
+    monkeypatch.setattr(variant, "PDL", switch)
+    for name in ("linear", "merge", "kv", "project", "attention"):
+        kinds = {v.kernel: v for v in importlib.import_module(f"specker.kernels.{name}").variants(arch)}
+        for v in kinds.values():
+            assert v.constants(arch)["PDL"] is on and v.compile_options(arch).get("launch_pdl", False) is on
+    v = Variant("x", SimpleNamespace(arg_names=["x_ptr"]), (), {}, num_warps=1)
+    assert v.constants(arch) == {} and "launch_pdl" not in v.compile_options(arch)
+    assert variant.launched_on(torch.device("cpu")) == 0

@@ -46,7 +46,18 @@ from specker.kernels.ancestors import (
 )
 from specker.kernels.cpu import FEW_ROWS, plain
 from specker.kernels.registry import register
-from specker.kernels.variant import AMD, TYPES, Variant, arch, counters, same_device, tl, triton
+from specker.kernels.variant import (
+    AMD,
+    TYPES,
+    Variant,
+    arch,
+    counters,
+    let_next_start,
+    same_device,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 __all__ = [
     "MAX_WORDS",
@@ -421,7 +432,10 @@ def _tree_attention_kernel(
     P: tl.constexpr,  # pairs merged at a time; divides M
     S: tl.constexpr,  # splits merged at a time
     SEQS: tl.constexpr,  # a power of two, at least B
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     G: tl.constexpr = HQ // HKV
     # A slot holds M (row, head) pairs of one sequence. Sequence b's slots start at cu_rows[b] * G // M + b. So it has

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import few, rms_norm
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
+from specker.kernels.variant import TYPES, Variant, let_next_start, same_device, tl, triton, wait_for_previous
 
 
 def kv_calibrate(
@@ -220,7 +220,10 @@ def _kv_calibrate_kernel(
     BT: tl.constexpr,  # rows per program
     BH: tl.constexpr,  # heads per program: all q, all k or all v
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     # Load indices as vectors and broadcast later: as a column, Triton 3.6 loads each index once per 8 columns.
     o_r = tl.arange(0, BT * BH)
     i_t1 = tl.program_id(0) * BT + o_r // BH
@@ -411,7 +414,10 @@ def _kv_commit_kernel(
     ROW: tl.constexpr,  # Hkv * D
     BM: tl.constexpr,  # M rounded up to a bucket
     BC: tl.constexpr,  # columns of a row
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     i_layer = tl.program_id(1).to(tl.int64)
     o_m, o_c = tl.arange(0, BM), tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
     m_m = o_m < M

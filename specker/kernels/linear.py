@@ -33,7 +33,21 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import native, plain
 from specker.kernels.registry import register
-from specker.kernels.variant import AMD, SMS, TYPES, Variant, arch, same_device, sms, sum_dtype, tl, triton
+from specker.kernels.variant import (
+    AMD,
+    SMS,
+    TYPES,
+    Variant,
+    arch,
+    let_next_start,
+    prefetch,
+    same_device,
+    sms,
+    sum_dtype,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 EPILOGUES = ("none", "silu_mul", "float32", "split")
 # On a CPU, compiled products are fastest from this many elements of the weight (waking their threads takes 20 to 50 us)
@@ -184,6 +198,33 @@ def stream_rows(
 
 
 @triton.jit
+def prefetch_rows(
+    w_ptr,  # at the tile's first row
+    rows,  # of the weight from there on
+    start,
+    stop,
+    pair,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    LINES: tl.constexpr,  # of 128 bytes, of each row; a power of two
+    PAIR: tl.constexpr,
+):
+    """Start to read the first columns of `stream_rows`' weight into the L2 cache."""
+    WIDTH: tl.constexpr = 128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    o_n = tl.minimum(tl.arange(0, N), rows - 1)
+    o_e = tl.minimum(start + tl.arange(0, LINES) * WIDTH, stop - 1)
+    p_w = w_ptr + o_n[:, None].to(tl.int64) * E + o_e[None, :]
+    prefetch(p_w)
+    if PAIR:
+        prefetch(p_w + pair)
+
+
+def lines(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Lines of each of a tile's rows to prefetch: 64 KiB, which arrive while the kernel before ends, or all columns."""
+    return 1 << (min(512 // rows, columns * dtype.itemsize // 128) or 1).bit_length() - 1
+
+
+@triton.jit
 def _silu_mul(gate, up):
     return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
 
@@ -206,8 +247,11 @@ def _row_linear_kernel(
     PARTS: tl.constexpr,  # write the splits' sums; always with SPLITS > 1
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
+    LINES: tl.constexpr,  # to prefetch
+    PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 256 * E < 2**31)
+    let_next_start(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
@@ -223,15 +267,22 @@ def _row_linear_kernel(
         y_ptr += i_g.to(tl.int64) * T * (O if PARTS else COLUMNS)
     o_n = i_n + tl.arange(0, N)
     m_n = o_n < COLUMNS
+    w_ptr += i_n.to(tl.int64) * E
+    start = i_s * SPLIT_E if SPLITS > 1 else 0
+    stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
+    pair = tl.full([], COLUMNS, tl.int64) * E
+    if PDL:
+        prefetch_rows(w_ptr, COLUMNS - i_n, start, stop, pair, E, N, LINES, SILU)
+    wait_for_previous(PDL)
     b_y, b_up = stream_rows(
         x_ptr,
-        w_ptr + i_n.to(tl.int64) * E,
+        w_ptr,
         o_m,
         m_m,
         m_n,
-        i_s * SPLIT_E if SPLITS > 1 else 0,
-        tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E,
-        tl.full([], COLUMNS, tl.int64) * E,
+        start,
+        stop,
+        pair,
         E,
         M,
         N,
@@ -269,7 +320,10 @@ def _row_linear_merge_kernel(
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
     i_t = tl.program_id(0).to(tl.int64)  # of all G * T rows
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -366,6 +420,7 @@ def _variants(
             "BLOCK_E": block,
             "SPLIT_E": -(-E // (splits * block)) * block,
             "PARTS": parts or splits > 1,
+            "LINES": lines(n, -(-E // (splits * block)) * block, dtype),
         },
         num_warps=4,
         num_stages=stages,

@@ -22,7 +22,16 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import FEW_ROWS, few, rms_norm
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, sum_dtype, tl, triton
+from specker.kernels.variant import (
+    TYPES,
+    Variant,
+    let_next_start,
+    same_device,
+    sum_dtype,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 
 def residual_merge(
@@ -167,7 +176,13 @@ def _residual_merge_kernel(
     SPLIT: tl.constexpr,  # the others are sums of one delta's splits
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    if Q > 0 and E <= BLOCK:  # loaded early: before the wait, and no load crosses the reduction's barrier
+        o_e = tl.arange(0, BLOCK)
+        b_first = tl.load(weight_ptr + o_e, mask=o_e < E, other=0.0, eviction_policy="evict_last")
+    wait_for_previous(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     plane = T.to(tl.int64) * E
     o_row = i_t * E
@@ -187,8 +202,6 @@ def _residual_merge_kernel(
             b_y += b_sum.to(y_ptr.dtype.element_ty).to(tl.float32)
         if LAST:
             b_y += tl.load(last_ptr + o_row + o_e, mask=m_e, other=0.0).to(tl.float32)
-        if Q > 0 and E <= BLOCK:  # loaded early: no load crosses the reduction's barrier
-            b_first = tl.load(weight_ptr + o_e, mask=m_e, other=0.0, eviction_policy="evict_last")
         b_kept = b_y.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + o_row + o_e, b_kept, mask=m_e)
         b_y = b_kept.to(tl.float32)

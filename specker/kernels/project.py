@@ -22,9 +22,31 @@ import torch
 from torch import Tensor
 
 from specker.kernels.kv import calibrate, check_contiguous, kv_calibrate, kv_calibrate_cost
-from specker.kernels.linear import MAX_ROWS, MIN_SPLIT, like, row_linear, row_linear_cost, stages_of, stream_rows
+from specker.kernels.linear import (
+    MAX_ROWS,
+    MIN_SPLIT,
+    like,
+    lines,
+    prefetch_rows,
+    row_linear,
+    row_linear_cost,
+    stages_of,
+    stream_rows,
+)
 from specker.kernels.registry import register
-from specker.kernels.variant import SMS, TYPES, Variant, arch, counters, same_device, sms, tl, triton
+from specker.kernels.variant import (
+    SMS,
+    TYPES,
+    Variant,
+    arch,
+    counters,
+    let_next_start,
+    same_device,
+    sms,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 MAX_D = 256
 
@@ -104,7 +126,10 @@ def _kv_project_kernel(
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
+    LINES: tl.constexpr,  # to prefetch
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     HEADS: tl.constexpr = Hq + 2 * Hkv
     O: tl.constexpr = HEADS * D
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 256 * E < 2**31)
@@ -114,14 +139,20 @@ def _kv_project_kernel(
     i_s = tl.program_id(2)
     o_n = tl.arange(0, N)
     first = i_g.to(tl.int64) * T  # the layer's first row
+    w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * E)
+    start = i_s * SPLIT_E if SPLITS > 1 else 0
+    stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
+    if PDL:
+        prefetch_rows(w_ptr, D, start, stop, 0, E, N, LINES, False)
+    wait_for_previous(PDL)
     b_y, _ = stream_rows(
         x_ptr + first * E,
-        w_ptr + (i_g * HEADS + i_h).to(tl.int64) * (D * E),
+        w_ptr,
         o_m,
         o_m < T,
         o_n < D,
-        i_s * SPLIT_E if SPLITS > 1 else 0,
-        tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E,
+        start,
+        stop,
         0,
         E,
         M,
@@ -234,6 +265,7 @@ def _variant(
             "SPLIT_E": -(-E // (splits * block)) * block,
             "NORM": norm,
             "BIAS": bias,
+            "LINES": lines(n, -(-E // (splits * block)) * block, dtype),
         },
         num_warps=warps,
         num_stages=stages or max(stages_of(dtype, m + n, block, count * splits <= sms, arch), 2),

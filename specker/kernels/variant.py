@@ -19,8 +19,16 @@ bits could then change with the surrounding code: with P, a tile's size or the c
 default). Without it the code states what is computed, with `tl.fma` where one rounding is wanted, and the interpreter
 computes the same. `TRITON_DEFAULT_FP_FUSION` would affect every kernel of the process, even other libraries'; the
 launch option does not.
+
+Programmatic dependent launch (sm_90 and newer): a kernel with a constexpr `PDL` may start before the one before it in
+the stream has ended, which hides its start and its first reads of weights. Every such kernel calls `let_next_start`
+first and `wait_for_previous` before it reads or writes anything that a kernel writes; before that it may read only
+weights and tables that no kernel of the stream writes. Every program waits, even one that has nothing to do: the next
+kernel waits for this one alone, so if a program did not wait, what an earlier kernel writes might be missing. Bits do
+not change. SPECKER_PDL=0 turns it off.
 """
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -54,11 +62,14 @@ __all__ = [
     "Variant",
     "arch",
     "counters",
+    "let_next_start",
+    "prefetch",
     "same_device",
     "sms",
     "sum_dtype",
     "tl",
     "triton",
+    "wait_for_previous",
 ]
 
 FP_FUSION = False
@@ -66,6 +77,7 @@ FP_FUSION = False
 # MI300X (gfx942), MI355X (gfx950).
 SMS = {80: 108, 90: 132, 100: 148, 942: 304, 950: 256}
 AMD = (942, 950)  # gfx942, gfx950
+PDL = os.environ.get("SPECKER_PDL") != "0"
 ON_AMD = torch.version.hip is not None  # torch calls AMD's devices "cuda", too
 TYPES = {
     torch.float16: "fp16",
@@ -97,11 +109,22 @@ class Variant:
         keep one wave for each of a CU's four SIMDs, and the accumulator's registers."""
         return max(1, self.num_warps // 2) if amd and not self.dot else self.num_warps
 
-    def compile_options(self, amd: bool = ON_AMD) -> dict[str, Any]:
+    def dependent(self, arch: int) -> bool:
+        """Whether the kernel is launched before the one before it has ended."""
+        return PDL and arch in (90, 100) and "PDL" in self.kernel.arg_names
+
+    def constants(self, arch: int) -> dict[str, Any]:
+        """The constexprs of a compilation for an architecture."""
+        pdl = {"PDL": self.dependent(arch)} if "PDL" in self.kernel.arg_names else {}
+        return {**self.constexprs, **pdl}
+
+    def compile_options(self, arch: int) -> dict[str, Any]:
+        amd = arch in AMD
         return {
             "num_warps": self.warps(amd),
             "num_stages": self.num_stages,
             "enable_fp_fusion": FP_FUSION,
+            **({"launch_pdl": True} if self.dependent(arch) else {}),
             **({} if amd else self.options),
         }
 
@@ -110,7 +133,8 @@ class Variant:
         device = arguments[0].device
         other = device.type == "cuda" and device.index != torch.cuda.current_device()
         with torch.cuda.device(device) if other else nullcontext():
-            self.kernel[grid](*arguments, **self.constexprs, **self.compile_options())
+            on = launched_on(device)
+            self.kernel[grid](*arguments, **self.constants(on), **self.compile_options(on))
 
 
 @lru_cache
@@ -123,6 +147,11 @@ def arch(device: torch.device) -> int:
     if ON_AMD:
         return 950 if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx950") else 942
     return {9: 90, 10: 100}.get(torch.cuda.get_device_capability(device)[0], 80)
+
+
+def launched_on(device: torch.device) -> int:
+    """The architecture that a launch compiles for; 0 in the interpreter, which has no programmatic launches."""
+    return arch(device) if device.type == "cuda" else 0
 
 
 @lru_cache
@@ -164,6 +193,28 @@ def _counters(device: torch.device, user: Any) -> Tensor:
 
 
 _launched: set[torch.device] = set()  # devices that have counters
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel of the stream may start. It waits for this one before it reads what this one writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the kernels before this one in the stream have ended."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(p):
+    """Start to read the lines of 128 bytes at these addresses into the L2 cache."""
+    address = p.to(tl.int64, bitcast=True)
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
 
 
 def same_device(first: Tensor, **others: Tensor | None) -> None:

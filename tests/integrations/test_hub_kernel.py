@@ -38,9 +38,9 @@ results["kv_commit"] = inputs["kv_commit"][:2]
 torch.save(results, out / "results.pt")
 
 variant = next(v for v in hub.accept.variants(90) if v.smoke)
-types = dict(zip(variant.kernel.arg_names, variant.arguments)) | {name: "constexpr" for name in variant.constexprs}
-source = triton.compiler.ASTSource(variant.kernel, types, dict(variant.constexprs))
-done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=variant.compile_options())
+types = dict(zip(variant.kernel.arg_names, variant.arguments)) | {name: "constexpr" for name in variant.constants(90)}
+source = triton.compiler.ASTSource(variant.kernel, types, dict(variant.constants(90)))
+done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=variant.compile_options(90))
 print(len(done.asm["cubin"]), *(name for name in sys.modules if name.split(".")[0] == "specker"))
 """
 
