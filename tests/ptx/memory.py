@@ -121,7 +121,8 @@ class GlobalAccess:
         if len(lanes):
             self._check_written(i, offsets[lanes], width, "")
             if self.shadow:
-                self.shadow.load(self.machine, i, lanes, offsets[lanes], width)
+                track = self.shadow.atomic if i.strong else self.shadow.load
+                track(self.machine, i, lanes, offsets[lanes], width)
         return offsets
 
     def atomic(self, i: "Instruction", addresses: Array, width: int) -> Array:

@@ -4,7 +4,11 @@ import json
 
 from compile_only import python
 
-EXPECTED = {  # a fault of mutants.py -> what must be reported
+UNORDERED_READ = "race: read of global memory that another CTA of the launch writes"
+UNORDERED_WRITE = "race: write to global memory that another CTA of the launch reads"
+PLAIN = "race: plain write to what is accessed atomically in the same launch"
+ATOMIC = "race: atomic on what is plainly accessed in the same launch"
+EXPECTED = {  # a fault of mutants.py or grids.py -> what must be reported
     "copies are not awaited": ["read of shared memory while cp.async is in flight"],
     "copies are awaited late": ["read of shared memory while cp.async is in flight"],
     "copies are not committed": ["read of shared memory while cp.async is in flight"],
@@ -38,6 +42,16 @@ EXPECTED = {  # a fault of mutants.py -> what must be reported
         "race: write to global memory that another warp read since the last barrier",
     ],
     "a read of new memory": ["read of global memory that nobody wrote, storage of (64,) torch.int32 byte 0 of 256"],
+    "the last program, not the last to arrive": [UNORDERED_READ, UNORDERED_WRITE],
+    "a relaxed counter": [UNORDERED_READ, UNORDERED_WRITE, PLAIN],
+    "a counter without acquire": [UNORDERED_READ, UNORDERED_WRITE, PLAIN],
+    "a counter without release": [UNORDERED_READ, UNORDERED_WRITE, PLAIN],
+    "a counter for one CTA": [UNORDERED_READ, UNORDERED_WRITE, PLAIN],
+    "no barrier before the counter": [UNORDERED_READ, UNORDERED_WRITE],
+    "one warp without a barrier before the counter": [UNORDERED_READ, UNORDERED_WRITE],
+    "a count one too small": [UNORDERED_READ, UNORDERED_WRITE, ATOMIC],
+    "every program resets the counter": [PLAIN, ATOMIC],
+    "a chain of flags with a relaxed one": [UNORDERED_READ],
 }
 
 
@@ -45,6 +59,8 @@ def test_each_fault_is_reported_and_the_original_is_not() -> None:
     rows = {row["name"]: row for row in map(json.loads, python("-m", "ptx.mutants").splitlines())}
     assert rows.keys() == EXPECTED.keys()
     assert {name: row["before"] for name, row in rows.items() if row["before"]} == {}
+    assert {name: row["unequal"] for name, row in rows.items() if row.get("unequal")} == {}
+    assert {name: row["missed"] for name, row in rows.items() if row.get("missed")} == {}
     for name, texts in EXPECTED.items():
         for text in texts:
             assert any(text in problem for problem in rows[name]["after"]), (name, text, rows[name]["after"])
