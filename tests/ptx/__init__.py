@@ -18,7 +18,8 @@ bank conflicts.
     mutants.py        faults put into PTX, which must be reported; grids.py: faults between CTAs
     __main__.py       the command; plugin.py: the kernels' own tests on PTX
 
-CTAs run in several orders, and only atomics with acquire and release order their accesses.
+CTAs run in several orders, and only atomics with acquire and release order their accesses. A CTA that does
+not end is reported after `launch.LIMIT` basic blocks.
 
 What the hardware leaves open is checked rather than modelled. Not covered: time, ptxas and its scheduling, caches,
 sm_100 (tcgen05), programmatic dependent launch, TMA, fences that are not part of an atomic (they order nothing here),

@@ -1,4 +1,4 @@
-"""Faults between CTAs: the last arriver of a launch.
+"""Faults between CTAs: the last arriver of a launch, and loops without an end.
 
 Each fault is a kernel that is launched right and launched, or changed, wrong.
 """
@@ -104,6 +104,18 @@ def _without_barriers_before_the_atomic(ptx: str) -> str:
     return re.sub(r"bar\.sync\s+0;", "", before) + atomic + after
 
 
+@triton.jit
+def _endless_kernel(
+    flag_ptr,  # [1]: never becomes 1 by itself
+):
+    while tl.load(flag_ptr, volatile=True) == 0:
+        pass
+
+
+def _spin(flag: int) -> None:
+    _endless_kernel[(2,)](torch.tensor([flag]))
+
+
 FAULTS = (
     Fault("the last program, not the last to arrive", _arrive, lambda: _arrive(sem="")),
     Fault("a relaxed counter", _arrive, lambda: _arrive(sem="relaxed")),
@@ -126,4 +138,5 @@ FAULTS = (
         lambda: _chain("relaxed"),
         options={"threads": 1, "backwards": False, "shuffled": None},  # elsewhere nothing is copied
     ),
+    Fault("a loop without an end", lambda: _spin(1), lambda: _spin(0), options={"limit": 200}),
 )

@@ -14,6 +14,7 @@ from ptx.values import FLOAT, UNSIGNED
 
 THREADS = 8192  # that run at once
 SHARED = 64 << 20  # bytes of shared memory of the CTAs that run at once
+LIMIT = 100_000  # basic blocks that a CTA may execute
 
 
 def launch(
@@ -26,9 +27,11 @@ def launch(
     races: bool = True,
     backwards: bool = False,
     shuffled: int | None = None,
+    limit: int = LIMIT,
 ) -> Report:
     """Run the program. `parameters` in the order of the entry's, addresses as integers; `shared` bytes per CTA. `races`
-    in global memory are tracked on request. `backwards`: the last CTA runs first; `shuffled`: a random order's seed."""
+    in global memory are tracked on request. `backwards`: the last CTA runs first; `shuffled`: a random order's seed.
+    A CTA that executes more than `limit` basic blocks ends the launch with a problem."""
     size = (*grid, 1, 1)[:3]
     ctas = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])]
     if backwards:
@@ -44,10 +47,9 @@ def launch(
         report = Report(program.name, ctas=len(ctas), threads=program.threads * len(ctas))
         traffic = Traffic(report, memory.size)
         shadow = Shadow(memory, report, mixed, program.synchronises) if races else None
-        rest = size, values, memory, shared, report, traffic, shadow
-        for n in starts:
-            Machine(program, ctas[n : n + at_once], *rest).run()
-        if shadow is None or mixed is not None or not shadow.mixed().any():
+        rest = size, values, memory, shared, report, traffic, shadow, limit
+        ended = all(Machine(program, ctas[n : n + at_once], *rest).run() for n in starts)
+        if not ended or shadow is None or mixed is not None or not shadow.mixed().any():
             break
         mixed = shadow.mixed()
         memory.restore(saved)  # once more, and track the readers of these storages as well

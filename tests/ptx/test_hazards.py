@@ -52,6 +52,7 @@ EXPECTED = {  # a fault of mutants.py or grids.py -> what must be reported
     "a count one too small": [UNORDERED_READ, UNORDERED_WRITE, ATOMIC],
     "every program resets the counter": [PLAIN, ATOMIC],
     "a chain of flags with a relaxed one": [UNORDERED_READ],
+    "a loop without an end": ["a CTA has not ended after 200 basic blocks, PTX line"],
 }
 
 
