@@ -1,10 +1,10 @@
-"""Faults between CTAs: the last arriver of a launch, and loops without an end.
+"""Faults between CTAs and between grids: the last arriver of a launch, dependent launches, and loops without an end.
 
 Each fault is a kernel that is launched right and launched, or changed, wrong.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from formulas import randn
 from torch import Tensor
 
+from ptx.cases import weight
 from specker.kernels.variant import tl, triton
 
+gdc_wait, gdc_launch_dependents = tl.extra.cuda.gdc_wait, tl.extra.cuda.gdc_launch_dependents
 Equal = tuple[Tensor, Tensor]  # a result, and what it must be
 COUNT, BLOCK, F32 = 3, 256, torch.float32
 
@@ -25,6 +27,7 @@ class Fault:
     wrong: Callable[[], Any]
     arch: int = 80
     change: Callable[[str], str] = str  # of the PTX of `wrong`
+    constant: Mapping[str, Collection[str]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)  # of `launch`
 
 
@@ -105,6 +108,94 @@ def _without_barriers_before_the_atomic(ptx: str) -> str:
 
 
 @triton.jit
+def _first_kernel(
+    x_ptr,  # [programs * BLOCK]
+    y_ptr,  # [programs * BLOCK]
+    BLOCK: tl.constexpr,
+):
+    gdc_launch_dependents()
+    gdc_wait()
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + o, tl.load(x_ptr + o) + 1)
+
+
+@triton.jit
+def _second_kernel(
+    y_ptr,  # [n * BLOCK], from the launch before
+    w_ptr,  # [n * BLOCK]
+    z_ptr,  # [n * BLOCK]
+    n,
+    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,  # whether the wait comes first
+    HOW: tl.constexpr,  # where else it is, or what is wrong
+):
+    i = tl.program_id(0)
+    o = i * BLOCK + tl.arange(0, BLOCK)
+    if HOW != "silent":
+        gdc_launch_dependents()
+    if HOW == "stores":
+        tl.store(z_ptr + o, 0.0, mask=o < n * BLOCK)
+    if HOW == "counts":
+        tl.atomic_add(z_ptr, 0.0, sem="relaxed")
+    if FIRST:
+        gdc_wait()
+    if i >= n:
+        if HOW == "prefetches":
+            gdc_wait()
+        return
+    if HOW == "returns":
+        gdc_wait()
+    b_w = tl.load(w_ptr + o)
+    if HOW == "prefetches":
+        gdc_wait()
+    b_y = tl.load(y_ptr + o)
+    if HOW == "loads":
+        gdc_wait()
+    if HOW == "replaces":
+        tl.store(w_ptr + o, b_w)
+    tl.store(z_ptr + o, b_y * b_w)
+
+
+def _dependent(how: str, programs: int = 2, weight_from_launch: bool = False) -> Equal:
+    """z = (x + 1) * w by two launches. Of three programs the third has nothing to do."""
+    x, w = (randn(2 * BLOCK, seed=seed, dtype=F32) for seed in (0, 1))
+    y, z = torch.empty(2 * BLOCK), torch.zeros(2 * BLOCK)
+    want = (x + 1) * w
+    _first_kernel[(2,)](x, y, BLOCK=BLOCK, launch_pdl=True)
+    if weight_from_launch:
+        y, w = x, y
+    first = how in ("waits", "stores", "counts", "replaces")
+    _second_kernel[(programs,)](y, w, z, 2, BLOCK=BLOCK, FIRST=first, HOW=how, launch_pdl=True)
+    return z, want
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr,  # [64, E], from the launch before
+    w_ptr,  # [64, E]
+    y_ptr,  # [64, 64]
+    E: tl.constexpr,
+):
+    gdc_wait()
+    o, b_y = tl.arange(0, 64), tl.zeros([64, 64], tl.float32)
+    for start in tl.range(0, E, 64, num_stages=3):
+        at = o[:, None] * E + start + o[None, :]
+        b_y = tl.dot(tl.load(x_ptr + at), tl.load(w_ptr + at).T, b_y)
+    gdc_launch_dependents()
+    tl.store(y_ptr + o[:, None] * 64 + o[None, :], b_y)
+
+
+def _product() -> None:
+    x, w = (weight(64, 256, dtype=torch.bfloat16) for _ in "xw")
+    _product_kernel[(1,)](x, w, torch.empty(64, 64), E=256, launch_pdl=True)
+
+
+def _wait_behind_the_loop(ptx: str) -> str:
+    wait, end = "griddepcontrol.wait ;", "griddepcontrol.launch_dependents ;"
+    return ptx.replace(wait, "").replace(end, f"{wait} {end}")
+
+
+@triton.jit
 def _endless_kernel(
     flag_ptr,  # [1]: never becomes 1 by itself
 ):
@@ -114,6 +205,13 @@ def _endless_kernel(
 
 def _spin(flag: int) -> None:
     _endless_kernel[(2,)](torch.tensor([flag]))
+
+
+WEIGHT = {"_second_kernel": {"w_ptr"}, "_product_kernel": {"w_ptr"}}
+
+
+def _grid(name: str, right: Callable[[], Equal | None], wrong: Callable[[], Any], **more: Any) -> Fault:
+    return Fault(name, right, wrong, 90, constant=WEIGHT, **more)
 
 
 FAULTS = (
@@ -138,5 +236,18 @@ FAULTS = (
         lambda: _chain("relaxed"),
         options={"threads": 1, "backwards": False, "shuffled": None},  # elsewhere nothing is copied
     ),
+    _grid("no wait", lambda: _dependent("waits"), lambda: _dependent("never")),
+    _grid("a kernel without griddepcontrol", lambda: _dependent("waits"), lambda: _dependent("silent")),
+    _grid("a read before the wait", lambda: _dependent("prefetches"), lambda: _dependent("loads")),
+    _grid("a write before the wait", lambda: _dependent("waits"), lambda: _dependent("stores")),
+    _grid("an atomic before the wait", lambda: _dependent("waits"), lambda: _dependent("counts")),
+    _grid("copies before the wait", _product, _product, change=_wait_behind_the_loop),
+    _grid("a program returns before it waits", lambda: _dependent("waits", 3), lambda: _dependent("returns", 3)),
+    _grid(
+        "a constant that a launch wrote",
+        lambda: _dependent("prefetches", 3),
+        lambda: _dependent("prefetches", 3, weight_from_launch=True),
+    ),
+    _grid("a constant that the launch writes", lambda: _dependent("waits"), lambda: _dependent("replaces")),
     Fault("a loop without an end", lambda: _spin(1), lambda: _spin(0), options={"limit": 200}),
 )

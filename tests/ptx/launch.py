@@ -27,11 +27,13 @@ def launch(
     races: bool = True,
     backwards: bool = False,
     shuffled: int | None = None,
+    dependent: bool = False,
     limit: int = LIMIT,
 ) -> Report:
     """Run the program. `parameters` in the order of the entry's, addresses as integers; `shared` bytes per CTA. `races`
     in global memory are tracked on request. `backwards`: the last CTA runs first; `shuffled`: a random order's seed.
-    A CTA that executes more than `limit` basic blocks ends the launch with a problem."""
+    `dependent`: a programmatic dependent launch, as is that of each program with griddepcontrol. A CTA that executes
+    more than `limit` basic blocks ends the launch with a problem."""
     size = (*grid, 1, 1)[:3]
     ctas = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])]
     if backwards:
@@ -41,19 +43,22 @@ def launch(
     at_once = max(1, min(len(ctas), threads // program.threads, SHARED // max(shared, 1)))
     values = {name: _bits(v, kind) for (name, kind), v in zip(program.parameters, parameters, strict=True)}
     saved = memory.save()
+    dependent = dependent or program.depends
     starts = range(0, len(ctas), at_once)
     mixed = None
     while True:
         report = Report(program.name, ctas=len(ctas), threads=program.threads * len(ctas))
         traffic = Traffic(report, memory.size)
         shadow = Shadow(memory, report, mixed, program.synchronises) if races else None
-        rest = size, values, memory, shared, report, traffic, shadow, limit
+        rest = size, values, memory, shared, report, traffic, shadow, dependent, limit
         ended = all(Machine(program, ctas[n : n + at_once], *rest).run() for n in starts)
         if not ended or shadow is None or mixed is not None or not shadow.mixed().any():
             break
         mixed = shadow.mixed()
         memory.restore(saved)  # once more, and track the readers of these storages as well
     traffic.finish()
+    if dependent and not program.launches_dependents:
+        report.benign["a dependent launch without griddepcontrol.launch_dependents"] += 1
     return report
 
 

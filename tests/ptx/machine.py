@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptx.copies import AsyncCopies
+from ptx.dependent import Dependence
 from ptx.memory import GlobalAccess, Memory
 from ptx.program import Program
 from ptx.report import Report, Traffic
@@ -30,6 +31,7 @@ class Machine:
         report: Report,
         traffic: Traffic,
         shadow: Shadow | None,
+        dependent: bool,  # the grid may start before the one before has finished
         limit: int,  # basic blocks that a CTA may execute
     ):
         T, C = program.threads, len(ctas)
@@ -55,7 +57,8 @@ class Machine:
         self.alive, self.waiting = np.ones(N, bool), np.zeros(N, bool)
         self.epoch = np.ones(C, I64)  # barriers that each CTA has passed, from 1 on
         self.limit, self.steps = limit, np.zeros(C, I64)  # basic blocks that each CTA has executed
-        self.memory = GlobalAccess(self, memory, report, traffic, shadow)
+        self.dependence = Dependence(memory, report, N, C) if dependent else None
+        self.memory = GlobalAccess(self, memory, report, traffic, shadow, self.dependence)
         self.shared = SharedMemory(self, shared, C)
         self.copies = AsyncCopies(self)
         self.warpgroups = Warpgroups(self)
@@ -99,6 +102,8 @@ class Machine:
                     return False
         if self.copies.in_flight:
             self.report.benign["cp.async in flight when the program ends"] += 1
+        if self.dependence:
+            self.dependence.finish()
         return True
 
     def _run_block(self, number: int, mask: Array) -> None:

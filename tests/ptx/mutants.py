@@ -184,7 +184,7 @@ ORDERS: tuple[dict[str, Any], ...] = (  # of the CTAs: together, one by one, fro
 def _in_orders(fault: Fault) -> dict[str, Any]:
     row: dict[str, Any] = {"name": fault.name, "before": [], "after": [], "missed": [], "unequal": []}
     for order in ORDERS:
-        options = {**order, **fault.options}
+        options = {"constant": fault.constant, **order, **fault.options}
         results: list[Any] = []
         row["before"] += _problems(lambda out=results: out.append(fault.right()), fault.arch, **options)
         if isinstance(results[0], tuple) and not torch.equal(*results[0]):

@@ -64,7 +64,10 @@ class Program:
         instructions = [instruction for block in self.blocks for instruction in block]
         for instruction in instructions:
             instruction.translate(TRANSLATORS)
+        ops = {instruction.op for instruction in instructions}
         self.synchronises = any(order.acquires(i) or order.releases(i) for i in instructions)
+        self.depends = any(op.startswith("griddepcontrol") for op in ops)
+        self.launches_dependents = "griddepcontrol.launch_dependents" in ops
 
     def _code(self, lines: list[str], first: int, files: dict[str, str]) -> list[_Line]:
         """The labels and instructions from line `first` on; notes the declared registers."""

@@ -8,6 +8,7 @@ UNORDERED_READ = "race: read of global memory that another CTA of the launch wri
 UNORDERED_WRITE = "race: write to global memory that another CTA of the launch reads"
 PLAIN = "race: plain write to what is accessed atomically in the same launch"
 ATOMIC = "race: atomic on what is plainly accessed in the same launch"
+NO_WAIT = "_second_kernel: a CTA ends without griddepcontrol.wait"
 EXPECTED = {  # a fault of mutants.py or grids.py -> what must be reported
     "copies are not awaited": ["read of shared memory while cp.async is in flight"],
     "copies are awaited late": ["read of shared memory while cp.async is in flight"],
@@ -52,6 +53,15 @@ EXPECTED = {  # a fault of mutants.py or grids.py -> what must be reported
     "a count one too small": [UNORDERED_READ, UNORDERED_WRITE, ATOMIC],
     "every program resets the counter": [PLAIN, ATOMIC],
     "a chain of flags with a relaxed one": [UNORDERED_READ],
+    "no wait": ["byte 0 of 2048 before griddepcontrol.wait", NO_WAIT],
+    "a kernel without griddepcontrol": ["_second_kernel: reads storage", NO_WAIT],
+    "a read before the wait": ["_second_kernel: reads storage of (512,) torch.float32 byte 0 of 2048 before"],
+    "a write before the wait": ["_second_kernel: writes storage of (512,) torch.float32 byte 0 of 2048 before"],
+    "an atomic before the wait": ["byte 0 of 2048 before griddepcontrol.wait: PTX line"],
+    "copies before the wait": ["_product_kernel: reads storage of (64, 256) torch.bfloat16 byte 0 of 32768 before"],
+    "a program returns before it waits": [NO_WAIT],
+    "a constant that a launch wrote": ["w_ptr is declared constant, but an earlier launch wrote it"],
+    "a constant that the launch writes": ["_second_kernel: write to an argument that is declared constant"],
     "a loop without an end": ["a CTA has not ended after 200 basic blocks, PTX line"],
 }
 
