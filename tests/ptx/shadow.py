@@ -34,7 +34,7 @@ class Shadow:
         grains = memory.size // GRAIN + 64
         self._write, self._read = (Accesses(*(np.zeros(grains, I32) for _ in range(4))) for _ in "wr")  # the last ones
         self._is_atomic = np.zeros(grains, bool)  # the last write was atomic
-        self._reads: list[tuple[Array, Accesses]] = []  # all, by grain, if the program synchronises
+        self._reads: list[tuple[int, int, Array, Accesses]] = []  # all, if the program synchronises: see load
         self._atomics: dict[int, dict[int, Accesses]] = {}  # likewise: grain -> CTA -> its last since a plain store
 
     def mixed(self) -> Array:
@@ -70,7 +70,7 @@ class Shadow:
         warps = _near(past, now) | (self._read.tag[g] != now.tag)
         self._read.tag[g[warps]] |= SEVERAL_WARPS
         if self.order:
-            self._reads.append((g, now))
+            self._reads.append((int(g.min()), int(g.max()), g, now))
 
     def store(self, m: "Machine", i: "Instruction", lanes: Array, o: Array, width: int, changed: Array) -> None:
         """`changed`: whether each thread wrote something else than was there."""
@@ -156,10 +156,12 @@ class Shadow:
         """Whether another CTA has read each of the grains and that did not happen before."""
         assert self.order is not None
         out, order = np.zeros(len(g), bool), np.argsort(g)
-        for grains, past in self._reads:
+        low, high = int(g.min()), int(g.max())
+        for first, last, grains, past in self._reads:
+            if first > high or last < low:
+                continue
             read = np.flatnonzero(np.isin(grains, g))
-            first = np.searchsorted(g, grains[read], sorter=order)
-            mine = order[first]
+            mine = order[np.searchsorted(g, grains[read], sorter=order)]
             others = np.flatnonzero(past.cta[read] != now.cta[mine])
             read, mine = read[others], mine[others]
             out[mine[~self.order.before(past.part(read), now.part(mine))]] = True
