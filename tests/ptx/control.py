@@ -41,6 +41,14 @@ def fence(i: Instruction) -> Run:
     return (lambda m: m.shared.proxy_fence()) if i.op.startswith("fence.proxy.async") else nothing(i)
 
 
+def depend(i: Instruction) -> Run:
+    if i.op == "griddepcontrol.launch_dependents":
+        return nothing(i)
+    if i.op != "griddepcontrol.wait":
+        raise i.unsupported()
+    return lambda m: m.dependence.wait(m.lanes())
+
+
 def check_whole_warps(m: Any, i: Instruction) -> None:
     if m.mask is not None:
         warps = m.mask.reshape(-1, 32)
@@ -126,7 +134,7 @@ TRANSLATORS = {
     "barrier": barrier,
     "fence": fence,
     "membar": nothing,
-    "griddepcontrol": nothing,
+    "griddepcontrol": depend,
     "shfl": shuffle,
     "redux": reduce,
     "vote": vote,

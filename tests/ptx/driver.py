@@ -11,7 +11,7 @@ Triton compiles with the arguments' real specialisation for that architecture, a
 import importlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,9 +26,11 @@ from triton.runtime.jit import JITFunction
 
 from ptx.launch import launch
 from ptx.memory import Memory
+from ptx.ops import CONSTANT
 from ptx.program import Program
 from ptx.report import Report
 
+Constants = Mapping[str, Collection[str]]  # kernel -> parameters
 USES_ARCH = ("attention", "linear", "topk")  # the op files whose tiles depend on the architecture
 
 
@@ -86,9 +88,12 @@ class Simulation:
 
 
 @contextmanager
-def simulated(arch: int, change: Callable[[str], str] = str, **options: Any) -> Iterator[Simulation]:
-    """Run the launches of Triton kernels for sm_`arch`. `change` edits their PTX; `options` are those of `launch`.
-    RuntimeError if kernels are interpreted."""
+def simulated(
+    arch: int, change: Callable[[str], str] = str, constant: Constants = CONSTANT, **options: Any
+) -> Iterator[Simulation]:
+    """Run the launches of Triton kernels for sm_`arch`. `change` edits their PTX; `constant` names the parameters of
+    each kernel that no kernel writes; `options` are those of `launch`. RuntimeError if kernels are interpreted.
+    ValueError if `constant` names something that is no parameter."""
     if os.environ.get("TRITON_INTERPRET"):
         raise RuntimeError("TRITON_INTERPRET is set, so kernels are interpreted and there is no PTX")
     simulation, memory = Simulation(), Memory()
@@ -100,7 +105,8 @@ def simulated(arch: int, change: Callable[[str], str] = str, **options: Any) -> 
             bound = self.device_caches[arch][4](*args, **kwargs)[0]  # arguments by name
             sizes = tuple(grid(bound) if callable(grid) else grid)
             with torch._C.DisableTorchFunctionSubclass():
-                report = _launched(compiled, _program(change(compiled.asm["ptx"])), sizes, bound, memory, options)
+                program, fixed = _program(change(compiled.asm["ptx"])), constant.get(self.fn.__name__, ())
+                report = _launched(compiled, program, sizes, bound, memory, fixed, options)
             how = compiled.metadata
             simulation.launches.append(Launch(self.fn.__name__, sizes, how.num_warps, how.shared, report))
         return compiled
@@ -123,12 +129,27 @@ def _program(ptx: str) -> Program:
 
 
 def _launched(
-    compiled: Any, program: Program, grid: tuple[int, ...], bound: dict[str, Any], memory: Memory, options: Any
+    compiled: Any,
+    program: Program,
+    grid: tuple[int, ...],
+    bound: dict[str, Any],
+    memory: Memory,
+    constant: Collection[str],
+    options: dict[str, Any],
 ) -> Report:
+    if unknown := set(constant) - set(bound):
+        raise ValueError(f"expected parameters of {compiled.metadata.name}, got the constants {sorted(unknown)}")
     memory.begin()
-    values = [bound[name] for name, kind in compiled.src.signature.items() if kind != "constexpr"]
-    parameters = [memory.map(v) if isinstance(v, torch.Tensor) else v for v in values]
+    values = {name: bound[name] for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+    tensors = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+    parameters = [memory.map(v, name in constant) if name in tensors else v for name, v in values.items()]
     parameters += [0] * (len(program.parameters) - len(parameters))  # Triton's scratch memory, which no op uses
-    report = launch(program, grid, parameters, memory, compiled.metadata.shared, **options)
-    memory.end([v for v in values if isinstance(v, torch.Tensor)])
+    produced = [name for name, v in tensors.items() if name in constant and memory.was_produced(v)]
+    how = {"dependent": compiled.metadata.launch_pdl, **options}
+    report = launch(program, grid, parameters, memory, compiled.metadata.shared, **how)
+    for name in produced:
+        report.problem(f"{name} is declared constant, but an earlier launch wrote it")
+    if program.depends and not compiled.metadata.launch_pdl:
+        report.benign["griddepcontrol in a kernel that is launched without launch_pdl"] += 1
+    memory.end(list(tensors.values()))
     return report

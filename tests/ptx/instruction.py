@@ -47,6 +47,7 @@ class Instruction:
         self.args = split(operands)
         self.parts = self.op.split(".")
         self.kind = class_of(self.op)
+        self.strong = self.parts[0] == "ld" and self.part("acquire|relaxed") is not None  # no race with an atomic
         names = re.findall(r"%[a-z]+\d+", text) if program.accumulators else []
         self.touched = {program.register(x) for x in names} & program.accumulators
         self.run: Run

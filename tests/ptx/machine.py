@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptx.copies import AsyncCopies
+from ptx.dependent import Dependence
 from ptx.memory import GlobalAccess, Memory
 from ptx.program import Program
 from ptx.report import Report, Traffic
@@ -30,6 +31,8 @@ class Machine:
         report: Report,
         traffic: Traffic,
         shadow: Shadow | None,
+        dependent: bool,  # the grid may start before the one before has finished
+        limit: int,  # basic blocks that a CTA may execute
     ):
         T, C = program.threads, len(ctas)
         N = T * C
@@ -53,7 +56,9 @@ class Machine:
         self.target = self.pc
         self.alive, self.waiting = np.ones(N, bool), np.zeros(N, bool)
         self.epoch = np.ones(C, I64)  # barriers that each CTA has passed, from 1 on
-        self.memory = GlobalAccess(self, memory, report, traffic, shadow)
+        self.limit, self.steps = limit, np.zeros(C, I64)  # basic blocks that each CTA has executed
+        self.dependence = Dependence(memory, report, N, C) if dependent else None
+        self.memory = GlobalAccess(self, memory, report, traffic, shadow, self.dependence)
         self.shared = SharedMemory(self, shared, C)
         self.copies = AsyncCopies(self)
         self.warpgroups = Warpgroups(self)
@@ -80,7 +85,8 @@ class Machine:
         """The active threads wait at a barrier of their CTA."""
         self.waiting[self.lanes()] = True
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Whether all threads have ended; not so if a CTA reaches the limit."""
         with np.errstate(all="ignore"):
             while True:
                 if self.waiting.any():
@@ -88,19 +94,26 @@ class Machine:
                 active = self.alive & ~self.waiting
                 if not active.any():
                     break
-                self._run_block(active)
+                number = int(self.pc[active].min())  # the first block that threads wait for
+                self._run_block(number, active & (self.pc == number))
+                if self.steps.max() > self.limit:
+                    at = self.program.blocks[number][0]
+                    self.report.problem(f"a CTA has not ended after {self.limit} basic blocks, {at}")
+                    return False
         if self.copies.in_flight:
             self.report.benign["cp.async in flight when the program ends"] += 1
+        if self.dependence:
+            self.dependence.finish()
+        return True
 
-    def _run_block(self, active: Array) -> None:
-        """Run the first block that threads wait for."""
-        number = int(self.pc[active].min())
-        mask = active & (self.pc == number)
+    def _run_block(self, number: int, mask: Array) -> None:
+        """Run a block with the threads of the mask."""
         full = bool(mask.all())
         self.mask = None if full else mask
         self.write_mask = None if full or bool((mask == self.alive).all()) else mask
         self.target = np.full(self.shape, number + 1, np.int32)
         block = self.program.blocks[number]
+        self.steps[slice(None) if full else mask.reshape(self.ctas, -1).any(1)] += 1
         warps = self.warps if full else int(mask.reshape(-1, 32).any(1).sum())
         self.report.executed += int(mask.sum()) * len(block)
         for i in block:

@@ -1,7 +1,7 @@
 """Global memory: the storages of torch tensors at made-up addresses, and which bytes a launch may touch.
 
 A launch may touch the bytes that its arguments' views span. `Memory.fresh` marks a tensor that nobody has written yet;
-reading its bytes before a kernel writes them is a problem.
+reading its bytes before a kernel writes them is a problem. So is writing an argument that is declared constant.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from ptx.report import Report, Traffic
 from ptx.values import I64, U8, U64, Array
 
 if TYPE_CHECKING:
+    from ptx.dependent import Dependence
     from ptx.instruction import Instruction
     from ptx.machine import Machine
     from ptx.shadow import Shadow
@@ -25,7 +26,10 @@ UNIT = 512  # storages begin at multiples, with a gap between them that belongs 
 class Memory:
     def __init__(self) -> None:
         self.size = 0
-        self.data, self.written, self.allowed = np.zeros(0, U8), np.zeros(0, bool), np.zeros(0, bool)
+        self.data = np.zeros(0, U8)
+        self.written, self.allowed = np.zeros(0, bool), np.zeros(0, bool)
+        self.varies = np.zeros(0, bool)  # of an argument of this launch that is not constant
+        self.produced = np.zeros(0, bool)  # some launch wrote it
         self.owner = np.zeros(0, np.int16)  # the storage of each UNIT, from 1 on; 0 is nobody
         self.has_fresh = np.zeros(1, bool)  # of each storage: some of it was unwritten when it was mapped
         self._storages: dict[int, tuple[Tensor, int, int]] = {}  # address -> a tensor kept alive, offset, bytes
@@ -34,8 +38,10 @@ class Memory:
     def _grow(self, size: int) -> None:
         if size > len(self.data):
             room = -(-max(size, 2 * len(self.data)) // UNIT) * UNIT
-            self.data, self.allowed = _extended(self.data, room, 0), _extended(self.allowed, room, False)
-            self.written = _extended(self.written, room, True)
+            self.data, self.written = _extended(self.data, room, 0), _extended(self.written, room, True)
+            self.allowed, self.varies, self.produced = (
+                _extended(old, room, False) for old in (self.allowed, self.varies, self.produced)
+            )
             self.owner = _extended(self.owner, room // UNIT + 1, 0)
         self.size = size
 
@@ -60,18 +66,33 @@ class Memory:
 
     def begin(self) -> None:
         """The next launch may touch nothing yet."""
-        self.allowed[:] = False
+        self.allowed[:] = self.varies[:] = False
 
-    def map(self, tensor: Tensor) -> int:
+    def map(self, tensor: Tensor, constant: bool = False) -> int:
         """The address of a launch's argument, whose bytes are copied as they are now."""
         if tensor.numel() == 0:
             return BASE + 16  # nobody's
         offset, n = self._storage(tensor)
         self.data[offset : offset + n] = _bytes(tensor)
-        start = offset + tensor.storage_offset() * tensor.element_size()
+        span = self._span(tensor)
+        self.allowed[span] = True
+        if not constant:
+            self.varies[span] = True
+        return BASE + span.start
+
+    def _span(self, tensor: Tensor) -> slice:
+        """From the first to the last byte of a tensor that has elements."""
+        start = self._storage(tensor)[0] + tensor.storage_offset() * tensor.element_size()
         last = sum((s - 1) * abs(d) for s, d in zip(tensor.shape, tensor.stride(), strict=True))
-        self.allowed[start : start + (last + 1) * tensor.element_size()] = True
-        return BASE + start
+        return slice(start, start + (last + 1) * tensor.element_size())
+
+    def was_produced(self, tensor: Tensor) -> bool:
+        """Whether a launch wrote some of the bytes of a constant argument. Those of other arguments do not count: a
+        launcher may pass any tensor for one that is not read."""
+        if tensor.numel() == 0:
+            return False
+        span = self._span(tensor)
+        return bool((self.produced[span] & ~self.varies[span]).any())
 
     def end(self, tensors: list[Tensor]) -> None:
         """Copy the bytes back after a launch."""
@@ -109,8 +130,17 @@ def _bytes(tensor: Tensor) -> Array:
 class GlobalAccess:
     """The global memory as the threads of one machine see it."""
 
-    def __init__(self, machine: "Machine", memory: Memory, report: Report, traffic: Traffic, shadow: "Shadow | None"):
-        self.machine, self.memory, self.report, self.traffic, self.shadow = machine, memory, report, traffic, shadow
+    def __init__(
+        self,
+        machine: "Machine",
+        memory: Memory,
+        report: Report,
+        traffic: Traffic,
+        shadow: "Shadow | None",
+        dependence: "Dependence | None",
+    ):
+        self.machine, self.memory, self.report, self.traffic = machine, memory, report, traffic
+        self.shadow, self.dependence = shadow, dependence
 
     def view(self, kind: Any) -> Array:
         return self.memory.view(kind)
@@ -121,7 +151,8 @@ class GlobalAccess:
         if len(lanes):
             self._check_written(i, offsets[lanes], width, "")
             if self.shadow:
-                self.shadow.load(self.machine, i, lanes, offsets[lanes], width)
+                track = self.shadow.atomic if i.strong else self.shadow.load
+                track(self.machine, i, lanes, offsets[lanes], width)
         return offsets
 
     def atomic(self, i: "Instruction", addresses: Array, width: int) -> Array:
@@ -129,6 +160,7 @@ class GlobalAccess:
         offsets, lanes = self._checked(i, addresses, width, "write")
         if len(lanes):
             self._check_written(i, offsets[lanes], width, "(atomic) ")
+            self._check_write(i, offsets[lanes][:, None] + np.arange(width))
             if self.shadow:
                 self.shadow.atomic(self.machine, i, lanes, offsets[lanes], width)
         return offsets
@@ -146,6 +178,7 @@ class GlobalAccess:
         for n in range(values.shape[1]):
             view[at + n] = mine[:, n]
         self.memory.written[places] = True
+        self._check_write(i, places)
         if self.shadow:
             new = mine.view(U8).reshape(len(o), width)
             after = self.memory.data[places]
@@ -172,7 +205,15 @@ class GlobalAccess:
         offsets[lanes] = np.where(good, o, 0)
         live = lanes[good]
         self.traffic.count(i, m.warp_of_all[live], o[good], width, what == "write")
+        if self.dependence and len(live):
+            self.dependence.check(i, live, o[good], width, what)
         return offsets, live
+
+    def _check_write(self, i: "Instruction", places: Array) -> None:
+        """The active threads write these bytes [threads, width]."""
+        self.memory.produced[places] = True
+        constant = ~self.memory.varies[places].any(1)
+        self.report.check(constant, f"write to an argument that is declared constant: {i}")
 
     def _check_written(self, i: "Instruction", o: Array, width: int, how: str) -> None:
         memory = self.memory

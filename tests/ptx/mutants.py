@@ -1,7 +1,8 @@
 """Faults in compiled kernels: PTX that is changed on purpose, and kernels that are wrong as they are.
 
 `python -m ptx.mutants` runs each kernel as it is compiled and with its fault, and prints a line of JSON for each:
-name, and the problems that were reported without (`before`) and with (`after`) the fault.
+name, the problems that were reported without (`before`) and with (`after`) the fault, and, where CTAs run in several
+orders, the orders in which the fault was not reported (`missed`) or the right kernel's result is wrong (`unequal`).
 """
 
 import json
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from formulas import randn
 
-from ptx import ops
+from ptx import grids, ops
 from ptx.cases import weight
 from ptx.driver import simulated
+from ptx.grids import Fault
 from specker.kernels.variant import tl, triton
 
 Change = Callable[[str], str]
@@ -128,28 +130,28 @@ def _ints(n: int) -> torch.Tensor:
     return torch.arange(n, dtype=torch.int32)
 
 
-KERNELS: tuple[tuple[str, Callable[[], Any], Callable[[], Any]], ...] = (  # name, without and with the fault
-    (
+KERNELS = (
+    Fault(
         "a read beyond the end",
         lambda: _beyond_kernel[(2,)](_ints(101)[:100], _ints(100), 99, BLOCK=64),
         lambda: _beyond_kernel[(2,)](_ints(101)[:100], _ints(100), 100, BLOCK=64),
     ),
-    (
+    Fault(
         "programs write one place",
         lambda: _meeting_kernel[(1,)](_ints(64), BLOCK=64),
         lambda: _meeting_kernel[(3,)](_ints(64), BLOCK=64),
     ),
-    (
+    Fault(
         "programs read what others write",
         lambda: _neighbour_kernel[(1,)](_ints(256), BLOCK=64),
         lambda: _neighbour_kernel[(4,)](_ints(256), BLOCK=64),
     ),
-    (
+    Fault(
         "warps write what others read",
         lambda: _reversed_kernel[(1,)](_ints(32), BLOCK=32, num_warps=1),
         lambda: _reversed_kernel[(1,)](_ints(128), BLOCK=128, num_warps=4),
     ),
-    (
+    Fault(
         "a read of new memory",
         lambda: _copy_kernel[(1,)](_ints(64), _ints(64), BLOCK=64),
         lambda: _copy_kernel[(1,)](torch.empty(64, dtype=torch.int32), _ints(64), BLOCK=64),
@@ -166,14 +168,33 @@ def _problems(work: Callable[[], Any], arch: int, change: Change = str, **option
 def results() -> Iterator[dict[str, Any]]:
     for name, work, arch, fault in FAULTS:
         yield {"name": name, "before": _problems(work, arch), "after": _problems(work, arch, _with_odd(fault))}
-    for name, right, wrong in KERNELS:
-        yield {"name": name, "before": _in_orders(right), "after": _in_orders(wrong)}
+    for fault in (*KERNELS, *grids.FAULTS):
+        yield _in_orders(fault)
 
 
-def _in_orders(work: Callable[[], Any]) -> list[str]:
-    """The problems when the CTAs run together, one by one, and one by one from the last on."""
-    orders: tuple[dict[str, Any], ...] = ({}, {"threads": 1}, {"threads": 1, "backwards": True})
-    return [problem for options in orders for problem in _problems(work, 80, **options)]
+ORDERS: tuple[dict[str, Any], ...] = (  # of the CTAs: together, one by one, from the last on, two at a time
+    {},
+    {"threads": 1},
+    {"threads": 1, "backwards": True},
+    {"threads": 1, "shuffled": 1},
+    {"threads": 256, "shuffled": 2},
+)
+
+
+def _in_orders(fault: Fault) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": fault.name, "before": [], "after": [], "missed": [], "unequal": []}
+    for order in ORDERS:
+        options = {"constant": fault.constant, **order, **fault.options}
+        results: list[Any] = []
+        row["before"] += _problems(lambda out=results: out.append(fault.right()), fault.arch, **options)
+        if isinstance(results[0], tuple) and not torch.equal(*results[0]):
+            row["unequal"].append(order)
+        change = str if fault.change is str else _with_odd(fault.change)
+        problems = _problems(fault.wrong, fault.arch, change, **options)
+        row["after"] += problems
+        if not problems:
+            row["missed"].append(order)
+    return row
 
 
 def _with_odd(fault: Change) -> Change:

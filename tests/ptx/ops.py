@@ -20,6 +20,16 @@ attention, kv, linear, merge, sample, topk = (
 )
 ragged = cache(attention_tests)
 
+# The parameters of each kernel that no kernel writes: weights and tables. A kernel that is launched as a dependent one
+# may read them, and nothing else, before griddepcontrol.wait.
+CONSTANT = {
+    "_row_linear_kernel": {"w_ptr", "bias_ptr"},
+    "_row_linear_merge_kernel": {"bias_ptr"},
+    "_residual_merge_kernel": {"weight_ptr"},
+    "_vocab_topk_kernel": {"w_ptr", "ids_ptr"},
+    "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
+}
+
 
 def _order(n: int, seed: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from ptx import arithmetic, bits, control, matrix, moves, transfer
+from ptx import arithmetic, bits, control, matrix, moves, order, transfer
 from ptx.instruction import Instruction, members, split
 from ptx.values import Unsupported
 
@@ -61,9 +61,13 @@ class Program:
                 self.starts[line.label] = len(self.blocks) - 1
             else:
                 self.blocks[-1].append(Instruction(self, line.text, line.number, line.where))
-        for block in self.blocks:
-            for instruction in block:
-                instruction.translate(TRANSLATORS)
+        instructions = [instruction for block in self.blocks for instruction in block]
+        for instruction in instructions:
+            instruction.translate(TRANSLATORS)
+        ops = {instruction.op for instruction in instructions}
+        self.synchronises = any(order.acquires(i) or order.releases(i) for i in instructions)
+        self.depends = any(op.startswith("griddepcontrol") for op in ops)
+        self.launches_dependents = "griddepcontrol.launch_dependents" in ops
 
     def _code(self, lines: list[str], first: int, files: dict[str, str]) -> list[_Line]:
         """The labels and instructions from line `first` on; notes the declared registers."""

@@ -9,7 +9,14 @@ from ptx.instruction import Instruction, Run, all_threads, members
 from ptx.values import SIGNED, U16, U32, UNSIGNED, Array, bits_of
 
 SPACE = r"global|shared|shared::cta"
-ATOMICS = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and}
+ATOMICS: dict[str, Any] = {
+    "add": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "or": np.bitwise_or,
+    "and": np.bitwise_and,
+    "exch": lambda old, new: new,
+}
 
 
 def _space(i: Instruction) -> str:
