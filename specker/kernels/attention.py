@@ -509,23 +509,22 @@ def _tree_attention_kernel(
     if splits == 1:
         b_sum = tl.where(m_m, b_sum, 1.0)
         _finish(out_ptr, lse_ptr, o_th, m_m, b_acc, b_max, b_sum, valid, D, D_PAD)
-        return
-    max_splits = tl.num_programs(2).to(tl.int64)
-    stats = max_splits * T * HQ
-    o_p = o_th * max_splits + i_split
-    tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
-    tl.store(stats_ptr + o_p, b_max, mask=m_m)
-    tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
-    tl.debug_barrier()  # the program's threads have written: the one that counts publishes all of it
-    p_count = count_ptr + i_slot * HKV + i_kv
-    if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") != splits - 1:
-        return
-    tl.store(p_count, 0)
-    for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
-        o_pair = i_m + i_p + tl.arange(0, P)
-        o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G
-        pointers = partial_ptr, stats_ptr, out_ptr, lse_ptr
-        _merge(pointers, o_row, o_pair < pairs, splits, max_splits, stats, valid, D, D_PAD, P, S)
+    else:
+        max_splits = tl.num_programs(2).to(tl.int64)
+        stats = max_splits * T * HQ
+        o_p = o_th * max_splits + i_split
+        tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
+        tl.store(stats_ptr + o_p, b_max, mask=m_m)
+        tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
+        tl.debug_barrier()  # the program's threads have written: the one that counts publishes all of it
+        p_count = count_ptr + i_slot * HKV + i_kv
+        if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.store(p_count, 0)
+            for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
+                o_pair = i_m + i_p + tl.arange(0, P)
+                o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G
+                pointers = partial_ptr, stats_ptr, out_ptr, lse_ptr
+                _merge(pointers, o_row, o_pair < pairs, splits, max_splits, stats, valid, D, D_PAD, P, S)
 
 
 @triton.jit

@@ -52,7 +52,7 @@ def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator
 
 def invariance(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
     """What must be equal bit for bit: a row alone and among others, and the CTAs in another order."""
-    for op in (_residual_merge, _row_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate):
+    for op in (_residual_merge, _row_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate, _kv_project):
         name = op.__name__[1:]
         if only and name not in only:
             continue
@@ -128,6 +128,20 @@ def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
         args, *_ = tests.ragged(prefix, dtype, Hq=4, Hkv=1, D=D, page=page, lengths=((prefix, nodes),))
         chain, steps = tests.chain_and_decoding(args, prefix, nodes + 1, launch)
         yield f"D{D}", {f"a chain of {nodes + 1} after {prefix} and decoding": _equal(chain, steps)}
+    args, *_ = tests.ragged(4, dtype, Hq=8, Hkv=2, D=64, page=64, lengths=((700, 20),))
+    want = launch(**args)
+    orders: dict[str, Any] = {
+        "backwards": {"backwards": True},
+        "shuffled": {"shuffled": 3},
+        "one by one": {"threads": 1},
+    }
+    yield (
+        "six splits",
+        {
+            f"CTAs {name}": _equal(_run(arch, lambda: ops.attention._launch(**args), **how), want)
+            for name, how in orders.items()
+        },
+    )
     args, *_ = tests.ragged(2, dtype, Hq=8, Hkv=2, D=64, page=16, lengths=((33, 20), (0, 40), (150, 2)))
     out, lse = launch(**args)
     same = {}
@@ -174,3 +188,21 @@ def _kv_calibrate(arch: int, dtype: torch.dtype) -> Comparisons:
         return q, *(c.view(32, 2, 64)[at[rows]] for c in caches)
 
     yield "8/2 D64", _parts(call, call(slice(0, 9)), (0, 1), (8, 9), (3, 6))
+
+
+def _kv_project(arch: int, dtype: torch.dtype) -> Comparisons:
+    table = ops.kv.rope_table(1e4 ** -(torch.arange(0, 64, 2).float() / 64), 1.0, 256, dtype)
+    x, w, norm = randn(70, 1600, dtype=dtype), weight(6 * 64, 1600, dtype=dtype), randn(1, 64, seed=3, dtype=dtype)
+    at = torch.arange(70) * 3
+
+    def call(rows: slice, **options: Any) -> Any:
+        caches = [torch.zeros(16, 16, 1, 64, dtype=dtype) for _ in "kv"]
+        rest = at[rows], at[rows], table, *caches, norm, norm, 1e-6
+        q = _run(arch, lambda: ops.project._launch(x[rows], w, None, *rest), **options)
+        return q, *(c.view(256, 1, 64)[at[rows]] for c in caches)
+
+    many = call(slice(0, 70))
+    same = _parts(call, many, (0, 1), (69, 70), (60, 67))
+    same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
+    same["CTAs shuffled"] = _equal(call(slice(0, 70), shuffled=5), many)
+    yield "1600->4/1 D64", same

@@ -29,9 +29,10 @@ from ptx.memory import Memory
 from ptx.ops import CONSTANT
 from ptx.program import Program
 from ptx.report import Report
+from specker.kernels import variant
 
 Constants = Mapping[str, Collection[str]]  # kernel -> parameters
-USES_ARCH = ("attention", "linear", "topk")  # the op files whose tiles depend on the architecture
+USES_ARCH = ("attention", "linear", "project", "topk")  # the op files whose tiles depend on the architecture
 
 
 class _Driver:
@@ -119,6 +120,7 @@ def simulated(
         for name in USES_ARCH:
             module = importlib.import_module(f"specker.kernels.{name}")
             stack.enter_context(patch.object(module, "arch", lambda device: arch))
+        stack.enter_context(patch.object(variant, "launched_on", lambda device: arch))
         stack.enter_context(_Fresh(memory))
         yield simulation
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from ptx.cases import Case, Verdict, attention_tests, weight
 from specker.kernels import noise
 
-attention, kv, linear, merge, sample, topk = (
+attention, kv, linear, merge, project, sample, topk = (
     importlib.import_module(f"specker.kernels.{name}")
-    for name in ("attention", "kv", "linear", "merge", "sample", "topk")
+    for name in ("attention", "kv", "linear", "merge", "project", "sample", "topk")
 )
 ragged = cache(attention_tests)
 
@@ -28,6 +28,7 @@ CONSTANT = {
     "_residual_merge_kernel": {"weight_ptr"},
     "_vocab_topk_kernel": {"w_ptr", "ids_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
+    "_kv_project_kernel": {"w_ptr", "bias_ptr", "rope_ptr", "q_norm_ptr", "k_norm_ptr"},
 }
 
 
@@ -51,23 +52,31 @@ def residual_merge(dtype: torch.dtype) -> Iterator[Case]:
         x, deltas = randn(T, E, dtype=dtype), randn(P - last, T, E, seed=1, dtype=dtype)
         norms = randn(Q, E, seed=2, dtype=dtype) if Q else None
         yield _merge(x, deltas, norms, randn(T, E, seed=3, dtype=dtype) if last else None)
+    for S, E in ((4, 4096), (1, 1023)):
+        x, parts = randn(3, E, dtype=dtype), randn(S, 3, E, seed=1, dtype=torch.float32)
+        yield _merge(x, parts, randn(1, E, seed=2, dtype=dtype), None, split=True)
 
 
-def _merge(x: Tensor, deltas: Tensor, norms: Tensor | None, last: Tensor | None) -> Case:
+def _merge(x: Tensor, deltas: Tensor, norms: Tensor | None, last: Tensor | None, split: bool = False) -> Case:
     def judge(verdict: Verdict, got: Any) -> None:
-        y = x.float()
-        for delta in [*deltas, *([] if last is None else [last])]:  # in the contract's order
+        y, parts = x.float(), deltas
+        if split:
+            total = torch.zeros_like(deltas[0])
+            for part in deltas:
+                total = total + part
+            parts = total.to(x.dtype).unsqueeze(0)
+        for delta in [*parts, *([] if last is None else [last])]:  # in the contract's order
             y = y + delta.float()
         verdict.same("y", got[0], y.to(x.dtype))
         if norms is not None:
             kept = got[0].double()
             scaled = kept / (kept.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-            plain = merge.residual_merge_ref(x, deltas, norms, 1e-5, last)[1]
+            plain = merge.residual_merge_ref(x, deltas, norms, 1e-5, last, split)[1]
             verdict.near("normed", got[1], torch.stack([scaled * n.double() for n in norms]), plain)
 
     P, Q = len(deltas) + (last is not None), 0 if norms is None else len(norms)
-    label = f"T{len(x)} P{P} Q{Q} E{x.shape[1]}{' last' * (last is not None)}"
-    return Case(label, lambda: merge._launch(x, deltas, norms, 1e-5, last), judge)
+    label = f"T{len(x)} P{P} Q{Q} E{x.shape[1]}{' last' * (last is not None)}{' split' * split}"
+    return Case(label, lambda: merge._launch(x, deltas, norms, 1e-5, last, split), judge)
 
 
 def row_linear(dtype: torch.dtype) -> Iterator[Case]:
@@ -86,6 +95,8 @@ def row_linear(dtype: torch.dtype) -> Iterator[Case]:
         (2, 12032, 128, "none", False, 1),
         (2, 12034, 128, "silu_mul", False, 1),
         (2, 6016, 192, "none", True, 1),
+        (3, 256, 1024, "float32", False, 1),
+        (3, 128, 2048, "split", False, 1),
     ):
         lead = (G,) if G > 1 else ()
         x, w = randn(*lead, T, E, dtype=dtype), weight(*lead, O, E, dtype=dtype)
@@ -95,8 +106,10 @@ def row_linear(dtype: torch.dtype) -> Iterator[Case]:
 
 def _linear(label: str, x: Tensor, w: Tensor, bias: Tensor | None, epilogue: str) -> Case:
     def judge(verdict: Verdict, got: Tensor) -> None:
-        want = linear.row_linear_ref(x.double(), w.double(), None if bias is None else bias.double(), epilogue)
-        verdict.near("y", got, want, linear.row_linear_ref(x, w, bias, epilogue))
+        how = "none" if epilogue == "split" else epilogue
+        want = linear.row_linear_ref(x.double(), w.double(), None if bias is None else bias.double(), how)
+        got = got.sum(0) if epilogue == "split" else got
+        verdict.near("y", got, want, linear.row_linear_ref(x, w, bias, how))
         verdict.near("y, rounded once", got, want, want.to(x.dtype), 2e-6 * float(want.abs().max()))
 
     return Case(label, lambda: linear._launch(x, w, bias, epilogue), judge)
@@ -245,6 +258,51 @@ def _calibrate(label: str, rows: tuple[Tensor, ...], cache: tuple[int, ...], nor
     return Case(label, lambda: into_caches(kv._launch, qkv.dtype, table), judge)
 
 
+def kv_project(dtype: torch.dtype) -> Iterator[Case]:
+    for T, Hq, Hkv, D, E, G, norm, bias in (
+        (5, 4, 2, 64, 1600, 1, False, False),
+        (3, 4, 1, 128, 1100, 1, True, True),
+        (66, 2, 1, 64, 256, 1, False, True),
+        (4, 2, 1, 64, 576, 3, True, False),
+        (2, 3, 1, 96, 1024, 1, True, False),
+        (2, 2, 1, 256, 640, 1, False, False),
+        (3, 2, 1, 20, 1023, 1, True, True),
+    ):
+        lead, O, rows = (G,) if G > 1 else (), (Hq + 2 * Hkv) * D, G * T
+        x, w = randn(*lead, T, E, dtype=dtype), weight(*lead, O, E, dtype=dtype)
+        b = randn(*lead, O, seed=2, dtype=dtype) if bias else None
+        table = kv.rope_table(1e4 ** -(torch.arange(0, D, 2).float() / D), 1.0, 128, dtype)
+        places = _order(128, T)[:rows], _order(128, D)[:rows], table
+        norms = [randn(G, D, seed=seed, dtype=dtype) for seed in (3, 4)] if norm else [None, None]
+        label = f"T{T} {E}->{Hq}/{Hkv} D{D} x{G}{' norm' * norm}{' bias' * bias}"
+        yield _project(label, (x, w, b), places, (8, 16, Hkv, D), norms)
+
+
+def _project(
+    label: str, product: tuple[Any, ...], places: tuple[Tensor, ...], cache: tuple[int, ...], norms: Any
+) -> Case:
+    """Against kv_calibrate's formula of the projection, rounded as the contract says; that projection may be rounded to
+    a neighbour, so the bound has a unit in the last place of the largest value."""
+    positions, slots, table = places
+    x, w, b = product
+
+    def into_caches(work: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        k, v = (torch.full(cache, math.nan, dtype=dtype) for _ in "kv")
+        return work(positions, slots, table.to(torch.promote_types(dtype, torch.float32)), k, v), k, v
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        exact = linear.row_linear_ref(x.double(), w.double(), None if b is None else b.double()).flatten(0, -2)
+        wide = [None if n is None else n.double() for n in norms]
+        want = into_caches(lambda *at: kv.kv_calibrate_ref(exact, *at, *wide, 1e-6), torch.float64)
+        plain = into_caches(lambda *at: kv.kv_calibrate_ref(exact.to(x.dtype), *at, *norms, 1e-6), x.dtype)
+        slack = float(torch.finfo(x.dtype).eps * max(t.nan_to_num(0).abs().max() for t in want))
+        for name, a, e, p in zip(("q", "k", "v"), got, want, plain, strict=True):
+            verdict.same(f"{name} where written", a.isnan(), e.isnan())
+            verdict.near(name, a.nan_to_num(0), e.nan_to_num(0), p.nan_to_num(0), slack)
+
+    return Case(label, lambda: into_caches(lambda *at: project._launch(x, w, b, *at, *norms, 1e-6), x.dtype), judge)
+
+
 def kv_commit(dtype: torch.dtype) -> Iterator[Case]:
     for L, Hkv, D, M in ((2, 3, 20, 16), (3, 8, 128, 5), (2, 2, 64, 40), (2, 1, 64, 200), (1, 8, 128, 256)):
         caches = [randn(L, 24, 16, Hkv, D, seed=seed, dtype=dtype) for seed in (0, 1)]
@@ -265,4 +323,4 @@ def _commit(label: str, caches: list[Tensor], src: Tensor, dst: Tensor) -> Case:
     return Case(label, lambda: moved(kv._launch_commit), judge)
 
 
-OPS = (residual_merge, row_linear, tree_attention, vocab_topk, sample_rows, kv_calibrate, kv_commit)
+OPS = (residual_merge, row_linear, tree_attention, vocab_topk, sample_rows, kv_calibrate, kv_project, kv_commit)

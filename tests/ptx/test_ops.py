@@ -7,7 +7,16 @@ process, since a kernel's definition decides whether it is interpreted or compil
 import pytest
 from compile_only import python
 
-FLOAT = ["residual_merge", "row_linear", "tree_attention", "vocab_topk", "sample_rows", "kv_calibrate", "kv_commit"]
+FLOAT = [
+    "residual_merge",
+    "row_linear",
+    "tree_attention",
+    "vocab_topk",
+    "sample_rows",
+    "kv_calibrate",
+    "kv_project",
+    "kv_commit",
+]
 INTEGER = ["accept_walk", "place_rows", "advance", "repeat_rows"]
 INVARIANT = FLOAT[:-1]  # kv_commit moves bits
 
