@@ -1,7 +1,7 @@
 """Plot the results: `python bench/plot.py [--readme] [FOLDER of bench/results ...]`.
 
 Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
-on each pair. `--readme` writes these runs and those of bench/peers.py with the most engines into README.md's tables.
+on each pair. `--readme` writes these runs and those of bench/peers.py in which the most engines ran into README.md's tables.
 Kernels: the share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end:
 tokens/s and acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
 """
@@ -70,12 +70,17 @@ def origin_of(row: Row) -> tuple[Any, ...]:
 
 
 def peers(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of the run of bench/peers.py with the most engines on each model, the newest of several, by name."""
+    """The rows of the run of bench/peers.py in which the most engines ran, for each model, the newest of several, by
+    name."""
     runs: dict[str, dict[tuple[Any, ...], list[Row]]] = {}
     for row in rows:
         if row.get("bench") == "peers":
             runs.setdefault(f"peers-{row['target']}", {}).setdefault(origin_of(row), []).append(row)
-    return {name: max(each.values(), key=lambda run: (len(run), run[-1]["date"])) for name, each in runs.items()}
+
+    def ran(run: list[Row]) -> tuple[int, str]:
+        return sum("reason" not in row for row in run), run[-1]["date"]
+
+    return {name: max(each.values(), key=ran) for name, each in runs.items()}
 
 
 def goal_share(row: Row) -> float | None:

@@ -118,7 +118,7 @@ def test_the_table_of_engines():
     fast, broken = {**slow, "way": "fast", "tokens_per_second": 20.0}, {**run, "way": "none", "version": ""}
     broken["reason"] = "exit code 1"
     old = [{**row, "commit": "old", "date": "1"} for row in (slow, fast, broken)]
-    fewer = [{**row, "command": "python y", "date": "3"} for row in (slow, fast)]
+    fewer = [{**row, "command": "python y", "date": "3"} for row in (slow, broken, {**broken, "way": "other"})]
     runs = plot.peers([*old, broken, slow, fast, {"bench": "e2e"}, *fewer])
     assert runs == {"peers-M": [broken, slow, fast]}
     assert plot.peers_markdown(runs["peers-M"]).splitlines() == [
