@@ -183,14 +183,14 @@ def stream_rows(
             m_x = m_x & (o_e < E)
         b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
         if EVEN_E and EVEN_N:
-            b_w = tl.load(w_ptr + o_w + o_e)
+            b_w = tl.load(w_ptr + o_w + o_e, eviction_policy="evict_first")
             if PAIR:
-                b_w2 = tl.load(w_ptr + pair + o_w + o_e)
+                b_w2 = tl.load(w_ptr + pair + o_w + o_e, eviction_policy="evict_first")
         else:
             m_w = m_n[:, None] & (o_e < E)
-            b_w = tl.load(w_ptr + o_w + o_e, mask=m_w, other=0.0)
+            b_w = tl.load(w_ptr + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
             if PAIR:
-                b_w2 = tl.load(w_ptr + pair + o_w + o_e, mask=m_w, other=0.0)
+                b_w2 = tl.load(w_ptr + pair + o_w + o_e, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
         if PAIR:
             b_pair = tl.dot(b_x, tl.trans(b_w2), b_pair, input_precision="ieee")

@@ -107,8 +107,9 @@ def copy_async(i: Instruction) -> Run:
         return _wait_all
     if not i.op.startswith(("cp.async.ca.shared.global", "cp.async.cg.shared.global")):
         raise i.unsupported()
-    target, source, width = i.address(i.args[0]), i.address(i.args[1]), int(i.args[2], 0)
-    size = i.args[3] if len(i.args) > 3 and "cache_hint" not in i.op else str(width)
+    args = i.args[:-1] if "cache_hint" in i.op else i.args  # the last one is the cache policy
+    target, source, width = i.address(args[0]), i.address(args[1]), int(args[2], 0)
+    size = args[3] if len(args) > 3 else str(width)
     given = i.reader(size, U32)
     return lambda m: m.copies.copy(i, target(m), source(m), width, all_threads(m, given(m)))
 
