@@ -1,7 +1,8 @@
 """Plot the results: `python bench/plot.py [--readme] [FOLDER of bench/results ...]`.
 
 Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
-on each pair. `--readme` writes these runs and those of bench/peers.py in which the most engines ran into README.md's tables.
+on each pair. `--readme` writes these runs and those of bench/peers.py in which the most engines ran into README.md's
+tables.
 Kernels: the share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end:
 tokens/s and acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
 """

@@ -171,7 +171,8 @@ def stream_rows(
     PAIR: tl.constexpr,
 ):
     """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
-    with the weight rows `pair` elements further on. Absent rows of x are zeros and are not read."""
+    with the weight rows `pair` elements further on. Absent rows of x are zeros and are not read. The
+    weight leaves the L2 cache first, so that x, K/V and sums stay there."""
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * E
     b_acc = tl.zeros([M, N], tl.float32)
