@@ -6,6 +6,7 @@ from make_checkpoint import make
 
 import specker
 from specker import run
+from specker.runtime.compose import room_of
 from specker.runtime.model import checkpoint, memory
 from specker.runtime.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.strategies.base import SCRATCH
@@ -110,8 +111,14 @@ def test_free(monkeypatch, tmp_path):
 def test_the_reserve_covers_graphs_on_a_gpu(pair):
     c = checkpoint.read_config(pair[0])
     common = 2 * memory.PREFILL_ROWS * 3 * c.intermediate_size * 4 + 256 * c.vocab_size * 16
-    assert memory.reserve([c], torch.float32, torch.device("cuda")) == common + memory.GRAPHS
-    assert memory.reserve([c, c], torch.float32, torch.device("cpu")) == common
+    assert memory.reserve([c], torch.float32, torch.device("cuda"), 100) == common + (256 << 20) + 100 * 8192
+    assert memory.reserve([c, c], torch.float32, torch.device("cpu"), 100) == common
+    # Llama-3-8B with a chain of five of a 1B draft: 32 + 16 * 5 layers; 1, 2, 4 and 8 sequences; nine buckets
+    assert memory.captured([32, 16], [1, 5], 8, 9) == 8 * 112 * 4 * 9
+    assert memory.captured([32], [1], 1, 1) == 8 * 32
+    for graphs, nodes in (("off", 0), (None, memory.captured([3, 1], [1, 3], 4, 1))):
+        engine = specker.load(*pair, device="cpu", draft_tokens=3, batch_size=4, graphs=graphs, max_context=40)
+        assert room_of(engine.target, engine.draft, engine.options).nodes == nodes
 
 
 # --- an engine with made-up memory
