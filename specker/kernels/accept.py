@@ -54,7 +54,7 @@ def accept_walk_ref(
         wanted = [wanted[tree.start + b : tree.stop + b + 1] for b, tree in enumerate(trees)]
     paths, counts, nexts = [], [], []
     for mine, up, its in zip(token, ups, wanted, strict=True):
-        path = _follow(mine, up, its)
+        path = follow(mine, up, its)
         counts.append(len(path))
         nexts.append(its[path[-1]])
         paths.append(path + [-1] * (N + 1 - len(path)))
@@ -66,7 +66,7 @@ def accept_walk_ref(
     return path_.to(tokens.device), count.to(tokens.device), following.to(tokens.device)
 
 
-def _follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> list[int]:
+def follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> list[int]:
     """One tree's path. Parents come before their children, so one pass meets the path's rows in order."""
     path, row = [0], 0
     for j, token in enumerate(tokens):
