@@ -220,8 +220,8 @@ def kernels(monkeypatch):
     def attention(*args, with_lse):
         return attend._launch(*args)
 
-    def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True):
-        return select._launch(hidden, weight, token_ids, k, norm, noise, with_lse)
+    def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True, out=None):
+        return select._launch(hidden, weight, token_ids, k, norm, noise, with_lse, out)
 
     for name, kernel in {
         "model.decoder.add_norm": add_norm,

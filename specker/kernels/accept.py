@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
+from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 
 def accept_walk(
@@ -54,7 +54,7 @@ def accept_walk_ref(
         wanted = [wanted[tree.start + b : tree.stop + b + 1] for b, tree in enumerate(trees)]
     paths, counts, nexts = [], [], []
     for mine, up, its in zip(token, ups, wanted, strict=True):
-        path = _follow(mine, up, its)
+        path = follow(mine, up, its)
         counts.append(len(path))
         nexts.append(its[path[-1]])
         paths.append(path + [-1] * (N + 1 - len(path)))
@@ -66,7 +66,7 @@ def accept_walk_ref(
     return path_.to(tokens.device), count.to(tokens.device), following.to(tokens.device)
 
 
-def _follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> list[int]:
+def follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> list[int]:
     """One tree's path. Parents come before their children, so one pass meets the path's rows in order."""
     path, row = [0], 0
     for j, token in enumerate(tokens):
@@ -113,7 +113,9 @@ def _accept_walk_kernel(
     RAGGED: tl.constexpr,  # if false, cu_drafts is not read
     CHAIN: tl.constexpr,  # if true, parents are not read
     WALK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_b = tl.program_id(0).to(tl.int64)
     n = N
     if RAGGED:  # clamped, so that no value causes a read out of bounds

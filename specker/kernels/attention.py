@@ -52,11 +52,10 @@ from specker.kernels.variant import (
     Variant,
     arch,
     counters,
-    let_next_start,
     same_device,
+    start_after_previous,
     tl,
     triton,
-    wait_for_previous,
 )
 
 __all__ = [
@@ -434,8 +433,7 @@ def _tree_attention_kernel(
     SEQS: tl.constexpr,  # a power of two, at least B
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
+    start_after_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     G: tl.constexpr = HQ // HKV
     # A slot holds M (row, head) pairs of one sequence. Sequence b's slots start at cu_rows[b] * G // M + b. So it has

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from specker.kernels.cpu import few, rms_norm
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, let_next_start, same_device, tl, triton, wait_for_previous
+from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 
 def kv_calibrate(
@@ -222,8 +222,7 @@ def _kv_calibrate_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
+    start_after_previous(PDL)
     # Load indices as vectors and broadcast later: as a column, Triton 3.6 loads each index once per 8 columns.
     o_r = tl.arange(0, BT * BH)
     i_t1 = tl.program_id(0) * BT + o_r // BH
@@ -416,8 +415,7 @@ def _kv_commit_kernel(
     BC: tl.constexpr,  # columns of a row
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
+    start_after_previous(PDL)
     i_layer = tl.program_id(1).to(tl.int64)
     o_m, o_c = tl.arange(0, BM), tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
     m_m = o_m < M

@@ -43,6 +43,7 @@ from specker.kernels.variant import (
     prefetch,
     same_device,
     sms,
+    start_after_previous,
     sum_dtype,
     tl,
     triton,
@@ -323,8 +324,7 @@ def _row_linear_merge_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
+    start_after_previous(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
     i_t = tl.program_id(0).to(tl.int64)  # of all G * T rows
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

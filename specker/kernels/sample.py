@@ -22,7 +22,7 @@ bits. Traffic: without a filter the logits once, otherwise three times, two of t
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +64,36 @@ def sample_rows(
     of V and more and a top_p of 1 keep all. A row's token does not depend on the other rows.
     """
     return _sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
+
+
+class Splits(NamedTuple):
+    """The best id of each of S parts of T rows of perturbed logits. A row's token is that of its largest value, the
+    lower id of equal ones."""
+
+    value: Tensor  # [T, S] fp32
+    id: Tensor  # [T, S] int32; 2^31 - 1 in a part without a number
+
+    def tokens(self) -> Tensor:
+        """[T] int64; 0 for a row without a number."""
+        ids = torch.where(self.value == self.value.amax(1, keepdim=True), self.id, _NONE.value).amin(1)
+        return torch.where(ids == _NONE.value, 0, ids).long()
+
+
+def sample_splits(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    positions: Tensor,
+    draw: Tensor | None = None,
+) -> Tensor | Splits:
+    """`sample_rows` for a caller whose next kernel reduces the parts of a row itself, which saves a launch: `Splits` of
+    T rows, or the tokens [T] int64 where there is no such launch (on a CPU; float64, a filter, a small vocabulary)."""
+    if not logits.is_cuda or logits.dtype == torch.float64:
+        return sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
+    _check_sample(logits, temperature, top_k, top_p, seed, positions, draw)
+    return _launch_sample(logits, temperature, top_k, top_p, seed, positions, draw, merged=False)
 
 
 def sample_rows_ref(
@@ -645,7 +675,9 @@ def _launch_sample(
     seed: int,
     positions: Tensor,
     draw: Tensor | None = None,
-) -> Tensor:
+    merged: bool = True,
+) -> Any:
+    """The tokens [T] int64, or `Splits` if not `merged` and a row has several."""
     same_device(logits, positions=positions, draw=draw)
     logits, positions = logits.contiguous(), positions.contiguous()
     T, V = logits.shape
@@ -664,6 +696,8 @@ def _launch_sample(
     ids = logits.new_empty((T, S), dtype=torch.int32)
     if not any(filters):
         launches[0]((T, S), logits, positions, numbers, value, ids, out, scale, key, run)
+        if S > 1 and not merged:
+            return Splits(value, ids)
         if S > 1:
             launches[1]((T,), value, ids, out)
         return out

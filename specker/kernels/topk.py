@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import few, normed
@@ -63,15 +64,27 @@ def vocab_topk(
     norm: Norm | None = None,
     noise: Noisy | None = None,
     with_lse: bool = True,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, E], weight [K, E], token_ids [K] -> ids [T, k], logits [T, k], lse [T].
 
     token_ids are distinct, int32 or int64. 1 <= k <= min(64, K). norm = (weight [E], eps), noise = (seed, positions [T]
     int64, temperature 0 or >= 1e-6) or a `Noise`, whose `draw` holds seed and temperature in memory. Without
-    `with_lse`, lse is empty [0]; on a CPU it costs as much as the search.
+    `with_lse`, lse is empty [0]; on a CPU it costs as much as the search. `out` [T, k] int64, any view, such as a
+    column of a window of drafts: the ids are written there, and it is the first result.
     Raises ValueError on other shapes, dtypes and ranges.
     """
-    return _vocab_topk(hidden, weight, token_ids, k, norm, noise, with_lse)
+    given = hidden, weight, token_ids, k, norm, noise, with_lse
+    if out is None:
+        return _vocab_topk(*given)
+    if out.shape != (len(hidden), k) or out.dtype != torch.int64:
+        raise ValueError(f"out must be [{len(hidden)}, {k}] int64, got {tuple(out.shape)} {out.dtype}")
+    if hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
+        _check(*given)
+        return _launch(*given, out=out)
+    ids, logits, lse = _vocab_topk(*given)
+    return out.copy_(ids), logits, lse
 
 
 def vocab_topk_ref(
@@ -214,14 +227,14 @@ def _power(z, top):
 
 
 @triton.jit(
-    do_not_specialize=["T", "temperature", "seed", "run"],
+    do_not_specialize=["T", "temperature", "seed", "run", "apart"],
     do_not_specialize_on_alignment=["ids_ptr", "positions_ptr", "draw_ptr"],
 )
 def _vocab_topk_kernel(
     x_ptr,  # [T, E]
     w_ptr,  # [K, E]
     ids_ptr,  # [K]
-    positions_ptr,  # [T]
+    positions_ptr,  # [T], `apart` elements from one to the next
     draw_ptr,  # [B, 4]: one set per run of rows
     keys_ptr,  # [T, tiles, C]: the tile's largest, descending
     stats_ptr,  # [2, T, tiles]: the tile's maximum, and its sum of exp(z - maximum)
@@ -229,6 +242,7 @@ def _vocab_topk_kernel(
     temperature,
     seed: tl.int64,
     run,  # rows that share a set
+    apart,
     K: tl.constexpr,
     E: tl.constexpr,
     M: tl.constexpr,  # rows of x per program
@@ -280,7 +294,7 @@ def _vocab_topk_kernel(
         o_r = tl.program_id(0) * M + i_r + tl.arange(0, R)
         m_r = o_r < T
         if NOISE:
-            b_position = tl.load(positions_ptr + o_r, mask=m_r, other=0)
+            b_position = tl.load(positions_ptr + o_r * apart, mask=m_r, other=0)
             if DRAWN:
                 p_draw = draw_ptr + tl.minimum(o_r, T - 1) // run * 4
                 b_seed, b_t, _top_p = drawn(p_draw[:, None], seed, temperature, 1.0, DRAWN)
@@ -304,14 +318,16 @@ def _vocab_topk_kernel(
             tl.store(keys_ptr + o_c, _take(b_key, R, TOP, C), mask=m_r[:, None])
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "ids_stride", "id_stride"], do_not_specialize_on_alignment=["ids_ptr"])
 def _vocab_topk_merge_kernel(
     keys_ptr,  # [T, TILES, C]
     stats_ptr,  # [2, T, TILES]
-    ids_ptr,  # [T, TOP]
+    ids_ptr,  # [T, TOP], of any strides
     logits_ptr,  # [T, TOP]
     lse_ptr,  # [T]
     T,
+    ids_stride,  # from one row's ids to the next row's
+    id_stride,  # from one id of a row to the next
     TOP: tl.constexpr,
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,  # a power of two, at least 2
@@ -333,7 +349,7 @@ def _vocab_topk_merge_kernel(
         tl.store(lse_ptr + i_t, top + tl.log(total))
     if C == 1:
         best = tl.max(b_first, axis=0)
-        tl.store(ids_ptr + i_t, _id_of(best))
+        tl.store(ids_ptr + i_t * ids_stride, _id_of(best))
         tl.store(logits_ptr + i_t, _value_of(best))
     else:
         SOME: tl.constexpr = min(TILES_PAD, 256)
@@ -358,7 +374,7 @@ def _vocab_topk_merge_kernel(
         b_key = tl.load(p_keys + b_tile[:, None] * C + o_c, mask=m_c, other=_NONE)
         b_key = tl.reshape(_take(tl.reshape(b_key, (1, RANKS * C)), 1, TOP, C), (C,))
         o_k = tl.arange(0, C)
-        tl.store(ids_ptr + i_t * TOP + o_k, _id_of(b_key), mask=o_k < TOP)
+        tl.store(ids_ptr + i_t * ids_stride + o_k * id_stride, _id_of(b_key), mask=o_k < TOP)
         tl.store(logits_ptr + i_t * TOP + o_k, _value_of(b_key), mask=o_k < TOP)
 
 
@@ -410,7 +426,7 @@ def _variants(
         arguments=(
             *(f"*{t}", f"*{t}", f"*{TYPES[ids]}" if ids else f"*{t}"),
             *(("*i64" if there else f"*{t}") for there in (noise, held)),
-            *("*i64", "*fp32", "i32", "fp32", "i64", "i32"),
+            *("*i64", "*fp32", "i32", "fp32", "i64", "i32", "i32"),
         ),
         constexprs={
             "K": K,
@@ -436,7 +452,7 @@ def _variants(
     merge = Variant(
         name=name + " merge",
         kernel=_vocab_topk_merge_kernel,
-        arguments=("*i64", "*fp32", "*i64", "*fp32", "*fp32", "i32"),
+        arguments=("*i64", "*fp32", "*i64", "*fp32", "*fp32", "i32", "i32", "i32"),
         constexprs={
             "TOP": k,
             "TILES": count,
@@ -481,12 +497,13 @@ def _launch(
     norm: Norm | None,
     noise: Noisy | None,
     with_lse: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
     norm_weight = None if norm is None else norm[0]
-    same_device(hidden, token_ids=token_ids, norm_weight=norm_weight, positions=positions, draw=draw)
+    same_device(hidden, token_ids=token_ids, norm_weight=norm_weight, positions=positions, draw=draw, out=out)
     (T, E), K = hidden.shape, weight.shape[0]
-    ids = hidden.new_empty((T, k), dtype=torch.int64)
+    ids = hidden.new_empty((T, k), dtype=torch.int64) if out is None else out
     logits = hidden.new_empty((T, k), dtype=torch.float32)
     lse = hidden.new_empty(T if with_lse else 0, dtype=torch.float32)
     if T == 0:
@@ -510,7 +527,7 @@ def _launch(
         hidden,
         weight.contiguous(),
         hidden if token_ids is None else token_ids.contiguous(),  # hidden is a dummy for absent tensors
-        positions.contiguous() if noisy and positions is not None else hidden,
+        positions if noisy and positions is not None else hidden,
         draw.contiguous() if held and draw is not None else hidden,
         keys,
         stats,
@@ -518,8 +535,9 @@ def _launch(
         float(temperature),
         signed(seed),
         check_draw(draw, T),
+        1 if positions is None else positions.stride(0),
     )
-    merge((T,), keys, stats, ids, logits, lse, T)
+    merge((T,), keys, stats, ids, logits, lse, T, *ids.stride())
     return ids, logits, lse
 
 
@@ -551,6 +569,10 @@ def _check(
             raise ValueError(f"noise positions must be [{T}] int64, got {tuple(positions.shape)} {positions.dtype}")
         if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
             raise ValueError(f"noise temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
+
+
+def _fits(hidden: Tensor, *_: object) -> bool:
+    return hidden.shape[0] <= MAX_ROWS
 
 
 def _fake(
@@ -591,7 +613,7 @@ _vocab_topk = register(
     reference=vocab_topk_ref,
     launch=_launch,
     fake=_fake,
-    fits=lambda hidden, *_: hidden.shape[0] <= MAX_ROWS,
+    fits=_fits,
     schema=_nested,
     pack=_flat,
     unpack=_nested,

@@ -66,6 +66,7 @@ __all__ = [
     "prefetch",
     "same_device",
     "sms",
+    "start_after_previous",
     "sum_dtype",
     "tl",
     "triton",
@@ -207,6 +208,13 @@ def wait_for_previous(PDL: tl.constexpr):
     """Wait until the kernels before this one in the stream have ended."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def start_after_previous(PDL: tl.constexpr):
+    """Both, for a kernel with nothing to read early: only its start is hidden."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
 
 
 @triton.jit

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.accept import accept_walk
 from specker.kernels.kv import kv_commit
 from specker.runtime import state as states
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
 from specker.runtime.model.cache import KVCache, Lengths
 from specker.runtime.model.decoder import Model, forward
-from specker.runtime.ops.rounds import advance
+from specker.runtime.ops.settle import settle
 from specker.runtime.policy import Budget
+from specker.runtime.rows import begin
 from specker.runtime.sampling import Draws
 from specker.runtime.state import State
 from specker.runtime.stats import DiffusionStats
@@ -65,6 +65,7 @@ class Round:
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
 
     _kept: dict[str, Tensor] = field(default_factory=dict)
+    _rooms: dict[str, Tensor] = field(default_factory=dict)  # memory that `room` handed out
     host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
     done: Any = None  # the event after the copies
     marks: list[Any] = field(default_factory=list)  # times, or events, around the stages
@@ -87,11 +88,19 @@ class Round:
 
     def keep(self, name: str, value: Tensor) -> None:
         """Pass `value` to a later piece of work, which reads it with `kept`. A replayed graph runs no Python, so rounds
-        of fixed shape pass values through the state."""
-        if self.fixed:
-            getattr(self.state, name)[: len(value)].copy_(value)
-        else:
+        of fixed shape pass values through the state, where an op may have written them (`room`)."""
+        if not self.fixed:
             self._kept[name] = value
+        elif value is not self._rooms.get(name):
+            getattr(self.state, name)[: len(value)].copy_(value)
+
+    def room(self, name: str, count: int) -> Tensor | None:
+        """The state's memory for the first `count` entries of what will be kept, for an op that can write there; None
+        if the op must allocate."""
+        if not self.fixed:
+            return None
+        self._rooms[name] = getattr(self.state, name)[:count]
+        return self._rooms[name]
 
     def kept(self, name: str, count: int) -> Tensor:
         """The first `count` entries of what was kept."""
@@ -159,18 +168,21 @@ def verify(r: Round, model: Model, cache: KVCache) -> None:
 
 def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
     s, N = r.state, r.size
-    rows = cache.place(r.lengths, 1, 0, N + 1, s.parents[:, :N] if r.tree else None)
+    room = r.room("positions", r.n * (N + 1))
     if exit:
         assert r.hidden is not None
         below = tuple(n for n in r.budget.taps if n < exit)
-        last = cache.place(r.lengths, 1, N, 1)
-        out = forward(model, cache, last, model.embed_tokens(s.window[:, N]), slice(exit), below)
+        last, hidden = begin(model, cache, r.lengths, 1, N, s.window[:, N : N + 1])
+        out = forward(model, cache, last, hidden, slice(exit), below)
         hidden = _beside(r.hidden, out.hidden)
         taps = {n: _beside(r.taps[n], out.taps[n]) for n in below}
+        rows = cache.place(r.lengths, 1, 0, N + 1)
         out = forward(model, cache, rows, hidden, slice(exit, None), tuple(n for n in r.budget.taps if n >= exit))
         r.taps = taps | out.taps
     else:
-        out = forward(model, cache, rows, model.embed_tokens(s.window[:, : N + 1].reshape(-1)), taps=r.budget.taps)
+        parents = s.parents[:, :N] if r.tree else None
+        rows, hidden = begin(model, cache, r.lengths, 1, 0, s.window[:, : N + 1], parents, positions=room)
+        out = forward(model, cache, rows, hidden, taps=r.budget.taps)
         r.taps = out.taps
     r.keep("logits", model.logits(out.hidden))
     r.keep("positions", rows.positions)
@@ -189,17 +201,19 @@ def accept(r: Round, model: Model, cache: KVCache) -> None:
 def _accept(r: Round, model: Model, cache: KVCache) -> None:
     s, N, n = r.state, r.size, r.n
     logits, positions = r.kept("logits", n * (N + 1)), r.kept("positions", n * (N + 1))
-    target = model.draw(r.draws, logits, positions).view(n, N + 1)
     tokens, parents = s.window[:, 1 : N + 1], s.parents[:, :N] if r.tree else None
-    if s.agrees.shape[1]:
-        target = synthetic(target, tokens, parents, positions.view(n, N + 1), s.agrees)
-    path, count, _ = accept_walk(tokens, parents, target)
-    table, page = cache.block_table[:n], cache.page_size
-    report, src, dst = advance(path, count, target, s.committed, s.length, s.window, s.limit, table, page, r.tree)
+    forced = s.agrees.shape[1] > 0
+    target = model.draw(r.draws, logits, positions) if forced or model.ranks else r.draws.splits(logits, positions)
+    if isinstance(target, Tensor):
+        target = target.view(n, N + 1)
+        target = synthetic(target, tokens, parents, positions.view(n, N + 1), s.agrees) if forced else target
+    texts = s.committed, s.length, s.window, s.limit, cache.block_table[:n], cache.page_size
+    report, drawn = r.room("report", n * (3 + 2 * N)), r.room("target", n * (N + 1))
+    report, drawn, src, dst = settle(tokens, parents, target, *texts, report, drawn)
     if r.tree:  # a chain's accepted rows are in place already
         kv_commit(cache.k, cache.v, src, dst)
-    r.keep("report", report.view(-1))
-    r.keep("target", target.reshape(-1))
+    r.keep("report", report)
+    r.keep("target", drawn)
 
 
 def send(r: Round, traced: bool) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specker.config import Sampling
 from specker.kernels.noise import pack_draw
-from specker.kernels.sample import sample_rows
+from specker.kernels.sample import Splits, sample_rows, sample_splits
 from specker.kernels.topk import Noise
 
 ALL = 2**31 - 1  # top_k that keeps every token
@@ -30,11 +30,24 @@ class Draws:
 
     def tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
         """The target's token after each row: logits [T, V] at `positions` [T] int64 -> [T] int64."""
+        return sample_rows(logits, *self._numbers(), positions, self._drawn)
+
+    def splits(self, logits: Tensor, positions: Tensor) -> Tensor | Splits:
+        """`tokens` for `settle`, which spares the launch that reduces the parts of a row of logits on a GPU."""
+        if logits.is_cpu:
+            return self.tokens(logits, positions)
+        return sample_splits(logits, *self._numbers(), positions, self._drawn)
+
+    @property
+    def _drawn(self) -> Tensor | None:
+        return self.memory if self.only is None else None
+
+    def _numbers(self) -> tuple[float, int, float, int]:
+        """The arguments temperature, top_k, top_p and seed."""
         if (s := self.only) is not None:
-            return sample_rows(logits, s.temperature, s.top_k, s.top_p, s.seed, positions)
-        temperature = 0.0 if self.kind == "greedy" else 1.0
+            return s.temperature, s.top_k, s.top_p, s.seed
         top_k, top_p = (1, 0.5) if self.kind == "filtered" else (0, 1.0)  # selects filters; the values are in memory
-        return sample_rows(logits, temperature, top_k, top_p, 0, positions, self.memory)
+        return 0.0 if self.kind == "greedy" else 1.0, top_k, top_p, 0
 
     def noise(self, positions: Tensor) -> Noise | None:
         """The noise of the target's draws at `positions` [T] int64, for a drafter's ranking; None if all are greedy."""

@@ -77,10 +77,30 @@ def test_the_merge_of_more_tiles_than_one_step_takes(tiles, k):
     key = (value.view(torch.int32).long() << 32 | ~token & (1 << 32) - 1).view(T, tiles, C).sort(-1, descending=True)[0]
     ids, logits, empty = torch.zeros(T, k, dtype=torch.int64), torch.zeros(T, k), torch.zeros(0)
     sizes = {"TOP": k, "TILES": tiles, "TILES_PAD": 1 << (tiles - 1).bit_length(), "C": C, "LSE": False}
-    op._vocab_topk_merge_kernel[(T,)](key, empty, ids, logits, empty, T, **sizes)
+    op._vocab_topk_merge_kernel[(T,)](key, empty, ids, logits, empty, T, k, 1, **sizes)
     best = key.flatten(1).topk(k)[0]
     assert torch.equal(ids, ~best & (1 << 32) - 1)
     assert torch.equal(logits, (best >> 32).int().view(torch.float32))
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_ids_are_written_into_a_view(k):
+    """Columns of a window of drafts, with positions that are apart."""
+    hidden, weight = integers(5, 8, 300)
+    seed, positions, temperature = noise_of(5)
+    apart = torch.full((5, 3), -(10**15))
+    apart[:, 1] = positions
+    args = hidden, weight, trimmed(300, 600), k, None
+    want = _launch(*args, (seed, positions, temperature), True)
+    for op_ in (_launch, vocab_topk):
+        window = torch.full((5, 9), -1)
+        out = window[:, 2 : 2 + 2 * k : 2]
+        got = op_(*args, (seed, apart[:, 1], temperature), True, out=out)
+        assert got[0] is out and all(map(torch.equal, got, want))
+        assert int((window != -1).sum()) == 5 * k, "written outside the view"
+    for bad in (window[:4, :k], window[:, : k + 1], window[:, :k].int()):
+        with pytest.raises(ValueError, match=f"out must be \\[5, {k}\\] int64"):
+            vocab_topk(*args, None, True, out=bad)
 
 
 @pytest.mark.parametrize("best_in", ["one tile", "every tile", "the last tile"])

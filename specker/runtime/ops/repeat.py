@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS
-from specker.kernels.variant import Variant, same_device, tl, triton
+from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
 
 
 class Repeated(NamedTuple):
@@ -119,7 +119,9 @@ def _repeat_rows_kernel(
     pages,
     W: tl.constexpr,
     BLOCK: tl.constexpr,  # rows, sequences and pages per program
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_l = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_t = o < T

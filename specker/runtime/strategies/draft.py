@@ -22,6 +22,7 @@ from specker.runtime.model.cache import KVCache, Lengths, Rows
 from specker.runtime.model.decoder import Model, forward
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
+from specker.runtime.rows import begin, begin_text
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.zoo import Family
 
@@ -112,10 +113,7 @@ class AutoregressiveDrafter(ModelDrafter):
         cache, n = self.cache, r.n
         if r.fixed:
             R = self.catch_up
-            rows, tokens = (
-                cache.place(r.lengths, R, 0, R),
-                r.last(R).view(-1).clamp(max=self.model.config.vocab_size - 1),
-            )
+            rows, embedded = begin_text(self.model, cache, r.state.committed, r.state.length, R)
             last: slice | Tensor = slice(R - 1, None, R)
         else:
             texts, starts = [], []
@@ -131,8 +129,9 @@ class AutoregressiveDrafter(ModelDrafter):
                 cache.exact_len[slot] = end
             rows = cache.after(starts, [len(text) for text in texts])
             tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
+            embedded = self.model.embed_tokens(tokens)
             last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
-        hidden = forward(self.model, cache, rows, self._embed(tokens)).hidden
+        hidden = forward(self.model, cache, rows, embedded).hidden
         return hidden[last], rows.positions[last]
 
     def _chain(self, r: Round, depth: int) -> None:
@@ -145,15 +144,15 @@ class AutoregressiveDrafter(ModelDrafter):
             hidden, positions = self._catch_up(r)
             r.forwarded = 0
         else:
-            rows = self.cache.place(self._lengths(r), 0, n - 1, 1)
-            hidden, positions = self._forward(rows, r.window[:, n]), rows.positions
+            rows, embedded = begin(self.model, self.cache, self._lengths(r), 0, n - 1, r.window[:, n : n + 1])
+            hidden, positions = self._forward(rows, embedded), rows.positions
             r.forwarded = n
+        column = r.window[:, n + 1 : n + 2]
         if r.asks:
-            ids, scores = self.head.candidates(hidden, 1, r.draws, positions)
-            r.window[:, n + 1] = ids[:, 0]
+            _, scores = self.head.candidates(hidden, 1, r.draws, positions, column)
             r.heard(scores[:, 0])
         else:
-            r.window[:, n + 1] = self.head.best(hidden, r.draws, positions)
+            self.head.best(hidden, r.draws, positions, column[:, 0])
 
     def _tree(self, r: Round, depth: int) -> None:
         """Draft a tree level by level. Node j of a sequence is j columns after its root; scores are cumulative
@@ -165,8 +164,8 @@ class AutoregressiveDrafter(ModelDrafter):
         parents = [torch.zeros_like(ids)]
         for level in range(1, depth):
             first = (level - 1) * width + 1  # row of this level's first leaf
-            rows = self.cache.place(self._lengths(r), 1, first, width, torch.cat(parents, 1))
-            hidden = self._forward(rows, ids.reshape(-1))
+            rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, ids, torch.cat(parents, 1))
+            hidden = self._forward(rows, embedded)
             next_ids, next_scores = self.head.candidates(hidden, width, r.draws, rows.positions)
             total = level_scores.unsqueeze(-1) + next_scores.view(n, width, width)
             level_scores, best = total.flatten(1).topk(width)
@@ -179,14 +178,11 @@ class AutoregressiveDrafter(ModelDrafter):
         r.window[:, 1 : r.size + 1] = kept
         r.state.parents[:, : r.size] = up
 
-    def _forward(self, rows: Rows, tokens: Tensor) -> Tensor:
-        """Draft tokens [T] int64 -> hidden rows [T, E]."""
+    def _forward(self, rows: Rows, embedded: Tensor) -> Tensor:
+        """The embeddings of draft tokens [T, E] -> their hidden rows [T, E]."""
         if self.parallel is not None:
-            return self.parallel.forward(rows, self._embed(tokens))
-        return forward(self.model, self.cache, rows, self._embed(tokens)).hidden
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.model.embed_tokens(tokens)
+            return self.parallel.forward(rows, embedded)
+        return forward(self.model, self.cache, rows, embedded).hidden
 
 
 class SmallModel(Strategy):

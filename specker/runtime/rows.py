@@ -1,0 +1,52 @@
+"""Begin a forward: its rows' places and embeddings, in one launch where the device places them."""
+
+from torch import Tensor
+
+from specker.runtime.model.cache import KVCache, Lengths, Rows, _repeated, sequence_bounds
+from specker.runtime.model.decoder import Model
+from specker.runtime.ops.start import start_rows
+
+
+def begin(
+    model: Model,
+    cache: KVCache,
+    lengths: Lengths,
+    back: int,
+    first: int,
+    tokens: Tensor,
+    parents: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+) -> tuple[Rows, Tensor]:
+    """The rows first, first + 1, .. of each sequence's window, as `KVCache.place` places them, one for each of its
+    tokens [n, count] int64, and their embeddings [n * count, E]. `positions` [n * count] int64: memory for the
+    positions, used if the device places the rows."""
+    count = tokens.shape[1]
+    if not isinstance(lengths, Tensor):
+        return cache.place(lengths, back, first, count, parents), model.embed_tokens(tokens.reshape(-1))
+    return _started(model, cache, lengths, back, first, count, tokens, False, parents, positions)
+
+
+def begin_text(model: Model, cache: KVCache, texts: Tensor, lengths: Tensor, count: int) -> tuple[Rows, Tensor]:
+    """`begin` for the last `count` tokens of each of the texts [n, C] int64 with `lengths` [n] int64."""
+    return _started(model, cache, lengths, count, 0, count, texts, True)
+
+
+def _started(
+    model: Model,
+    cache: KVCache,
+    lengths: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    tokens: Tensor,
+    text: bool,
+    parents: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Rows, Tensor]:
+    n, device = len(lengths), cache.device
+    table = cache.table[:n]
+    place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
+    hidden, positions, slots, kv_len, words = start_rows(model.embed, tokens, text, *place)
+    window, bounds = _repeated(first + count, n, device), sequence_bounds(count, device, n)
+    return Rows(positions, slots, kv_len, window, words, bounds, table), hidden.to(model.dtype)
