@@ -8,7 +8,9 @@ from torch import Tensor
 
 from ptx.cases import Case, Verdict
 from specker.kernels.accept import _launch_walk, accept_walk_ref
-from specker.runtime.ops import repeat, rounds
+from specker.kernels.sample import Splits
+from specker.runtime.ops import repeat, rounds, start
+from specker.runtime.ops import settle as end
 
 
 def _equal(label: str, kernel: Callable[[], Any], reference: Callable[[], Any]) -> Case:
@@ -67,32 +69,61 @@ def _place(label: str, args: tuple) -> Case:
     return _equal(label, lambda: rounds._launch_place(*args), lambda: rounds.place_rows(*args))
 
 
-def advance(_: object) -> Iterator[Case]:
-    for rows, count, length, limit, B in (
-        (6, 3, 40, 1000, 2),
-        (1, 1, 9, 100, 1),
-        (200, 150, 30, 120, 1),
-        (16, 16, 90, 90, 3),
-        (9, 4, 99, 200, 1),
+def start_rows(_: object) -> Iterator[Case]:
+    g = torch.Generator().manual_seed(4)
+    for E, first, count, text, tree, lengths in (
+        (96, 0, 6, False, True, [40, 7]),
+        (1030, 2, 1, False, False, [40, 300]),
+        (64, 0, 6, True, False, [40, 3]),
     ):
-        g = torch.Generator().manual_seed(rows)
-        path = torch.full((B, rows), -1)
-        for b in range(B):
-            path[b, 1:count] = torch.randperm(rows - 1, generator=g)[: count - 1].sort().values + 1
-        path[:, 0] = 0
-        target, table = torch.randint(0, 1000, (B, rows), generator=g), torch.randperm(40 * B, generator=g)
-        given = path, torch.full((B,), count), target
-        then = torch.full((B,), limit), table.view(B, 40).int(), 16
+        B = len(lengths)
+        parents = torch.stack([_tree(first + count - 1, g) for _ in lengths]) if tree else None
+        table = torch.randperm(80 * B, generator=g).view(B, 80)[:, :70].int()
+        tokens = torch.randint(0, 70, (B, 1000 if text else count), generator=g)  # ids beyond the vocabulary, too
+        rows = torch.tensor(lengths), count if text else 1, first, count, parents, table, 16, 5000
+        embedding = torch.randn(50, E, generator=g).bfloat16()
+        yield _start(f"E{E} rows {first}+{count}{' text' * text}{' tree' * tree}", (embedding, tokens, text, *rows))
+
+
+def _start(label: str, args: tuple) -> Case:
+    return _equal(label, lambda: start._launch(*args), lambda: start.start_rows(*args))
+
+
+def settle(_: object) -> Iterator[Case]:
+    for N, tree, length, limit, B, S in (
+        (5, True, 40, 1000, 2, 0),
+        (4, False, 40, 1000, 2, 7),
+        (0, False, 9, 100, 1, 3),
+        (199, True, 30, 120, 1, 0),
+        (15, False, 90, 90, 3, 20),
+        (8, True, 99, 200, 1, 33),
+    ):
+        g = torch.Generator().manual_seed(N)
+        tokens = torch.randint(0, 2, (B, N), generator=g)
+        parents = torch.stack([_tree(N, g, near=3) for _ in range(B)]) if tree else None
+        target: Any = torch.randint(0, 2, (B, N + 1), generator=g)
+        if S:  # the best of each part; equal ones in several parts
+            value = torch.randint(0, 5, (B * (N + 1), S), generator=g).float()
+            target = Splits(value, torch.randint(0, 3, (B * (N + 1), S), generator=g).int())
+        table = torch.randperm(40 * B, generator=g).view(B, 40).int()
         state = torch.arange(100 * B).view(B, 100), torch.full((B,), length), torch.zeros(B, 3, dtype=torch.int64)
-        yield _advance(f"R{rows} count {count} length {length} B{B}", given, state, then)
+        then = torch.full((B,), limit), table, 16
+        label = f"N{N}{' tree' * tree} length {length} B{B}{f' {S} splits' if S else ''}"
+        yield _settle(label, (tokens, parents, target), state, then)
 
 
-def _advance(label: str, given: tuple, state: tuple, then: tuple) -> Case:
+def _settle(label: str, given: tuple, state: tuple, then: tuple) -> Case:
+    B, R = given[0].shape[0], given[0].shape[1] + 1
+
+    def launched(*args: Any) -> Any:
+        room = args[0].new_empty(B * (1 + 2 * R)), args[0].new_empty(B * R)
+        return *room, *end._launch(*args, *room)
+
     def both(op: Any) -> Any:
         mine = [x.clone() for x in state]
         return *op(*given, *mine, *then), *mine
 
-    return _equal(label, lambda: both(rounds._launch_advance), lambda: both(rounds.advance))
+    return _equal(label, lambda: both(launched), lambda: both(end.settle))
 
 
 def repeat_rows(_: object) -> Iterator[Case]:
@@ -109,4 +140,4 @@ def _repeat(label: str, args: tuple) -> Case:
     return _equal(label, lambda: repeat._launch(*args), lambda: repeat.repeat_rows(*args))
 
 
-OPS = (accept_walk, place_rows, advance, repeat_rows)
+OPS = (accept_walk, place_rows, start_rows, settle, repeat_rows)

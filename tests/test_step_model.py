@@ -1,0 +1,65 @@
+"""bench/step_model.py: launches as recorded, bytes as decode.py counts them, times by hand."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import shapes, step_model
+from bench.decode import CASES
+from bench.step_model import STEPS, Changes, Constants, Launch, Shape
+from specker.runtime.model.config import parse_config
+
+AFTER = Changes(**{name: value for _, change in STEPS for name, value in change.items()})
+
+
+def test_time_by_hand():
+    c = Constants(bandwidth=2.0, l2_bandwidth=4.0, start_us=3.0, early_us=1.0, ramp_us=6.0, small_us=5.0)
+    stream = Launch("o", memory=8e6, l2=12e6, prefetches=True)
+    assert stream.us(c, False) == 3 + 6 + 4 and stream.us(c, True) == 1 + 3 + 4
+    assert dataclasses.replace(stream, l2=40e6).us(c, False) == 3 + 6 + 10
+    assert dataclasses.replace(stream, prefetches=False).us(c, True) == 1 + 6 + 4
+    assert Launch("norm", l2=8e6).us(c, False) == 3 + 5 + 2
+
+
+@pytest.mark.parametrize(("name", "before"), [("8b", 10), ("1b", 11)])
+def test_launches_of_a_layer(name, before):
+    s = Shape.of(shapes.SHAPES[name])
+    counts, how = [], Changes()
+    for _, change in STEPS:
+        how = dataclasses.replace(how, **change)
+        counts.append(len(list(step_model.layer(s, 1, 8192, how))))
+    assert (counts[0], counts[-1]) == (before, 7) and counts == sorted(counts, reverse=True)
+    names = [launch.name for launch in step_model.layer(s, 1, 8192, AFTER)]
+    assert names == ["norm", "kv_project", "attention", "o", "norm", "gate_up", "down"]
+
+
+@pytest.mark.parametrize("name", ["8b", "1b", "32b"])
+def test_bytes_are_those_of_the_bench(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(shapes.SHAPES[name]))
+    config, *_ = parse_config(Path(tmp_path), None, None)
+    case = next(c for c in CASES if c.kind == "ar" and c.shape == name and c.context == 8192)
+    gb = step_model.row(case, 1, Constants(), AFTER)["gb"]
+    assert gb == pytest.approx(shapes.step_bytes(config, 8192, 2) / 1e9, rel=1e-3)
+
+
+def test_every_change_saves_time_in_every_case():
+    for case, rows in step_model.cases(["8b", "1b", "32b"]):
+        how, found = Changes(), []
+        for _, change in STEPS:
+            how = dataclasses.replace(how, **change)
+            found.append(step_model.row(case, rows, Constants(), how))
+        times = [r["ms"] for r in found]
+        assert times == sorted(times, reverse=True) and times[0] > times[-1], case.name
+        assert 0 < found[0]["share"] < found[-1]["share"] < 1
+    assert {c.kind for c, _ in step_model.cases(["8b"])} == {"ar", "verify", "round"}
+
+
+def test_the_first_line_says_that_it_is_a_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step_model, "RESULT", tmp_path / "step_model.md")
+    monkeypatch.setattr("sys.argv", ["step_model.py", "--shapes", "1b"])
+    step_model.main()
+    assert capsys.readouterr().out.startswith("Model, not measurement.")
+    page = (tmp_path / "step_model.md").read_text()
+    assert page.startswith("Model, not measurement.") and "| norms add up splits | 9 |" in page
