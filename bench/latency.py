@@ -65,9 +65,9 @@ class Inputs:
     mlp_launches: float = arg(3, "of a layer's feed-forward, its norm included")
     group_launches: float = arg(4, "of a group's attention, two layers or more of it on a rank")
     group_layer_launches: float = arg(3, "of each layer's feed-forward in a group")
-    draft_launches: float = arg(7, "of a draft forward beyond its layers")
-    verify_launches: float = arg(8, "of a verify pass beyond its layers")
-    round_launches: float = arg(6, "of a round beyond its forwards")
+    draft_launches: float = arg(5, "of a draft forward beyond its layers")
+    verify_launches: float = arg(4, "of a verify pass beyond its layers")
+    round_launches: float = arg(3, "of a round beyond its forwards")
 
 
 @dataclass(frozen=True)

@@ -46,16 +46,16 @@ def test_collectives_by_hand():
 
 
 def test_forwards_by_hand():
-    one = latency.tensor_parallel(SLOW, SMALL, 3, 1, 7, 24)
-    assert one == Cost(bytes=1808, launches=61)
-    two = latency.tensor_parallel(SLOW, SMALL, 3, 2, 7, 24)
-    assert two == Cost(bytes=904, launches=61, wire=12 * (12 + 24) + (11 + 24), calls=13)
-    assert two.us(SLOW, "graphs") == two.us(SLOW, "eager") == 904 + 122 + 467
-    assert two.us(replace(SLOW, host_us=30), "eager") == (61 + 13) * 30
+    one = latency.tensor_parallel(SLOW, SMALL, 3, 1, 5, 24)
+    assert one == Cost(bytes=1808, launches=59)
+    two = latency.tensor_parallel(SLOW, SMALL, 3, 2, 5, 24)
+    assert two == Cost(bytes=904, launches=59, wire=12 * (12 + 24) + (11 + 24), calls=13)
+    assert two.us(SLOW, "graphs") == two.us(SLOW, "eager") == 904 + 118 + 467
+    assert two.us(replace(SLOW, host_us=30), "eager") == (59 + 13) * 30
 
     def side(ranks, share, wire, calls):
         layers = 2 * 2 * 144 + 2 * (share * 48 + 4 * 96)
-        assert latency.layer_parallel(SLOW, SMALL, 3, ranks) == Cost(80 + layers, 7 + 18 + 4 + 12 + 1, wire, calls)
+        assert latency.layer_parallel(SLOW, SMALL, 3, ranks) == Cost(80 + layers, 5 + 18 + 4 + 12 + 1, wire, calls)
 
     side(1, 4, 0, 0)
     side(2, 2, 11 + 48, 1)
@@ -65,18 +65,18 @@ def test_forwards_by_hand():
 
 
 def test_a_round_by_hand():
-    exact, plain = 1808 + 122, 904 + 136 + 12 * 20 + 19 + 11
-    check = 904 + 136 + 12 * (12 + 56) + 67 + 11
+    exact, plain = 1808 + 118, 904 + 122 + 12 * 20 + 19 + 11
+    check = 904 + 122 + 12 * (12 + 56) + 67 + 11
     row = latency.project(SLOW, SMALL, SMALL, 2, "layer-parallel", "graphs")
     assert row["model"] is True
     assert (row["verify_us"], row["plain_us"], row["tau"]) == (check, plain, 1)
-    assert row["draft_forward_us"] == 1616 + 84 + 59 and row["draft_us"] == exact + 1759
-    assert row["speedup"] == plain / (exact + 1759 + check)
-    assert row["draft_speedup"] == 2 * exact / (exact + 1759)
+    assert row["draft_forward_us"] == 1616 + 80 + 59 and row["draft_us"] == exact + 1755
+    assert row["speedup"] == plain / (exact + 1755 + check)
+    assert row["draft_speedup"] == 2 * exact / (exact + 1755)
     same = latency.project(SLOW, SMALL, SMALL, 2, "replicated", "graphs")
     assert same["draft_us"] == 2 * exact and same["draft_speedup"] == 1 and same["tau"] == 2
     tensor = latency.project(SLOW, SMALL, SMALL, 2, "tensor", "graphs")
-    first, other = (904 + 122 + 12 * (12 + 8 * rows) + 11 + rows * 24 for rows in (3, 3))
+    first, other = (904 + 118 + 12 * (12 + 8 * rows) + 11 + rows * 24 for rows in (3, 3))
     assert tensor["draft_us"] == first + other  # depth + 1 and width are both 3
     assert tensor["weights_gb"] == pytest.approx(944 * 2 * 2e-9 / 2) and same["weights_gb"] > tensor["weights_gb"]
     tight = replace(SLOW, memory=same["weights_gb"])
@@ -255,9 +255,9 @@ def test_predicted_over_measured():
     passed = [{**step, "device": "cpu"}, {**step, "shape": "32b"}, {**step, "dtype": "float32"}, {"bench": "decode"}]
     passed += [{**e2e, "way": "draft tree 2x4"}, {**chain, "acceptance_length": None}, {**chain, "way": "outside"}]
     one, two, three = project.checked([kernel, step, chain, e2e, *passed])
-    us = SHAPES["8b"].elements * 2 / 4.3e6 + 32 * 7 + 8 + 6
+    us = SHAPES["8b"].elements * 2 / 4.3e6 + 32 * 7 + 4 + 3
     assert one["predicted"] == pytest.approx(1e6 / us) and one["ratio"] == pytest.approx(1e6 / us / 200)
-    draft = SHAPES["1b"].elements * 2 / 4.3e6 + 16 * 7 + 7
+    draft = SHAPES["1b"].elements * 2 / 4.3e6 + 16 * 7 + 5
     assert two["predicted"] == pytest.approx(3e6 / (us + 5 * draft)) and two["model"] is True
     assert two["ratio"] == pytest.approx(two["predicted"] / 300)
     assert three["bench"] == "e2e" and three["predicted"] > one["predicted"]
