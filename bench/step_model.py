@@ -108,7 +108,7 @@ STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def product(name: str, O: int, E: int, rows: int, merged: bool, silu: bool = False) -> Iterator[Launch]:
     """row_linear, and its merge unless what follows adds up the splits."""
-    m, n, _, _, splits = linear.tiles(BF16, O, E, 90)
+    m, n, _, _, splits = linear.tiles(BF16, O, E, 90, split=not merged)
     weight, tiles = 2.0 * O * E, -(-O // n)
     sums = 4.0 * splits * rows * O if splits > 1 or not merged else 0.0
     yield Launch(name, weight, weight * -(-rows // m) + 2 * tiles * rows * E + sums, prefetches=True)

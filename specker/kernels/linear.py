@@ -6,7 +6,8 @@ Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]. Epilog
   silu(x Wg^T) * (x Wu^T), [T, O/2].
 * "float32": the result is not rounded: [T, O] float32 (float64 for float64). For logits.
 * "split", without a bias: the sums of K's splits, [S, T, O] float32 (float64 for float64); their sum in order is the
-  product. `residual_merge` adds them up, which saves the launch that would. S depends on (G, O, E, device) alone.
+  product. `residual_merge` adds them up, which saves the launch that would. S depends on (G, O, E, device) alone, and
+  may be larger than the number of splits of the other epilogues.
 One call can run G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O] (split: [S, G, T, O]).
 Accumulation is in float32 (float64 for float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On
 a CPU a row's last bits may depend on the other rows: results agree to 1e-12 in float64. There x and bias may also be
@@ -351,13 +352,23 @@ LONG = 8192  # with at least this many columns, a merge's launch is cheap beside
 MIN_SPLIT = 512  # fewest columns per split
 
 
-def tiles(dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1, sms: int = 0) -> tuple[int, int, int, int, int]:
+def tiles(
+    dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1, sms: int = 0, split: bool = False
+) -> tuple[int, int, int, int, int]:
     """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons. `sms`: of
-    the device, 0 for the architecture's usual number."""
+    the device, 0 for the architecture's usual number. `split`: splits cost no launch."""
     sms = sms or SMS[arch]
     aligned = E * dtype.itemsize % 16 == 0
+
+    def fills(n: int) -> bool:
+        """Whether tiles of n rows and splits make enough programs."""
+        count = G * -(-O // n)
+        return aligned and 10 * count * max(1, min(sms // count, E // MIN_SPLIT)) >= 7 * sms
+
     if E >= LONG and aligned:
         n = 128
+    elif split and (fills(128) or fills(64)):
+        n = 128 if fills(128) else 64
     else:
         n = next((n for n in (128, 64) if 10 * G * -(-O // n) >= 7 * sms and aligned), 32)
     if dtype == torch.float32:
@@ -396,6 +407,10 @@ def _variants(
       one row it is nothing. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
       better: 14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
       is 32 tiles of 32 times 4.
+    * Where splits cost no launch ("split"), tiles are as large as splits allow: 4096 -> 4096 is 32 tiles of 128 times 4
+      splits, 2048 -> 2048 32 tiles of 64 times 4. A tile of 128 moves 3 bytes through shared memory per byte of the
+      weight, of 64 4, of 32 6: x is written and read with every tile. An SM's share of the bandwidth, 33 GB/s, times 6
+      is 90% of what its shared memory can move.
     * G layers have G times the programs, so they get larger tiles and fewer splits.
     sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. gfx942 has 64 KiB of LDS and gfx950 160, also for two
     blocks: one and three tiles of 24 KiB each. An MI300X (304 CUs, 5.3 TB/s) needs about 26 KiB in flight per CU.
@@ -403,7 +418,7 @@ def _variants(
     Half precision also uses small tiles if a row is no multiple of 16 bytes: it is then read 2 bytes at a time,
     through registers.
     """
-    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms)
+    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split")
     t, half, silu, parts = TYPES[dtype], dtype != torch.float32, epilogue == "silu_mul", epilogue == "split"
     out = t if epilogue in ("none", "silu_mul") else "fp32"
     name = f"{t} {E}->{O}" + f" x{G}" * (G > 1) + f" {epilogue}" * (epilogue != "none") + " bias" * bias
@@ -478,7 +493,8 @@ def split_of(x: Tensor, weight: Tensor) -> tuple[int, int]:
     """The number of K's splits on x's device, and the columns of each but the last, which may be shorter."""
     O, E = weight.shape[-2:]
     kind = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float32
-    _, _, block, _, splits = tiles(kind, O, E, arch(x.device), math.prod(weight.shape[:-2]), sms(x.device))
+    G, on = math.prod(weight.shape[:-2]), x.device
+    _, _, block, _, splits = tiles(kind, O, E, arch(on), G, sms(on), True)
     return splits, -(-E // (splits * block)) * block
 
 

@@ -2,8 +2,8 @@
 
 Contract: x [T, E], deltas [P, T, E], norm_weight [Q, E] or None, one dtype -> y [T, E], normed [Q, T, E] (Q = 0
 without weights). The last delta may be a separate tensor: deltas [P-1, T, E] and `last` [T, E]. With `split`, deltas
-[S, T, E] float32 are `row_linear`'s sums of K's splits: added up in order and rounded to x's dtype, they are one delta,
-bit for bit what row_linear without "split" returns. (float64 x: float64 sums.) Sums run in float32
+[S, T, E] float32 are `row_linear`'s sums of K's splits: added up in order and rounded to x's dtype, they are one delta.
+(float64 x: float64 sums.) Sums run in float32
 (float64 for float64) in the order p = 0..P-1 and are rounded once, to y. The norm is taken of the rounded y, so a row's
 bits depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w. P = 1, Q = 1 is a decoder layer's residual
 add and norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a group of N layers that run side by side.

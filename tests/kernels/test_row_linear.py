@@ -160,6 +160,21 @@ def test_splits_and_unrounded_results(poisoned, O, E):
         assert (row_linear(x, weight, bias, "float32") - _launch(x, weight, bias, "float32")).abs().max() <= 1e-4
 
 
+def test_splits_without_a_launch_allow_larger_tiles():
+    """4096 -> 4096: 32 tiles of 128 rows times 4 splits instead of 128 tiles of 32; few outputs keep small tiles."""
+
+    def chosen(O, E, **how):
+        return op.tiles(torch.bfloat16, O, E, 90, **how)[1::3]
+
+    assert chosen(4096, 4096) == (32, 1) and chosen(4096, 4096, split=True) == (128, 4)
+    assert chosen(2048, 2048) == (32, 2) and chosen(2048, 2048, split=True) == (64, 4)
+    assert chosen(4096, 14336) == chosen(4096, 14336, split=True) == (128, 4)
+    assert chosen(28672, 4096, split=True) == (128, 1) and chosen(64, 1024, split=True) == chosen(64, 1024)
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (3, 4096))
+        assert op.split_of(x, weight) == (4, 1024)
+
+
 def test_split_takes_no_bias_and_keeps_float64():
     x, weight, bias = inputs(3, 8, 5, torch.float64)
     with pytest.raises(ValueError, match="split has no bias"):
