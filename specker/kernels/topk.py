@@ -318,10 +318,22 @@ def _vocab_topk_kernel(
             tl.store(keys_ptr + o_c, _take(b_key, R, TOP, C), mask=m_r[:, None])
 
 
+@triton.jit
+def _larger(key, p_all, N: tl.constexpr):
+    """How many of the N keys at p_all are larger: key [n] -> int32 [n]. Each thread reads them all, by independent
+    loads from L1: no step waits for another one, and threads exchange nothing. Counts in float32: the compiler packs
+    small integers in pairs of 16 bits, which takes more instructions."""
+    b_larger = tl.zeros_like(key).to(tl.float32)
+    for i in tl.static_range(N):
+        b_larger += tl.where(tl.load(p_all + i) > key, 1.0, 0.0)
+    return b_larger.to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["T", "ids_stride", "id_stride"], do_not_specialize_on_alignment=["ids_ptr"])
 def _vocab_topk_merge_kernel(
     keys_ptr,  # [T, TILES, C]
     stats_ptr,  # [2, T, TILES]
+    work_ptr,  # [T, 2 SLOTS + C + TILES_PAD / GROUP]: work space
     ids_ptr,  # [T, TOP], of any strides
     logits_ptr,  # [T, TOP]
     lse_ptr,  # [T]
@@ -332,10 +344,15 @@ def _vocab_topk_merge_kernel(
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,  # a power of two, at least 2
     C: tl.constexpr,
+    GROUP: tl.constexpr,  # tiles compared with one another; divides TILES_PAD
+    SLOTS: tl.constexpr,  # a power of two, at least TOP (TOP + 1) / 2; 0 to sort
     LSE: tl.constexpr,
 ):
     """One program per row. The C largest keys can only lie in the C tiles with the largest maxima, and in the r-th of
-    these (from 0) only among the first C - r: any later key has C larger ones, in its tile and the maxima before."""
+    these (from 0) only among the first C - r: any later key has C larger ones, in its tile and the maxima before. The
+    same holds for the largest maxima, in groups of tiles. So both are among TRIANGLE = TOP (TOP + 1) / 2 slots: slot
+    d (d + 1) / 2 + c takes number c of the group, or of the tile, with the (d - c)-th largest maximum. The larger ones
+    of a few dozen keys are simply counted."""
     i_t = tl.program_id(0).to(tl.int64)
     o_tile = tl.arange(0, TILES_PAD)
     m_tile = o_tile < TILES
@@ -347,35 +364,72 @@ def _vocab_topk_merge_kernel(
         top = tl.max(b_max, axis=0)
         total = tl.sum(b_sum * _power(b_max, top), axis=0)
         tl.store(lse_ptr + i_t, top + tl.log(total))
+    p_ids, p_logits = ids_ptr + i_t * ids_stride, logits_ptr + i_t * TOP
     if C == 1:
         best = tl.max(b_first, axis=0)
-        tl.store(ids_ptr + i_t * ids_stride, _id_of(best))
-        tl.store(logits_ptr + i_t, _value_of(best))
+        tl.store(p_ids, _id_of(best))
+        tl.store(p_logits, _value_of(best))
+    elif SLOTS > 0:
+        TRIANGLE: tl.constexpr = TOP * (TOP + 1) // 2
+        GROUPS: tl.constexpr = (TILES + GROUP - 1) // GROUP
+        p_work = work_ptr + i_t * (2 * SLOTS + C + TILES_PAD // GROUP)
+        p_number, p_order, p_top = p_work + SLOTS, p_work + 2 * SLOTS, p_work + 2 * SLOTS + C
+        o_slot = tl.arange(0, SLOTS)
+        tl.store(p_work + o_slot, tl.full([SLOTS], _NONE, tl.int64))  # a small group leaves slots empty
+
+        o_group = o_tile // GROUP
+        b_in = tl.zeros([TILES_PAD], tl.float32)  # larger ones in its group
+        for i in tl.static_range(GROUP):
+            o_other = o_group * GROUP + i
+            b_other = tl.load(p_keys + o_other * C, mask=o_other < TILES, other=_NONE)
+            b_in += tl.where(b_other > b_first, 1.0, 0.0)
+        b_in = b_in.to(tl.int32)
+        tl.store(p_top + o_group, b_first, mask=m_tile & (b_in == 0))
+        tl.debug_barrier()
+        b_top = tl.load(p_top + o_group, mask=m_tile, other=_NONE)
+        b_least = b_in + _larger(b_top, p_top, GROUPS)  # larger ones that there are at least
+        m_first = m_tile & (b_least < TOP)
+        o_first = b_least * (b_least + 1) // 2 + b_in
+        tl.store(p_work + o_first, b_first, mask=m_first)
+        tl.store(p_number + o_first, o_tile.to(tl.int64), mask=m_first)
+        tl.debug_barrier()
+        b_first = tl.load(p_work + o_slot)
+        b_rank = _larger(b_first, p_work, TRIANGLE)
+        m_first = (b_first != _NONE) & (b_rank < TOP)
+        tl.store(p_order + b_rank, tl.load(p_number + o_slot, mask=m_first, other=0), mask=m_first)
+        tl.debug_barrier()
+
+        o_d = tl.zeros([SLOTS], tl.int32)
+        for d in tl.static_range(1, TOP):
+            o_d += (o_slot >= d * (d + 1) // 2).to(tl.int32)
+        o_c = o_slot - o_d * (o_d + 1) // 2
+        o_rank = o_d - o_c
+        m_key = (o_slot < TRIANGLE) & (o_rank < TILES)
+        b_tile = tl.load(p_order + o_rank, mask=m_key, other=0)
+        b_key = tl.load(p_keys + b_tile * C + o_c, mask=m_key, other=_NONE)
+        tl.store(p_work + o_slot, b_key)
+        tl.debug_barrier()
+        b_rank = _larger(b_key, p_work, TRIANGLE)
+        m_key = (b_key != _NONE) & (b_rank < TOP)
+        tl.store(p_ids + b_rank * id_stride, _id_of(b_key), mask=m_key)
+        tl.store(p_logits + b_rank, _value_of(b_key), mask=m_key)
     else:
         SOME: tl.constexpr = min(TILES_PAD, 256)
         RANKS: tl.constexpr = min(C, TILES_PAD)
-        FIRST: tl.constexpr = min(TOP, TILES_PAD)
-        if RANKS <= 16:  # like `_take`, but keeps the tile
-            b_tile = tl.zeros([RANKS], tl.int32)
-            for i in tl.range(FIRST):
-                found = b_first == tl.max(b_first, axis=0)  # exactly one, since keys differ
-                b_tile = tl.where(tl.arange(0, RANKS) == i, tl.max(tl.where(found, o_tile, 0), axis=0), b_tile)
-                b_first = tl.where(found, _NONE, b_first)
-        else:
-            b_rank = tl.topk(b_first, RANKS)
-            b_tile = tl.zeros([RANKS], tl.int32)
-            for i_tile in tl.range(0, TILES, SOME):  # all at once would not fit in registers
-                o_some = i_tile + tl.arange(0, SOME)
-                b_some = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=_NONE)
-                same = (b_rank[:, None] == b_some[None, :]) & (o_some < TILES)[None, :]
-                b_tile += tl.sum(tl.where(same, o_some[None, :], 0), axis=1)
+        b_rank = tl.topk(b_first, RANKS)
+        b_tile = tl.zeros([RANKS], tl.int32)
+        for i_tile in tl.range(0, TILES, SOME):  # all at once would not fit in registers
+            o_some = i_tile + tl.arange(0, SOME)
+            b_some = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=_NONE)
+            same = (b_rank[:, None] == b_some[None, :]) & (o_some < TILES)[None, :]
+            b_tile += tl.sum(tl.where(same, o_some[None, :], 0), axis=1)
         o_rank, o_c = tl.arange(0, RANKS)[:, None], tl.arange(0, C)[None, :]
         m_c = (o_rank < TILES) & (o_rank + o_c < TOP)
         b_key = tl.load(p_keys + b_tile[:, None] * C + o_c, mask=m_c, other=_NONE)
-        b_key = tl.reshape(_take(tl.reshape(b_key, (1, RANKS * C)), 1, TOP, C), (C,))
+        b_key = tl.topk(tl.reshape(b_key, (RANKS * C,)), C)
         o_k = tl.arange(0, C)
-        tl.store(ids_ptr + i_t * ids_stride + o_k * id_stride, _id_of(b_key), mask=o_k < TOP)
-        tl.store(logits_ptr + i_t * TOP + o_k, _value_of(b_key), mask=o_k < TOP)
+        tl.store(p_ids + o_k * id_stride, _id_of(b_key), mask=o_k < TOP)
+        tl.store(p_logits + o_k, _value_of(b_key), mask=o_k < TOP)
 
 
 def tiles(dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0) -> tuple[int, int, int, int]:
@@ -411,7 +465,9 @@ def _variants(
     one wave, with one selection each; tiles of 64 would need two waves and read x twice as often. 8 warps halve
     the selection. It takes 8 rows at a time and loops over the rows that exist: the dot's 64 rows must not depend on T,
     the selection may. (16 at a time spill 8 to 32 bytes at the 128 registers per thread that two blocks allow.) The
-    merge reads the tiles' maxima, then at most C tiles. float32 and odd E use small tiles, for correctness only.
+    merge reads the tiles' maxima, then at most C tiles. Its time is latency, mostly at barriers. So it ranks up to
+    16 keys by counting, with four barriers, and sorts more. float32 and odd E use small tiles, for
+    correctness only.
     """
     m, n, block, stages = tiles(dtype, K, E, arch, sms)
     t, count = TYPES[dtype], -(-K // n)
@@ -449,15 +505,19 @@ def _variants(
         smoke=smoke,
         options={"maxnreg": 128} if half else {},  # two blocks per SM
     )
+    pad = max(2, triton.next_power_of_2(count))
+    slots = triton.next_power_of_2(k * (k + 1) // 2) if 1 < k <= 16 else 0
     merge = Variant(
         name=name + " merge",
         kernel=_vocab_topk_merge_kernel,
-        arguments=("*i64", "*fp32", "*i64", "*fp32", "*fp32", "i32", "i32", "i32"),
+        arguments=("*i64", "*fp32", "*i64", "*i64", "*fp32", "*fp32", "i32", "i32", "i32"),
         constexprs={
             "TOP": k,
             "TILES": count,
-            "TILES_PAD": max(2, triton.next_power_of_2(count)),
+            "TILES_PAD": pad,
             "C": C,
+            "GROUP": min(16, pad),
+            "SLOTS": slots,
             "LSE": lse,
         },
         num_warps=4 if C <= 16 and count <= 256 else 8,
@@ -465,6 +525,12 @@ def _variants(
         smoke=smoke and C <= 16,  # the sort takes 5 to 13 s to compile
     )
     return stream, merge
+
+
+def _work(merge: Variant) -> int:
+    """Numbers of the merge's work space for a row."""
+    sizes = merge.constexprs
+    return 2 * sizes["SLOTS"] + sizes["C"] + sizes["TILES_PAD"] // sizes["GROUP"]
 
 
 def variants(arch: int) -> Iterator[Variant]:
@@ -521,6 +587,7 @@ def _launch(
     count = merge.constexprs["TILES"]
     keys = hidden.new_empty((T, count, sizes["C"]), dtype=torch.int64)
     stats = hidden.new_empty((2, T, count) if with_lse else 0, dtype=torch.float32)
+    work = hidden.new_empty((T, _work(merge)), dtype=torch.int64)
     hidden = hidden.contiguous()
     stream(
         (-(-T // sizes["M"]), count),
@@ -537,7 +604,7 @@ def _launch(
         check_draw(draw, T),
         1 if positions is None else positions.stride(0),
     )
-    merge((T,), keys, stats, ids, logits, lse, T, *ids.stride())
+    merge((T,), keys, stats, work, ids, logits, lse, T, *ids.stride())
     return ids, logits, lse
 
 

@@ -68,16 +68,22 @@ def test_many_candidates(poisoned, K, k):
     assert_same(_launch(*args), vocab_topk_ref(*args))
 
 
-@pytest.mark.parametrize(("tiles", "k"), [(300, 20), pytest.param(256, 64, marks=pytest.mark.slow), (600, 10)])
-def test_the_merge_of_more_tiles_than_one_step_takes(tiles, k):
-    """Made-up candidates in the streaming kernel's format: the largest of each tile, in order."""
+MERGED = [(2, 2), (2, 16), (16, 3), (17, 9), (33, 16), (600, 10), (2050, 4), (300, 20)]
+
+
+@pytest.mark.parametrize(("tiles", "k"), [*MERGED, pytest.param(256, 64, marks=pytest.mark.slow)])
+def test_the_merge_of_tiles(poisoned, tiles, k):
+    """Made-up candidates in the streaming kernel's format: the largest of each tile, in order. Of few, many and odd
+    numbers of tiles, up to 16 of them in a group, and of more candidates than there are tiles."""
     T, C = 2, 1 << (k - 1).bit_length()
     g = torch.Generator().manual_seed(tiles)
     token, value = torch.randperm(T * tiles * C, generator=g), torch.rand(T * tiles * C, generator=g) + 1e-3
     key = (value.view(torch.int32).long() << 32 | ~token & (1 << 32) - 1).view(T, tiles, C).sort(-1, descending=True)[0]
     ids, logits, empty = torch.zeros(T, k, dtype=torch.int64), torch.zeros(T, k), torch.zeros(0)
-    sizes = {"TOP": k, "TILES": tiles, "TILES_PAD": 1 << (tiles - 1).bit_length(), "C": C, "LSE": False}
-    op._vocab_topk_merge_kernel[(T,)](key, empty, ids, logits, empty, T, k, 1, **sizes)
+    merge = op._variants(torch.float32, 64 * tiles, 8, k, None, False, False, False, 90)[1]
+    assert merge.constexprs["TILES"] == tiles and merge.constexprs["C"] == C
+    work = torch.empty(T, op._work(merge), dtype=torch.int64)
+    merge((T,), key, empty, work, ids, logits, empty, T, k, 1)
     best = key.flatten(1).topk(k)[0]
     assert torch.equal(ids, ~best & (1 << 32) - 1)
     assert torch.equal(logits, (best >> 32).int().view(torch.float32))
