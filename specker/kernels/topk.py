@@ -32,12 +32,25 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import few, normed
-from specker.kernels.linear import MAX_ROWS, like, row_linear, stream_rows
+from specker.kernels.linear import MAX_ROWS, like, lines, prefetch_rows, row_linear, stream_rows
 from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
 from specker.kernels.registry import register
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
-from specker.kernels.variant import AMD, SMS, TYPES, Variant, arch, same_device, sms, tl, triton
+from specker.kernels.variant import (
+    AMD,
+    SMS,
+    TYPES,
+    Variant,
+    arch,
+    let_next_start,
+    same_device,
+    sms,
+    start_after_previous,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 MAX_K = 64
 
@@ -255,19 +268,26 @@ def _vocab_topk_kernel(
     NOISE: tl.constexpr,
     DRAWN: tl.constexpr,
     LSE: tl.constexpr,
+    LINES: tl.constexpr,  # to prefetch
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and 256 * E < 2**31)
     i_tile = tl.program_id(1)
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     o_n = i_tile * N + tl.arange(0, N)
     m_n = o_n < K
+    w_ptr += i_tile.to(tl.int64) * N * E
+    if PDL:  # rows of a trimmed head change between rounds; a prefetch takes no values, so it may still be early
+        prefetch_rows(w_ptr, K - i_tile * N, 0, E, 0, E, N, LINES, False)
+    wait_for_previous(PDL)
     if MAPPED:  # loaded early, to overlap with the stream
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
     else:
         b_id = o_n.to(tl.int64)
     b_all, _ = stream_rows(
         x_ptr,
-        w_ptr + i_tile.to(tl.int64) * N * E,
+        w_ptr,
         o_m,
         o_m < T,
         m_n,
@@ -347,12 +367,14 @@ def _vocab_topk_merge_kernel(
     GROUP: tl.constexpr,  # tiles compared with one another; divides TILES_PAD
     SLOTS: tl.constexpr,  # a power of two, at least TOP (TOP + 1) / 2; 0 to sort
     LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row. The C largest keys can only lie in the C tiles with the largest maxima, and in the r-th of
     these (from 0) only among the first C - r: any later key has C larger ones, in its tile and the maxima before. The
     same holds for the largest maxima, in groups of tiles. So both are among TRIANGLE = TOP (TOP + 1) / 2 slots: slot
     d (d + 1) / 2 + c takes number c of the group, or of the tile, with the (d - c)-th largest maximum. The larger ones
     of a few dozen keys are simply counted."""
+    start_after_previous(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_tile = tl.arange(0, TILES_PAD)
     m_tile = o_tile < TILES
@@ -497,6 +519,7 @@ def _variants(
             "NOISE": noise,
             "DRAWN": held,
             "LSE": lse,
+            "LINES": lines(n, E, dtype),
         },
         num_warps=8 if half else 4,
         num_stages=stages,

@@ -26,7 +26,7 @@ CONSTANT = {
     "_row_linear_kernel": {"w_ptr", "bias_ptr"},
     "_row_linear_merge_kernel": {"bias_ptr"},
     "_residual_merge_kernel": {"weight_ptr"},
-    "_vocab_topk_kernel": {"w_ptr", "ids_ptr"},
+    "_vocab_topk_kernel": {"w_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
     "_start_rows_kernel": {"embedding_ptr"},
     "_kv_project_kernel": {"w_ptr", "bias_ptr", "rope_ptr", "q_norm_ptr", "k_norm_ptr"},
