@@ -183,8 +183,8 @@ def test_a_kernel_is_launched_where_its_tensors_are(monkeypatch, device, entered
 def test_programmatic_launches_need_hopper_and_the_switch(monkeypatch, arch, switch, on):
     """Every kernel of a forward starts early, waits, and lets the next one start; others are launched as always."""
     monkeypatch.setattr(variant, "PDL", switch)
-    for name in ("linear", "merge", "kv", "project", "attention"):
-        kinds = {v.kernel: v for v in importlib.import_module(f"specker.kernels.{name}").variants(arch)}
+    for module in static.ops().values():
+        kinds = {v.kernel: v for v in module.variants(arch)}
         for v in kinds.values():
             assert v.constants(arch)["PDL"] is on and v.compile_options(arch).get("launch_pdl", False) is on
     v = Variant("x", SimpleNamespace(arg_names=["x_ptr"]), (), {}, num_warps=1)

@@ -40,7 +40,7 @@ from specker.kernels.noise import (
     unpack_draw,
 )
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, tl, triton
+from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 NUCLEUS = 128  # top-p on a CPU: this many usually hold the mass; sorting all costs ten times more
 MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow; it is in effect greedy
@@ -282,7 +282,9 @@ def _sample_argmax_kernel(
     BLOCK: tl.constexpr,
     NOISE: tl.constexpr,
     DRAWN: tl.constexpr,  # the draw's numbers are in memory
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seed, temperature, _ = drawn(draw_ptr + i_t // run * 4, seed, temperature, 1.0, DRAWN)
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
@@ -305,7 +307,9 @@ def _sample_merge_kernel(
     out_ptr,  # [T] int64
     S: tl.constexpr,
     S_PAD: tl.constexpr,  # a power of two
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, S_PAD)
     b_v = tl.load(value_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf"))
@@ -328,7 +332,9 @@ def _sample_peak_kernel(
     BLOCK: tl.constexpr,
     ZERO: tl.constexpr,  # numbers of the histogram that a split zeroes
     DRAWN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, temperature, _ = drawn(draw_ptr + i_t // run * 4, 0, temperature, 1.0, DRAWN)
     tl.store(peak_ptr + i_t * S + i_s, tl.max(_scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK), axis=0))
@@ -359,7 +365,9 @@ def _sample_histogram_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     DRAWN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, temperature, _ = drawn(draw_ptr + i_t // run * 4, 0, temperature, 1.0, DRAWN)
     m_v = i_s * BLOCK + tl.arange(0, BLOCK) < V
@@ -399,7 +407,9 @@ def _sample_select_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     DRAWN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_draw = draw_ptr + i_t // run * 4
     _, temperature, top_p = drawn(p_draw, seed, temperature, top_p, DRAWN)
@@ -524,7 +534,9 @@ def _sample_finish_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     DRAWN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     seed, temperature, top_p = drawn(draw_ptr + i_t // run * 4, seed, 1.0, top_p, DRAWN)
     p_list = list_ptr + i_t * V
