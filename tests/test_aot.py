@@ -3,7 +3,6 @@ compile for sm_80, sm_100 and gfx950 too. `make static` compiles all variants; t
 """
 
 import contextlib
-import importlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
