@@ -16,6 +16,7 @@ import specker
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
 from specker.runtime import head, loop, round, sampling
+from specker.runtime import rows as begins
 from specker.runtime.head import Head, Kept
 from specker.runtime.model import cache
 from specker.runtime.strategies.draft import AutoregressiveDrafter
@@ -138,8 +139,8 @@ def commit_of_the_wrong_branch(patch):
 def noise_keyed_by_row(patch):
     original = sampling.sample_rows
 
-    def sample(logits, temperature, top_k, top_p, seed, positions, *draw):
-        return original(logits, temperature, top_k, top_p, seed, torch.arange(len(logits)), *draw)
+    def sample(logits, temperature, top_k, top_p, seed, positions, draw):
+        return original(logits, temperature, top_k, top_p, seed, torch.arange(len(logits)), draw)
 
     patch.setattr(sampling, "sample_rows", sample)
 
@@ -155,15 +156,17 @@ def id_map_applied_twice(patch):
 
 
 def missing_mask_bit(patch):
-    original = cache.place_rows
+    def missing(original):
+        def place(*args):
+            *placed, words = original(*args)
+            words = words.clone()
+            words[1:] &= ~1  # no row sees the root
+            return *placed, words
 
-    def missing(length, back, first, count, parents, *rest):
-        *placed, words = original(length, back, first, count, parents, *rest)
-        words = words.clone()
-        words[1:] &= ~1  # no row sees the root
-        return *placed, words
+        return place
 
-    patch.setattr(cache, "place_rows", missing)
+    patch.setattr(cache, "place_rows", missing(cache.place_rows))
+    patch.setattr(begins, "start_rows", missing(begins.start_rows))
 
 
 def sibling_order_swapped(patch):
@@ -188,13 +191,13 @@ def stop_ignored_inside_a_path(patch):
 def top_p_before_temperature(patch):
     original = sampling.sample_rows
 
-    def sample(logits, temperature, top_k, top_p, seed, positions, *draw):
+    def sample(logits, temperature, top_k, top_p, seed, positions, draw):
         p, order = logits.softmax(-1).sort(descending=True)
         outside = torch.zeros_like(p, dtype=torch.bool).scatter(1, order, p.cumsum(-1) - p >= HOT["top_p"])
         cut = logits.masked_fill(outside, -1e30)
-        if not draw:
+        if draw is None:
             return original(cut, temperature, top_k, 1.0, seed, positions)
-        numbers = sampling.pack(Sampling(**{**HOT, "top_p": 1.0})).expand(len(draw[0]), -1)
+        numbers = sampling.pack(Sampling(**{**HOT, "top_p": 1.0})).expand(len(draw), -1)
         return original(cut, temperature, top_k, 1.0, seed, positions, numbers)
 
     patch.setattr(sampling, "sample_rows", sample)

@@ -6,7 +6,6 @@ is row parents[j] <= j. Chains, trees and tries of paths all have this form.
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from specker.runtime.head import Head
@@ -99,17 +98,3 @@ class ModelDrafter(Drafter):
         """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""
         last = self.model.config.vocab_size - 1
         return [min(token, last) for token in tokens]
-
-
-def top_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep the `count` best nodes of each tree: tokens, parents and scores [n, N] -> tokens, parents and the indices of
-    the kept nodes, each [n, count] int64. No child may score higher than its parent. Earlier nodes win ties, so the
-    kept nodes form a tree."""
-    n, N = tokens.shape
-    if count >= N:
-        return tokens, parents, torch.arange(N, device=tokens.device).expand(n, N)
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
-    kept = order.sort(1).values
-    numbers = torch.arange(1, count + 1, device=kept.device).expand(n, count)
-    row_of = torch.zeros(n, N + 1, dtype=torch.int64, device=kept.device).scatter_(1, kept + 1, numbers)
-    return tokens.gather(1, kept), row_of.gather(1, parents.gather(1, kept)), kept

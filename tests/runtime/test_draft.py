@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
-from specker.runtime.draft import top_nodes
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
@@ -90,16 +89,6 @@ def test_a_capped_tree_keeps_the_best_nodes(world, fixed):
     assert tokens(r) == [want[n] for n in kept] and r.nodes.tolist() == [kept]
     row = {0: 0, **{n + 1: i + 1 for i, n in enumerate(kept)}}
     assert parents(r) == [row[up[n]] for n in kept]
-
-
-def test_equal_scores_keep_the_parent_first():
-    """In each tree separately: the second keeps its best node and the first of the others."""
-    ids, up = torch.arange(8).view(2, 4), torch.tensor([[0, 1, 2, 0], [0, 0, 0, 3]])
-    kept, parents, nodes = top_nodes(ids, up, torch.tensor([[0.0] * 4, [-1.0, -1.0, 0.0, -1.0]]), 2)
-    assert nodes.tolist() == [[0, 1], [0, 2]]
-    assert kept.tolist() == [[0, 1], [4, 6]] and parents.tolist() == [[0, 1], [0, 0]]
-    whole = top_nodes(ids, up, torch.zeros(2, 4), 4)
-    assert [x.tolist() for x in whole] == [ids.tolist(), up.tolist(), [[0, 1, 2, 3]] * 2]
 
 
 @pytest.mark.parametrize("budget", [Budget(0, 3), Budget(5, 0)])

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from specker.config import Options
-from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter, top_nodes
+from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Lengths, Rows
 from specker.runtime.model.decoder import Model, forward
+from specker.runtime.ops.grow import grow, prune
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.rows import begin, begin_text
@@ -157,26 +158,21 @@ class AutoregressiveDrafter(ModelDrafter):
     def _tree(self, r: Round, depth: int) -> None:
         """Draft a tree level by level. Node j of a sequence is j columns after its root; scores are cumulative
         log-probabilities."""
-        n, width = r.n, self.width
+        n, width, count = r.n, self.width, self.width * depth
+        kept, up = r.window[:, 1 : r.size + 1], r.state.parents[:, : r.size]
+        tokens, parents = (kept, up) if r.size == count else kept.new_empty(2, n, count).unbind(0)
+        wide = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        scores = tokens.new_empty((n, count), dtype=wide)
         hidden, positions = self._catch_up(r)
-        ids, level_scores = self.head.candidates(hidden, width, r.draws, positions)
-        tokens, scores = [ids], [level_scores]
-        parents = [torch.zeros_like(ids)]
-        for level in range(1, depth):
-            first = (level - 1) * width + 1  # row of this level's first leaf
-            rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, ids, torch.cat(parents, 1))
-            hidden = self._forward(rows, embedded)
-            next_ids, next_scores = self.head.candidates(hidden, width, r.draws, rows.positions)
-            total = level_scores.unsqueeze(-1) + next_scores.view(n, width, width)
-            level_scores, best = total.flatten(1).topk(width)
-            ids = next_ids.view(n, -1).gather(1, best)
-            parents.append(best // width + first)
-            tokens.append(ids)
-            scores.append(level_scores)
-        r.forwarded = (depth - 1) * width
-        kept, up, r.nodes = top_nodes(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), r.size)
-        r.window[:, 1 : r.size + 1] = kept
-        r.state.parents[:, : r.size] = up
+        for at in range(0, count, width):
+            if at:  # the last level's nodes, which end at row `at`
+                first, last = at - width + 1, tokens[:, at - width : at]
+                rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, last, parents[:, :at])
+                hidden, positions = self._forward(rows, embedded), rows.positions
+            grow(*self.head.ranked(hidden, width, r.draws, positions), tokens, parents, scores, at)
+        r.forwarded = count - width
+        if r.size < count:
+            r.nodes = prune(tokens, parents, scores, kept, up)
 
     def _forward(self, rows: Rows, embedded: Tensor) -> Tensor:
         """The embeddings of draft tokens [T, E] -> their hidden rows [T, E]."""

@@ -1,0 +1,144 @@
+"""grow and prune: the functions on a CPU and their kernels (in the interpreter) against plain Python."""
+
+import math
+import random
+
+import pytest
+import torch
+from compile_only import compilations
+from windows import POISON, a_tree, among
+
+from specker.runtime.ops.grow import _launch_grow, _launch_prune, grow, prune
+
+I64 = torch.int64
+
+
+def buffers(B, N, dtype=torch.float32):
+    """Tokens, parents and scores as row-strided views among poison, and the whole tensors."""
+    (tokens, a), (parents, b) = (among([[0] * N] * B) for _ in "tp")
+    around = torch.full((B + 2, N + 3), math.nan, dtype=dtype)
+    return (tokens, parents, around[1:-1, 2:-1]), (a, b, around)
+
+
+@pytest.mark.parametrize("go", [grow, _launch_grow])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("width", "depth", "B"), [(1, 3, 2), (2, 4, 1), (3, 3, 3), (7, 2, 2), (12, 3, 1)])
+def test_a_tree_grows_by_its_best_nodes(go, dtype, width, depth, B):
+    g, N = torch.Generator().manual_seed(width), width * depth
+    (tokens, parents, scores), whole = buffers(B, N, dtype)
+    leaves = [[(0.0, 0)] for _ in range(B)]  # score and row
+    for at in range(0, N, width):
+        m = width if at else 1
+        ids = torch.randperm(B * m * width, generator=g).view(B * m, width)
+        logits = torch.randn(B * m, width, generator=g, dtype=dtype).sort(descending=True)[0]
+        lse = torch.randn(B * m, generator=g, dtype=dtype)  # below some logits
+        go(ids, logits, lse, tokens, parents, scores, at)
+        for b in range(B):
+            children = []
+            for i, (score, row) in enumerate(leaves[b]):
+                for token, logit in zip(ids[b * m + i].tolist(), logits[b * m + i], strict=True):
+                    total = torch.clamp(logit - lse[b * m + i], max=0) + torch.tensor(score, dtype=dtype)
+                    children.append((float(total), token, row))
+            best = sorted(children, key=lambda child: -child[0])[:width]
+            level = slice(at, at + width)
+            got = scores[b, level].tolist(), tokens[b, level].tolist(), parents[b, level].tolist()
+            if sum(child[0] == best[-1][0] for child in children) == 1 and len({child[0] for child in best}) == width:
+                assert [list(x) for x in zip(*best, strict=True)] == list(got)
+            else:  # a tie, in any order
+                assert got[0] == [child[0] for child in best]
+                assert set(zip(*got, strict=True)) <= set(children)
+            leaves[b] = [(score, at + i + 1) for i, score in enumerate(got[0])]
+    for around, empty in zip(whole[:2], (POISON, POISON), strict=True):
+        assert int((around != empty).sum()) == B * N, "written outside the view"
+    assert int((~whole[2].isnan()).sum()) == B * N
+
+
+def test_the_kernel_gives_ties_to_the_first_candidate():
+    tokens, parents, scores = torch.zeros(2, 1, 6, dtype=I64).unbind(0) + (torch.zeros(1, 6),)
+    equal = torch.zeros(3, 3), torch.zeros(3)
+    _launch_grow(torch.tensor([[4, 5, 6]]), *(x[:1] for x in equal), tokens, parents, scores, 0)
+    _launch_grow(torch.arange(9).view(3, 3), *equal, tokens, parents, scores, 3)
+    assert tokens.tolist() == [[4, 5, 6, 0, 1, 2]] and parents.tolist() == [[0, 0, 0, 1, 1, 1]]
+
+
+def test_nodes_without_numbers_stay_inside():
+    """A context that is full may give NaN, for which any draft will do."""
+    tokens, parents, scores = buffers(1, 4)[0]
+    nothing = torch.full((2, 2), math.nan), torch.full((2,), math.nan)
+    _launch_grow(torch.tensor([[5, 6]]), *(x[:1] for x in nothing), tokens, parents, scores, 0)
+    _launch_grow(torch.tensor([[5, 6], [7, 8]]), *nothing, tokens, parents, scores, 2)
+    assert {*tokens[0].tolist()} <= {5, 6, 7, 8} and {*parents[0, 2:].tolist()} <= {1, 2}
+    (kept, around), (up, _) = among([[0] * 2]), among([[0] * 2])
+    _launch_prune(tokens, parents, torch.full((1, 4), math.nan), kept, up)
+    assert {*kept[0].tolist()} <= {5, 6, 7, 8} and int((around != POISON).sum()) == 2
+    assert all(0 <= parent <= i for i, parent in enumerate(up[0].tolist()))
+
+
+@pytest.mark.parametrize("go", [prune, _launch_prune])
+@pytest.mark.parametrize(("N", "count"), [(1, 1), (5, 5), (12, 7), (33, 1), (70, 69), (255, 64)])
+def test_the_best_nodes_stay(go, N, count):
+    """Scores with many ties; no child above its parent."""
+    rng, B = random.Random(N), 2
+    (tokens, parents, scores), _ = buffers(B, N)
+    for b in range(B):
+        parents[b] = torch.tensor(a_tree(N, rng))
+        tokens[b] = torch.tensor([rng.randrange(999) for _ in range(N)])
+        for j in range(N):
+            up = int(parents[b, j])
+            scores[b, j] = (float(scores[b, up - 1]) if up else 0.0) - rng.randrange(3)
+    (kept, a), (up, b_) = among([[0] * count] * B), among([[0] * count] * B)
+    nodes = go(tokens, parents, scores, kept, up)
+    for b in range(B):
+        want = sorted(sorted(range(N), key=lambda j, b=b: (-float(scores[b, j]), j))[:count])
+        row = {0: 0, **{j + 1: i + 1 for i, j in enumerate(want)}}
+        assert nodes[b].tolist() == want and kept[b].tolist() == tokens[b, want].tolist()
+        assert up[b].tolist() == [row[int(parents[b, j])] for j in want]
+    assert all(int((around != POISON).sum()) == B * count for around in (a, b_)), "written outside the view"
+
+
+def launches():
+    """Runs in a compiling process: one width, many levels and sizes, as views at any offset."""
+    ids, numbers = torch.arange(4000), torch.zeros(4000)
+    for n, at in enumerate((0, 0, 3, 6, 15, 48)):
+        B, m = (1, 2, 16)[n % 3], 3 if at else 1
+        tokens, scores = ids[n:][: B * 70].view(B, 70)[:, n:], numbers[n:][: B * 70].view(B, 70)[:, n:]
+        given = torch.zeros(B * m, 3, dtype=I64), torch.zeros(B * m, 3), torch.zeros(B * m)
+        _launch_grow(*given, tokens, tokens, scores, at)
+        _launch_prune(tokens, tokens, scores, tokens[:, : 1 + at], tokens[:, : 1 + at])
+
+
+def test_no_size_recompiles():
+    """One compilation for the first level, one for the others; one for trees of 64 to 128 nodes."""
+    assert compilations(__file__, "launches") == {"_grow_kernel": 2, "_prune_kernel": 1}
+
+
+def test_refusals():
+    good = [torch.zeros(2, 3, dtype=I64), torch.zeros(2, 3), torch.zeros(2)]
+    good += [torch.zeros(2, 6, dtype=I64), torch.zeros(2, 6, dtype=I64), torch.zeros(2, 6), 0]
+    for at, value, message in [
+        (0, torch.zeros(3, 3, dtype=I64), "expected ids and logits"),
+        (1, torch.zeros(2, 2), "expected ids and logits"),
+        (2, torch.zeros(3), "expected ids and logits"),
+        (6, 3, "expected ids and logits"),  # needs three rows a sequence
+        (6, 6, "expected ids and logits"),
+        (4, torch.zeros(2, 5, dtype=I64), "tokens, parents and scores must be"),
+        (4, torch.zeros(2, 6), "must be int64"),
+        (5, torch.zeros(2, 6, dtype=I64), "must be int64"),
+        (0, torch.zeros(2, 3), "ids must be int64"),
+        (5, torch.zeros(2, 6, dtype=torch.float64), "scores like logits"),
+    ]:
+        bad = list(good)
+        bad[at] = value
+        with pytest.raises(ValueError, match=message):
+            grow(*bad)
+    trees = good[3:6]
+    for kept, up, message in [
+        (torch.zeros(2, 7, dtype=I64), torch.zeros(2, 7, dtype=I64), "expected room"),
+        (torch.zeros(2, 0, dtype=I64), torch.zeros(2, 0, dtype=I64), "expected room"),
+        (torch.zeros(2, 3, dtype=I64), torch.zeros(2, 4, dtype=I64), "expected room"),
+        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=I64), "nodes must be int64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prune(*trees, kept, up)
+    with pytest.raises(ValueError, match="must be adjacent"):
+        _launch_grow(*good[:3], torch.zeros(6, 2, dtype=I64).T, *good[4:])
