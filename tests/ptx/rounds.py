@@ -9,6 +9,7 @@ from torch import Tensor
 from ptx.cases import Case, Verdict
 from specker.kernels.accept import _launch_walk, accept_walk_ref
 from specker.kernels.sample import Splits
+from specker.runtime.ops import grow as growing
 from specker.runtime.ops import repeat, rounds, start
 from specker.runtime.ops import settle as end
 
@@ -89,6 +90,48 @@ def _start(label: str, args: tuple) -> Case:
     return _equal(label, lambda: start._launch(*args), lambda: start.start_rows(*args))
 
 
+def grow(_: object) -> Iterator[Case]:
+    for B, w, levels in ((2, 3, 2), (1, 1, 3), (3, 12, 2), (1, 64, 2)):
+        g = torch.Generator().manual_seed(w)
+        trees = torch.randint(0, 99, (2, B, w * levels + 5), generator=g)  # room for more
+        scores = -torch.rand(B, w * levels + 5, generator=g)
+        for at in range(0, w * levels, w):
+            rows = B * (w if at else 1)
+            ids = torch.randint(0, 99, (rows, w), generator=g)
+            logits = torch.randn(rows, w, generator=g).sort(1, descending=True).values  # as vocab_topk gives them
+            given = ids, logits, logits.logsumexp(1) - (0.2 if at else 0.0)  # some children above their parents
+            yield _grow(f"B{B} width {w} at {at}", given, (trees[0], trees[1], scores), at)
+
+
+def _grow(label: str, given: tuple, trees: tuple, at: int) -> Case:
+    def both(op: Any) -> Any:
+        mine = [x.clone() for x in trees]
+        op(*given, *mine, at)
+        return mine
+
+    return _equal(label, lambda: both(growing._launch_grow), lambda: both(growing.grow))
+
+
+def prune(_: object) -> Iterator[Case]:
+    for B, N, count in ((2, 12, 7), (1, 60, 59), (3, 255, 100), (1, 1, 1)):
+        g = torch.Generator().manual_seed(N)
+        parents = torch.stack([_tree(N, g) for _ in range(B)])
+        scores = torch.zeros(B, N)
+        for b in range(B):  # ties, and no child above its parent
+            for j, up in enumerate(parents[b].tolist()):
+                scores[b, j] = (scores[b, up - 1] if up else 0.0) - float(torch.randint(0, 2, (), generator=g))
+        tokens = torch.randint(0, 99, (B, N), generator=g)
+        yield _prune(f"B{B} N{N} keep {count}", (tokens, parents, scores), count)
+
+
+def _prune(label: str, trees: tuple, count: int) -> Case:
+    def both(op: Any) -> Any:
+        kept, up = trees[0].new_zeros(2, len(trees[0]), count).unbind(0)
+        return op(*trees, kept, up), kept, up
+
+    return _equal(label, lambda: both(growing._launch_prune), lambda: both(growing.prune))
+
+
 def settle(_: object) -> Iterator[Case]:
     for N, tree, length, limit, B, S in (
         (5, True, 40, 1000, 2, 0),
@@ -140,4 +183,4 @@ def _repeat(label: str, args: tuple) -> Case:
     return _equal(label, lambda: repeat._launch(*args), lambda: repeat.repeat_rows(*args))
 
 
-OPS = (accept_walk, place_rows, start_rows, settle, repeat_rows)
+OPS = (accept_walk, place_rows, start_rows, grow, prune, settle, repeat_rows)

@@ -17,7 +17,7 @@ FLOAT = [
     "kv_project",
     "kv_commit",
 ]
-INTEGER = ["accept_walk", "place_rows", "start_rows", "settle", "repeat_rows"]
+INTEGER = ["accept_walk", "place_rows", "start_rows", "grow", "prune", "settle", "repeat_rows"]
 INVARIANT = FLOAT[:-1]  # kv_commit moves bits
 
 
