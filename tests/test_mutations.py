@@ -18,6 +18,7 @@ from specker.kernels.noise import gumbel
 from specker.runtime import head, loop, round, sampling
 from specker.runtime.head import Head, Kept
 from specker.runtime.model import cache
+from specker.runtime.ops import start
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
@@ -163,7 +164,8 @@ def missing_mask_bit(patch):
         words[1:] &= ~1  # no row sees the root
         return *placed, words
 
-    patch.setattr(cache, "place_rows", missing)
+    for caller in (cache, start):
+        patch.setattr(caller, "place_rows", missing)
 
 
 def sibling_order_swapped(patch):
@@ -188,13 +190,13 @@ def stop_ignored_inside_a_path(patch):
 def top_p_before_temperature(patch):
     original = sampling.sample_rows
 
-    def sample(logits, temperature, top_k, top_p, seed, positions, *draw):
+    def sample(logits, temperature, top_k, top_p, seed, positions, draw):
         p, order = logits.softmax(-1).sort(descending=True)
         outside = torch.zeros_like(p, dtype=torch.bool).scatter(1, order, p.cumsum(-1) - p >= HOT["top_p"])
         cut = logits.masked_fill(outside, -1e30)
-        if not draw:
+        if draw is None:
             return original(cut, temperature, top_k, 1.0, seed, positions)
-        numbers = sampling.pack(Sampling(**{**HOT, "top_p": 1.0})).expand(len(draw[0]), -1)
+        numbers = sampling.pack(Sampling(**{**HOT, "top_p": 1.0})).expand(len(draw), -1)
         return original(cut, temperature, top_k, 1.0, seed, positions, numbers)
 
     patch.setattr(sampling, "sample_rows", sample)
