@@ -47,7 +47,7 @@ class State:
     positions: Tensor  # [n * R] int64
     logits: Tensor  # [n * R, V]
     target: Tensor  # [n * R] int64, the target's token after each row
-    report: Tensor  # [n * (1 + 2 R)] int64, of `advance`
+    report: Tensor  # [n * (1 + 2 R)] int64, of `settle`
 
     @classmethod
     def empty(

@@ -22,7 +22,7 @@ from specker.kernels.variant import TYPES, Variant, same_device, start_after_pre
 
 
 def grow(ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, at: int) -> None:
-    """ids [B * m, w] int64, logits [B * m, w] and lse [B * m] of `vocab_topk`, at the last m nodes of each sequence ->
+    """ids [B * m, w] int64, logits [B * m, w], descending, and lse [B * m] of `vocab_topk`, at the last m nodes ->
     nodes at..at + w - 1 of tokens! and parents! [B, N] int64 and scores! [B, N], which may be row-strided views; at 0
     the first level, with m = 1, else m = w. Raises ValueError on other shapes and dtypes."""
     (T, w), (B, N) = ids.shape, tokens.shape
