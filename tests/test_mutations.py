@@ -19,7 +19,6 @@ from specker.runtime import head, loop, round, sampling
 from specker.runtime import rows as begins
 from specker.runtime.head import Head, Kept
 from specker.runtime.model import cache
-from specker.runtime.ops import start
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
