@@ -580,8 +580,9 @@ def _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_max, b_sum, valid, D: tl.constex
 def _variant(
     dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int, strides: tuple[int, int, int], arch: int
 ) -> Variant:
-    """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 fewer rows would
-    place the warps side by side along the columns and change the order of the sums. 4 warps make one warpgroup.
+    """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the warps
+    (2 x 2 for q k^T, all along D for the product with V), and with it the order of the sums. Row maxima therefore cross
+    warps there, ten barriers in 32 columns. 4 warps make one warpgroup.
 
     sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are in flight while one is
     computed. Three buffers and q's 16 KiB take 112 KiB, so two blocks fill an SM's shared memory and registers. 64 to
