@@ -94,14 +94,14 @@ class Launch:
 
 
 # Launches of a round outside its forwards, before and now, recorded without a GPU (tests/test_rounds.py).
-OUTSIDE = {"ar": (8, 3), "verify": (8, 3), "round": (21, 3)}
+OUTSIDE = {"ar": (8, 2), "verify": (8, 2), "round": (21, 2)}
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("before", {}),
     ("norms add up splits", {"splits_in_norms": True}),
     ("attention in one launch", {"one_attention": True}),
     ("kv_project", {"one_projection": True}),
     ("float32 logits from the head", {"float_logits": True}),
-    ("start_rows and settle", {"few_outside": True}),
+    ("start_rows, settle and no copies", {"few_outside": True}),
     ("programmatic dependent launch", {"early": True}),
 )
 

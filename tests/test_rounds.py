@@ -387,7 +387,7 @@ def test_launches_do_not_depend_on_the_text(recorded, name, case):
             assert len(kernels(first)) > 3 * 6
 
 
-LAUNCHES = {"ar": 64, "chain-4": 196, "tree-3x4": 201, "easyspec": 161, "del": 153, "diffuspec-fixed": 108}
+LAUNCHES = {"ar": 63, "chain-4": 195, "tree-3x4": 200, "easyspec": 160, "del": 152, "diffuspec-fixed": 107}
 """Kernels and copies of a captured round of Llama-like models with 8 and 4 layers, a quarter of 8B's and of 1B's."""
 GATHERED = {"ar": 0, "del": 0, "diffuspec-fixed": 2}
 """Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent."""
@@ -419,12 +419,11 @@ def at_width(folder, name):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(("kind", "outside"), [(DRAWS[0], 3), (DRAWS[1], 3), (DRAWS[2], 6)])
+@pytest.mark.parametrize(("kind", "outside"), [(DRAWS[0], 2), (DRAWS[1], 2), (DRAWS[2], 5)])
 @pytest.mark.parametrize("n", [1, 4])
-def test_three_launches_outside_the_forwards(tmp_path, kind, outside, n):
+def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
     """A chain of 4 by 1B for 8B. A forward is embedding, layers, final norm and LM head; all its launches are compared
-    with those of a round. The others: a copy of the logits, the argmax over their parts, settle. Filters take three
-    more. A batch also gathers the roots' rows once."""
+    with those of a round. The others: the argmax over parts of the logits, and settle. Filters take three more. A batch also gathers the roots' rows once."""
     depth = 4
     with recording() as log:  # not in inference mode, which hides copies made by `contiguous` and `to`
         target, draft = at_width(tmp_path, "8B"), at_width(tmp_path, "1B")

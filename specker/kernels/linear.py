@@ -29,7 +29,7 @@ from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import native, plain
@@ -58,9 +58,17 @@ COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
 MAX_ROWS = 256  # that the kernel serves
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none", *, out: Tensor | None = None
+) -> Tensor:
     """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul", or [S, T, O] float32 with
-    "split". All may have a leading dimension G. Raises ValueError on other shapes and dtypes."""
+    "split". All may have a leading dimension G. `out`, contiguous: the result is written there and returned. Raises
+    ValueError on other shapes and dtypes."""
+    if out is not None:
+        if x.is_cuda and x.dtype != torch.float64 and _fits(x) and not is_compiling():
+            _check(x, weight, bias, epilogue)
+            return _launch(x, weight, bias, epilogue, out)
+        return out.copy_(row_linear(x, weight, bias, epilogue))
     if epilogue == "float32" and x.dtype in (torch.float32, torch.float64):
         epilogue = "none"
     done = _row_linear_cpu(x, weight, bias, epilogue)
@@ -498,8 +506,8 @@ def split_of(x: Tensor, weight: Tensor) -> tuple[int, int]:
     return splits, -(-E // (splits * block)) * block
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
-    same_device(x, bias=bias)
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
+    same_device(x, bias=bias, out=into)
     x, weight = x.contiguous(), weight.contiguous()
     (*layers, T, E), O = x.shape, weight.shape[-2]
     G, columns = math.prod(layers), O // 2 if epilogue == "silu_mul" else O
@@ -510,6 +518,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Te
         y = x.new_empty(splits, *layers, T, O, dtype=torch.float32)
     else:
         y = x.new_empty(*layers, T, columns, dtype=torch.float32 if epilogue == "float32" else x.dtype)
+    if into is not None:
+        if into.shape != y.shape or into.dtype != y.dtype or not into.is_contiguous():
+            raise ValueError(f"out must be contiguous {list(y.shape)} {y.dtype}, got {list(into.shape)} {into.dtype}")
+        y = into
     if y.numel() == 0:
         return y
     b = x if bias is None else bias.contiguous()  # x is a dummy, not read
@@ -550,11 +562,15 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tens
     return x.new_empty(*x.shape[:-1], O // 2 if epilogue == "silu_mul" else O)
 
 
+def _fits(x: Tensor, *_: object) -> bool:
+    return x.shape[-2] <= MAX_ROWS
+
+
 _row_linear = register(
     row_linear,
     check=_check,
     reference=row_linear_ref,
     launch=_launch,
     fake=_fake,
-    fits=lambda x, *_: x.shape[-2] <= MAX_ROWS,
+    fits=_fits,
 )

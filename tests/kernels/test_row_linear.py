@@ -175,6 +175,20 @@ def test_splits_without_a_launch_allow_larger_tiles():
         assert op.split_of(x, weight) == (4, 1024)
 
 
+def test_the_result_goes_where_it_is_wanted(poisoned):
+    x, weight, bias = inputs(3, 40, 1100, torch.float16)
+    whole = torch.full((5, 40), math.nan)
+    got = _launch(x, weight, bias, "float32", whole[1:4])
+    assert got.data_ptr() == whole[1].data_ptr() and torch.equal(got, _launch(x, weight, bias, "float32"))
+    assert whole[0].isnan().all() and whole[4].isnan().all()
+    out = torch.empty(3, 40)
+    assert row_linear(x, weight, bias, "float32", out=out) is out
+    assert torch.equal(out, row_linear(x, weight, bias, "float32"))
+    for wrong in (whole[:3, :39], whole[:3].half(), whole[:4], torch.empty(40, 3).T):
+        with pytest.raises(ValueError, match="out must be contiguous"):
+            _launch(x, weight, bias, "float32", wrong)
+
+
 def test_split_takes_no_bias_and_keeps_float64():
     x, weight, bias = inputs(3, 8, 5, torch.float64)
     with pytest.raises(ValueError, match="split has no bias"):

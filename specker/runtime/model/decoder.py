@@ -120,13 +120,15 @@ class Model:
         """Tokens [T] int64 -> embeddings [T, E]."""
         return torch.embedding(self.embed, tokens).to(self.dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The residual stream [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model
-        returns only its own columns."""
+        returns only its own columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
         stack = self.stack
         if stack is not None and len(hidden) <= stack.most and (kernels := native()).serves(hidden, self.head):
             return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head)
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
+        if out is not None and fuses(self, normed) and out.shape == (len(normed), len(self.head)):
+            return row_linear(normed, self.head, epilogue="float32", out=out)
         return self.linear(normed, self.head, epilogue="float32")
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
