@@ -423,7 +423,8 @@ def at_width(folder, name):
 @pytest.mark.parametrize("n", [1, 4])
 def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
     """A chain of 4 by 1B for 8B. A forward is embedding, layers, final norm and LM head; all its launches are compared
-    with those of a round. The others: the argmax over parts of the logits, and settle. Filters take three more. A batch also gathers the roots' rows once."""
+    with those of a round. The others: the argmax over parts of the logits, and settle. Filters take three more. A batch
+    also gathers the roots' rows once."""
     depth = 4
     with recording() as log:  # not in inference mode, which hides copies made by `contiguous` and `to`
         target, draft = at_width(tmp_path, "8B"), at_width(tmp_path, "1B")

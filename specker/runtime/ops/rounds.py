@@ -1,9 +1,9 @@
 """place_rows: where the rows of B sequences stand, in device memory. A CUDA graph replays the same launches with the
 same addresses; its kernels read the texts' lengths from memory and derive positions, slots and masks.
 
-Sequence b's text has `length[b]` tokens; the last one is the root. A round's rows
-form a window that begins at column length - back (back 1: the root's column); row r has that column plus r. The parent
-of row r > 0 is row parents[r - 1] < r, or row r - 1 in a chain.
+Sequence b's text has `length[b]` tokens; the last one is the root. A round's rows form a window that begins at column
+length - back (back 1: the root's column); row r has that column plus r. The parent of row r > 0 is row parents[r - 1] <
+r, or row r - 1 in a chain.
 
 place_rows, for rows first..first + count - 1 of each sequence (depth(r): steps from row r to row 0):
 
@@ -15,9 +15,9 @@ place_rows, for rows first..first + count - 1 of each sequence (depth(r): steps 
 Columns beyond the table are clamped to its last column. kv_len is then clamped too, but the caller's window size is
 not, so the mask shifts. Therefore a table needs room for every row whose token is read; only unused rows may exceed it.
 
-Tables and parents may be row-strided views, such as the first columns of a wider table, without a copy.
-The integers are a few hundred bytes per sequence; on a GPU the host reads nothing. On a CPU a decoding step of a small
-model takes a millisecond, so there Python integers place the rows, which are cheaper than torch operations.
+Tables and parents may be row-strided views, such as the first columns of a wider table, without a copy. The integers
+are a few hundred bytes per sequence; on a GPU the host reads nothing. On a CPU a decoding step of a small model takes a
+millisecond, so there Python integers place the rows, which are cheaper than torch operations.
 """
 
 from collections.abc import Iterator
