@@ -322,9 +322,7 @@ def _launch(
     tiles, splits = -(-T // variant.constexprs["M"]), variant.constexprs["SPLITS"]
     sums = x.new_empty((splits, G * T, O), dtype=torch.float32)
     count = counters(x.device, tiles * G * (O // D))
-    # x is a dummy, not read
-    given = (x if y is None else y.contiguous() for y in (bias, q_norm, k_norm))
-    b, qn, kn = given
+    b, qn, kn = (x if y is None else y.contiguous() for y in (bias, q_norm, k_norm))  # x is a dummy, not read
     grid = (tiles, G * (O // D), splits)
     variant(grid, x, weight, b, positions, slots, rope, qn, kn, sums, count, q, k_cache, v_cache, T, eps)
     return q
