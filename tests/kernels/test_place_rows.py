@@ -8,8 +8,8 @@ import torch
 from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
-from specker.runtime.ops.rounds import _launch_place, place_rows
-from specker.runtime.ops.start import _launch, start_rows
+from specker.runtime.ops.rounds import _launch_place, place_rows, place_rows_cost
+from specker.runtime.ops.start import _launch, start_rows, start_rows_cost
 
 I64 = torch.int64
 
@@ -98,6 +98,20 @@ def test_positions_are_written_where_asked():
     args = torch.randn(8, 3), torch.zeros(2, 2, dtype=I64), torch.tensor([9, 4]), 1, 0, 2, table(2, 2), 16, 99
     out = start(*args, launch=True, positions=positions)
     assert out[1] is positions and positions.tolist() == [8, 9, 3, 4]
+
+
+def test_costs():
+    """Two sequences of five rows after row 2, then of rows 62..66, whose masks have two words."""
+    lengths, parents, blocks = torch.tensor([40, 17]), torch.zeros(2, 6, dtype=I64), table(9, 2)
+    shared = 8 + 4 + 4  # length, kv_len, a page
+    assert place_rows_cost(lengths, 1, 2, 5, None, blocks, 16, 999) == (2 * (5 * 24 + shared), 2 * 5 * 7)
+    assert place_rows_cost(lengths, 1, 62, 5, None, blocks, 16, 999)[0] == 2 * (5 * 32 + shared)
+    place = lengths, 1, 2, 5, parents, blocks, 16, 999
+    assert place_rows_cost(*place)[0] == 2 * (5 * 24 + 6 * 8 + shared)
+    embedding, tokens = torch.zeros(50, 3, dtype=torch.bfloat16), torch.zeros(2, 9, dtype=I64)
+    copied = 10 * (8 + 2 * 3 * 2)  # ids, then embeddings in and out
+    bytes, operations = place_rows_cost(*place)
+    assert start_rows_cost(embedding, tokens, False, *place) == (bytes + copied, operations)
 
 
 def launches():

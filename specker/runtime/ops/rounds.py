@@ -77,10 +77,14 @@ def place_rows(
     return _tensor(positions), _tensor(places), torch.from_numpy(np.array(kv_len, np.int32)), words
 
 
-def place_rows_cost(length: Tensor, back: int, first: int, count: int, *_: object) -> tuple[int, int]:
+def place_rows_cost(
+    length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *_: object
+) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    B = len(length)
-    return B * (count * (8 * 3 + 8 * -(-(first + count) // 64)) + 16), B * count * (first + count)
+    B, rows = len(length), first + count
+    each = 8 * (2 + -(-rows // 64))  # position, slot, ancestors
+    up = 0 if parents is None else 8 * (rows - 1)
+    return B * (count * each + up + 8 + 4 + 4), B * count * rows  # length, kv_len, a page
 
 
 def _tensor(numbers: list[int] | list[list[int]]) -> Tensor:

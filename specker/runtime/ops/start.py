@@ -13,6 +13,7 @@ then places the row while the embedding arrives, so placing costs no launch and 
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,13 +66,13 @@ def start_rows(
     return torch.embedding(embedding, ids), *placed
 
 
-def start_rows_cost(embedding: Tensor, tokens: Tensor, text: bool, length: Tensor, *rows: object) -> tuple[int, int]:
+def start_rows_cost(
+    embedding: Tensor, tokens: Tensor, text: bool, length: Tensor, back: int, first: int, count: int, *rest: Any
+) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    count = rows[2]
-    assert isinstance(count, int)
-    placed, operations = place_rows_cost(length, *rows)  # type: ignore[arg-type]
-    copied = 2 * len(length) * count * embedding.shape[1] * embedding.element_size()
-    return placed + copied + 8 * len(length) * count, operations
+    placed, operations = place_rows_cost(length, back, first, count, *rest)
+    T = len(length) * count
+    return placed + 8 * T + 2 * T * embedding.shape[1] * embedding.element_size(), operations
 
 
 @triton.jit(
