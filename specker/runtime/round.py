@@ -184,7 +184,7 @@ def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
         rows, hidden = begin(model, cache, r.lengths, 1, 0, s.window[:, : N + 1], parents, positions=room)
         out = forward(model, cache, rows, hidden, taps=r.budget.taps)
         r.taps = out.taps
-    r.keep("logits", model.logits(out.hidden, r.room("logits", r.n * (N + 1))))
+    r.keep("logits", model.logits(out.final, r.room("logits", r.n * (N + 1))))
     r.keep("positions", rows.positions)
 
 

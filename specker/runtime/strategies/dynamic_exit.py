@@ -30,7 +30,7 @@ from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import Model, forward
+from specker.runtime.model.decoder import Final, Model, forward
 from specker.runtime.policy import GENERAL, LONGEST, Budget, Outcome, Policy, general
 from specker.runtime.round import Round
 from specker.runtime.sampling import GREEDY, Draws
@@ -82,11 +82,11 @@ class EarlyExitDrafter(Drafter):
         embedded = self.model.embed_tokens(tokens)
         out = forward(self.model, self.cache, rows, embedded, slice(r.budget.exit), tuple(tapped))
         if r.asks:
-            ids, scores = self.head.candidates(out.hidden, 1, r.draws, rows.positions)
+            ids, scores = self.head.candidates(out.final, 1, r.draws, rows.positions)
             best = ids[:, 0]
             r.heard(scores[:, 0])
         else:
-            best = self.head.best(out.hidden, r.draws, rows.positions)
+            best = self.head.best(out.final, r.draws, rows.positions)
         if r.fixed:
             self._room(r).index_copy_(1, s.step, out.hidden.unsqueeze(1))
             s.step.add_(1)
@@ -117,10 +117,10 @@ class EarlyExitDrafter(Drafter):
 
         def passed(count: int) -> None:
             several = cache.after([0], [count])
-            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).hidden)
+            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).final)
 
         one_pass = _seconds(lambda: forward(model, cache, rows, hidden), model.device)
-        head = _seconds(lambda: self.head.best(hidden, GREEDY, position), model.device)
+        head = _seconds(lambda: self.head.best(Final(hidden), GREEDY, position), model.device)
         longer, shorter = (_seconds(lambda n=n: passed(n), model.device) for n in (1 + more, 1))  # type: ignore[misc]
         return (head + max(0.0, (longer - shorter) / more)) * layers / one_pass
 
@@ -144,7 +144,7 @@ def shadows(
     [T] int64, the full model's tokens after the rows at `positions` [T] -> match [n, T] bool and confidence [n, T]. One
     norm and head pass over all rows of all layers, with the noise of the target's draw."""
     n, T = len(taps), len(target)
-    ids, scores = head.candidates(torch.cat(list(taps.values())), 1, draws, positions.repeat(n))
+    ids, scores = head.candidates(Final(torch.cat(list(taps.values()))), 1, draws, positions.repeat(n))
     return ids.view(n, T) == target, scores.exp().view(n, T)
 
 
