@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from specker.runtime.model.cache import KVCache, Lengths, Rows, _repeated, sequence_bounds
+from specker.runtime.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
 from specker.runtime.model.decoder import Model
 from specker.runtime.ops.start import start_rows
 
@@ -48,5 +48,5 @@ def _started(
     table = cache.table[:n]
     place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
     hidden, positions, slots, kv_len, words = start_rows(model.embed, tokens, text, *place)
-    window, bounds = _repeated(first + count, n, device), sequence_bounds(count, device, n)
+    window, bounds = window_sizes(first + count, device, n), sequence_bounds(count, device, n)
     return Rows(positions, slots, kv_len, window, words, bounds, table), hidden.to(model.dtype)

@@ -56,13 +56,13 @@ def test_a_draft_beyond_the_end_stays_inside(place):
     assert place(torch.tensor([9]), 1, 0, 4, pads, table(2), 16, 31)[0].tolist() == [8, 9, 9, 9]
 
 
-def start(*args, launch, text=False, parents=None, **more):
+def start(*args, launch, text=False, parents=None, positions=None):
     """A forward's rows by `start_rows` on a CPU or by its kernel."""
     embedding, tokens, length, back, first, count, blocks, page, last = args
     place = length, back, first, count, parents, blocks, page, last
     if launch:
-        return _launch(embedding, tokens, text, *place, **more)
-    return start_rows(embedding, tokens, text, *place, **more)
+        return _launch(embedding, tokens, text, *place, positions)
+    return start_rows(embedding, tokens, text, *place, positions)
 
 
 @pytest.mark.parametrize("launch", [False, True])

@@ -195,7 +195,7 @@ class KVCache:
         table = self.table[:n]
         placed = place_rows(lengths, back, first, count, parents, table, self.page_size, self.last_position)
         positions, slots, kv_len, words = placed
-        window = _repeated(first + count, n, self.device)
+        window = window_sizes(first + count, self.device, n)
         return Rows(positions, slots, kv_len, window, words, sequence_bounds(count, self.device, n), table)
 
     def after(self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False) -> Rows:
@@ -240,9 +240,9 @@ def _full_words(rows: int, first: int = 0) -> Tensor:
 
 
 @cache
-def _repeated(value: int, count: int, device: torch.device) -> Tensor:
-    """[count] int32. CUDA graphs hold its address, so the cache never frees it."""
-    return torch.tensor([value] * count, dtype=torch.int32, device=device)
+def window_sizes(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
+    """[sequences] int32, windows of `rows` rows. CUDA graphs hold its address, so the cache never frees it."""
+    return torch.tensor([rows] * sequences, dtype=torch.int32, device=device)
 
 
 @cache

@@ -22,6 +22,7 @@ millisecond, so there Python integers place the rows, which are cheaper than tor
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -241,6 +242,14 @@ def variants(arch: int) -> Iterator[Variant]:
 
 
 def _launch_place(
+    length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
+    _place_variant(out[3].shape[1], parents is not None)((count, len(length)), *given, *out, *sizes)
+    return out
+
+
+def place_arguments(
     length: Tensor,
     back: int,
     first: int,
@@ -249,25 +258,18 @@ def _launch_place(
     block_table: Tensor,
     page_size: int,
     last_position: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    same_device(length, parents=parents, block_table=block_table)
-    out = outputs(length, first, count)
+    positions: Tensor | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
+    """The arguments of a kernel that places rows: length, parents and table; memory for positions (`positions` if
+    given), slots, kv_len and ancestors; then `place`'s numbers from `first` on, with `back` before them."""
+    same_device(length, parents=parents, block_table=block_table, positions=positions)
     table, up = rowwise(block_table), length if parents is None else rowwise(parents)
-    sizes = back, first, table.shape[1] * page_size, page_size, last_position, up.stride(0), table.stride(0)
-    variant = _place_variant(out[3].shape[1], parents is not None)
-    variant((count, length.shape[0]), length.contiguous(), up, table, *out, *sizes)
-    return out
-
-
-def outputs(
-    length: Tensor, first: int, count: int, positions: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for positions, slots, kv_len and ancestors."""
-    B, words = length.shape[0], -(-(first + count) // 64)
+    B, words = len(length), -(-(first + count) // 64)
     if positions is None:
         positions = length.new_empty(B * count)
     kv_len, ancestors = length.new_empty(B, dtype=torch.int32), length.new_empty(B * count, words)
-    return positions, torch.empty_like(positions), kv_len, ancestors
+    sizes = back, first, table.shape[1] * page_size, page_size, last_position, up.stride(0), table.stride(0)
+    return (length.contiguous(), up, table), (positions, torch.empty_like(positions), kv_len, ancestors), sizes
 
 
 def rowwise(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
-from specker.runtime.ops.rounds import check_place, outputs, place, place_rows, place_rows_cost, rowwise
+from specker.runtime.ops.rounds import check_place, place, place_arguments, place_rows, place_rows_cost, rowwise
 
 
 def start_rows(
@@ -192,19 +192,12 @@ def _launch(
     first: int,
     count: int,
     parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
-    positions: Tensor | None = None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    others = {"tokens": tokens, "parents": parents, "block_table": block_table, "positions": positions}
-    same_device(length, embedding=embedding, **others)
-    out = outputs(length, first, count, positions)
-    (V, E), words = embedding.shape, out[3].shape[1]
-    hidden = embedding.new_empty(out[0].shape[0], E)
-    tokens, table, up = rowwise(tokens), rowwise(block_table), length if parents is None else rowwise(parents)
-    sizes = back, first, table.shape[1] * page_size, page_size, last_position, up.stride(0), table.stride(0)
-    variant = _variant(embedding.dtype, V, E, words, parents is not None, text)
-    given = embedding.contiguous(), tokens, length.contiguous(), up, table
-    variant((count, length.shape[0]), *given, hidden, *out, tokens.shape[1], tokens.stride(0), *sizes)
+    same_device(length, embedding=embedding, tokens=tokens)
+    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
+    (V, E), B = embedding.shape, len(length)
+    hidden, tokens = embedding.new_empty(B * count, E), rowwise(tokens)
+    variant = _variant(embedding.dtype, V, E, out[3].shape[1], parents is not None, text)
+    variant((count, B), embedding.contiguous(), tokens, *given, hidden, *out, tokens.shape[1], tokens.stride(0), *sizes)
     return hidden, *out
