@@ -159,8 +159,8 @@ def id_map_applied_twice(patch):
 
 def missing_mask_bit(patch):
     def missing(original):
-        def place(*args):
-            *placed, words = original(*args)
+        def place(*args, **more):
+            *placed, words = original(*args, **more)
             words = words.clone()
             words[1:] &= ~1  # no row sees the root
             return *placed, words

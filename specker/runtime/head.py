@@ -97,30 +97,25 @@ class Head:
         """The rows [T, E] at `positions` [T] -> the best candidate of each row, [T] int64; written to `out` [T] if
         given, which may be a column of a window."""
         column = None if out is None else out.unsqueeze(1)
-        return self._topk(final, 1, draws, positions, column, with_lse=False)[0][:, 0]
+        return self._topk(final, 1, draws, positions, with_lse=False, out=column)[0][:, 0]
 
-    def candidates(
-        self, final: Final, k: int, draws: Draws, positions: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The rows [T, E] at `positions` [T] -> the k best ids [T, k] int64 (written to `out` if given) and their
-        log-probabilities [T, k].
+    def candidates(self, final: Final, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows [T, E] at `positions` [T] -> the k best ids [T, k] int64 and their log-probabilities [T, k].
 
         Above temperature 0, logits and log-probabilities include the noise that the target's draw will add at those
         positions (Gumbel coupling, arXiv 2408.07978), so the first candidate is the best guess of that draw.
         """
-        ids, scores, lse = self.ranked(final, k, draws, positions, out)
+        ids, scores, lse = self.ranked(final, k, draws, positions)
         # Rounding must not lift a log-probability above 0: a tree's child may never outrank its parent.
         return ids, (scores - lse.unsqueeze(-1)).clamp_(max=0)
 
-    def ranked(
-        self, final: Final, k: int, draws: Draws, positions: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def ranked(self, final: Final, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Like `candidates`: ids [T, k], (perturbed) logits [T, k] divided by the temperature, lse [T] over all kept
         rows."""
-        return self._topk(final, k, draws, positions, out)
+        return self._topk(final, k, draws, positions)
 
     def _topk(
-        self, final: Final, k: int, draws: Draws, positions: Tensor, out: Tensor | None, with_lse: bool = True
+        self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         norm, noise = None if final.normed else (self.norm, self.eps), draws.noise(positions)
         return vocab_topk(final.rows, self.weight, self.token_ids, k, norm, noise, with_lse, out=out)

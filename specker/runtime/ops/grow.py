@@ -228,6 +228,7 @@ def variants(arch: int) -> Iterator[Variant]:
     for width in (2, 4, 12, 64):
         for first in (False, True):
             yield _grow_variant(torch.float32, width, first)
+    yield _grow_variant(torch.float32, 1, True)
     for block in (8, 64, 256):
         yield _prune_variant(torch.float32, block)
 

@@ -43,20 +43,22 @@ def place_rows(
     block_table: Tensor,
     page_size: int,
     last_position: int,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """length [B] int64, parents [B, >= first + count - 1] int64 or None, block_table [B, P] int32 -> positions
     [B * count] and slots [B * count] int64, kv_len [B] int32, ancestors [B * count, W] int64, with
     W = ceil((first + count) / 64) <= 4; row b * count + i is sequence b's row first + i. On a CPU the result is
-    read-only, because chains share their words.
+    read-only, because chains share their words. On a GPU the positions are written to `positions` if given.
 
     Raises ValueError for other shapes and dtypes. Columns outside the table are clamped to its first or last.
     """
-    check_place(length, back, first, count, parents, block_table, page_size, last_position)
+    given = length, back, first, count, parents, block_table, page_size, last_position, positions
+    check_place(*given)
     if length.is_cuda:
-        return _launch_place(length, back, first, count, parents, block_table, page_size, last_position)
+        return _launch_place(*given)
     rows, B = first + count, length.shape[0]
     depths: list[int] | range = range(first, rows)
-    positions: list[int] = []
+    each: list[int] = []
     places: list[int] = []
     kv_len: list[int] = []
     bits: list[int] = []
@@ -67,7 +69,7 @@ def place_rows(
             depths = depths[first:]
             bits += seen[first:]
         start = n - back
-        positions += [min(max(start + depth, 0), last_position) for depth in depths]
+        each += [min(max(start + depth, 0), last_position) for depth in depths]
         places += slots(range(start + first, start + rows), block_table, b, page_size)
         kv_len.append(min(start + rows, last + 1))
     if parents is not None:
@@ -75,7 +77,7 @@ def place_rows(
     else:
         words = chain_words(count, first)
         words = words if B == 1 else words.repeat(B, 1)
-    return _tensor(positions), _tensor(places), torch.from_numpy(np.array(kv_len, np.int32)), words
+    return _tensor(each), _tensor(places), torch.from_numpy(np.array(kv_len, np.int32)), words
 
 
 def place_rows_cost(
@@ -285,7 +287,8 @@ def check_place(
     parents: Tensor | None,
     block_table: Tensor,
     page_size: int,
-    *_: int,
+    last_position: int,
+    positions: Tensor | None,
 ) -> None:
     rows, B = first + count, length.shape[0]
     if length.dim() != 1 or length.dtype != torch.int64 or not B:
@@ -297,6 +300,8 @@ def check_place(
             raise ValueError(f"parents must be [{B}, n] int64, got {tuple(parents.shape)} {parents.dtype}")
         if parents.shape[1] < rows - 1:
             raise ValueError(f"rows up to {rows - 1} need as many parents, got {parents.shape[1]}")
+    if positions is not None and (positions.shape != (B * count,) or positions.dtype != torch.int64):
+        raise ValueError(f"positions must be [{B * count}] int64, got {tuple(positions.shape)} {positions.dtype}")
     check_table(block_table, B, page_size)
 
 

@@ -147,12 +147,7 @@ class AutoregressiveDrafter(ModelDrafter):
             rows, embedded = begin(self.model, self.cache, self._lengths(r), 0, n - 1, r.window[:, n : n + 1])
             final, positions = self._forward(rows, embedded), rows.positions
             r.forwarded = n
-        column = r.window[:, n + 1 : n + 2]
-        if r.asks:
-            _, scores = self.head.candidates(final, 1, r.draws, positions, column)
-            r.heard(scores[:, 0])
-        else:
-            self.head.best(final, r.draws, positions, column[:, 0])
+        r.extend(self.head, final, positions, r.window[:, n + 1 : n + 2])
 
     def _tree(self, r: Round, depth: int) -> None:
         """Draft a tree level by level. Node j of a sequence is j columns after its root; scores are cumulative
