@@ -34,7 +34,7 @@ def build(B: int, N: int, width: int, splits: bool) -> Built:
     table = torch.randperm(B * PAGES, device=DEVICE).view(B, PAGES).int()
     limit = torch.full((B,), CAPACITY, device=DEVICE)
     ids = target.view(-1, 1) + torch.arange(SPLITS, device=DEVICE)
-    # The first split has the largest value; equal ones have higher ids.
+    # All values are equal, so the lowest id is drawn: the first split's.
     drawn: torch.Tensor | Splits = Splits((ids - ids).float(), ids.int()) if splits else target
     row = torch.arange(R, device=DEVICE)
 

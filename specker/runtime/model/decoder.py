@@ -138,10 +138,11 @@ class Model:
     def logits(self, final: Final, out: Tensor | None = None) -> Tensor:
         """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
         columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
-        x, stack = final.rows, self.stack
-        if stack is not None and len(x) <= stack.most and (kernels := native()).serves(x, self.head):
+        (x, normed), stack = final, self.stack
+        few = stack is not None and len(x) <= stack.most and not normed
+        if few and (kernels := native()).serves(x, self.head):
             return kernels.head(x, self.norm, self.config.rms_norm_eps, self.head)
-        if not final.normed:
+        if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
         if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
             return row_linear(x, self.head, epilogue="float32", out=out)
