@@ -53,6 +53,7 @@ from specker.kernels.variant import (
     arch,
     counters,
     same_device,
+    sms,
     start_after_previous,
     tl,
     triton,
@@ -71,6 +72,7 @@ __all__ = [
     "tree_attention_ref",
 ]
 
+PROGRAMS = 4  # an SM, at most, for several sequences
 _LOG2E = 1 / math.log(2)
 NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product. From this size OpenBLAS wakes its own threads, which
 # compete with torch's waiting threads for the cores: 20 us become 3,700
@@ -364,15 +366,21 @@ def _split_start(split, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of(slot, cu_rows_ptr, B, G: tl.constexpr, M: tl.constexpr, SEQS: tl.constexpr):
-    """The sequence that owns a slot. Sequence b's slots end before cu_rows[b + 1] * G // M + b + 1."""
-    if SEQS == 1:
-        i_b = tl.full([], 0, tl.int32)
-    else:
-        o_b = tl.arange(0, SEQS)
-        end = tl.load(cu_rows_ptr + 1 + o_b, mask=o_b < B - 1, other=0) * G // M + o_b + 1
-        i_b = tl.sum(((end <= slot) & (o_b < B - 1)).to(tl.int32), axis=0)
-    return i_b
+def _items_of(
+    i_b,
+    m_b,
+    kv_len_ptr,
+    cu_rows_ptr,
+    columns,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    M: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Sequence i_b's work items: M (row, query head) pairs of a KV head over one split."""
+    rows = tl.load(cu_rows_ptr + i_b + 1, mask=m_b, other=0) - tl.load(cu_rows_ptr + i_b, mask=m_b, other=0)
+    kv_len = tl.minimum(tl.load(kv_len_ptr + i_b, mask=m_b, other=1), columns)
+    return tl.cdiv(rows * (HQ // HKV), M) * HKV * (_split_of(kv_len - 1, UNIT) + 1)
 
 
 @triton.jit
@@ -394,7 +402,7 @@ def _window_bits(words_ptr, o_t, m_t, j, W):
 
 
 @triton.jit(
-    do_not_specialize=["T", "B", "W", "table_stride", "columns"],
+    do_not_specialize=["T", "B", "W", "table_stride", "columns", "max_splits"],
     do_not_specialize_on_alignment=["table_ptr", "kv_len_ptr", "window_ptr", "cu_rows_ptr", "words_ptr"],
 )
 def _tree_attention_kernel(
@@ -417,6 +425,7 @@ def _tree_attention_kernel(
     W,
     table_stride,
     columns,  # that the table holds
+    max_splits,  # of a sequence of that length
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -435,25 +444,117 @@ def _tree_attention_kernel(
     SEQS: tl.constexpr,  # a power of two, at least B
     PDL: tl.constexpr,
 ):
+    """A program takes every num_programs-th work item, so programs beyond the items there are stop at once, and a batch
+    needs no more programs than run together."""
     start_after_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
+    pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
+    numbers = scale2, T, W, table_stride, columns, max_splits
+    if SEQS == 1:
+        i_b = tl.full([], 0, tl.int32)
+        i_item = tl.program_id(0)
+        if i_item >= _items_of(i_b, True, kv_len_ptr, cu_rows_ptr, columns, HQ, HKV, M, UNIT):
+            return
+        _attend(
+            pointers,
+            numbers,
+            kv_len_ptr,
+            window_ptr,
+            cu_rows_ptr,
+            i_b,
+            i_item,
+            HQ,
+            HKV,
+            D,
+            D_PAD,
+            D_V,
+            OWN,
+            PAGE,
+            PAGE_STRIDE,
+            COLUMN_STRIDE,
+            HEAD_STRIDE,
+            UNIT,
+            M,
+            N,
+            P,
+            S,
+        )
+    else:
+        o_b = tl.arange(0, SEQS)
+        items = _items_of(o_b, o_b < B, kv_len_ptr, cu_rows_ptr, columns, HQ, HKV, M, UNIT)
+        ends = tl.cumsum(items, axis=0)
+        for i_item in tl.range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0), disable_licm=True):
+            i_b = tl.sum((ends <= i_item).to(tl.int32), axis=0)
+            i_first = tl.sum(tl.where(o_b < i_b, items, 0), axis=0)
+            _attend(
+                pointers,
+                numbers,
+                kv_len_ptr,
+                window_ptr,
+                cu_rows_ptr,
+                i_b,
+                i_item - i_first,
+                HQ,
+                HKV,
+                D,
+                D_PAD,
+                D_V,
+                OWN,
+                PAGE,
+                PAGE_STRIDE,
+                COLUMN_STRIDE,
+                HEAD_STRIDE,
+                UNIT,
+                M,
+                N,
+                P,
+                S,
+            )
+
+
+@triton.jit
+def _attend(
+    pointers,
+    numbers,
+    kv_len_ptr,
+    window_ptr,
+    cu_rows_ptr,
+    i_b,
+    i_item,  # of sequence i_b
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    D_V: tl.constexpr,
+    OWN: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+):
+    """One work item. Items of a sequence are counted tile by tile, then KV head by KV head, from its last and longest
+    split to the first."""
+    q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr = pointers
+    scale2, T, W, table_stride, columns, max_splits = numbers
     G: tl.constexpr = HQ // HKV
-    # A slot holds M (row, head) pairs of one sequence. Sequence b's slots start at cu_rows[b] * G // M + b. So it has
-    # enough slots wherever its rows begin and end, and at most one spare.
-    i_slot = tl.program_id(0)
-    i_kv = tl.program_id(1)
-    i_b = _sequence_of(i_slot, cu_rows_ptr, B, G, M, SEQS)
     first = tl.load(cu_rows_ptr + i_b)
     pairs = (tl.load(cu_rows_ptr + i_b + 1) - first) * G
     kv_len = tl.load(kv_len_ptr + i_b)
     shared = kv_len - tl.load(window_ptr + i_b)  # all rows see the columns before it
     valid = tl.where(kv_len <= columns, 1.0, float("nan"))  # a factor of the results
     kv_len = tl.minimum(kv_len, columns)
-    i_m = (i_slot - (first * G // M + i_b)) * M
     splits = _split_of(kv_len - 1, UNIT) + 1
-    i_split = splits - 1 - tl.program_id(2)  # the longest first
-    if (i_split < 0) | (i_m >= pairs):
-        return
+    tiles = tl.cdiv(pairs, M)
+    i_m = i_item % tiles * M
+    i_kv = i_item // tiles % HKV
+    i_split = splits - 1 - i_item // (tiles * HKV)
+    # Counters: sequence b's tiles start at cu_rows[b] * G // M + b, which leaves room for all wherever its rows begin.
+    i_slot = first * G // M + i_b + i_m // M
     o_m = i_m + tl.arange(0, M)
     m_m = o_m < pairs
     o_t = (first + o_m // G).to(tl.int64)
@@ -527,8 +628,7 @@ def _tree_attention_kernel(
         b_sum = tl.where(m_m, b_sum, 1.0)
         _finish(out_ptr, lse_ptr, o_th, m_m, b_acc, b_max, b_sum, valid, D, D_PAD)
     else:
-        max_splits = tl.num_programs(2).to(tl.int64)
-        stats = max_splits * T * HQ
+        stats = max_splits.to(tl.int64) * T * HQ
         o_p = o_th * max_splits + i_split
         tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
         tl.store(stats_ptr + o_p, b_max, mask=m_m)
@@ -540,8 +640,8 @@ def _tree_attention_kernel(
             for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
                 o_pair = i_m + i_p + tl.arange(0, P)
                 o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G
-                pointers = partial_ptr, stats_ptr, out_ptr, lse_ptr
-                _merge(pointers, o_row, o_pair < pairs, splits, max_splits, stats, valid, D, D_PAD, P, S)
+                parts = partial_ptr, stats_ptr, out_ptr, lse_ptr
+                _merge(parts, o_row, o_pair < pairs, splits, max_splits, stats, valid, D, D_PAD, P, S)
 
 
 @triton.jit
@@ -645,7 +745,7 @@ def _variant(
             f"*{t}",
             "*fp32",
             "fp32",
-            *("i32",) * 5,
+            *("i32",) * 6,
         ),
         constexprs={
             "HQ": Hq,
@@ -682,6 +782,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 16, 32, 8, 128, 256),
         (bf16, 1, 32, 8, 128, 16),
         (bf16, 1, 32, 8, 64, 256),
+        (bf16, 16, 32, 8, 64, 256),
         (bf16, 1, 14, 2, 64, 256),
         (bf16, 1, 32, 32, 96, 256),
         (bf16, 1, 16, 8, 256, 256),
@@ -725,8 +826,11 @@ def _launch(
     slots = T * (Hq // Hkv) // variant.constexprs["M"] + B
     count = counters(q.device, slots * Hkv)
     tables = block_table, kv_len, window, cu_rows, ancestors
-    numbers = scale * _LOG2E, T, B, ancestors.shape[1], block_table.stride(0), max_pages * page
-    variant((slots, Hkv, splits), q, k_cache, v_cache, *tables, partial, stats, count, out, lse, *numbers)
+    numbers = scale * _LOG2E, T, B, ancestors.shape[1], block_table.stride(0), max_pages * page, splits
+    programs = slots * Hkv * splits
+    if B > 1:
+        programs = min(programs, PROGRAMS * sms(q.device))
+    variant((programs,), q, k_cache, v_cache, *tables, partial, stats, count, out, lse, *numbers)
     return out, lse
 
 
