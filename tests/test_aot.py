@@ -50,6 +50,26 @@ def test_compiled_kernels_have_no_problems(reports):
         ), r
 
 
+def test_attentions_rows_stay_within_a_warp():
+    """On sm_80 a tile of columns waits at the three barriers of its copies, and at none for a row's maximum and sum. It
+    is Triton's choice, which the kernel only invites."""
+    program = """
+import itertools, re
+from bench import static
+from specker.kernels import attention
+for variant in attention.variants(80):
+    if variant.dot and (variant.constexprs["D_PAD"], variant.constexprs["PAGE"]) != (256, 256):
+        ptx = static.compile_variant(variant, 80).asm["ptx"].splitlines()
+        at = {line.split(":")[0]: i for i, line in enumerate(ptx) if line.startswith("$L")}
+        jumps = ((i, re.search(r"bra(?:\\.uni)? \\s*([$]L\\w+);", line)) for i, line in enumerate(ptx))
+        loops = [ptx[at[to[1]] : i] for i, to in jumps if to and at[to[1]] < i]
+        tiles = [loop for loop in loops if any("mma.sync" in line for line in loop)]
+        print(min(sum("bar.sync" in line for line in loop) for loop in tiles))
+"""
+    barriers = [int(line) for line in python("-c", program).split()]
+    assert len(barriers) == 8 and set(barriers) == {3}
+
+
 def test_each_problem_is_reported():
     program = """
 import dataclasses, json

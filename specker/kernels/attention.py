@@ -23,8 +23,9 @@ of the context adds 16. The last, longest splits start first. A masked column ad
 so does a split of which a row sees nothing. Every tile runs through the same loop. The program that arrives last for a
 KV head of 64 (row, query head) pairs merges the splits, in split order, so that one launch is enough. A verify row of a
 chain therefore equals, bit for bit at any length, the row that plain decoding computes at its position.
-A block_table wider than needed costs only scratch memory and programs that stop at once. Where the lengths are known to
-stay below n * page_size, pass a narrower slice (`block_table[:, :n]`).
+A block_table wider than needed costs scratch memory and, for one sequence, programs that stop at once. Where the
+lengths are known to stay below n * page_size, pass a narrower slice (`block_table[:, :n]`). For several sequences the
+launch has at most `PROGRAMS` an SM, which share the work that the lengths leave.
 """
 
 import math
@@ -72,7 +73,7 @@ __all__ = [
     "tree_attention_ref",
 ]
 
-PROGRAMS = 4  # an SM, at most, for several sequences
+PROGRAMS = 4  # an SM, at most, for several sequences: 2 or 3 run together
 _LOG2E = 1 / math.log(2)
 NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product. From this size OpenBLAS wakes its own threads, which
 # compete with torch's waiting threads for the cores: 20 us become 3,700
@@ -414,8 +415,8 @@ def _tree_attention_kernel(
     window_ptr,  # [B]
     cu_rows_ptr,  # [B + 1]
     words_ptr,  # [T, W]
-    partial_ptr,  # [T, HQ, SPLITS, D] float32; SPLITS is the grid's, enough for the table
-    stats_ptr,  # [2, T, HQ, SPLITS] float32: base-2 maximum of the scores, sum of their powers of 2
+    partial_ptr,  # [T, HQ, max_splits, D] float32
+    stats_ptr,  # [2, T, HQ, max_splits] float32: base-2 maximum of the scores, sum of their powers of 2
     count_ptr,  # [slots, HKV] zeros, and zeros again afterwards
     out_ptr,  # [T, HQ, D]
     lse_ptr,  # [T, HQ] float32
@@ -444,8 +445,9 @@ def _tree_attention_kernel(
     SEQS: tl.constexpr,  # a power of two, at least B
     PDL: tl.constexpr,
 ):
-    """A program takes every num_programs-th work item, so programs beyond the items there are stop at once, and a batch
-    needs no more programs than run together."""
+    """One sequence has a program for each work item that the table has room for; programs without an item return at
+    once. Several sequences take items in turn: if one is long and the others are short, most programs of such a grid
+    would have none."""
     start_after_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
@@ -483,6 +485,7 @@ def _tree_attention_kernel(
         o_b = tl.arange(0, SEQS)
         items = _items_of(o_b, o_b < B, kv_len_ptr, cu_rows_ptr, columns, HQ, HKV, M, UNIT)
         ends = tl.cumsum(items, axis=0)
+        # disable_licm: what the compiler moves out of the loop takes up to 60 registers.
         for i_item in tl.range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0), disable_licm=True):
             i_b = tl.sum((ends <= i_item).to(tl.int32), axis=0)
             i_first = tl.sum(tl.where(o_b < i_b, items, 0), axis=0)
@@ -658,8 +661,8 @@ def _merge(
     P: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Merge the pairs' splits, in order. Splits are the first axis of the tiles: Triton places warps along the axes from
-    the last to the first, so a warp has pairs of its own, and a sum over splits stays within a thread."""
+    """Merge the pairs' splits, in order. Splits are the first axis of the tiles: Triton places warps along the axes
+    from the last to the first, so a warp has pairs of its own, and a sum over splits stays within a thread."""
     partial_ptr, stats_ptr, out_ptr, lse_ptr = pointers
     o_d = tl.arange(0, D_PAD)
     o_first = (o_th * max_splits)[None, :]

@@ -307,6 +307,20 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_others():
         assert same(op._launch(**only(args, rows, **alone)), (out[rows], lse[rows]))
 
 
+@pytest.mark.parametrize("programs", [1, 3])
+def test_few_programs_share_the_work_of_many_sequences(monkeypatch, programs):
+    lengths = ((33, 6), (0, 40), (900, 2), (0, 0), *((n, 1) for n in range(1, 15)))
+    args, *_ = ragged(2, torch.float16, lengths=lengths)
+    want = op._launch(**args)
+    grids: list = []
+    launch = Variant.__call__
+    monkeypatch.setattr(Variant, "__call__", lambda v, grid, *given: (grids.append(grid), launch(v, grid, *given)))
+    monkeypatch.setattr(op, "PROGRAMS", programs)
+    monkeypatch.setattr(op, "sms", lambda device: 1)
+    assert same(op._launch(**args), want)
+    assert grids == [(programs,)]
+
+
 def chain_and_decoding(args, prefix, rows, launch):
     """(out, lse) of the chain, and of plain decoding row by row, with one more cached column each time."""
     chain = launch(**{**args, "ancestors": chain_words(rows).to(args["q"].device)})
@@ -476,8 +490,8 @@ def test_the_launcher_reads_no_tensor(monkeypatch):
         assert op._launch(**fake)[0].shape == (53, 4, 16)
         op._launch(**{**fake, "block_table": mode.from_tensor(torch.zeros(3, 60, dtype=torch.int32))})
     # 53 rows of 2 heads are 106 pairs: 106 // 16 + 3 slots; 48 columns are one split, 480 are four.
-    assert launched[0] == ("_tree_attention_kernel", (9, 2, 1))
-    assert launched[1:] == [("_tree_attention_kernel", (9, 2, 4))]
+    assert launched[0] == ("_tree_attention_kernel", (9 * 2,))
+    assert launched[1:] == [("_tree_attention_kernel", (9 * 2 * 4,))]
 
 
 def launches():

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from formulas import randn
@@ -151,6 +152,8 @@ def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:
         same[f"sequence {b}"] = _equal(launch(**tests.only(args, rows, **own)), (out[rows], lse[rows]))
     table = torch.cat((args["block_table"], torch.zeros(3, 40, dtype=torch.int32)), dim=1)
     same["a wider table"] = _equal(launch(**{**args, "block_table": table}), (out, lse))
+    with patch.object(ops.attention, "sms", lambda device: 1):
+        same["few programs"] = _equal(launch(**args), (out, lse))
     yield "three sequences", same
 
 
