@@ -1,0 +1,197 @@
+"""quant: weight matrices in eight and four bits.
+
+    w[o, e] = q[o, e] * scale[o, e // group] + shift[o, e // group]
+
+in float32, rounded once. `row_linear`, `kv_project` and `vocab_topk` take a `Quantized` matrix instead of a tensor and
+compute with these w, rounded to the dtype of the activations; nothing else is quantised. Three kinds of q:
+
+* int8: int8 [O, E].
+* fp8: float8_e4m3fn [O, E].
+* int4: uint8 [O, E / 2], numbers 0 to 15; without shifts they stand for -8 to 7. Of each 32 columns the low four bits
+  of the 16 bytes hold the first 16 and the high four the others, as in GGUF. A kernel then needs no shuffle: the two
+  halves are two products.
+
+Scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have shift = -zero *
+scale.
+Sources: GGUF's block formats (ggml-common.h), compressed-tensors, GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # --quantize and the dtype of q
+HALF = 16  # columns in each half of an int4 block
+LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF}  # a group is a multiple of this
+CHUNK = 1 << 22  # weights quantised or restored at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A matrix [.., O, E]. Indexing selects along all dimensions but the last, as with a tensor."""
+
+    q: Tensor  # [.., O, E] int8 or float8_e4m3fn; [.., O, E / 2] uint8 for int4
+    scale: Tensor  # [.., O, E / group] float16 or float32
+    shift: Tensor | None  # like scale; None: no shift
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind, dtype in KINDS.items() if dtype == self.q.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, columns = self.q.shape
+        return torch.Size((*rows, columns * (2 if self.q.dtype == torch.uint8 else 1)))
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.shape[-1] // self.scale.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """q, scale and, if there is one, shift."""
+        return (self.q, self.scale) if self.shift is None else (self.q, self.scale, self.shift)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def dim(self) -> int:
+        return self.q.dim()
+
+    def numel(self) -> int:
+        """The number of weights."""
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    def __getitem__(self, rows: Any) -> "Quantized":
+        return self.each(lambda part: _bytes(part)[rows].view(part.dtype))
+
+    def __setitem__(self, rows: Any, other: "Quantized") -> None:
+        for part, new in zip(self.parts, other.parts, strict=True):
+            _bytes(part)[rows] = _bytes(new)
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Quantized":
+        """With `function` applied to q, scale and shift."""
+        shift = None if self.shift is None else function(self.shift)
+        return Quantized(function(self.q), function(self.scale), shift)
+
+    def contiguous(self) -> "Quantized":
+        return self.each(Tensor.contiguous)
+
+    def to(self, device: torch.device | str) -> "Quantized":
+        return self.each(lambda part: part.to(device))
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weights, rounded to float32 and then to `dtype`. [.., O, E]."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        rows = max(1, CHUNK // self.shape[-1])
+        flat, whole = out.view(-1, self.shape[-1]), self.each(lambda part: part.flatten(0, -2))
+        for i in range(0, len(flat), rows):
+            flat[i : i + rows] = _restored(whole[i : i + rows])
+        return out
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """`part` in a dtype that torch can index: float8 as bytes."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+
+
+def _restored(w: Quantized) -> Tensor:
+    """Two-dimensional `w` in float32. The float64 product is exact, so the sum is all that is rounded before float32:
+    the result is that of a fused multiply-add."""
+    q = unpacked(w.q) if w.kind == "int4" else w.q.to(torch.float32)
+    if w.kind == "int4" and w.shift is None:
+        q = q - 8.0
+    q = q.to(torch.float64).unflatten(-1, (-1, w.group))
+    q = q.mul_(w.scale.double().unsqueeze(-1))
+    if w.shift is not None:
+        q = q.add_(w.shift.double().unsqueeze(-1))
+    return q.flatten(-2).float()
+
+
+def packed(q: Tensor) -> Tensor:
+    """q [.., E] uint8 of 0 to 15, E a multiple of 32 -> [.., E / 2] uint8, two in a byte."""
+    low, high = q.unflatten(-1, (-1, 2, HALF)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def unpacked(q: Tensor) -> Tensor:
+    """[.., E / 2] uint8 -> [.., E] uint8 of 0 to 15."""
+    blocks = q.unflatten(-1, (-1, HALF))
+    return torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3)
+
+
+def exact(scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """float32 scales and shifts, in float16 if nothing is lost."""
+    given = [scale] if shift is None else [scale, shift]
+    halves = [x.half() for x in given]
+    fitting = all(torch.equal(half.float(), x) for half, x in zip(halves, given, strict=True))
+    scale, *rest = halves if fitting else given
+    return scale, rest[0] if rest else None
+
+
+def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
+    """weight [.., O, E] -> the nearest `kind`, rounded to nearest: int8 and fp8 with a scale for each row, int4 with
+    scale and shift for each 32 columns; or for each `group` columns. Raises ValueError for a kind or sizes that do not
+    fit.
+
+        int8, fp8   scale = largest |w| / 127 or 448
+        int4        scale = (largest w - least w) / 15, shift = least w
+    """
+    check(kind, weight.shape, group)
+    E = weight.shape[-1]
+    group = group or (LEAST[kind] if kind == "int4" else E)
+    columns = E // 2 if kind == "int4" else E
+    q = torch.empty(*weight.shape[:-1], columns, dtype=KINDS[kind], device=weight.device)
+    scale = torch.empty(*weight.shape[:-1], E // group, device=weight.device)
+    shift = torch.empty_like(scale) if kind == "int4" else None
+    rows = max(1, CHUNK // E)
+    flat = [None if part is None else part.view(-1, part.shape[-1]) for part in (weight.contiguous(), q, scale, shift)]
+    source, codes, scales, shifts = flat
+    assert source is not None and codes is not None and scales is not None
+    for i in range(0, len(source), rows):
+        w = source[i : i + rows].float().unflatten(-1, (-1, group))
+        if shifts is not None:
+            low, high = w.aminmax(dim=-1)
+            low = low.half().float()
+            step = _step((high - low) / 15)
+            shifts[i : i + rows] = low
+            numbers = ((w - low.unsqueeze(-1)) / step.unsqueeze(-1)).round_().clamp_(0, 15)
+            codes[i : i + rows] = packed(numbers.flatten(-2).to(torch.uint8))
+        else:
+            most = 127 if kind == "int8" else 448
+            step = _step(w.abs().amax(-1) / most)
+            numbers = (w / step.unsqueeze(-1)).flatten(-2).clamp_(-most, most)
+            _bytes(codes)[i : i + rows] = _bytes((numbers.round_() if kind == "int8" else numbers).to(codes.dtype))
+        scales[i : i + rows] = step
+    return Quantized(q, *exact(scale, shift))
+
+
+def _step(x: Tensor) -> Tensor:
+    """x >= 0 as a scale: rounded to float16 where that keeps its precision, 1 for 0."""
+    half = x.half().float()
+    normal = (half >= 2.0**-14) & half.isfinite()
+    return torch.where(x == 0, 1.0, torch.where(normal.all(), half, x))
+
+
+def check(kind: str, shape: Sequence[int], group: int | None = None) -> None:
+    """Raise ValueError unless a matrix of `shape` can be of `kind`, with groups of `group` columns (default: the kind's
+    own)."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    E, least = shape[-1], LEAST[kind]
+    if E % least or (group is not None and (group <= 0 or group % least or E % group)):
+        what = "" if group is None else f" in groups of {group}"
+        raise ValueError(f"{kind} needs groups of a multiple of {least} columns that divide a row; got {E} columns{what}")
