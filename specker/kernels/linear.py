@@ -14,6 +14,9 @@ a CPU a row's last bits may depend on the other rows: results agree to 1e-12 in 
 float32 beside a bfloat16 weight: on a CPU with bfloat16 products x and the product are rounded to bfloat16, and without
 a bias SiLU and its product, too; the result is float32.
 
+The weight may be `Quantized` (quant.py): eight or four bits with scales. The result is that of the weight rounded to
+x's dtype, and on a CPU in few rows of float32, of the weight in float32. Traffic: the bytes of its parts.
+
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
 Determinism: the kernel is batch-invariant: a row's bits depend only on that row, the weight and the architecture. The
@@ -33,6 +36,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import native, plain
+from specker.kernels.quant import Matrix, Quantized
 from specker.kernels.registry import register
 from specker.kernels.variant import (
     AMD,
@@ -59,13 +63,13 @@ MAX_ROWS = 256  # that the kernel serves
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none", *, out: Tensor | None = None
+    x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none", *, out: Tensor | None = None
 ) -> Tensor:
     """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul", or [S, T, O] float32 with
-    "split". All may have a leading dimension G. `out`, contiguous: the result is written there and returned. Raises
-    ValueError on other shapes and dtypes."""
+    "split". All may have a leading dimension G; the weight may be `Quantized`. `out`, contiguous: the result is written
+    there and returned. Raises ValueError on other shapes and dtypes."""
     if out is not None:
-        if x.is_cuda and x.dtype != torch.float64 and _fits(x) and not is_compiling():
+        if x.is_cuda and x.dtype != torch.float64 and _fits(x, weight) and not is_compiling():
             _check(x, weight, bias, epilogue)
             return _launch(x, weight, bias, epilogue, out)
         return out.copy_(row_linear(x, weight, bias, epilogue))
@@ -76,7 +80,7 @@ def row_linear(
         return done
     matrices = x.dim() == weight.dim() > 1
     simple = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
-    eager = type(x) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
+    eager = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
     if eager and x.is_cpu and bias is None and matrices and simple and like(x, weight):
         try:
             return row_linear_ref(x, weight, bias, epilogue)
@@ -86,7 +90,9 @@ def row_linear(
     return _row_linear(x, weight, bias, epilogue)
 
 
-def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+    if isinstance(weight, Quantized):
+        return row_linear_ref(x, _restored(x, weight), bias, epilogue)
     if epilogue == "split":
         _, size = split_of(x, weight)
         parts = zip(x.split(size, -1), weight.split(size, -1), strict=True)
@@ -112,23 +118,32 @@ def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilog
     return _gated(y) if epilogue == "silu_mul" else y
 
 
+def _restored(x: Tensor, weight: Quantized) -> Tensor:
+    """The weight for a product with many rows x: in x's dtype; on a CPU with bfloat16 products in bfloat16."""
+    kernels = native()
+    if kernels is None or x.dtype != torch.float32 or weight.dim() != 2 or not plain(x) or not kernels.takes(weight):
+        return weight.dequantised(x.dtype)
+    many = len(x) > COMPILED_ROWS
+    return kernels.restored(weight, torch.bfloat16 if many and multiplies_bfloat16() else x.dtype)
+
+
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products."""
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
+def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, weight and bias read once, the result written."""
     T, E = x.shape[-2:]
     G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
     out = T * O // 2 if epilogue == "silu_mul" else T * O
     written = out * (x.element_size() if epilogue in ("none", "silu_mul") else sum_dtype(x.dtype).itemsize)
-    read = T * E + O * E + (O if bias is not None else 0)
-    return G * (read * x.element_size() + written), 2 * G * T * O * E
+    read = T * E + (O if bias is not None else 0)
+    return G * (read * x.element_size() + written) + weight.nbytes, 2 * G * T * O * E
 
 
-def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor | None:
+def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor | None:
     """The CPU form for float32 rows and a large weight."""
     if x.dim() != 2 or weight.dim() != 2 or weight.numel() < COMPILED_MIN or not plain(x) or x.dtype != torch.float32:
         return None
@@ -141,7 +156,7 @@ def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: st
         return None
     if len(x) <= COMPILED_ROWS:
         y = kernels.product(x, weight)
-    elif weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
+    elif isinstance(weight, Tensor) and weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
         y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
     else:
         return None
@@ -156,8 +171,10 @@ def _gated(y: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def like(x: Tensor, weight: Tensor) -> bool:
+def like(x: Tensor, weight: Matrix) -> bool:
     """Whether `row_linear` takes this x with this weight, by their dtypes and devices."""
+    if isinstance(weight, Quantized):
+        return x.dtype.is_floating_point and x.device == weight.device
     alike = x.dtype == weight.dtype or (x.is_cpu and (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16))
     return alike and x.device == weight.device
 
@@ -497,10 +514,10 @@ def variants(arch: int) -> Iterator[Variant]:
         yield from (v for v in _variants(dtype, O, E, epilogue, bias, arch, *G) if v is not None)
 
 
-def split_of(x: Tensor, weight: Tensor) -> tuple[int, int]:
+def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:
     """The number of K's splits on x's device, and the columns of each but the last, which may be shorter."""
     O, E = weight.shape[-2:]
-    kind = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    kind = x.dtype if x.dtype in (torch.float16, torch.bfloat16) else torch.float32
     G, on = math.prod(weight.shape[:-2]), x.device
     _, _, block, _, splits = tiles(kind, O, E, arch(on), G, sms(on), True)
     return splits, -(-E // (splits * block)) * block
@@ -532,7 +549,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, into:
     return y
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> None:
+def _check(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> None:
     dims = x.dim(), weight.dim()
     if dims not in ((2, 2), (3, 3)) or x.shape[-1] != weight.shape[-1] or x.shape[:-2] != weight.shape[:-2]:
         raise ValueError(
@@ -553,7 +570,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Non
         raise ValueError("split has no bias: add it to the sum")
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
+def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor:
     O = weight.shape[-2]
     if epilogue == "split":
         return x.new_empty(split_of(x, weight)[0], *x.shape[:-1], O, dtype=sum_dtype(x.dtype))
@@ -562,8 +579,8 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tens
     return x.new_empty(*x.shape[:-1], O // 2 if epilogue == "silu_mul" else O)
 
 
-def _fits(x: Tensor, *_: object) -> bool:
-    return x.shape[-2] <= MAX_ROWS
+def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
+    return x.shape[-2] <= MAX_ROWS and isinstance(weight, Tensor)
 
 
 _row_linear = register(

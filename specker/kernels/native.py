@@ -31,7 +31,7 @@ from numba.core import cgutils, event
 from numba.extending import intrinsic
 from torch import Tensor
 
-from specker.kernels.quant import LEAST, Quantized
+from specker.kernels.quant import LEAST, Matrix, Quantized
 
 MAX_ROWS = 256
 SPINS = 50_000  # checks before a waiting thread sleeps, so that another process may run
@@ -1051,7 +1051,6 @@ def gumbel(out, positions, stream, seed):
             row[i] = -_log(x, np.float32(1))
 
 
-Matrix = Tensor | Quantized
 _KINDS = {
     torch.float32: FLOAT32,
     torch.bfloat16: BFLOAT16,

@@ -7,6 +7,8 @@ by side: x [G, T, E], weight [G, O, E], bias [G, O], positions and slots [G * T]
 The projection is rounded to x's dtype before norm and rotation, as there. Traffic: the weight once, G * O * E elements,
 plus G * T * (E + O), the table's rows and, if K is split, float32 sums of the splits, written and read once.
 
+The weight may be `Quantized`, as in row_linear.
+
 The kernel serves up to 256 rows a layer and heads of up to 256; the two ops, one after the other, serve the rest. A
 program computes one head of 64 rows over one split of K. The program that arrives last for a head and 64 rows adds up
 the splits in order and finishes the head, so no second launch is needed.
@@ -33,6 +35,7 @@ from specker.kernels.linear import (
     stages_of,
     stream_rows,
 )
+from specker.kernels.quant import Matrix
 from specker.kernels.registry import register
 from specker.kernels.variant import (
     SMS,
@@ -53,7 +56,7 @@ MAX_D = 256
 
 def kv_project(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -71,7 +74,7 @@ def kv_project(
 
 def kv_project_ref(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -86,7 +89,7 @@ def kv_project_ref(
     return kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
 
 
-def kv_project_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: object, **__: object) -> tuple[int, int]:
+def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *_: object, **__: object) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, weight and bias read once, q, k and v written once. Leaves out
     positions, slots and the table's rows."""
     qkv = x.new_empty(*x.shape[:-1], weight.shape[-2], device="meta")
@@ -330,7 +333,7 @@ def _launch(
 
 def _check(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -373,11 +376,15 @@ def _check(
             raise ValueError(f"{name} must be [{G}, {D}] {x.dtype}, got {tuple(norm.shape)} {norm.dtype}")
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
+def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, *others: Tensor) -> Tensor:
     Hkv, D = others[3].shape[2:]
     rows, heads = math.prod(x.shape[:-1]), weight.shape[-2] // D
     q = x.new_empty(rows, heads - Hkv, D)[:, : heads - 2 * Hkv]  # the reference's q and k are views of one tensor
     return q.new_empty(q.shape) if x.is_cuda and x.dtype != torch.float64 else q
+
+
+def _fits(x: Tensor, weight: Matrix, *others: Tensor) -> bool:
+    return x.shape[-2] <= MAX_ROWS and others[4].shape[3] <= MAX_D and isinstance(weight, Tensor)
 
 
 _kv_project = register(
@@ -386,6 +393,6 @@ _kv_project = register(
     reference=kv_project_ref,
     launch=_launch,
     fake=_fake,
-    fits=lambda x, weight, bias, *others: x.shape[-2] <= MAX_ROWS and others[3].shape[3] <= MAX_D,
+    fits=_fits,
     mutates=("k_cache", "v_cache"),
 )

@@ -43,6 +43,10 @@ class Quantized:
         return next(kind for kind, dtype in KINDS.items() if dtype == self.q.dtype)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
     def shape(self) -> torch.Size:
         *rows, columns = self.q.shape
         return torch.Size((*rows, columns * (2 if self.q.dtype == torch.uint8 else 1)))
@@ -101,6 +105,9 @@ class Quantized:
         for i in range(0, len(flat), rows):
             flat[i : i + rows] = _restored(whole[i : i + rows])
         return out
+
+
+Matrix = Tensor | Quantized
 
 
 def _bytes(part: Tensor) -> Tensor:

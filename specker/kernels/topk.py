@@ -11,7 +11,7 @@ Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. F
 exp(logits - lse) is therefore a confidence over the kept rows, in the same ranking that chose the ids. A trimmed head
 uses the full head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] have one dtype;
 ids [T, k] are int64 in the full vocabulary; logits [T, k] and lse [T] are fp32, float64 for float64. Traffic: the
-weight once, K * E elements; the kernel does not write the full logits to memory. It ranks and returns the float32 sums;
+weight once, K * E elements or the bytes of a `Quantized` one; the kernel does not write the full logits to memory. It ranks and returns the float32 sums;
 the reference rounds them to hidden's dtype, as `row_linear` does. The kernel takes up to 256 rows and ids below 2^32.
 More rows and float64 go to the reference. Determinism: a row's bits depend only on that row, weight, ids, k and the
 architecture. The products are row_linear's (64 rows for any T, K in order), and the selection runs row by row in tiles
@@ -35,6 +35,7 @@ from specker.kernels.cpu import few, normed
 from specker.kernels.linear import MAX_ROWS, like, lines, prefetch_rows, row_linear, stream_rows
 from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
+from specker.kernels.quant import Matrix
 from specker.kernels.registry import register
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.variant import (
@@ -71,7 +72,7 @@ Noisy = Noise | tuple[int, Tensor, float]
 
 def vocab_topk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
@@ -102,7 +103,7 @@ def vocab_topk(
 
 def vocab_topk_ref(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
@@ -176,7 +177,7 @@ def _count_equal(z: Tensor, values: Tensor) -> int:
 
 def vocab_topk_cost(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
@@ -186,7 +187,7 @@ def vocab_topk_cost(
     """(bytes, flops) that any implementation needs: weight, hidden, ids and norm read once, the results written; two
     flops per weight and row."""
     (T, E), K = hidden.shape, weight.shape[0]
-    read = (K * E + T * E + (E if norm is not None else 0)) * hidden.element_size()
+    read = weight.nbytes + (T * E + (E if norm is not None else 0)) * hidden.element_size()
     if token_ids is not None:
         read += K * token_ids.element_size()
     if noise is not None:
@@ -632,7 +633,7 @@ def _launch(
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None, *_: object
+    hidden: Tensor, weight: Matrix, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None, *_: object
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -661,12 +662,12 @@ def _check(
             raise ValueError(f"noise temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
 
 
-def _fits(hidden: Tensor, *_: object) -> bool:
-    return hidden.shape[0] <= MAX_ROWS
+def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:
+    return hidden.shape[0] <= MAX_ROWS and isinstance(weight, Tensor)
 
 
 def _fake(
-    hidden: Tensor, weight: Tensor, ids: Tensor | None, k: int, norm: object, noise: object, with_lse: bool
+    hidden: Tensor, weight: Matrix, ids: Tensor | None, k: int, norm: object, noise: object, with_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
     best, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
@@ -681,7 +682,7 @@ def _flat(*args: Any) -> tuple[Any, ...]:
 
 def _nested(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm_weight: Tensor | None,
