@@ -1171,9 +1171,7 @@ def head(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
     own = T * E + _unfolded(weight)
     scratch: Any = np.empty(crew.size * own, np.float32)
     m = np.array(_described(weight))
-    crew.run(
-        _head, x.data_ptr(), norm.data_ptr(), m, scratch.ctypes.data, own, y.data_ptr(), T, O, E, np.float32(eps)
-    )
+    crew.run(_head, x.data_ptr(), norm.data_ptr(), m, scratch.ctypes.data, own, y.data_ptr(), T, O, E, np.float32(eps))
     return y
 
 
@@ -1183,11 +1181,16 @@ def fits(x: Tensor) -> bool:
     return plain and x.layout is torch.strided and x.is_contiguous()
 
 
+def reads_halves() -> bool:
+    """Whether the CPU converts float16, the type of most scales."""
+    return _HALVES
+
+
 def takes(weight: Matrix) -> bool:
     """Whether the kernels can read a matrix."""
     if isinstance(weight, Tensor):
         return fits(weight) and weight.dtype in (torch.float32, torch.bfloat16)
-    return _HALVES and all(fits(part) for part in weight.parts) and weight.group % LEAST[weight.kind] == 0
+    return reads_halves() and all(fits(part) for part in weight.parts) and weight.group % LEAST[weight.kind] == 0
 
 
 def serves(x: Tensor, weight: Matrix) -> bool:

@@ -74,6 +74,7 @@ def load(
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
         whole_head=parts.self_drafting or shares_head,
+        quantize=opts.quantize,
         tell=tell,
     )
     if ranks is not None:
@@ -127,6 +128,7 @@ def drafting(
             bidirectional=None if parts.causal else True,
             random=1 if dummy else None,
             owner=main,
+            quantize=opts.draft_quantize,
             tell=tell,
         )
         if ranks is not None:

@@ -2,11 +2,13 @@
 
 Each kind of weight is one buffer [L, ...] for all layers, so a group of layers is a slice. Tensors are cast while they
 are copied from the memory-mapped safetensors file to their buffer: there is never a second copy of the weights.
+Matrices in eight and four bits (kernels/quant.py) are a list of the layers' instead.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,18 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.kernels import quant
+from specker.kernels.cpu import native
+from specker.kernels.quant import Matrix, Quantized
 from specker.runtime.model import gguf, memory
 from specker.runtime.model.config import (
     CheckpointError,
     ModelConfig,
+    layer_elements,
     parse_config,
     read_json,
     reason,
 )
 from specker.runtime.model.parts import Part
+from specker.runtime.model.quantised import Get, Scheme, scheme_of
 
 WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of safetensors dtypes
 CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
 REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
 
@@ -38,29 +46,38 @@ CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation c
 OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
 
 
+Stacked = Matrix | Sequence[Matrix]
+
+
 @dataclass(frozen=True, eq=False)
 class Weights:
     """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
     vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
-    [L, ..] may also be a list of the layers' tensors."""
+    [L, ..] may also be a list of the layers' tensors. A `Stacked` matrix may be `Quantized`, or a list of the layers'."""
 
     embed: Tensor  # [V, E]
-    qkv: Tensor  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
+    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
     q_norm: Tensor | None  # [L, D]
     k_norm: Tensor | None  # [L, D]
-    o: Tensor  # [L, E, Hq * D]
+    o: Stacked  # [L, E, Hq * D]
     o_bias: Tensor | None  # [L, E]
-    gate_up: Tensor  # [L, 2 * F, E], gate rows first
+    gate_up: Stacked  # [L, 2 * F, E], gate rows first
     gate_up_bias: Tensor | None  # [L, 2 * F]
-    down: Tensor  # [L, E, F]
+    down: Stacked  # [L, E, F]
     down_bias: Tensor | None  # [L, E]
     norm_in: Tensor  # [L, E]
     norm_post: Tensor  # [L, E]
     norm: Tensor  # [E]
-    head: Tensor  # [V, E], the same tensor as `embed` if tied
+    head: Matrix  # [V, E], the same tensor as `embed` if tied and not quantised
     inv_freq: Tensor  # [D / 2] float32 in every run
     rope_scale: float  # factor of cos and sin (yarn)
+
+
+def _matrices(w: Weights) -> list[Matrix]:
+    """The layers' matrices, stacked or each."""
+    stacks = w.qkv, w.o, w.gate_up, w.down
+    return [x for stack in stacks for x in ((stack,) if isinstance(stack, Tensor | Quantized) else stack)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +93,23 @@ class Checkpoint:
         return self.part.config(self.config)
 
     @property
-    def own_head(self) -> Tensor:
+    def own_head(self) -> Matrix:
         """The part's rows of the head."""
         first, count = self.part.vocabulary(self.config)
         head = self.weights.head
         return head[first : first + count] if self.part.size > 1 and len(head) > count else head
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes of all layers' matrices, of the whole model."""
+        w, c = self.weights, self.local
+        return sum(x.nbytes for x in _matrices(w)) * layer_elements(self.config) / layer_elements(c)
+
+    @property
+    def quantised(self) -> str | None:
+        """The kinds of the quantised matrices, for reports: "int4 and int8"; None if there are none."""
+        every = (*_matrices(self.weights), self.weights.head)
+        return " and ".join(sorted({x.kind for x in every if isinstance(x, Quantized)})) or None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -124,6 +153,7 @@ def load(
     whole_head: bool = False,
     layers: bool = True,
     owner: Checkpoint | None = None,
+    quantize: str | None = None,
     tell: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
@@ -132,8 +162,11 @@ def load(
     a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
     no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
     is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the head are read:
-    another engine runs the model. `owner`: the target of a draft that shares its embedding or head. `tell` is called
-    with (elements read, of all). Raises CheckpointError, and ValueError if memory is too small.
+    another engine runs the model. `owner`: the target of a draft that shares its embedding or head. `quantize`: int8,
+    int4 or fp8, to which the layers' matrices and the head are rounded; none restores quantised ones to `dtype`; by
+    default they stay as they are stored. int4 keeps the head in int8. float64 runs restore the stored values, and so
+    does a CPU without kernels for them. `tell` is called with (elements read, of all). Raises CheckpointError, and
+    ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -145,18 +178,20 @@ def load(
     part.check(config)
     if config.shares:
         _check_owner(source, config, owner)
+    scheme = scheme_of(read_json(folder / "config.json"), str(source))
+    storage = Storage(scheme, quantize, dtype, device)
     pieces = [p for p in _pieces(config, part, whole_head) if layers or p.layer is None]
     elements = sum(math.prod(p.shape) for p in pieces)
-    size = str(source), elements, dtype, memory.free(device), device.type
+    size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
             folder = folder_of(source, weights=True)
             if owner is not None and config.shares and not _same_rows(source, folder, config, owner):
                 raise _another(source, config, owner, "the rows of its embedding differ")
-            buffers = _read_weights(folder, config, pieces, dtype, device, part, tell)
+            buffers = _read_weights(folder, config, pieces, storage, part, tell)
         else:
-            buffers = _random_weights(config, pieces, dtype, device, random)
+            buffers = _random_weights(config, pieces, storage, random)
     if owner is not None and "embed_tokens" in config.shares:
         buffers["embed"] = owner.weights.embed
     if owner is not None and "lm_head" in config.shares:
@@ -239,6 +274,62 @@ class _Piece:
     def at(self) -> tuple[slice, ...]:
         return tuple(slice(first, first + count) for first, count in zip(self.first, self.shape, strict=True))
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a layer's matrix."""
+        return self.layer is not None and len(self.shape) == 2
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the run stores matrices: which stay or become `Quantized`."""
+
+    scheme: Scheme | None  # of the checkpoint
+    quantize: str | None  # see `load`
+    dtype: torch.dtype  # of the others
+    device: torch.device
+
+    @property
+    def keeps(self) -> bool:
+        """Whether `Quantized` matrices stay so, or are restored to `dtype`."""
+        kernels = self.device.type == "cuda" or ((cpu := native()) is not None and cpu.reads_halves())
+        return self.quantize != "none" and self.dtype != torch.float64 and kernels
+
+    def covers(self, name: str) -> bool:
+        """Whether the checkpoint has the matrix `name` (a full name that ends in .weight) in eight or four bits."""
+        return self.scheme is not None and name.endswith(".weight") and self.scheme.covers(name[: -len(".weight")])
+
+    def rounding(self, p: _Piece, c: ModelConfig) -> str | None:
+        """The kind to which a piece is rounded; None: to none."""
+        head = p.name == "lm_head.weight" or (c.tied and p.name == "embed_tokens.weight")
+        if self.quantize in (None, "none") or not (p.is_matrix or head):
+            return None
+        return "int8" if head and self.quantize == "int4" else self.quantize
+
+    def stays(self, pieces: dict[str, _Piece], c: ModelConfig) -> set[tuple[str, int | None]]:
+        """The matrices (buffer, layer) that are `Quantized` in the run: those of which all pieces are."""
+        found: dict[tuple[str, int | None], bool] = {}
+        for name, p in pieces.items():
+            if p.is_matrix or p.buffer == "head":
+                whole = self.keeps and (self.covers(name) or self.rounding(p, c) is not None)
+                found[p.buffer, p.layer] = found.get((p.buffer, p.layer), True) and whole
+        return {key for key, whole in found.items() if whole}
+
+    def bytes_of(self, pieces: Iterable[_Piece], c: ModelConfig) -> int:
+        """Bytes that the weights take, about."""
+        return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces))
+
+    def _each(self, p: _Piece, c: ModelConfig) -> float:
+        if self.keeps and (kind := self.rounding(p, c)) is not None:
+            head = self.dtype.itemsize if p.name == "embed_tokens.weight" else 0  # the embedding stays as it is
+            return head + (0.625 if kind == "int4" else 1.0)
+        name = p.name if p.name == "lm_head.weight" else f"model.{p.name}"
+        if self.keeps and self.scheme is not None and self.covers(name):
+            O, E = p.stored
+            tensors = self.scheme.stored(name[: -len(".weight")], (O, E)).values()
+            return sum(math.prod(shape) * SIZES.get(kinds[0], 4) for shape, kinds in tensors) / (O * E)
+        return self.dtype.itemsize
+
 
 def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
     """The piece of each tensor that `part` holds; with `whole_head`, all of the head."""
@@ -288,8 +379,7 @@ def _read_weights(
     folder: Path,
     c: ModelConfig,
     kept: Iterable[_Piece],
-    dtype: torch.dtype,
-    device: torch.device,
+    storage: "Storage",
     part: Part,
     tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -299,16 +389,24 @@ def _read_weights(
         where = _open(folder, stack)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
-        _check(where, pieces, c, prefix)
-        buffers = _buffers(pieces.values(), c, dtype, device)
+        _check(where, pieces, c, prefix, storage)
+
+        def get(name: str) -> Tensor | None:
+            return where[name].get_tensor(name) if name in where else None
+
+        stays = storage.stays(pieces, c)
+        buffers, parts = _buffers(pieces.values(), c, storage, stays), defaultdict[Any, list[Quantized]](list)
         mapped = done = 0
         elements = sum(math.prod(p.shape) for p in pieces.values())
         for name, p in pieces.items():
-            whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
-            source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
-            _copy(whole[p.row : p.row + p.shape[0]], source)
+            source: Matrix
+            if storage.covers(name):
+                source = _part_of(p, name, storage, get)
+            else:
+                source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
             mapped += source.nbytes
-            done += source.numel()
+            _place(p, source, buffers, parts, storage, c, stays)
+            done += math.prod(p.shape)
             if tell is not None:
                 tell(done, elements)
             if mapped > REOPEN:
@@ -319,7 +417,69 @@ def _read_weights(
             for name in ("o_bias", "down_bias"):
                 for bias in buffers.get(name, ()):
                     bias.zero_()
+    for (buffer, layer), every in parts.items():
+        _settle(buffers, buffer, layer, every)
     return buffers
+
+
+def _place(
+    p: _Piece,
+    source: Matrix,
+    buffers: dict[str, Any],
+    parts: dict[Any, list[Quantized]],
+    storage: Storage,
+    c: ModelConfig,
+    stays: set[tuple[str, int | None]],
+) -> None:
+    """Put a piece into its buffer or, if it stays quantised, among the `parts` of its matrix. The embedding of a tied
+    model is never quantised; its quantised form is the head."""
+    rows = slice(p.row, p.row + p.shape[0])
+    kind, tied = storage.rounding(p, c), p.name == "embed_tokens.weight"
+    given = source
+    if kind is not None:
+        dense = source.dequantised(torch.float32) if isinstance(source, Quantized) else source
+        try:
+            source = quant.quantised(dense.to(storage.device), kind)
+        except ValueError as error:
+            raise CheckpointError(f"{p.name} cannot be quantised: {error}") from error
+    if isinstance(source, Quantized):
+        if tied:
+            head = source.to(storage.device)
+            if c.tied:
+                buffers["head"] = head if storage.keeps else head.dequantised(storage.dtype)
+            source = given
+        elif (p.buffer, p.layer) in stays:
+            parts[p.buffer, p.layer].append(source.to(storage.device))
+            return
+    if isinstance(source, Quantized):
+        source = source.dequantised(torch.float32)
+    whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
+    _copy(whole[rows], source)
+
+
+def _settle(buffers: dict[str, Any], buffer: str, layer: int | None, parts: list[Quantized]) -> None:
+    """Make one matrix of its quantised pieces."""
+    try:
+        whole = parts[0] if len(parts) == 1 else quant.joined(parts)
+    except ValueError as error:
+        raise CheckpointError(f"the {buffer} matrices of layer {layer} cannot be read: {error}") from error
+    parts.clear()
+    if layer is None:
+        buffers[buffer] = whole.contiguous()
+    else:
+        buffers[buffer][layer] = whole.contiguous()
+
+
+def _part_of(p: _Piece, name: str, storage: Storage, get: Get) -> Quantized:
+    """A piece of a matrix that the checkpoint has in eight or four bits."""
+    assert storage.scheme is not None
+    whole = storage.scheme.read(name[: -len(".weight")], (p.stored[0], p.stored[1]), get)
+    if p.whole:
+        return whole
+    (row, column), (count, columns), group = p.first, p.shape, whole.group
+    if columns != p.stored[1] and (column % group or columns % group):
+        raise CheckpointError(f"{name} has groups of {group} columns, which cannot be split over so many ranks")
+    return whole[row : row + count].columns(column, columns)
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:
@@ -370,28 +530,36 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return where
 
 
-def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Allocate uninitialised buffers (fields of Weights)."""
+def _buffers(
+    pieces: Iterable[_Piece], c: ModelConfig, storage: Storage, stays: Set[tuple[str, int | None]] = frozenset()
+) -> dict[str, Any]:
+    """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None; a buffer with some of
+    them is a list."""
     last = {p.buffer: p for p in pieces}  # the last piece of a buffer ends it
     buffers: dict[str, Any] = {}
-    kinds = {1: activations(dtype, device), 2: dtype}
+    kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
     for name, p in last.items():
         dtype = kinds[len(p.shape)]
         shape = (p.row + p.shape[0], *p.shape[1:])
         if p.layer is None:
-            buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+            buffers[name] = None if (name, None) in stays else torch.empty(shape, dtype=dtype, device=device)
+        elif any((name, n) in stays for n in range(c.num_layers)):
+            buffers[name] = [
+                None if (name, n) in stays else torch.empty(shape, dtype=dtype, device=device)
+                for n in range(c.num_layers)
+            ]
         else:
             buffers[name] = torch.empty((c.num_layers, *shape), dtype=dtype, device=device)
     return buffers
 
 
-def _random_weights(
-    c: ModelConfig, pieces: Iterable[_Piece], dtype: torch.dtype, device: torch.device, seed: int
-) -> dict[str, Any]:
+def _random_weights(c: ModelConfig, pieces: Sequence[_Piece], storage: Storage, seed: int) -> dict[str, Any]:
     """The buffers of `_read_weights`, filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit
     tensors are equal on all ranks; the split ones do not form one model."""
-    generator = torch.Generator(device).manual_seed(seed)
-    buffers = _buffers(pieces, c, dtype, device)
+    generator = torch.Generator(storage.device).manual_seed(seed)
+    if storage.quantize not in (None, "none"):
+        return _random_quantised(c, pieces, storage, generator)
+    buffers = _buffers(pieces, c, storage)
     for name, buffer in buffers.items():
         if "norm" in name:
             buffer.fill_(1)
@@ -399,6 +567,27 @@ def _random_weights(
             buffer.zero_()
         else:
             buffer.normal_(std=0.02, generator=generator)
+    return buffers
+
+
+def _random_quantised(
+    c: ModelConfig, pieces: Sequence[_Piece], storage: Storage, generator: torch.Generator
+) -> dict[str, Any]:
+    """`_random_weights`, rounded piece by piece."""
+    named = {p.name: p for p in pieces}
+    stays = storage.stays(named, c)
+    buffers, parts = _buffers(pieces, c, storage, stays), defaultdict[Any, list[Quantized]](list)
+    for p in pieces:
+        source = torch.empty(p.shape, device=storage.device)
+        if "norm" in p.buffer:
+            source.fill_(1)
+        elif p.buffer.endswith("bias"):
+            source.zero_()
+        else:
+            source.normal_(std=0.02, generator=generator)
+        _place(p, source, buffers, parts, storage, c, stays)
+    for (buffer, layer), every in parts.items():
+        _settle(buffers, buffer, layer, every)
     return buffers
 
 
@@ -425,31 +614,41 @@ def _shards(folder: Path) -> list[Path]:
     )
 
 
-def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, prefix: str) -> None:
-    """Raise CheckpointError for missing, unexpected, misshapen and quantised tensors. Reads only headers, except for a
-    tied head."""
-    missing = [name for name in pieces if name not in where]
+def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, prefix: str, storage: Storage) -> None:
+    """Raise CheckpointError for missing, unexpected and misshapen tensors. Reads only headers, except for a tied
+    head."""
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    ignored: set[str] = set()
+    for name, p in pieces.items():
+        if storage.covers(name):
+            assert storage.scheme is not None
+            wanted |= storage.scheme.stored(name[: -len(".weight")], (p.stored[0], p.stored[1]))
+            ignored.update(storage.scheme.optional(name[: -len(".weight")]))
+        else:
+            wanted[name] = p.stored, ("F64", "F32", "F16", "BF16")
+    missing = [name for name in wanted if name not in where]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         hint = " (or set tie_word_embeddings)" if missing[0] == "lm_head.weight" else ""
         raise CheckpointError(f"the checkpoint lacks {missing[0]}{more}, which config.json requires{hint}")
-    for name, p in pieces.items():
+    for name, (expected, dtypes) in wanted.items():
         header = where[name].get_slice(name)
         shape, stored = tuple(header.get_shape()), header.get_dtype()
-        if shape != p.stored:
-            vocab = f" (vocab_size {c.vocab_size})" if p.stored[0] == c.vocab_size and p.layer is None else ""
+        if shape != expected:
+            vocab = f" (vocab_size {c.vocab_size})" if expected[0] == c.vocab_size and ".layers." not in name else ""
             raise CheckpointError(
-                f"{name} has shape {shape}, but config.json makes it {p.stored}{vocab}; they must agree"
+                f"{name} has shape {shape}, but config.json makes it {expected}{vocab}; they must agree"
             )
-        if stored not in ("F64", "F32", "F16", "BF16"):
-            raise CheckpointError(
-                f"{name} is stored as {stored}: quantised weights are not supported; use the unquantised checkpoint"
+        if stored not in dtypes:
+            how = (
+                "names no quantisation" if storage.scheme is None else f"with {storage.scheme.name} makes it otherwise"
             )
+            raise CheckpointError(f"{name} is stored as {stored}, but config.json {how}; download the checkpoint again")
     unread = () if any(p.layer is not None for p in pieces.values()) else (f"{prefix}layers.",)
-    for name in where.keys() - pieces.keys():
+    for name in where.keys() - wanted.keys() - ignored:
         if name.startswith(unread):
             continue
-        if name == "lm_head.weight" and c.tied:
+        if name == "lm_head.weight" and c.tied and f"{prefix}embed_tokens.weight" in where:
             embed, head = (where[n].get_tensor(n) for n in (f"{prefix}embed_tokens.weight", name))
             if embed.dtype != head.dtype or not torch.equal(embed, head):
                 raise CheckpointError(
