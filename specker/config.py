@@ -80,8 +80,8 @@ class Common:
     )
     quantize: str | None = opt(
         None,
-        "round the target's matrices to eight or four bits when loading: int8, int4 or fp8; none restores quantised ones "
-        "to --dtype (default: as the checkpoint stores them)",
+        "round the target's matrices to int8, int4 or fp8 when loading; none restores quantised ones to --dtype "
+        "(default: as the checkpoint stores them)",
         choices=QUANTIZE,
     )
     draft_quantize: str | None = opt(None, "the same for the draft checkpoint", choices=QUANTIZE)

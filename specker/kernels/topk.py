@@ -11,7 +11,8 @@ Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. F
 exp(logits - lse) is therefore a confidence over the kept rows, in the same ranking that chose the ids. A trimmed head
 uses the full head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] have one dtype;
 ids [T, k] are int64 in the full vocabulary; logits [T, k] and lse [T] are fp32, float64 for float64. Traffic: the
-weight once, K * E elements or the bytes of a `Quantized` one; the kernel does not write the full logits to memory. It ranks and returns the float32 sums;
+weight once, K * E elements; the kernel does not write the full logits to memory. The weight may be `Quantized`, as in
+row_linear. The kernel ranks and returns the float32 sums;
 the reference rounds them to hidden's dtype, as `row_linear` does. The kernel takes up to 256 rows and ids below 2^32.
 More rows and float64 go to the reference. Determinism: a row's bits depend only on that row, weight, ids, k and the
 architecture. The products are row_linear's (64 rows for any T, K in order), and the selection runs row by row in tiles

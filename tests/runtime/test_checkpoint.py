@@ -116,13 +116,14 @@ def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than a chunk with a partial last chunk, and rows larger than a chunk."""
     want = tensors(read(make(tmp_path)))
     for chunk in (64 * 5, 7):
-        monkeypatch.setattr("specker.runtime.model.checkpoint.CHUNK", chunk)
+        monkeypatch.setattr("specker.runtime.model.buffers.CHUNK", chunk)
         got = tensors(read(tmp_path))
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 MEMORY = """
 import sys, threading, time
+import specker.runtime.model.buffers as buffers
 import specker.runtime.model.checkpoint as checkpoint
 assert not {"transformers", "huggingface_hub", "safetensors"} & sys.modules.keys(), "imports must be lazy"
 import torch
@@ -138,11 +139,11 @@ def watch():
         peaks.append(anonymous())
         time.sleep(0.0005)
 
-plain_copy = checkpoint._copy
+plain_copy = buffers._copy
 def copy(target, source):
     plain_copy(target, source)
     peaks.append(anonymous())
-checkpoint._copy = copy
+buffers._copy = copy
 
 tiny, *runs = sys.argv[1:]
 checkpoint.load(tiny, dtype=torch.float32, device="cpu")  # what is imported on use is not the weights' memory

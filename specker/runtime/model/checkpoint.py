@@ -1,14 +1,11 @@
 """A Hugging Face checkpoint (local folder or hub id) read into fused, layer-stacked tensors.
 
-Each kind of weight is one buffer [L, ...] for all layers, so a group of layers is a slice. Tensors are cast while they
-are copied from the memory-mapped safetensors file to their buffer: there is never a second copy of the weights.
-Matrices in eight and four bits (kernels/quant.py) are a list of the layers' instead.
+Tensors are cast while they are copied from the memory-mapped safetensors file to their buffer (buffers.py).
 """
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels import quant
-from specker.kernels.cpu import native
 from specker.kernels.quant import Matrix, Quantized
 from specker.runtime.model import gguf, memory
+from specker.runtime.model.buffers import Buffers, Piece, Storage, part_of, pieces_of, random_weights
 from specker.runtime.model.config import (
     CheckpointError,
     ModelConfig,
@@ -31,12 +27,10 @@ from specker.runtime.model.config import (
     reason,
 )
 from specker.runtime.model.parts import Part
-from specker.runtime.model.quantised import Get, Scheme, scheme_of
+from specker.runtime.model.quantised import scheme_of
 
 WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of safetensors dtypes
-CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
 REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
 
 SHARED_ROWS = ("specker.shared_ids", "specker.shared_rows")  # [n] int64, [n, E]: rows of the target's embedding
@@ -53,7 +47,7 @@ Stacked = Matrix | Sequence[Matrix]
 class Weights:
     """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
     vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
-    [L, ..] may also be a list of the layers' tensors. A `Stacked` matrix may be `Quantized`, or a list of the layers'."""
+    [L, ..] may also be a list of the layers' tensors, and the layers' matrices and the head may be `Quantized`."""
 
     embed: Tensor  # [V, E]
     qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
@@ -180,7 +174,7 @@ def load(
         _check_owner(source, config, owner)
     scheme = scheme_of(read_json(folder / "config.json"), str(source))
     storage = Storage(scheme, quantize, dtype, device)
-    pieces = [p for p in _pieces(config, part, whole_head) if layers or p.layer is None]
+    pieces = [p for p in pieces_of(config, part, whole_head) if layers or p.layer is None]
     elements = sum(math.prod(p.shape) for p in pieces)
     size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
@@ -191,7 +185,7 @@ def load(
                 raise _another(source, config, owner, "the rows of its embedding differ")
             buffers = _read_weights(folder, config, pieces, storage, part, tell)
         else:
-            buffers = _random_weights(config, pieces, storage, random)
+            buffers = random_weights(config, pieces, storage, random)
     if owner is not None and "embed_tokens" in config.shares:
         buffers["embed"] = owner.weights.embed
     if owner is not None and "lm_head" in config.shares:
@@ -202,12 +196,6 @@ def load(
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
     return Checkpoint(config, weights, folder, part)
-
-
-def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the residual stream and the K/V beside weights of `dtype`. A CPU is fast in bfloat16 at matrix
-    products alone, so there everything else is float32."""
-    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
 
 
 def read_config(
@@ -254,132 +242,11 @@ def folder_of(source: str | Path, weights: bool) -> Path:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor of the checkpoint, or a part of one, stored at buffers[buffer][layer][row : row + shape[0]]."""
-
-    name: str  # without the "model." prefix
-    buffer: str  # a field of Weights
-    layer: int | None  # None: the buffer is not stacked
-    row: int
-    shape: tuple[int, ...]  # of the part
-    stored: tuple[int, ...]  # of the whole tensor
-    first: tuple[int, ...]  # first index of the part in the tensor
-
-    @property
-    def whole(self) -> bool:
-        return self.shape == self.stored
-
-    @property
-    def at(self) -> tuple[slice, ...]:
-        return tuple(slice(first, first + count) for first, count in zip(self.first, self.shape, strict=True))
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is a layer's matrix."""
-        return self.layer is not None and len(self.shape) == 2
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How the run stores matrices: which stay or become `Quantized`."""
-
-    scheme: Scheme | None  # of the checkpoint
-    quantize: str | None  # see `load`
-    dtype: torch.dtype  # of the others
-    device: torch.device
-
-    @property
-    def keeps(self) -> bool:
-        """Whether `Quantized` matrices stay so, or are restored to `dtype`."""
-        kernels = self.device.type == "cuda" or ((cpu := native()) is not None and cpu.reads_halves())
-        return self.quantize != "none" and self.dtype != torch.float64 and kernels
-
-    def covers(self, name: str) -> bool:
-        """Whether the checkpoint has the matrix `name` (a full name that ends in .weight) in eight or four bits."""
-        return self.scheme is not None and name.endswith(".weight") and self.scheme.covers(name[: -len(".weight")])
-
-    def rounding(self, p: _Piece, c: ModelConfig) -> str | None:
-        """The kind to which a piece is rounded; None: to none."""
-        head = p.name == "lm_head.weight" or (c.tied and p.name == "embed_tokens.weight")
-        if self.quantize in (None, "none") or not (p.is_matrix or head):
-            return None
-        return "int8" if head and self.quantize == "int4" else self.quantize
-
-    def stays(self, pieces: dict[str, _Piece], c: ModelConfig) -> set[tuple[str, int | None]]:
-        """The matrices (buffer, layer) that are `Quantized` in the run: those of which all pieces are."""
-        found: dict[tuple[str, int | None], bool] = {}
-        for name, p in pieces.items():
-            if p.is_matrix or p.buffer == "head":
-                whole = self.keeps and (self.covers(name) or self.rounding(p, c) is not None)
-                found[p.buffer, p.layer] = found.get((p.buffer, p.layer), True) and whole
-        return {key for key, whole in found.items() if whole}
-
-    def bytes_of(self, pieces: Iterable[_Piece], c: ModelConfig) -> int:
-        """Bytes that the weights take, about."""
-        return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces))
-
-    def _each(self, p: _Piece, c: ModelConfig) -> float:
-        if self.keeps and (kind := self.rounding(p, c)) is not None:
-            head = self.dtype.itemsize if p.name == "embed_tokens.weight" else 0  # the embedding stays as it is
-            return head + (0.625 if kind == "int4" else 1.0)
-        name = p.name if p.name == "lm_head.weight" else f"model.{p.name}"
-        if self.keeps and self.scheme is not None and self.covers(name):
-            O, E = p.stored
-            tensors = self.scheme.stored(name[: -len(".weight")], (O, E)).values()
-            return sum(math.prod(shape) * SIZES.get(kinds[0], 4) for shape, kinds in tensors) / (O * E)
-        return self.dtype.itemsize
-
-
-def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
-    """The piece of each tensor that `part` holds; with `whole_head`, all of the head."""
-    (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
-    D, e = c.head_dim, c.hidden_size
-    q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
-    Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
-    rows = [  # split by their outputs: name, buffer, first row, (first, count, of all), has a bias
-        ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.qkv_bias),
-        ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.qkv_bias),
-        ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.mlp_bias),
-        ("mlp.up_proj", "gate_up", f, (f0, f, F), c.mlp_bias),
-    ]
-    columns = [  # by their inputs; the bias is added once, by rank 0
-        ("self_attn.o_proj", "o", (q0, q, Q), c.o_bias),
-        ("mlp.down_proj", "down", (f0, f, F), c.mlp_bias),
-    ]
-
-    def vector(name: str, buffer: str, layer: int | None, count: int) -> _Piece:
-        return _Piece(name, buffer, layer, 0, (count,), (count,), (0,))
-
-    norms = [("input_layernorm", "norm_in", e), ("post_attention_layernorm", "norm_post", e)]
-    if c.qk_norm:
-        norms += [("self_attn.q_norm", "q_norm", c.head_dim), ("self_attn.k_norm", "k_norm", c.head_dim)]
-    V = c.vocab_size
-    if "embed_tokens" not in c.shares:
-        yield _Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
-    for i in range(c.num_layers):
-        for name, buffer, row, (first, count, of), bias in rows:
-            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0))
-            if bias:
-                yield _Piece(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,))
-        for name, buffer, (first, count, of), bias in columns:
-            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
-            if bias:
-                yield vector(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, e)
-        for name, buffer, count in norms:
-            yield vector(f"layers.{i}.{name}.weight", buffer, i, count)
-    yield vector("norm.weight", "norm", None, e)
-    if not c.tied and "lm_head" not in c.shares:
-        first, count = (0, V) if whole_head else part.vocabulary(c)
-        yield _Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
-
-
 def _read_weights(
     folder: Path,
     c: ModelConfig,
-    kept: Iterable[_Piece],
-    storage: "Storage",
+    kept: Iterable[Piece],
+    storage: Storage,
     part: Part,
     tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -394,18 +261,17 @@ def _read_weights(
         def get(name: str) -> Tensor | None:
             return where[name].get_tensor(name) if name in where else None
 
-        stays = storage.stays(pieces, c)
-        buffers, parts = _buffers(pieces.values(), c, storage, stays), defaultdict[Any, list[Quantized]](list)
+        buffers = Buffers(pieces, c, storage)
         mapped = done = 0
         elements = sum(math.prod(p.shape) for p in pieces.values())
         for name, p in pieces.items():
             source: Matrix
-            if storage.covers(name):
-                source = _part_of(p, name, storage, get)
+            if storage.scheme is not None and storage.covers(name):
+                source = part_of(p, name, storage.scheme, get)
             else:
                 source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
             mapped += source.nbytes
-            _place(p, source, buffers, parts, storage, c, stays)
+            buffers.put(p, source)
             done += math.prod(p.shape)
             if tell is not None:
                 tell(done, elements)
@@ -413,73 +279,12 @@ def _read_weights(
                 del source, where
                 stack.close()
                 where, mapped = _open(folder, stack), 0
+        found = buffers.done()
         if part.rank:
             for name in ("o_bias", "down_bias"):
-                for bias in buffers.get(name, ()):
+                for bias in found.get(name, ()):
                     bias.zero_()
-    for (buffer, layer), every in parts.items():
-        _settle(buffers, buffer, layer, every)
-    return buffers
-
-
-def _place(
-    p: _Piece,
-    source: Matrix,
-    buffers: dict[str, Any],
-    parts: dict[Any, list[Quantized]],
-    storage: Storage,
-    c: ModelConfig,
-    stays: set[tuple[str, int | None]],
-) -> None:
-    """Put a piece into its buffer or, if it stays quantised, among the `parts` of its matrix. The embedding of a tied
-    model is never quantised; its quantised form is the head."""
-    rows = slice(p.row, p.row + p.shape[0])
-    kind, tied = storage.rounding(p, c), p.name == "embed_tokens.weight"
-    given = source
-    if kind is not None:
-        dense = source.dequantised(torch.float32) if isinstance(source, Quantized) else source
-        try:
-            source = quant.quantised(dense.to(storage.device), kind)
-        except ValueError as error:
-            raise CheckpointError(f"{p.name} cannot be quantised: {error}") from error
-    if isinstance(source, Quantized):
-        if tied:
-            head = source.to(storage.device)
-            if c.tied:
-                buffers["head"] = head if storage.keeps else head.dequantised(storage.dtype)
-            source = given
-        elif (p.buffer, p.layer) in stays:
-            parts[p.buffer, p.layer].append(source.to(storage.device))
-            return
-    if isinstance(source, Quantized):
-        source = source.dequantised(torch.float32)
-    whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
-    _copy(whole[rows], source)
-
-
-def _settle(buffers: dict[str, Any], buffer: str, layer: int | None, parts: list[Quantized]) -> None:
-    """Make one matrix of its quantised pieces."""
-    try:
-        whole = parts[0] if len(parts) == 1 else quant.joined(parts)
-    except ValueError as error:
-        raise CheckpointError(f"the {buffer} matrices of layer {layer} cannot be read: {error}") from error
-    parts.clear()
-    if layer is None:
-        buffers[buffer] = whole.contiguous()
-    else:
-        buffers[buffer][layer] = whole.contiguous()
-
-
-def _part_of(p: _Piece, name: str, storage: Storage, get: Get) -> Quantized:
-    """A piece of a matrix that the checkpoint has in eight or four bits."""
-    assert storage.scheme is not None
-    whole = storage.scheme.read(name[: -len(".weight")], (p.stored[0], p.stored[1]), get)
-    if p.whole:
-        return whole
-    (row, column), (count, columns), group = p.first, p.shape, whole.group
-    if columns != p.stored[1] and (column % group or columns % group):
-        raise CheckpointError(f"{name} has groups of {group} columns, which cannot be split over so many ranks")
-    return whole[row : row + count].columns(column, columns)
+    return found
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:
@@ -530,67 +335,6 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return where
 
 
-def _buffers(
-    pieces: Iterable[_Piece], c: ModelConfig, storage: Storage, stays: Set[tuple[str, int | None]] = frozenset()
-) -> dict[str, Any]:
-    """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None; a buffer with some of
-    them is a list."""
-    last = {p.buffer: p for p in pieces}  # the last piece of a buffer ends it
-    buffers: dict[str, Any] = {}
-    kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
-    for name, p in last.items():
-        dtype = kinds[len(p.shape)]
-        shape = (p.row + p.shape[0], *p.shape[1:])
-        if p.layer is None:
-            buffers[name] = None if (name, None) in stays else torch.empty(shape, dtype=dtype, device=device)
-        elif any((name, n) in stays for n in range(c.num_layers)):
-            buffers[name] = [
-                None if (name, n) in stays else torch.empty(shape, dtype=dtype, device=device)
-                for n in range(c.num_layers)
-            ]
-        else:
-            buffers[name] = torch.empty((c.num_layers, *shape), dtype=dtype, device=device)
-    return buffers
-
-
-def _random_weights(c: ModelConfig, pieces: Sequence[_Piece], storage: Storage, seed: int) -> dict[str, Any]:
-    """The buffers of `_read_weights`, filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit
-    tensors are equal on all ranks; the split ones do not form one model."""
-    generator = torch.Generator(storage.device).manual_seed(seed)
-    if storage.quantize not in (None, "none"):
-        return _random_quantised(c, pieces, storage, generator)
-    buffers = _buffers(pieces, c, storage)
-    for name, buffer in buffers.items():
-        if "norm" in name:
-            buffer.fill_(1)
-        elif name.endswith("bias"):
-            buffer.zero_()
-        else:
-            buffer.normal_(std=0.02, generator=generator)
-    return buffers
-
-
-def _random_quantised(
-    c: ModelConfig, pieces: Sequence[_Piece], storage: Storage, generator: torch.Generator
-) -> dict[str, Any]:
-    """`_random_weights`, rounded piece by piece."""
-    named = {p.name: p for p in pieces}
-    stays = storage.stays(named, c)
-    buffers, parts = _buffers(pieces, c, storage, stays), defaultdict[Any, list[Quantized]](list)
-    for p in pieces:
-        source = torch.empty(p.shape, device=storage.device)
-        if "norm" in p.buffer:
-            source.fill_(1)
-        elif p.buffer.endswith("bias"):
-            source.zero_()
-        else:
-            source.normal_(std=0.02, generator=generator)
-        _place(p, source, buffers, parts, storage, c, stays)
-    for (buffer, layer), every in parts.items():
-        _settle(buffers, buffer, layer, every)
-    return buffers
-
-
 def _shards(folder: Path) -> list[Path]:
     """The paths of all safetensors files. Raises CheckpointError if one is missing."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -614,7 +358,7 @@ def _shards(folder: Path) -> list[Path]:
     )
 
 
-def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, prefix: str, storage: Storage) -> None:
+def _check(where: dict[str, Any], pieces: dict[str, Piece], c: ModelConfig, prefix: str, storage: Storage) -> None:
     """Raise CheckpointError for missing, unexpected and misshapen tensors. Reads only headers, except for a tied
     head."""
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
@@ -660,13 +404,6 @@ def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, pre
             raise CheckpointError(
                 f"the checkpoint has {name}, which {c.architecture} with this config.json does not use"
             )
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """target[:] = source, cast in pieces."""
-    rows = max(1, CHUNK // max(1, source[0].numel()))
-    for i in range(0, len(source), rows):
-        target[i : i + rows].copy_(source[i : i + rows])
 
 
 def _tokenizer(folder: Path, arch: str) -> Any:
