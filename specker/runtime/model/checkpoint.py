@@ -80,6 +80,7 @@ class Checkpoint:
     weights: Weights  # of the part; the head may be whole
     folder: Path
     part: Part = WHOLE
+    restored: tuple[str, ...] = ()  # GGUF formats that were restored to the run's dtype
 
     @property
     def local(self) -> ModelConfig:
@@ -195,7 +196,7 @@ def load(
     if not layers:
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
-    return Checkpoint(config, weights, folder, part)
+    return Checkpoint(config, weights, folder, part, getattr(scheme, "restored", ()))
 
 
 def read_config(

@@ -43,6 +43,7 @@ class Own:
     config.json lists (kind, group, dtype of the scales, whether there are shifts) of each module."""
 
     modules: dict[str, tuple[str, int, str, bool]]
+    restored: tuple[str, ...] = ()  # GGUF formats of further matrices, which it holds in float32
     name: str = "specker"
 
     def covers(self, module: str) -> bool:
@@ -73,7 +74,7 @@ def _own(settings: dict[str, Any], source: str) -> Own:
         fitting, parsed = False, {}
     if not fitting:
         raise CheckpointError(f"the quantization_config of {source} is damaged; convert the checkpoint again")
-    return Own(parsed)
+    return Own(parsed, tuple(map(str, settings.get("restored") or ())))
 
 
 def scheme_of(raw: dict[str, Any], source: str) -> Scheme | None:
