@@ -110,7 +110,7 @@ class Quantized:
         """The weights, rounded to float32 and then to `dtype`. [.., O, E]."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         rows = max(1, CHUNK // self.shape[-1])
-        flat, whole = out.view(-1, self.shape[-1]), self.each(lambda part: part.flatten(0, -2))
+        flat, whole = out.view(-1, self.shape[-1]), self.each(lambda part: part.reshape(-1, part.shape[-1]))
         for i in range(0, len(flat), rows):
             flat[i : i + rows] = _restored(whole[i : i + rows])
         return out
