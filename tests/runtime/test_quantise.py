@@ -49,11 +49,10 @@ def test_tokens_are_those_of_transformers_with_the_rounded_weights(tmp_path, kin
     want = model.generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0)
     engine = specker.load(folder, strategy="ar", dtype="float64", quantize=kind, device="cpu")
     assert engine.target.quantised is None, "float64 has no kernels: the rounded weights are restored"
-    assert engine.generate(PROMPT, 30).tokens == want[0, len(PROMPT) :].tolist()
-    assert (
-        engine.generate(PROMPT, 30).tokens
-        != specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, 30).tokens
-    ), "rounding changed nothing: this proves little"
+    want = want[0, len(PROMPT) :].tolist()
+    assert engine.generate(PROMPT, 30).tokens == want
+    exact = specker.load(folder, strategy="ar", dtype="float64", device="cpu")
+    assert tied or exact.generate(PROMPT, 30).tokens != want, "rounding changed nothing: this proves little"
 
 
 @pytest.mark.parametrize("kind", quant.KINDS)
@@ -187,12 +186,14 @@ def test_a_damaged_own_format_is_refused(target, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"] = {"model.layers.0.mlp.up_proj": ["int8", 20, "F16", False]}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="the quantization_config of .* is damaged; convert the checkpoint again"):
+    with pytest.raises(
+        CheckpointError, match=r"the quantization_config of .* is damaged; convert the checkpoint again"
+    ):
         load(folder, dtype=torch.float32, device="cpu")
 
 
 def test_sizes_that_cannot_be_rounded_are_named(tmp_path):
     folder = make(tmp_path, **SIZES | {"ffn": 80})
-    with pytest.raises(CheckpointError, match="layers.0.mlp.down_proj.weight cannot be quantised: int4 needs groups"):
+    with pytest.raises(CheckpointError, match=r"layers\.0.mlp.down_proj.weight cannot be quantised: int4 needs groups"):
         load(folder, dtype=torch.float32, device="cpu", quantize="int4")
     load(folder, dtype=torch.float32, device="cpu", quantize="int8")
