@@ -203,7 +203,10 @@ def read_config(
     source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None
 ) -> ModelConfig:
     """Return `load(...).config` without reading or downloading weights. Raises CheckpointError."""
-    return parse_config(folder_of(source, weights=False), max_context, bidirectional)[0]
+    folder = folder_of(source, weights=False)
+    config = parse_config(folder, max_context, bidirectional)[0]
+    scheme_of(read_json(folder / "config.json"), str(source))
+    return config
 
 
 def made_for(folder: Path, target: Checkpoint) -> bool:
