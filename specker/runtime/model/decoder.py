@@ -115,7 +115,12 @@ class Model:
         if kernels is None or not kernels.Stack.takes(layers, self.rope):
             return None
         c = self.config
-        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps)
+        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps, self.rounds)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a CPU's products round their rows to bfloat16."""
+        return self.embed.dtype == torch.bfloat16
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E]."""
@@ -126,7 +131,7 @@ class Model:
         returns only its own columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
         stack = self.stack
         if stack is not None and len(hidden) <= stack.most and (kernels := native()).serves(hidden, self.head):
-            return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head)
+            return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head, self.rounds)
         _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
         if out is not None and fuses(self, normed) and out.shape == (len(normed), len(self.head)):
             return row_linear(normed, self.head, epilogue="float32", out=out)
