@@ -506,7 +506,7 @@ def _widen(_, source, target, count, factor):
 @intrinsic
 def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
     """y[t, d] += sum over s < S of p[t, s] v[s, d], for T <= MOST rows and d < BLOCK; addresses in bytes, strides in
-    elements."""
+    elements. Adds to y one s after the other, so that terms of 0 change nothing, wherever they are."""
     parts = BLOCK // LANES
 
     def emit(builder: Any, count: Any, p: Any, v: Any, y: Any, S: Any, *strides: Any) -> None:
@@ -523,10 +523,13 @@ def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
                     new += [_fma(builder, a[n], b, held[t * parts + n]) for n in range(parts)]
                 return new
 
-            for n, held in enumerate(_loop(builder, S, 1, _zeros(T * parts), body)):
-                t, part = divmod(n, parts)
-                place = _at(builder, y, builder.add(builder.mul(I64(t), row_y), I64(part * LANES)), V32)
-                builder.store(builder.fadd(builder.load(place, align=4), held), place, align=4)
+            rows = [builder.mul(I64(t), row_y) for t in range(T)]
+            places = [
+                _at(builder, y, builder.add(row, I64(part * LANES)), V32) for row in rows for part in range(parts)
+            ]
+            sums = _loop(builder, S, 1, [builder.load(place, align=4) for place in places], body)
+            for place, held in zip(places, sums, strict=True):
+                builder.store(held, place, align=4)
 
         _switch(builder, count, {T: partial(tile, T) for T in range(1, MOST + 1)})
 
@@ -535,21 +538,6 @@ def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 8), generate
-
-
-@intrinsic
-def _vector_sum(_, x, count):
-    """The sum of `count` float32 at address x, a multiple of BLOCK; zeros behind the last value change no bit."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, count = args
-
-        def body(i: Any, held: list[Any]) -> list[Any]:
-            return [builder.fadd(held[0], _load(builder, x, i))]
-
-        return _total(builder, _loop(builder, count, LANES, _zeros(1), body)[0])
-
-    return types.float32(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -922,15 +910,23 @@ def _rotated(source, target, norm, turn, D, eps):
 @compiled
 def _attend(q, k, v, out, room, rows, heads, S, w, words, row_q, row_out, row_k, pages, page, D, scale):
     """Attention of the query heads that share a KV head, for the rows of a sequence (kernels/attention.py). q, out:
-    addresses of the first row's first head; k, v: of the head in the cache; room: of n * (2 * D + S) float32 with n =
-    rows * heads and S rounded up to BLOCK."""
-    n, wide = rows * heads, (S + BLOCK - 1) // BLOCK * BLOCK
-    gathered, sums, p = room, room + n * D * 4, room + 2 * n * D * 4
+    addresses of the first row's first head; k, v: of the head in the cache; room: of BLOCK + n * (2 * D + BLOCK + S)
+    float32 with n = rows * heads and S rounded up to BLOCK.
+
+    A row's sums run over the columns in order, and masked columns add 0. So a tree's row has the bits of the same
+    token in a chain, although other nodes lie between its ancestors."""
+    n, wide, row = rows * heads, (S + BLOCK - 1) // BLOCK * BLOCK, D + BLOCK  # of sums: D of p v, then one of p
+    ones, gathered, sums = room, room + BLOCK * 4, room + (BLOCK + n * D) * 4
+    p = sums + n * row * 4
+    a = _floats(ones)
+    for i in range(BLOCK):
+        a[i] = 1
     for i in range(n):
         a = _floats(q + ((i // heads) * row_q + (i % heads) * D) * 4)
-        b, c = _floats(gathered + i * D * 4), _floats(sums + i * D * 4)
+        b, c = _floats(gathered + i * D * 4), _floats(sums + i * row * 4)
         for d in range(D):
             b[d] = a[d]
+        for d in range(row):
             c[d] = 0
     for first in range(0, S, page):
         count = min(page, S - first)
@@ -954,12 +950,13 @@ def _attend(q, k, v, out, room, rows, heads, S, w, words, row_q, row_out, row_k,
         base = v + np.int64(pages[first // page]) * page * row_k * 4
         for tile in range(tiles):
             low, high = tile * n // tiles, (tile + 1) * n // tiles
+            at, to = p + (low * wide + first) * 4, sums + low * row * 4
             for d in range(0, D, BLOCK):
-                at = p + (low * wide + first) * 4
-                _mixture(high - low, at, base + d * 4, sums + (low * D + d) * 4, count, wide, row_k, D)
+                _mixture(high - low, at, base + d * 4, to + d * 4, count, wide, row_k, row)
+            _mixture(high - low, at, ones, to + D * 4, count, wide, 0, row)
     for i in range(n):
-        a, b = _floats(out + ((i // heads) * row_out + (i % heads) * D) * 4), _floats(sums + i * D * 4)
-        factor = np.float32(1) / _vector_sum(p + i * wide * 4, wide)
+        a, b = _floats(out + ((i // heads) * row_out + (i % heads) * D) * 4), _floats(sums + i * row * 4)
+        factor = np.float32(1) / b[D]
         for d in range(D):
             a[d] = b[d] * factor
 
@@ -1000,7 +997,7 @@ def _layers(
     B, most = len(seqs[0]) - 1, groups[1] - groups[0]
     for g in range(len(groups) - 1):
         most = max(most, groups[g + 1] - groups[g])
-    own = unfolded + 2 * T * E + T * Hq // Hkv * (2 * D + wide)  # float32 of each thread
+    own = unfolded + 2 * T * E + BLOCK + T * Hq // Hkv * (2 * D + BLOCK + wide)  # float32 of each thread
     shared = scratch + size * own * 4
     scales = scratch + me * own * 4
     stream = scales + unfolded * 4
@@ -1266,7 +1263,7 @@ class Stack:
         starts, depths = np.array(groups, np.int64), np.array(taps, np.int64)
         longest, most, crew = int(lengths.max()), int(np.diff(starts).max()), team()
         wide, factors = longest + BLOCK, self.unfolded + (T * max(E, Hq * D, F) + 1) // 2
-        need = crew.size * (factors + 2 * T * E + T * Hq // Hkv * (2 * D + wide))
+        need = crew.size * (factors + 2 * T * E + BLOCK + T * Hq // Hkv * (2 * D + BLOCK + wide))
         need += most * T * ((2 * Hq + 2 * Hkv) * D + E) + 2 * T * F
         if len(self._scratch) < need:
             self._scratch = np.empty(need + need // 4, np.float32)

@@ -83,6 +83,16 @@ def test_a_product_is_that_of_the_float32_weights(form, O):
         assert torch.equal(native.product(every[:T], w), native.product(every[:T], dense)), "bits differ"
 
 
+@pytest.mark.parametrize("form", [form for form in FORMATS if form[1] != 16], ids=str)
+@pytest.mark.parametrize("O", [1, 3, 46, 257])
+def test_a_product_in_bfloat16_is_that_of_the_bfloat16_weights(form, O):
+    torch.manual_seed(0)
+    w, every = matrix(*form, O, 192), torch.randn(20, 192)
+    dense = w.dequantised(torch.bfloat16)
+    for T in (1, 2, 3, 5, 6, 7, 20):
+        assert torch.equal(native.product(every[:T], w, True), native.product(every[:T], dense, True)), "bits differ"
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("epilogue", ["none", "silu_mul", "float32", "split"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -468,7 +468,11 @@ TENSOR_REFUSALS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]]
         lambda s: s.update({"model.x.bias": torch.zeros(1)}),
         "has model.x.bias, which LlamaForCausalLM .* not use",
     ),
-    ("integer", lambda s: s.update({Q: s[Q].to(torch.int8)}), f"{Q} is stored as I8, but config.json names no quantisation"),
+    (
+        "integer",
+        lambda s: s.update({Q: s[Q].to(torch.int8)}),
+        f"{Q} is stored as I8, but config.json names no quantisation",
+    ),
 ]
 
 
