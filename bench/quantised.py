@@ -33,7 +33,7 @@ from bench.peers import gguf_of
 from specker.kernels import quant
 from specker.kernels.linear import row_linear
 from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import prefill
+from specker.runtime.model.decoder import Final, prefill
 from specker.zoo import real
 
 SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
@@ -81,7 +81,8 @@ def ways_of(E: int, O: int) -> dict[str, tuple[int, Callable[[], Any], Callable[
         return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), pairs
 
     def ours(weight: Any) -> tuple[int, Callable[[], Any], Callable[[Tensor, Any], Tensor]]:
-        return weight.nbytes, lambda: weight.each(Tensor.clone) if hasattr(weight, "each") else weight.clone(), row_linear
+        copied = weight.clone if isinstance(weight, Tensor) else lambda: weight.each(Tensor.clone)
+        return weight.nbytes, copied, row_linear
 
     return {
         "specker float32": ours(w),
@@ -176,7 +177,7 @@ def perplexity(args: Args) -> list[dict[str, Any]]:
             cache.take(0, len(window) + 1)
             taps = prefill(model, cache, window, (model.config.num_layers,), len(window))
             cache.release(0)
-            logits = model.logits(taps[model.config.num_layers][:-1]).double()
+            logits = model.logits(Final(taps[model.config.num_layers][:-1])).double()
             losses.append(F.cross_entropy(logits, torch.tensor(window[1:])).item())
         weights = engine.target.layer_bytes + engine.target.weights.head.nbytes
         elements = layer_elements(engine.target.config) + engine.target.weights.head.numel()

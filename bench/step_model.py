@@ -76,6 +76,7 @@ class Changes:
     one_projection: bool = False  # kv_project instead of row_linear and kv_calibrate
     float_logits: bool = False  # the head writes float32
     few_outside: bool = False  # start_rows and settle: OUTSIDE's second number
+    norm_in_last_sum: bool = False  # the last sum comes with the final norm
     early: bool = False  # programmatic dependent launch
 
 
@@ -103,6 +104,7 @@ STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("float32 logits from the head", {"float_logits": True}),
     ("start_rows, settle and no copies", {"few_outside": True}),
     ("programmatic dependent launch", {"early": True}),
+    ("final norm in the last sum", {"norm_in_last_sum": True}),
 )
 
 
@@ -146,10 +148,14 @@ def layer(s: Shape, rows: int, context: int, how: Changes) -> Iterator[Launch]:
 
 
 def forward(s: Shape, rows: int, context: int, how: Changes, drafts: bool = False) -> list[Launch]:
-    """Embedding, layers, the last sum, and the head: norm and product, or for a draft vocab_topk and its merge."""
+    """Embedding, layers, the last sum, the final norm, and the head: a product, or for a draft vocab_topk and its
+    merge."""
     out = [Launch("embedding", l2=4.0 * rows * s.hidden)]
     out += [launch for _ in range(s.layers) for launch in layer(s, rows, context, how)]
-    out += [Launch("last sum", l2=6.0 * rows * s.hidden), Launch("norm", l2=4.0 * rows * s.hidden)]
+    if how.norm_in_last_sum:
+        out += [Launch("last sum and norm", l2=8.0 * rows * s.hidden)]
+    else:
+        out += [Launch("last sum", l2=6.0 * rows * s.hidden), Launch("norm", l2=4.0 * rows * s.hidden)]
     out += product("head", s.vocab, s.hidden, rows, True)
     if drafts:
         out += [Launch("top-k merge")]

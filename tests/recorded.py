@@ -97,7 +97,7 @@ def recording() -> Iterator[Log]:
 
 def _forget() -> None:
     """Clear cached constants: those created while recording have no values, and every recording must create them."""
-    made = cache.sequence_bounds, cache._repeated, cache._full_words, diffuspec._full_words, chain_words
+    made = cache.sequence_bounds, cache.window_sizes, cache._full_words, diffuspec._full_words, chain_words
     for each in (*made, variants._counters):
         each.cache_clear()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import shapes, step_model
+from bench import latency, shapes, step_model
 from bench.decode import CASES
 from bench.step_model import STEPS, Changes, Constants, Launch, Shape
 from specker.runtime.model.config import parse_config
@@ -33,6 +33,13 @@ def test_launches_of_a_layer(name, before):
     assert (counts[0], counts[-1]) == (before, 7) and counts == sorted(counts, reverse=True)
     names = [launch.name for launch in step_model.layer(s, 1, 8192, AFTER)]
     assert names == ["norm", "kv_project", "attention", "o", "norm", "gate_up", "down"]
+
+
+def test_launches_beyond_the_layers():
+    """bench/latency.py's numbers, which are recorded ones (tests/test_project.py); a chain has no `grow`."""
+    s, recorded = Shape.of(shapes.SHAPES["8b"]), latency.Inputs()
+    for drafts, beyond in ((False, recorded.verify_launches), (True, recorded.draft_launches - 1)):
+        assert len(step_model.forward(s, 1, 8192, AFTER, drafts)) == 7 * s.layers + beyond
 
 
 @pytest.mark.parametrize("name", ["8b", "1b", "32b"])

@@ -85,8 +85,8 @@ def gap(engine: "Engine", ids: list[int], plain: int, other: int, sampling: dict
     cache.take(0, len(ids) + 1)
     prefill(model, cache, ids[:-1])
     rows = cache.after([len(ids) - 1], [1])
-    hidden = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=engine.device))).hidden
-    row = model.whole_logits(model.logits(hidden))[0]
+    out = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=engine.device)))
+    row = model.whole_logits(model.logits(out.final))[0]
     if len(cache.exact_len) > 1:
         cache.release(0)
     bound = rounding_bound(engine.dtype, row, params.temperature)

@@ -17,7 +17,7 @@ from specker.kernels.linear import row_linear
 from specker.runtime import loop
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Model, forward, prefill
+from specker.runtime.model.decoder import Final, Model, forward, prefill
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}
@@ -145,7 +145,7 @@ def test_slices_of_layers_and_groups(tmp_path):
 
     def groups(cache):
         parallel = LayerParallel(model, cache, Schedule(((0,), (1, 2, 3), (4,), (5,))))
-        return parallel.forward(cache.after([5], [3]), model.embed_tokens(torch.arange(3)))
+        return parallel.forward(cache.after([5], [3]), model.embed_tokens(torch.arange(3))).hidden
 
     for call in (parts, groups):
         (got, *kv), (want, *kv_) = both(model, call)
@@ -179,7 +179,7 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, dtype
         rows = cache.after([2, len(text)], [3, len(more)])
         beside = forward(model, cache, rows, embedded([8, 8, 8, *more])).hidden[3:]
         assert torch.equal(beside, alone)
-        assert torch.equal(model.logits(chain), torch.cat([model.logits(row[None]) for row in alone]))
+        assert torch.equal(model.logits(Final(chain)), torch.cat([model.logits(Final(row[None])) for row in alone]))
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)

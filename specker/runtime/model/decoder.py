@@ -72,9 +72,24 @@ class Batch(NamedTuple):
 Step = tuple[Group, tuple[Tensor, Tensor], Batch]  # the tensors are K and V [pages, page_size, Hkv, D] of `slots`
 
 
+class Final(NamedTuple):
+    """Rows for an LM head, which takes the final norm of them unless an earlier launch has."""
+
+    rows: Tensor  # [T, E], the residual stream or its final norm
+    normed: bool = False
+
+    def at(self, which: slice | Tensor) -> "Final":
+        return Final(self.rows[which], self.normed)
+
+
 class Output(NamedTuple):
     hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
     taps: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
+    normed: Tensor | None = None  # [T, E], the final norm of `hidden`, where the launch of the last sum gave it
+
+    @property
+    def final(self) -> Final:
+        return Final(self.hidden) if self.normed is None else Final(self.normed, True)
 
 
 def served(config: ModelConfig) -> bool:
@@ -126,16 +141,18 @@ class Model:
         """Tokens [T] int64 -> embeddings [T, E]."""
         return torch.embedding(self.embed, tokens).to(self.dtype)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The residual stream [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model
-        returns only its own columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
-        stack = self.stack
-        if stack is not None and len(hidden) <= stack.most and (kernels := native()).serves(hidden, self.head):
-            return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head, self.rounds)
-        _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
-        if out is not None and fuses(self, normed) and out.shape == (len(normed), len(self.head)):
-            return row_linear(normed, self.head, epilogue="float32", out=out)
-        return self.linear(normed, self.head, epilogue="float32")
+    def logits(self, final: Final, out: Tensor | None = None) -> Tensor:
+        """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
+        columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
+        (x, normed), stack = final, self.stack
+        few = stack is not None and len(x) <= stack.most and not normed
+        if few and (kernels := native()).serves(x, self.head):
+            return kernels.head(x, self.norm, self.config.rms_norm_eps, self.head, self.rounds)
+        if not normed:
+            _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
+        if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
+            return row_linear(x, self.head, epilogue="float32", out=out)
+        return self.linear(x, self.head, epilogue="float32")
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
         """logits [T, V] (a part's columns) at `positions` [T] -> the token after each row, [T] int64."""
@@ -164,7 +181,8 @@ def run_layers(
 
     Each sum is fused with the norm that follows it. `taps`: depths n at which to keep the stream; only the input of a
     group can be tapped. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project, attention, o,
-    norm, gate_up, down; the norms also add up the splits of o and down."""
+    norm, gate_up, down; the norms also add up the splits of o and down. The last sum there comes with the final norm,
+    whichever layer is the last: every head takes the same norm."""
     eps, linear = model.config.rms_norm_eps, model.linear
     kept: dict[int, Tensor] = {}
     few = fuses(model, hidden)
@@ -198,13 +216,14 @@ def run_layers(
                 hidden, (normed,) = _add_norms(hidden, delta, mlp.norm_post.unsqueeze(0), eps, added[i])
             up = linear(normed, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
             delta = model.summed(_added(model, up, mlp.down, mlp.down_bias, few))
-    if delta is not None and delta.dim() == 3:
-        hidden, _ = residual_merge(hidden, delta, None, eps, None, True)
+    final: Tensor | None = None
+    if few:
+        hidden, final = add_norm(hidden, delta, model.norm, eps)
     elif delta is not None:
         hidden = hidden + delta
     if first in taps:
         kept[first] = hidden
-    return Output(hidden, kept)
+    return Output(hidden, kept, final)
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:

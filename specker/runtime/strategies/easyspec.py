@@ -24,7 +24,7 @@ from specker.flags import opt, settle
 from specker.kernels.quant import Quantized, joined
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
-from specker.runtime.model.decoder import Attention, Batch, Group, Model, Step, compiled, over_pages, run_layers
+from specker.runtime.model.decoder import Attention, Batch, Group, Model, Output, Step, compiled, over_pages, run_layers
 from specker.runtime.ops.repeat import repeat_rows
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import AutoregressiveDrafter, SmallModel
@@ -135,13 +135,13 @@ class LayerParallel:
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
         self.groups = [self._group(layers) for layers in schedule.groups]
 
-    def forward(self, rows: Rows, hidden: Tensor) -> Tensor:
-        """The embedding `hidden` [T, E] -> the residual stream [T, E] after all layers of the schedule. Writes the
-        rows' K/V, fuzzy in groups of several layers."""
+    def forward(self, rows: Rows, hidden: Tensor) -> Output:
+        """Run all layers of the schedule from the embedding `hidden` [T, E]. Writes the rows' K/V, fuzzy in groups of
+        several layers."""
         if (stack := self.model.stack) is not None and self.ranks is None and len(hidden) <= stack.most:
             starts = [layers[0] for layers in self.schedule.groups]
-            return compiled(self.model, self.cache, rows, hidden, [*starts, len(self.model.layers)]).hidden
-        return run_layers(self.model, self._steps(rows), hidden).hidden
+            return compiled(self.model, self.cache, rows, hidden, [*starts, len(self.model.layers)])
+        return run_layers(self.model, self._steps(rows), hidden)
 
     def _steps(self, rows: Rows) -> Iterator[Step]:
         model, cache = self.model, self.cache
