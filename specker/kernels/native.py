@@ -462,6 +462,11 @@ def _narrow(_, source, target, count):
         wide = ir.VectorType(I32, LANES)
 
         def body(i: Any, held: list[Any]) -> list[Any]:
+            if _BFLOATS:
+                half = ir.VectorType(_BFloat(), LANES)
+                halves = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", half, _load(builder, source, i))
+                builder.store(builder.bitcast(halves, V16), _at(builder, target, i, V16), align=2)
+                return []
             bits = builder.bitcast(_load(builder, source, i), wide)
             odd = builder.and_(builder.lshr(bits, ir.Constant(wide, [16] * LANES)), ir.Constant(wide, [1] * LANES))
             rounded = builder.add(bits, builder.add(odd, ir.Constant(wide, [0x7FFF] * LANES)))  # to nearest, even
@@ -834,16 +839,19 @@ def _product(me, size, sync, m, x, y, room, own, O, T, E):
 def _restore(me, size, sync, m, y, room, own, O, E, narrow):
     """The quantised matrix m in float32 or, if `narrow`, rounded to bfloat16: y [O, E]."""
     groups, room = E // m[GROUP], room + me * own * 4
-    row = room + 2 * groups * 4
+    full = room + 2 * UNFOLD * groups * 4
     while True:
-        o = _add(sync, 1)
-        if o >= O:
+        first = _add(sync, 1) * UNFOLD
+        if first >= O:
             break
-        _unfold(m, o, 1, groups, room)
-        to = row if narrow else y + o * E * 4
-        _restored(m[KIND], m[PLACE] + o * m[LINE], room, room + groups * 4, to, E, m[GROUP])
-        if narrow:
-            _narrow(row, y + o * E * 2, E)
+        rows = min(UNFOLD, O - first)
+        _unfold(m, first, rows, groups, room)
+        for r in range(rows):
+            o, scales = first + r, room + r * groups * 4
+            to = full if narrow else y + o * E * 4
+            _restored(m[KIND], m[PLACE] + o * m[LINE], scales, scales + rows * groups * 4, to, E, m[GROUP])
+            if narrow:
+                _narrow(full, y + o * E * 2, E)
     _meet(size, sync)
 
 
@@ -1188,9 +1196,9 @@ def _described(weight: Matrix, half: bool) -> list[int]:
     return [q.data_ptr(), _KINDS[q.dtype], q.shape[-1], weight.group, *places, int(wide), int(half)]
 
 
-def _unfolded(weight: Matrix, rows: int = UNFOLD) -> int:
-    """How many float32 a thread needs for the scales and shifts of `rows` rows."""
-    return 0 if isinstance(weight, Tensor) else rows * 2 * weight.scale.shape[-1]
+def _unfolded(weight: Matrix) -> int:
+    """How many float32 a thread needs for the scales and shifts of UNFOLD rows."""
+    return 0 if isinstance(weight, Tensor) else UNFOLD * 2 * weight.scale.shape[-1]
 
 
 def _room(weight: Matrix, T: int) -> int:
@@ -1339,7 +1347,7 @@ def product(x: Tensor, weight: Matrix, half: bool = False) -> Tensor:
 def restored(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """weight [O, E] in float32 or bfloat16, by the team's threads."""
     (O, E), crew = weight.shape, team()
-    y, own = torch.empty(O, E, dtype=dtype), _unfolded(weight, 1) + E
+    y, own = torch.empty(O, E, dtype=dtype), _unfolded(weight) + E
     room: Any = np.empty(crew.size * own, np.float32)
     m = np.array(_described(weight, False))
     crew.run(_restore, m, y.data_ptr(), room.ctypes.data, own, O, E, int(dtype == torch.bfloat16))
