@@ -166,7 +166,7 @@ def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
         group = math.gcd(*(w.group for w in parts))
         if "fp8" in (kinds := {w.kind for w in parts}) and len(kinds) > 1:
             raise ValueError("fp8 and integers cannot be joined")
-        parts = [_spread(w, group, len(kinds) > 1, any(w.shift is not None for w in parts)) for w in parts]
+        parts = [spread(w, group, len(kinds) > 1, any(w.shift is not None for w in parts)) for w in parts]
     join = torch.stack if stack else torch.cat
 
     def of(each: list[Tensor]) -> Tensor:
@@ -180,8 +180,9 @@ def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
     return Quantized(of([w.q for w in parts]), scale, shift)
 
 
-def _spread(w: Quantized, group: int, wide: bool, shifted: bool) -> Quantized:
-    """The same weights in smaller groups; with `wide` int8 instead of int4; with `shifted` with shifts."""
+def spread(w: Quantized, group: int, wide: bool = False, shifted: bool = False) -> Quantized:
+    """The same weights in smaller groups, `group` a divisor of w's; with `wide` int8 instead of int4; with `shifted`
+    with shifts."""
     times, q = w.group // group, w.q
     scale = w.scale.repeat_interleave(times, -1)
     shift = None if w.shift is None else w.shift.repeat_interleave(times, -1)

@@ -318,9 +318,9 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
     ),
     (
         "quantised",
-        {"quantization_config": {"quant_method": "gptq"}},
+        {"quantization_config": {"quant_method": "gptq", "bits": 3}},
         {},
-        r"quantised weights \(gptq\) are not supported",
+        r"quantised weights \(gptq with 3 bits\) are not supported",
     ),
     ("heads", {"num_key_value_heads": 3}, {}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
     ("odd-head", {"head_dim": 3}, {}, "head_dim 3 even"),

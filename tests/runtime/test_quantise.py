@@ -150,9 +150,10 @@ def own_format(folder: Path, source: Path, kind: str, group: int) -> Path:
     return folder
 
 
-def test_the_parts_of_a_split_model_are_slices(tmp_path):
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 64), ("int8", 64), ("int8", 32)])
+def test_the_parts_of_a_split_model_are_slices(tmp_path, kind, group):
     source = make(tmp_path / "source", **SIZES | {"ffn": 128})
-    folder = own_format(tmp_path / "own", source, "int4", 32)
+    folder = own_format(tmp_path / "own", source, kind, group)
     whole = load(folder, dtype=torch.float64, device="cpu").weights
     for rank in range(2):
         part = load(folder, dtype=torch.float32, device="cpu", part=Part(rank, 2)).weights
@@ -163,7 +164,7 @@ def test_the_parts_of_a_split_model_are_slices(tmp_path):
 
 def test_groups_cannot_be_cut_by_ranks(target, tmp_path):
     folder = own_format(tmp_path / "own", target, "int4", 32)
-    with pytest.raises(CheckpointError, match="has groups of 32 columns, which cannot be split over so many ranks"):
+    with pytest.raises(CheckpointError, match="has int4 weights, which cannot be split over so many ranks"):
         load(folder, dtype=torch.float32, device="cpu", part=Part(0, 2))
 
 

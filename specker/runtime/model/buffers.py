@@ -203,9 +203,11 @@ def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized:
     whole = scheme.read(name[: -len(".weight")], (p.stored[0], p.stored[1]), get)
     if p.whole:
         return whole
-    (row, column), (count, columns), group = p.first, p.shape, whole.group
-    if columns != p.stored[1] and (column % group or columns % group):
-        raise CheckpointError(f"{name} has groups of {group} columns, which cannot be split over so many ranks")
+    (row, column), (count, columns), group = p.first, p.shape, math.gcd(whole.group, p.first[1], p.shape[1])
+    if group != whole.group:  # a rank begins within a group
+        if group % quant.LEAST[whole.kind]:
+            raise CheckpointError(f"{name} has {whole.kind} weights, which cannot be split over so many ranks")
+        whole = quant.spread(whole, group)
     return whole[row : row + count].columns(column, columns)
 
 

@@ -98,7 +98,9 @@ class Checkpoint:
     def layer_bytes(self) -> float:
         """Bytes of all layers' matrices, of the whole model."""
         w, c = self.weights, self.local
-        return sum(x.nbytes for x in _matrices(w)) * layer_elements(self.config) / layer_elements(c)
+        if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
+            return layer_elements(self.config) * w.embed.element_size()
+        return held * layer_elements(self.config) / layer_elements(c)
 
     @property
     def quantised(self) -> str | None:

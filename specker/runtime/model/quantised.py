@@ -1,15 +1,21 @@
 """How a checkpoint stores quantised matrices: from `quantization_config` in config.json to `Quantized`."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from specker.kernels.quant import LEAST, Quantized
-from specker.runtime.model.config import CheckpointError
+from specker.runtime.model.compressed import compressed_tensors
+from specker.runtime.model.config import CheckpointError, reason
+from specker.runtime.model.schemes import Get, Stored, awq, fp8, gptq, refused
 
-Get = Callable[[str], Tensor | None]  # a tensor's full name -> the tensor, None if the checkpoint lacks it
+METHODS: dict[str, Callable[[dict[str, Any]], "Scheme"]] = {  # quant_method -> what reads its settings
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "gptq": gptq,
+}
 
 
 class Scheme(Protocol):
@@ -24,7 +30,7 @@ class Scheme(Protocol):
         """Whether the module's matrix is quantised."""
         ...
 
-    def stored(self, module: str, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    def stored(self, module: str, shape: tuple[int, int]) -> Stored:
         """The tensors that the module has instead of `weight`: name -> (shape, safetensors dtypes)."""
         ...
 
@@ -49,7 +55,7 @@ class Own:
     def covers(self, module: str) -> bool:
         return module in self.modules
 
-    def stored(self, module: str, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    def stored(self, module: str, shape: tuple[int, int]) -> Stored:
         kind, group, dtype, shifts = self.modules[module]
         O, E = shape
         columns, code = (E // 2, "U8") if kind == "int4" else (E, {"int8": "I8", "fp8": "F8_E4M3"}[kind])
@@ -82,7 +88,14 @@ def scheme_of(raw: dict[str, Any], source: str) -> Scheme | None:
     settings = raw.get("quantization_config") or raw.get("compression_config")
     if not settings:
         return None
-    method = settings.get("quant_method", "unknown method") if isinstance(settings, dict) else settings
+    method = str(settings.get("quant_method", "unknown method") if isinstance(settings, dict) else settings)
     if method == "specker":
         return _own(settings, source)
-    raise CheckpointError(f"quantised weights ({method}) are not supported; use the unquantised checkpoint")
+    if method not in METHODS:
+        raise refused(method)
+    try:
+        return METHODS[method](settings)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(f"the quantization_config of {source} cannot be read ({reason(error)})") from error
