@@ -97,7 +97,7 @@ def vocab_topk(
         raise ValueError(f"out must be [{len(hidden)}, {k}] int64, got {tuple(out.shape)} {out.dtype}")
     if hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
         _check(*given)
-        return _launch(*given, out=out)
+        return _launch(*given, out=out)  # type: ignore[arg-type]
     ids, logits, lse = _vocab_topk(*given)
     return out.copy_(ids), logits, lse
 
