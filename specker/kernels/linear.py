@@ -69,10 +69,10 @@ def row_linear(
     "split". All may have a leading dimension G; the weight may be `Quantized`. `out`, contiguous: the result is written
     there and returned. Raises ValueError on other shapes and dtypes."""
     if out is not None:
-        if x.is_cuda and x.dtype != torch.float64 and isinstance(weight, Tensor) and _fits(x, weight):
-            if not is_compiling():
-                _check(x, weight, bias, epilogue)
-                return _launch(x, weight, bias, epilogue, out)
+        on_gpu = x.is_cuda and x.dtype != torch.float64 and not is_compiling()
+        if on_gpu and isinstance(weight, Tensor) and _fits(x, weight):
+            _check(x, weight, bias, epilogue)
+            return _launch(x, weight, bias, epilogue, out)
         return out.copy_(row_linear(x, weight, bias, epilogue))
     if epilogue == "float32" and x.dtype in (torch.float32, torch.float64):
         epilogue = "none"

@@ -79,8 +79,9 @@ def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
         return 1.0
     own = draft.layer_bytes + draft.weights.head.nbytes
     passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
-    head = target.weights.head
-    whole = target.layer_bytes + head.nbytes / len(head) * target.config.vocab_size
+    head, c = target.weights.head, target.config  # empty if another engine runs the target
+    each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
+    whole = target.layer_bytes + each * c.vocab_size * c.hidden_size
     return 1 + passes * own / whole
 
 
