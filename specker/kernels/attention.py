@@ -421,6 +421,8 @@ def _tree_attention_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,  # a power of two, at least 16
+    D_V: tl.constexpr,  # columns of V per product: D_PAD, or half of it
+    OWN: tl.constexpr,  # read K transposed, so that on sm_80 a warp owns whole rows
     PAGE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     COLUMN_STRIDE: tl.constexpr,
@@ -462,10 +464,12 @@ def _tree_attention_kernel(
 
     p_table = table_ptr + i_b.to(tl.int64) * table_stride
     o_n = tl.arange(0, N)
+    o_v = tl.arange(0, D_V)
     o_head = i_kv.to(tl.int64) * HEAD_STRIDE
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
-    b_acc = tl.zeros([M, D_PAD], tl.float32)
+    b_acc = tl.zeros([M, D_V], tl.float32)
+    b_half = tl.zeros([M, D_V], tl.float32)  # the second half, if D_V < D_PAD
     start = _split_start(i_split, UNIT)
     stop = tl.minimum(_split_start(i_split + 1, UNIT), kv_len)
     # Load the page id one tile ahead, so that the loads of K and V depend on nothing in their own iteration. A
@@ -478,15 +482,21 @@ def _tree_attention_kernel(
         o_c = i_n + o_n
         if PAGE % N == 0:
             o_page = page.to(tl.int64) * PAGE_STRIDE + (i_n % PAGE) * COLUMN_STRIDE
-            o_kv = o_n[:, None] * COLUMN_STRIDE + o_d[None, :]  # a scalar and a constant tile need few registers
+            o_row = o_n * COLUMN_STRIDE  # a scalar and a constant tile need few registers
             page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
         else:
             o_page = 0
-            o_kv = (page.to(tl.int64) * PAGE_STRIDE + (o_c % PAGE) * COLUMN_STRIDE)[:, None] + o_d[None, :]
+            o_row = page.to(tl.int64) * PAGE_STRIDE + (o_c % PAGE) * COLUMN_STRIDE
             page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
-        m_kv = (o_c < kv_len)[:, None] & (o_d < D)[None, :]
-        b_k = tl.load(k_ptr + o_head + o_page + o_kv, mask=m_kv, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        m_c = o_c < kv_len
+        if OWN:
+            p_k = k_ptr + o_head + o_page + (o_row[None, :] + o_d[:, None])
+            b_k = tl.load(p_k, mask=m_c[None, :] & (o_d < D)[:, None], other=0.0)
+            b_s = tl.dot(b_q, b_k, input_precision="ieee")
+        else:
+            p_k = k_ptr + o_head + o_page + (o_row[:, None] + o_d[None, :])
+            b_k = tl.load(p_k, mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
             bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
@@ -499,10 +509,19 @@ def _tree_attention_kernel(
         b_p = tl.exp2(tl.fma(b_s, scale2, -b_base[:, None]))
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+        b_p = b_p.to(b_q.dtype)
+        p_v = v_ptr + o_head + o_page + (o_row[:, None] + o_v[None, :])
         b_acc = b_acc * b_shrink[:, None]
-        b_v = tl.load(v_ptr + o_head + o_page + o_kv, mask=m_kv, other=0.0)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_v = tl.load(p_v, mask=m_c[:, None] & (o_v < D)[None, :], other=0.0)
+        b_acc = tl.dot(b_p, b_v, b_acc, input_precision="ieee")
+        if D_V < D_PAD:
+            b_v = tl.load(p_v + D_V, mask=m_c[:, None] & (o_v + D_V < D)[None, :], other=0.0)
+            b_half = b_half * b_shrink[:, None]
+            b_half = tl.dot(b_p, b_v, b_half, input_precision="ieee")
         b_max = b_new
+
+    if D_V < D_PAD:
+        b_acc = tl.reshape(tl.permute(tl.join(b_acc, b_half), (0, 2, 1)), (M, D_PAD))
 
     if splits == 1:
         b_sum = tl.where(m_m, b_sum, 1.0)
@@ -539,29 +558,30 @@ def _merge(
     P: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Merge the pairs' splits, in order."""
+    """Merge the pairs' splits, in order. Splits are the first axis of the tiles: Triton places warps along the axes from
+    the last to the first, so a warp has pairs of its own, and a sum over splits stays within a thread."""
     partial_ptr, stats_ptr, out_ptr, lse_ptr = pointers
     o_d = tl.arange(0, D_PAD)
-    o_first = o_th[:, None] * max_splits
+    o_first = (o_th * max_splits)[None, :]
     b_best = tl.full([P], float("-inf"), tl.float32)
     for i_s in tl.range(0, splits, S):
-        o_s = i_s + tl.arange(0, S)[None, :]
-        b_max = tl.load(stats_ptr + o_first + o_s, mask=m[:, None] & (o_s < splits), other=float("-inf"))
-        b_best = tl.maximum(b_best, tl.max(b_max, axis=1))
+        o_s = i_s + tl.arange(0, S)[:, None]
+        b_max = tl.load(stats_ptr + o_first + o_s, mask=m[None, :] & (o_s < splits), other=float("-inf"))
+        b_best = tl.maximum(b_best, tl.max(b_max, axis=0))
     b_best = tl.where(m, b_best, 0.0)
     b_sum = tl.zeros([P], tl.float32)
     b_acc = tl.zeros([P, D_PAD], tl.float32)
     for i_s in tl.range(0, splits, S):
-        o_s = i_s + tl.arange(0, S)[None, :]
-        m_s = m[:, None] & (o_s < splits)
-        o_ps = o_first + o_s
-        b_max = tl.load(stats_ptr + o_ps, mask=m_s, other=float("-inf"))
-        b_part_sum = tl.load(stats_ptr + stats + o_ps, mask=m_s, other=0.0)
-        p_part = partial_ptr + o_ps[:, :, None] * D + o_d[None, None, :]
+        o_s = i_s + tl.arange(0, S)[:, None]
+        m_s = m[None, :] & (o_s < splits)
+        o_sp = o_first + o_s
+        b_max = tl.load(stats_ptr + o_sp, mask=m_s, other=float("-inf"))
+        b_part_sum = tl.load(stats_ptr + stats + o_sp, mask=m_s, other=0.0)
+        p_part = partial_ptr + o_sp[:, :, None] * D + o_d[None, None, :]
         b_part = tl.load(p_part, mask=m_s[:, :, None] & (o_d < D)[None, None, :], other=0.0)
-        b_weight = tl.exp2(b_max - b_best[:, None])
-        b_sum += tl.sum(b_weight * b_part_sum, axis=1)
-        b_acc += tl.sum(b_weight[:, :, None] * b_part, axis=1)
+        b_weight = tl.exp2(b_max - b_best[None, :])
+        b_sum += tl.sum(b_weight * b_part_sum, axis=0)
+        b_acc += tl.sum(b_weight[:, :, None] * b_part, axis=0)
     _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_best, tl.where(m, b_sum, 1.0), valid, D, D_PAD)
 
 
@@ -580,9 +600,15 @@ def _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_max, b_sum, valid, D: tl.constex
 def _variant(
     dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int, strides: tuple[int, int, int], arch: int
 ) -> Variant:
-    """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the warps
-    (2 x 2 for q k^T, all along D for the product with V), and with it the order of the sums. Row maxima therefore cross
-    warps there, ten barriers in 32 columns. 4 warps make one warpgroup.
+    """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the
+    warps, and with it the order of the sums. 4 warps make one warpgroup.
+
+    sm_80: each warp owns 16 whole rows, so nothing about a row crosses warps, and a tile of columns takes three
+    barriers, those of its copies. Triton places the warps of a loop's products that way if it sees that the products
+    are connected, and if no result has more columns than rows. It follows values, but neither into the mask's `if` nor
+    through a transposition. So K is read transposed (OWN), which connects the products by the tile's address, and V of
+    128 columns is multiplied in halves (D_V). D 256 needs 8 warps for its accumulator, two for each 16 rows: there a
+    row's maximum crosses warps, and a tile takes eight barriers.
 
     sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are in flight while one is
     computed. Three buffers and q's 16 KiB take 112 KiB, so two blocks fill an SM's shared memory and registers. 64 to
@@ -591,9 +617,9 @@ def _variant(
     blocks per SM. gfx942 (64 KiB of LDS) keeps one tile of 64 columns in LDS and one in registers, gfx950 (160 KiB) two
     and one. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
 
-    The merge holds 32 splits of four pairs, 64 KiB at D 128, in the registers that the accumulator no longer needs. For
-    one row of Llama-3-8B at 8,192 columns (four pairs a KV head, 32 splits) that is one round of loads from L2, at
-    32,768 columns (64 splits) two.
+    The merge holds 32 splits of four pairs, 64 KiB at D 128, in the registers that the accumulator no longer needs. A
+    warp owns a pair, so sums over splits stay within a thread. For one row of Llama-3-8B at 8,192 columns (four pairs a
+    KV head, 32 splits) that is one round of loads from L2, at 32,768 columns (64 splits) two.
     """
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
@@ -602,6 +628,7 @@ def _variant(
         stages = 3 if arch == 950 else 2
     else:
         stages = 3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3  # 99 KiB, consumer cards' limit
+    own = arch == 80 and half and d_pad <= 128
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256
@@ -625,6 +652,8 @@ def _variant(
             "HKV": Hkv,
             "D": D,
             "D_PAD": d_pad,
+            "D_V": min(d_pad, 64) if own else d_pad,
+            "OWN": own,
             "PAGE": page,
             "PAGE_STRIDE": strides[0],
             "COLUMN_STRIDE": strides[1],
@@ -632,8 +661,8 @@ def _variant(
             "UNIT": split_unit(Hkv),
             "M": M,
             "N": N,
-            "P": 4,
-            "S": 32 if half and d_pad <= 128 else 16,
+            "P": 4 if half else 16,
+            "S": (32 if d_pad <= 128 else 16) if half else 1,
             "SEQS": seqs,
         },
         num_warps=8 if d_pad > 128 else 4,
