@@ -315,13 +315,13 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
     steps = [drafter.cache.place(length, 0, n, 1) for n in range(DRAFTED - 1)]
 
     def verifying() -> None:
-        target.logits(forward(target, engine.cache, verified, target.embed_tokens(tokens)).hidden)
+        target.logits(forward(target, engine.cache, verified, target.embed_tokens(tokens)).final)
 
     def drafting() -> None:
         fed = tokens
         for at in (again, *steps):
-            hidden = forward(draft, drafter.cache, at, draft.embed_tokens(fed)).hidden[-1:]
-            fed = drafter.head.best(hidden, GREEDY, at.positions[-1:])
+            final = forward(draft, drafter.cache, at, draft.embed_tokens(fed)).final.at(slice(-1, None))
+            fed = drafter.head.best(final, GREEDY, at.positions[-1:])
 
     ways = {"target": lambda: graphs.run("target", verifying), "draft": lambda: graphs.run("draft", drafting)}
     return bench.in_turn(ways)

@@ -24,7 +24,7 @@ from bench.e2e import Decoded, differing, joined, ours, row_of, share_target
 from specker.config import Sampling
 from specker.kernels.sample import sample_rows
 from specker.runtime.engine import Engine
-from specker.runtime.model.decoder import forward
+from specker.runtime.model.decoder import Final, forward
 
 LENGTHS = range(18)
 
@@ -51,7 +51,7 @@ def matches(engine: Engine, prompt: list[int], text: list[int], temperature: flo
     out = forward(model, cache, rows, model.embed_tokens(ids), taps=depths)
     kept, s = slice(len(prompt) - 1, None), Sampling(temperature=temperature)
     said = [
-        sample_rows(model.logits(out.taps[n][kept]), s.temperature, 0, 1.0, s.seed, rows.positions[kept])
+        sample_rows(model.logits(Final(out.taps[n][kept])), s.temperature, 0, 1.0, s.seed, rows.positions[kept])
         for n in depths
     ]
     return torch.stack(said).cpu() == torch.tensor(text)

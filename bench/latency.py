@@ -66,7 +66,7 @@ class Inputs:
     group_launches: float = arg(4, "of a group's attention, two layers or more of it on a rank")
     group_layer_launches: float = arg(3, "of each layer's feed-forward in a group")
     draft_launches: float = arg(5, "of a draft forward beyond its layers")
-    verify_launches: float = arg(4, "of a verify pass beyond its layers")
+    verify_launches: float = arg(3, "of a verify pass beyond its layers")
     round_launches: float = arg(2, "of a round beyond its forwards")
 
 

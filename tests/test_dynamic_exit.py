@@ -307,7 +307,7 @@ def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
     """Against a fresh pass over the committed text; rows after the first mismatch are not observed."""
     from specker.kernels.sample import sample_rows
     from specker.runtime.model.cache import KVCache
-    from specker.runtime.model.decoder import forward
+    from specker.runtime.model.decoder import Final, forward
 
     fast = engine(target)
     heard = []
@@ -329,7 +329,7 @@ def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
         out = forward(model, cache, rows, model.embed_tokens(torch.tensor(text)), taps=(*layers, 6))
         ids, sure = {}, {}
         for n, hidden in out.taps.items():
-            logits = model.logits(hidden)[first : first + count]
+            logits = model.logits(Final(hidden))[first : first + count]
             positions = rows.positions[first : first + count]
             ids[n] = sample_rows(logits, 0.7, 0, 1.0, 2, positions)
             from specker.kernels.noise import gumbel

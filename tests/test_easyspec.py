@@ -12,12 +12,13 @@ from pairs import perturbed
 
 import specker
 from specker.config import Sampling
+from specker.kernels import merge
 from specker.runtime import strategies
 from specker.runtime.head import Head
 from specker.runtime.model import decoder
 from specker.runtime.model.cache import KVCache, sequence_bounds
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.decoder import Model, forward, prefill
+from specker.runtime.model.decoder import Final, Model, forward, prefill
 from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
 from specker.runtime.strategies.draft import AutoregressiveDrafter
@@ -110,7 +111,7 @@ def test_the_fuzzy_pass_follows_the_paper(checkpoints, name, groups):
         fuzzy(w, model.config, [(n,) for n in range(7)], w.embed[token], position, memory)
     prefill(model, cache, PROMPT)
     rows = cache.after([len(PROMPT)], [3])
-    got = parallel.forward(rows, model.embed_tokens(torch.tensor([7, 8, 99])))
+    got = parallel.forward(rows, model.embed_tokens(torch.tensor([7, 8, 99]))).hidden
     for i, token in enumerate([7, 8, 99]):
         want = fuzzy(w, model.config, groups, w.embed[token], len(PROMPT) + i, memory)
         assert (got[i] - want).abs().max() < 1e-12 * want.abs().max().clamp(min=1)
@@ -125,7 +126,7 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
     model, cache, parallel = loaded(checkpoints[name], tuple((n,) for n in range(7)))
     prefill(model, cache, PROMPT)
     rows, hidden = cache.after([len(PROMPT)], [4]), model.embed_tokens(torch.tensor([1, 2, 3, 4]))
-    got = parallel.forward(rows, hidden)
+    got = parallel.forward(rows, hidden).hidden
     written = cache.k[:, :1, : len(PROMPT) + 4]
     before = written.clone()
     assert torch.equal(got, forward(model, cache, rows, hidden).hidden) and torch.equal(written, before)
@@ -322,13 +323,30 @@ def test_a_batch_has_the_bits_of_each_sequence_alone_under_the_kernels(tmp_path,
             rows = cache.place(length, 1, 0, 5, None if up is None else up[chosen])
             hidden = model.embed_tokens(tokens[chosen].flatten())
             if side_by_side:
-                out = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,)))).forward(rows, hidden)
+                out = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,)))).forward(rows, hidden).hidden
             else:
                 out = forward(model, cache, rows, hidden).hidden
             kv = torch.stack([cache.k.flatten(1, 2)[:, rows.slots], cache.v.flatten(1, 2)[:, rows.slots]])
             found += zip(out.split(5), kv.split(5, 2), strict=True)
         for together, alone in zip(found[:3], found[3:], strict=True):
             assert all(map(torch.equal, together, alone)), (up is not None, side_by_side)
+
+
+def test_the_last_sum_comes_with_the_final_norm_under_the_kernels(tmp_path, kernels):
+    """Of all layers, of the first two and of groups: the bits of a norm taken later, and so the same logits."""
+    model = tiny_model(make(tmp_path, layers=4, max_context=64), kernels)
+    hidden = model.embed_tokens(torch.tensor([4, 8, 15]))
+    for groups, layers in ((None, slice(None)), (None, slice(2)), (((0,), (1, 2, 3)), None)):
+        cache = tiny_cache(model)
+        rows = cache.after([0], [3])
+        if groups is None:
+            out = forward(model, cache, rows, hidden, layers, taps=(2,))
+            assert layers.stop is None or torch.equal(out.taps[2], out.hidden)
+        else:
+            out = LayerParallel(model, cache, Schedule(groups)).forward(rows, hidden)
+        _, later = merge._launch(out.hidden, out.hidden[None][:0], model.norm[None], model.config.rms_norm_eps)
+        assert out.final.normed and torch.equal(out.final.rows, later[0])
+        assert torch.equal(model.logits(out.final), model.logits(Final(out.hidden)))
 
 
 def test_calibration_is_batch_invariant_under_the_kernels(tmp_path, kernels):

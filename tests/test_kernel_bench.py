@@ -79,9 +79,10 @@ def test_rows_and_a_wrong_result(monkeypatch, capsys):
 
 
 def test_pytest_runs_the_benches(tmp_path):
-    """`pytest bench --benchmark-only` for two modules on a CPU times every selected case."""
+    """`pytest bench --benchmark-only` for some modules on a CPU times every selected case."""
     out = tmp_path / "benchmarks.json"
-    only = ["-k", "residual_merge or (accept and walk)", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    named = "residual_merge or (accept and walk) or start_rows or settle or grow"
+    only = ["-k", named, "-p", "no:cacheprovider", "-p", "no:xdist"]
     quick = ["--benchmark-only", "--benchmark-min-rounds=1", "--benchmark-max-time=0.01", f"--benchmark-json={out}"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # not a worker of this run
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -92,6 +93,9 @@ def test_pytest_runs_the_benches(tmp_path):
     assert collections.Counter(row["name"].split("[")[0] for row in timed) == {
         "test_residual_merge": 8,
         "test_accept": 2,
+        "test_start_rows": 5,
+        "test_settle": 6,
+        "test_grow": 6,
     }
     assert all(row["stats"]["rounds"] > 0 and row["stats"]["min"] > 0 for row in timed)
 

@@ -19,6 +19,7 @@ from specker.runtime import head, loop, round, sampling
 from specker.runtime import rows as begins
 from specker.runtime.head import Head, Kept
 from specker.runtime.model import cache
+from specker.runtime.model.decoder import Final
 from specker.runtime.strategies.draft import AutoregressiveDrafter
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
@@ -99,7 +100,8 @@ def trimmed_head_speaks_full_ids(world):
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(12, 8, generator=generator), torch.randn(2, 8, generator=generator)
     ids = torch.arange(12) * 2 + 1
-    got, _ = Head(weight, torch.ones(8), 1e-6, Kept(ids)).candidates(hidden, 1, sampling.GREEDY, torch.arange(2))
+    head, final = Head(weight, torch.ones(8), 1e-6, Kept(ids)), Final(hidden)
+    got, _ = head.candidates(final, 1, sampling.GREEDY, torch.arange(2))
     assert got[:, 0].tolist() == ids[(hidden @ weight.T).argmax(1)].tolist()
 
 
@@ -157,8 +159,8 @@ def id_map_applied_twice(patch):
 
 def missing_mask_bit(patch):
     def missing(original):
-        def place(*args):
-            *placed, words = original(*args)
+        def place(*args, **more):
+            *placed, words = original(*args, **more)
             words = words.clone()
             words[1:] &= ~1  # no row sees the root
             return *placed, words

@@ -14,10 +14,14 @@ from bench import latency, project
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from bench.latency import SHAPES, Cost, Inputs, Shape
 from specker import zoo
+from specker.runtime.head import Head
 from specker.runtime.model import checkpoint
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.config import layer_elements, parse_config
 from specker.runtime.model.decoder import Model, forward
+from specker.runtime.ops.grow import grow
+from specker.runtime.rows import begin
+from specker.runtime.sampling import GREEDY
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]
@@ -65,8 +69,8 @@ def test_forwards_by_hand():
 
 
 def test_a_round_by_hand():
-    exact, plain = 1808 + 118, 904 + 120 + 12 * 20 + 19 + 11
-    check = 904 + 120 + 12 * (12 + 56) + 67 + 11
+    exact, plain = 1808 + 118, 904 + 118 + 12 * 20 + 19 + 11
+    check = 904 + 118 + 12 * (12 + 56) + 67 + 11
     row = latency.project(SLOW, SMALL, SMALL, 2, "layer-parallel", "graphs")
     assert row["model"] is True
     assert (row["verify_us"], row["plain_us"], row["tau"]) == (check, plain, 1)
@@ -179,7 +183,7 @@ def test_launches_equal_the_recorded_ones(tmp_path, name):
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": 128,
+        "vocab_size": 128256,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": 6,
@@ -205,12 +209,22 @@ def test_launches_equal_the_recorded_ones(tmp_path, name):
             parallel.forward(rows, x)
             return len(log)
 
+        def verify():
+            model.logits(forward(model, cache, *begin(model, cache, length, 1, 0, tokens)).final)
+
+        def level():
+            final = forward(model, cache, *begin(model, cache, length, 1, 1, tokens)).final
+            grow(*head.ranked(final, 12, GREEDY, rows.positions), *tree, 12)
+
         i, m = Inputs(), replace(SHAPES[name.lower()], layers=6)
-        forward(model, cache, rows, x)
-        log.clear()
-        forward(model, cache, rows, x)
+        length, tokens = torch.tensor([2000]), torch.zeros(1, 12, dtype=torch.int64)
+        head, tree = Head(model.head, model.norm, 1e-5), (*torch.zeros(2, 1, 24, dtype=torch.int64), torch.zeros(1, 24))
+        for work, beyond in ((verify, i.verify_launches), (level, i.draft_launches)):
+            work()  # creates the constants
+            log.clear()
+            work()
+            assert len(log) == m.layers * (attention + i.mlp_launches) + beyond, work.__name__
         last_sum = 1  # the launch after the last layer
-        assert len(log) == m.layers * (attention + i.mlp_launches) + last_sum
         for width in (2, 3, 4):
             found = launches(Schedule.parallel(6, width))
             cost = latency.layer_parallel(replace(i, parallel=width, bus=1.0), m, 12, 1)
@@ -255,7 +269,7 @@ def test_predicted_over_measured():
     passed = [{**step, "device": "cpu"}, {**step, "shape": "32b"}, {**step, "dtype": "float32"}, {"bench": "decode"}]
     passed += [{**e2e, "way": "draft tree 2x4"}, {**chain, "acceptance_length": None}, {**chain, "way": "outside"}]
     one, two, three = project.checked([kernel, step, chain, e2e, *passed])
-    us = SHAPES["8b"].elements * 2 / 4.3e6 + 32 * 7 + 4 + 2
+    us = SHAPES["8b"].elements * 2 / 4.3e6 + 32 * 7 + 3 + 2
     assert one["predicted"] == pytest.approx(1e6 / us) and one["ratio"] == pytest.approx(1e6 / us / 200)
     draft = SHAPES["1b"].elements * 2 / 4.3e6 + 16 * 7 + 5
     assert two["predicted"] == pytest.approx(3e6 / (us + 5 * draft)) and two["model"] is True

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import shapes, step_model
+from bench import latency, shapes, step_model
 from bench.decode import CASES
 from bench.step_model import STEPS, Changes, Constants, Launch, Shape
 from specker.runtime.model.config import parse_config
@@ -35,6 +35,13 @@ def test_launches_of_a_layer(name, before):
     assert names == ["norm", "kv_project", "attention", "o", "norm", "gate_up", "down"]
 
 
+def test_launches_beyond_the_layers():
+    """bench/latency.py's numbers, which are recorded ones (tests/test_project.py); a chain has no `grow`."""
+    s, recorded = Shape.of(shapes.SHAPES["8b"]), latency.Inputs()
+    for drafts, beyond in ((False, recorded.verify_launches), (True, recorded.draft_launches - 1)):
+        assert len(step_model.forward(s, 1, 8192, AFTER, drafts)) == 7 * s.layers + beyond
+
+
 @pytest.mark.parametrize("name", ["8b", "1b", "32b"])
 def test_bytes_are_those_of_the_bench(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(shapes.SHAPES[name]))
@@ -42,6 +49,17 @@ def test_bytes_are_those_of_the_bench(tmp_path, name):
     case = next(c for c in CASES if c.kind == "ar" and c.shape == name and c.context == 8192)
     gb = step_model.row(case, 1, Constants(), AFTER)["gb"]
     assert gb == pytest.approx(shapes.step_bytes(config, 8192, 2) / 1e9, rel=1e-3)
+
+
+def test_fewer_bits_take_fewer_bytes_until_instructions_limit():
+    case = next(c for c in CASES if c.kind == "ar" and c.shape == "8b" and c.context == 8192)
+    c, (plain, eight, four, _) = Constants(), step_model.BITS.values()
+    rows = [step_model.row(case, 1, c, AFTER, **bits) for bits in (plain, eight, four)]
+    weights = rows[0]["gb"] - 2 * 8 * 8193 * 128 * 2 * 32 / 1e9
+    assert rows[1]["gb"] == pytest.approx(rows[0]["gb"] - weights / 2)
+    assert rows[0]["ms"] > 1.5 * rows[1]["ms"] > 1.5 * rows[2]["ms"]
+    slow = [step_model.row(case, 1, dataclasses.replace(c, restored=1.0), AFTER, **bits) for bits in (plain, four)]
+    assert slow[0] == rows[0] and slow[1]["gb"] == rows[2]["gb"] and slow[1]["ms"] > 2 * rows[2]["ms"]
 
 
 def test_every_change_saves_time_in_every_case():

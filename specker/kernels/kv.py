@@ -327,12 +327,26 @@ def _check(
     k_norm: Tensor | None,
     eps: float,
 ) -> None:
-    T = qkv.shape[0]
+    Hkv, D = check_rows(qkv, qkv.shape[0], positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
+    if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] <= 2 * Hkv * D:
+        raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
+
+
+def check_rows(
+    x: Tensor,
+    T: int,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+) -> tuple[int, int]:
+    """Raise ValueError unless T rows of x's dtype can be rotated, normed and written to the caches. Returns Hkv, D."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(f"caches must be [pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     Hkv, D = k_cache.shape[2:]
-    if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] <= 2 * Hkv * D:
-        raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
     if D % 2:
         raise ValueError(f"D must be even, since halves of a head are rotated together; got {D}")
     for name, index in (("positions", positions), ("slots", slots)):
@@ -340,19 +354,20 @@ def _check(
             raise ValueError(f"{name} must be [{T}] int64, got {tuple(index.shape)} {index.dtype}")
     if rope.dim() != 3 or rope.shape[1:] != (2, D):
         raise ValueError(f"rope must be [C, 2, {D}], got {tuple(rope.shape)}")
-    if k_cache.dtype != qkv.dtype:
-        raise ValueError(f"the caches must have qkv's dtype: {k_cache.dtype}, {qkv.dtype}")
+    if k_cache.dtype != x.dtype:
+        raise ValueError(f"the caches must have the input's dtype: {k_cache.dtype}, {x.dtype}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together or not at all")
     if q_norm is None or k_norm is None:
-        return
+        return Hkv, D
     if q_norm.dim() != 2 or q_norm.shape[1] != D or not len(q_norm) or T % len(q_norm):
         raise ValueError(f"q_norm must be [G, {D}] with G dividing {T} rows, got {tuple(q_norm.shape)}")
-    if k_norm.shape != q_norm.shape or not q_norm.dtype == k_norm.dtype == qkv.dtype:
+    if k_norm.shape != q_norm.shape or not q_norm.dtype == k_norm.dtype == x.dtype:
         raise ValueError(
-            f"q_norm and k_norm must have one shape and qkv's dtype: {tuple(q_norm.shape)} {q_norm.dtype}, "
+            f"q_norm and k_norm must have one shape and the input's dtype: {tuple(q_norm.shape)} {q_norm.dtype}, "
             f"{tuple(k_norm.shape)} {k_norm.dtype}"
         )
+    return Hkv, D
 
 
 def check_contiguous(k_cache: Tensor, v_cache: Tensor) -> None:

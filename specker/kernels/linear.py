@@ -164,7 +164,7 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         return None
     if len(x) <= COMPILED_ROWS:
-        y = kernels.product(x, weight)
+        y = kernels.product(x, weight, weight.dtype == torch.bfloat16)
     elif isinstance(weight, Tensor) and weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
         y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
     else:

@@ -39,10 +39,12 @@ PARTS = 32  # of a matrix, which the threads take one after the other
 AHEAD = {1: 1, 4: 4}  # tiles between the rows in use and the prefetched ones, by the rows of a tile
 _FEATURES = llvm.get_host_cpu_features()
 _WIDE, _HALVES = (bool(_FEATURES.get(name)) for name in ("avx512f", "f16c"))  # vectors of 16; float16 conversions
+_BFLOATS = all(_FEATURES.get(name) for name in ("avx512bf16", "avx512bw"))  # products of bfloat16
 LANES = 16 if _WIDE else 8  # float32 in a vector register
 TALL, MOST = 4, 6 if _WIDE else 2  # rows of W and of x in a tile: TALL * MOST sums fit the registers
 BLOCK = 16  # sums run in steps of so many elements
 UNFOLD = 16  # rows of a quantised matrix whose scales are converted at once
+TALL_FROM = 2  # rows of x from which a tile has TALL rows of a bfloat16 matrix; for fewer one stream is faster
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 V32, V16, V8 = (ir.VectorType(kind, LANES) for kind in (F32, I16, I8))
@@ -307,6 +309,112 @@ def _quantised_dots(_, R, T, kind, w, scales, to_shifts, x, y, E, group, row_w, 
     return types.void(*[types.int64] * 13), generate
 
 
+class _BFloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+@intrinsic
+def _half_dots(_, R, T, kind, w, scales, to_shifts, x, y, E, group, row_w, row_x, row_y):
+    """y[t, r] = sum over e < E of w[r, e] x[t, e] by bfloat16 instructions of AVX-512: x is bfloat16, and so is w, of
+    the kind BFLOAT16 or rounded from INT8, FP8 or INT4. E and group are multiples of 2 BLOCK; row_w is in bytes, and
+    scales, to_shifts and the other strides are as in `_quantised_dots`."""
+    halves, words = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(I16, 2 * LANES)
+    twice = ir.Constant(ir.VectorType(I32, 2 * LANES), [*range(LANES)] * 2)
+
+    def emit(builder: Any, rows: Any, count: Any, kind: Any, *places: Any) -> None:
+        w, scales, to_shifts, x, y, E, group, row_w, row_x, row_y = places
+        shifts = builder.add(scales, to_shifts)
+
+        def load(base: Any, offset: Any) -> Any:
+            """2 BLOCK bfloat16 at a base + `offset` bytes."""
+            address = builder.inttoptr(builder.add(base, offset), words.as_pointer())
+            return builder.bitcast(builder.load(address, align=2), halves)
+
+        def tile(R: int, T: int, kind: int) -> None:
+            def of_block(e: Any, tables: list[Any], factors: list[Any], held: list[Any]) -> list[Any]:
+                wide = {BFLOAT16: builder.shl(e, I64(1)), INT4: builder.lshr(e, I64(1))}.get(kind, e)
+                lines = [builder.add(builder.mul(I64(r), row_w), wide) for r in range(R)]
+                for r in range(R):
+                    ahead = builder.add(builder.mul(I64(r + AHEAD[R] * R), row_w), wide)
+                    _prefetch(builder, _at(builder, w, ahead, V8))
+                a = []
+                for r in range(R):
+                    place = _at(builder, w, lines[r], V8)
+                    if kind == BFLOAT16:
+                        a.append(load(w, lines[r]))
+                    elif kind == INT4:
+                        bytes_ = builder.zext(builder.load(place, align=1), V16)
+                        both = builder.shuffle_vector(bytes_, bytes_, twice)
+                        index = builder.lshr(both, ir.Constant(words, [0] * LANES + [4] * LANES))
+                        found = _call(builder, "llvm.x86.avx512.permvar.hi.512", words, tables[r], index)
+                        a.append(builder.bitcast(found, halves))
+                    else:
+                        further = _at(builder, w, builder.add(lines[r], I64(LANES)), V8)
+                        low, high = (_numbers(builder, kind, at, 0) for at in (place, further))
+                        low, high = (_fma(builder, numbers, *factors[r]) for numbers in (low, high))
+                        a.append(_call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, high, low))
+                new = []
+                for t in range(T):
+                    b = load(x, builder.shl(builder.add(builder.mul(I64(t), row_x), e), I64(1)))
+                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                    new += [_call(builder, name, V32, held[t * R + r], a[r], b) for r in range(R)]
+                return new
+
+            def of_group(g: Any, held: list[Any]) -> list[Any]:
+                groups, factors, tables = builder.udiv(E, group), [], []
+                for r in range(R):
+                    at = builder.add(builder.mul(I64(r), groups), g)
+                    both = [builder.load(_at(builder, base, at, F32)) for base in (scales, shifts)]
+                    factors.append([_splat(builder, number) for number in both])
+                    if kind == INT4:
+                        table = _fma(builder, ir.Constant(V32, [float(n) for n in range(16)]), *factors[r])
+                        half = ir.VectorType(_BFloat(), LANES)
+                        bits = builder.bitcast(_call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", half, table), V16)
+                        tables.append(builder.shuffle_vector(bits, bits, twice))
+                first = builder.mul(g, group)
+
+                def inner(i: Any, held: list[Any]) -> list[Any]:
+                    return of_block(builder.add(first, i), tables, factors, held)
+
+                return _loop(builder, group, 2 * BLOCK, held, inner)
+
+            if kind == BFLOAT16:
+                sums = _loop(builder, E, 2 * BLOCK, _zeros(R * T), lambda e, held: of_block(e, [], [], held))
+            else:
+                sums = _loop(builder, builder.udiv(E, group), 1, _zeros(R * T), of_group)
+            for n, held in enumerate(sums):
+                t, r = divmod(n, R)
+                at = builder.add(builder.mul(I64(t), row_y), I64(r))
+                builder.store(_total(builder, held), _at(builder, y, at, F32))
+
+        if not _BFLOATS:
+            return
+        key = builder.add(builder.mul(builder.add(builder.mul(rows, I64(16)), count), I64(8)), kind)
+        kinds = BFLOAT16, INT8, FP8, INT4
+        shapes = [(R, T, kind) for R in (1, TALL) for T in range(1, MOST + 1) for kind in kinds]
+        _switch(builder, key, {(R * 16 + T) * 8 + kind: partial(tile, R, T, kind) for R, T, kind in shapes})
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _apart(builder, "specker_half_dots", args, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 13), generate
+
+
 @intrinsic
 def _restored(_, kind, w, scales, shifts, y, E, group):
     """A row of E weights of kind INT8, FP8 or INT4 in float32. scales, shifts: addresses of float32 [E / group]."""
@@ -354,6 +462,11 @@ def _narrow(_, source, target, count):
         wide = ir.VectorType(I32, LANES)
 
         def body(i: Any, held: list[Any]) -> list[Any]:
+            if _BFLOATS:
+                half = ir.VectorType(_BFloat(), LANES)
+                halves = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", half, _load(builder, source, i))
+                builder.store(builder.bitcast(halves, V16), _at(builder, target, i, V16), align=2)
+                return []
             bits = builder.bitcast(_load(builder, source, i), wide)
             odd = builder.and_(builder.lshr(bits, ir.Constant(wide, [16] * LANES)), ir.Constant(wide, [1] * LANES))
             rounded = builder.add(bits, builder.add(odd, ir.Constant(wide, [0x7FFF] * LANES)))  # to nearest, even
@@ -398,7 +511,7 @@ def _widen(_, source, target, count, factor):
 @intrinsic
 def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
     """y[t, d] += sum over s < S of p[t, s] v[s, d], for T <= MOST rows and d < BLOCK; addresses in bytes, strides in
-    elements."""
+    elements. Adds to y one s after the other, so that terms of 0 change nothing, wherever they are."""
     parts = BLOCK // LANES
 
     def emit(builder: Any, count: Any, p: Any, v: Any, y: Any, S: Any, *strides: Any) -> None:
@@ -415,10 +528,13 @@ def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
                     new += [_fma(builder, a[n], b, held[t * parts + n]) for n in range(parts)]
                 return new
 
-            for n, held in enumerate(_loop(builder, S, 1, _zeros(T * parts), body)):
-                t, part = divmod(n, parts)
-                place = _at(builder, y, builder.add(builder.mul(I64(t), row_y), I64(part * LANES)), V32)
-                builder.store(builder.fadd(builder.load(place, align=4), held), place, align=4)
+            rows = [builder.mul(I64(t), row_y) for t in range(T)]
+            places = [
+                _at(builder, y, builder.add(row, I64(part * LANES)), V32) for row in rows for part in range(parts)
+            ]
+            sums = _loop(builder, S, 1, [builder.load(place, align=4) for place in places], body)
+            for place, held in zip(places, sums, strict=True):
+                builder.store(held, place, align=4)
 
         _switch(builder, count, {T: partial(tile, T) for T in range(1, MOST + 1)})
 
@@ -427,21 +543,6 @@ def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 8), generate
-
-
-@intrinsic
-def _vector_sum(_, x, count):
-    """The sum of `count` float32 at address x, a multiple of BLOCK; zeros behind the last value change no bit."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, count = args
-
-        def body(i: Any, held: list[Any]) -> list[Any]:
-            return [builder.fadd(held[0], _load(builder, x, i))]
-
-        return _total(builder, _loop(builder, count, LANES, _zeros(1), body)[0])
-
-    return types.float32(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -638,9 +739,9 @@ def _rows(w, x, y, R, T, narrow, E, row_w, row_x, row_y):
                 )
 
 
-# A matrix [O, E] as seven int64: address, kind, bytes of a row; of a quantised one also the columns of a group, the
-# addresses of scales and shifts (0: none), and whether those are float32.
-PLACE, KIND, LINE, GROUP, SCALE, SHIFT, WIDE = range(7)
+# A matrix [O, E] as eight int64: address, kind, bytes of a row; of a quantised one also the columns of a group, the
+# addresses of scales and shifts (0: none), and whether those are float32; last, whether to multiply in bfloat16.
+PLACE, KIND, LINE, GROUP, SCALE, SHIFT, WIDE, ROUNDS = range(8)
 
 
 @compiled
@@ -669,41 +770,51 @@ def _unfold(m, row, count, groups, room):
 
 @compiled
 def _times(m, row, x, y, R, T, E, row_x, row_y, room):
-    """y[t, r] = row `row` + r of matrix m times x[t], for R rows of the matrix and T of x. room: address of this
-    thread's float32 [2, UNFOLD, E / group]."""
-    if m[KIND] <= BFLOAT16:
-        _rows(m[PLACE] + row * m[LINE], x, y, R, T, m[KIND], E, E, row_x, row_y)
+    """y[t, r] = row `row` + r of matrix m times x[t], for R rows of the matrix and T of x, float32 or, with ROUNDS,
+    bfloat16. room: address of this thread's memory, see `_room`."""
+    kind, half, group, line = m[KIND], m[ROUNDS] != 0, m[GROUP], m[LINE]
+    if kind <= BFLOAT16 and not half:
+        _rows(m[PLACE] + row * line, x, y, R, T, kind, E, E, row_x, row_y)
         return
-    tiles, groups = (T + MOST - 1) // MOST, E // m[GROUP]
+    tiles, size = (T + MOST - 1) // MOST, np.int64(2 if half else 4)
+    groups = 0 if kind == BFLOAT16 else E // group
     for start in range(0, R, UNFOLD):
-        rows = min(UNFOLD, R - start)
-        _unfold(m, row + start, rows, groups, room)
-        i = 0
+        rows, i = min(UNFOLD, R - start), 0
+        if groups:
+            _unfold(m, row + start, rows, groups, room)
         while i < rows:
-            count = TALL if rows - i >= TALL else 1
+            count = TALL if rows - i >= TALL and (groups or T >= TALL_FROM) else 1
+            place = m[PLACE] + (row + start + i) * line
+            scales, to_shifts = room + i * groups * 4, rows * groups * 4
+            at = y + (start + i) * 4
             for n in range(tiles):
                 first, last = n * T // tiles, (n + 1) * T // tiles
-                _quantised_dots(
-                    count,
-                    last - first,
-                    m[KIND],
-                    m[PLACE] + (row + start + i) * m[LINE],
-                    room + i * groups * 4,
-                    rows * groups * 4,
-                    x + first * row_x * 4,
-                    y + (first * row_y + start + i) * 4,
-                    E,
-                    m[GROUP],
-                    m[LINE],
-                    row_x,
-                    row_y,
-                )
+                rows_x, rows_y = x + first * row_x * size, at + first * row_y * 4
+                c, t = count, last - first
+                if half:
+                    _half_dots(c, t, kind, place, scales, to_shifts, rows_x, rows_y, E, group, line, row_x, row_y)
+                else:
+                    _quantised_dots(c, t, kind, place, scales, to_shifts, rows_x, rows_y, E, group, line, row_x, row_y)
             i += count
+
+
+@compiled
+def _as_factor(m, x, T, E, row_x, room):
+    """The rows of x [T, E] as `_times` takes them for matrix m: (address, stride). With ROUNDS they are rounded to
+    bfloat16 in this thread's room, behind the scales."""
+    if m[ROUNDS] == 0:
+        return x, row_x
+    groups = 0 if m[KIND] == BFLOAT16 else E // m[GROUP]
+    target = room + 2 * UNFOLD * groups * 4
+    for t in range(T):
+        _narrow(x + t * row_x * 4, target + t * E * 2, E)
+    return target, np.int64(E)
 
 
 @compiled
 def _share(sync, chunk, m, x, y, O, T, E, row_x, row_y, room):
     """This thread's chunks of y [T, O] = x W^T; every thread takes the next one when it is done with the last."""
+    x, row_x = _as_factor(m, x, T, E, row_x, room)
     while True:
         first = _add(sync, 1) * chunk
         if first >= O:
@@ -728,16 +839,19 @@ def _product(me, size, sync, m, x, y, room, own, O, T, E):
 def _restore(me, size, sync, m, y, room, own, O, E, narrow):
     """The quantised matrix m in float32 or, if `narrow`, rounded to bfloat16: y [O, E]."""
     groups, room = E // m[GROUP], room + me * own * 4
-    row = room + 2 * groups * 4
+    full = room + 2 * UNFOLD * groups * 4
     while True:
-        o = _add(sync, 1)
-        if o >= O:
+        first = _add(sync, 1) * UNFOLD
+        if first >= O:
             break
-        _unfold(m, o, 1, groups, room)
-        to = row if narrow else y + o * E * 4
-        _restored(m[KIND], m[PLACE] + o * m[LINE], room, room + groups * 4, to, E, m[GROUP])
-        if narrow:
-            _narrow(row, y + o * E * 2, E)
+        rows = min(UNFOLD, O - first)
+        _unfold(m, first, rows, groups, room)
+        for r in range(rows):
+            o, scales = first + r, room + r * groups * 4
+            to = full if narrow else y + o * E * 4
+            _restored(m[KIND], m[PLACE] + o * m[LINE], scales, scales + rows * groups * 4, to, E, m[GROUP])
+            if narrow:
+                _narrow(full, y + o * E * 2, E)
     _meet(size, sync)
 
 
@@ -804,15 +918,23 @@ def _rotated(source, target, norm, turn, D, eps):
 @compiled
 def _attend(q, k, v, out, room, rows, heads, S, w, words, row_q, row_out, row_k, pages, page, D, scale):
     """Attention of the query heads that share a KV head, for the rows of a sequence (kernels/attention.py). q, out:
-    addresses of the first row's first head; k, v: of the head in the cache; room: of n * (2 * D + S) float32 with n =
-    rows * heads and S rounded up to BLOCK."""
-    n, wide = rows * heads, (S + BLOCK - 1) // BLOCK * BLOCK
-    gathered, sums, p = room, room + n * D * 4, room + 2 * n * D * 4
+    addresses of the first row's first head; k, v: of the head in the cache; room: of BLOCK + n * (2 * D + BLOCK + S)
+    float32 with n = rows * heads and S rounded up to BLOCK.
+
+    A row's sums run over the columns in order, and masked columns add 0. So a tree's row has the bits of the same
+    token in a chain, although other nodes lie between its ancestors."""
+    n, wide, row = rows * heads, (S + BLOCK - 1) // BLOCK * BLOCK, D + BLOCK  # of sums: D of p v, then one of p
+    ones, gathered, sums = room, room + BLOCK * 4, room + (BLOCK + n * D) * 4
+    p = sums + n * row * 4
+    a = _floats(ones)
+    for i in range(BLOCK):
+        a[i] = 1
     for i in range(n):
         a = _floats(q + ((i // heads) * row_q + (i % heads) * D) * 4)
-        b, c = _floats(gathered + i * D * 4), _floats(sums + i * D * 4)
+        b, c = _floats(gathered + i * D * 4), _floats(sums + i * row * 4)
         for d in range(D):
             b[d] = a[d]
+        for d in range(row):
             c[d] = 0
     for first in range(0, S, page):
         count = min(page, S - first)
@@ -836,12 +958,13 @@ def _attend(q, k, v, out, room, rows, heads, S, w, words, row_q, row_out, row_k,
         base = v + np.int64(pages[first // page]) * page * row_k * 4
         for tile in range(tiles):
             low, high = tile * n // tiles, (tile + 1) * n // tiles
+            at, to = p + (low * wide + first) * 4, sums + low * row * 4
             for d in range(0, D, BLOCK):
-                at = p + (low * wide + first) * 4
-                _mixture(high - low, at, base + d * 4, sums + (low * D + d) * 4, count, wide, row_k, D)
+                _mixture(high - low, at, base + d * 4, to + d * 4, count, wide, row_k, row)
+            _mixture(high - low, at, ones, to + D * 4, count, wide, 0, row)
     for i in range(n):
-        a, b = _floats(out + ((i // heads) * row_out + (i % heads) * D) * 4), _floats(sums + i * D * 4)
-        factor = np.float32(1) / _vector_sum(p + i * wide * 4, wide)
+        a, b = _floats(out + ((i // heads) * row_out + (i % heads) * D) * 4), _floats(sums + i * row * 4)
+        factor = np.float32(1) / b[D]
         for d in range(D):
             a[d] = b[d] * factor
 
@@ -870,8 +993,8 @@ def _layers(
 ):
     """Thread `me` of `size` runs groups of layers; see `Stack.run`.
 
-    sizes: T, E, Hq, Hkv, D, F, page size, longest sequence, float32 that a thread needs to unfold scales. weights
-    [L, 12]: addresses of vectors; matrices [L, 12, 7]. kv: addresses of layer 0's K and V, and the bytes from a layer
+    sizes: T, E, Hq, Hkv, D, F, page size, longest sequence, float32 that a thread needs for factors. weights [L, 12]:
+    addresses of vectors; matrices [L, 12, 8]. kv: addresses of layer 0's K and V, and the bytes from a layer
     to the next. groups [n + 1]: the first layer of each group, and the
     end. x [T, E]; out [1 + taps, T, E]. places [2, T]: positions, slots. seqs [3, B + 1]: cu_rows, kv_len, window.
     words [T, W], table [B, P]. Every thread keeps the residual stream.
@@ -882,7 +1005,7 @@ def _layers(
     B, most = len(seqs[0]) - 1, groups[1] - groups[0]
     for g in range(len(groups) - 1):
         most = max(most, groups[g + 1] - groups[g])
-    own = unfolded + 2 * T * E + T * Hq // Hkv * (2 * D + wide)  # float32 of each thread
+    own = unfolded + 2 * T * E + BLOCK + T * Hq // Hkv * (2 * D + BLOCK + wide)  # float32 of each thread
     shared = scratch + size * own * 4
     scales = scratch + me * own * 4
     stream = scales + unfolded * 4
@@ -969,13 +1092,14 @@ def _layers(
 def _mlp(size, sync, weights, matrices, x, gate, up, y, T, E, F, scales):
     """y = down(silu(gate(x)) * up(x)), without the last bias. x: this thread's copy."""
     chunk, both = _chunk(F), matrices[GATE_UP]
+    rows, row_x = _as_factor(both, x, T, E, E, scales)
     while True:
         i = _add(sync, 1) * chunk
         if i >= F:
             break
         count = min(chunk, F - i)
-        _times(both, i, x, gate + i * 4, count, T, E, E, F, scales)
-        _times(both, F + i, x, up + i * 4, count, T, E, E, F, scales)
+        _times(both, i, rows, gate + i * 4, count, T, E, row_x, F, scales)
+        _times(both, F + i, rows, up + i * 4, count, T, E, row_x, F, scales)
         for t in range(T):
             a, b = _floats(gate + (t * F + i) * 4), _floats(up + (t * F + i) * 4)
             if weights[GATE_UP_BIAS]:
@@ -1060,18 +1184,26 @@ _KINDS = {
 }
 
 
-def _described(weight: Matrix) -> list[int]:
-    """The seven numbers of a matrix [O, E]."""
+def _described(weight: Matrix, half: bool) -> list[int]:
+    """The eight numbers of a matrix [O, E]. `half`: multiply in bfloat16 if the CPU and the sizes allow."""
+    half = half and _BFLOATS and weight.shape[-1] % (2 * BLOCK) == 0
     if isinstance(weight, Tensor):
-        return [weight.data_ptr(), _KINDS[weight.dtype], weight.shape[-1] * weight.element_size(), 0, 0, 0, 0]
+        own = half and weight.dtype == torch.bfloat16
+        return [weight.data_ptr(), _KINDS[weight.dtype], weight.shape[-1] * weight.element_size(), 0, 0, 0, 0, int(own)]
     q, scale, shift = weight.q, weight.scale, weight.shift
     places = scale.data_ptr(), 0 if shift is None else shift.data_ptr()
-    return [q.data_ptr(), _KINDS[q.dtype], q.shape[-1], weight.group, *places, int(scale.dtype == torch.float32)]
+    wide, half = scale.dtype == torch.float32, half and weight.group % (2 * BLOCK) == 0
+    return [q.data_ptr(), _KINDS[q.dtype], q.shape[-1], weight.group, *places, int(wide), int(half)]
 
 
-def _unfolded(weight: Matrix, rows: int = UNFOLD) -> int:
-    """How many float32 a thread needs for the scales and shifts of `rows` rows."""
-    return 0 if isinstance(weight, Tensor) else rows * 2 * weight.scale.shape[-1]
+def _unfolded(weight: Matrix) -> int:
+    """How many float32 a thread needs for the scales and shifts of UNFOLD rows."""
+    return 0 if isinstance(weight, Tensor) else UNFOLD * 2 * weight.scale.shape[-1]
+
+
+def _room(weight: Matrix, T: int) -> int:
+    """How many float32 a thread needs as `room`: for scales and shifts, and for T rows of x in bfloat16."""
+    return _unfolded(weight) + (T * weight.shape[-1] + 1) // 2
 
 
 class Stack:
@@ -1079,18 +1211,21 @@ class Stack:
 
     most = MAX_ROWS
 
-    def __init__(self, layers: Sequence[Sequence[Any]], heads: tuple[int, int], rope: Tensor, eps: float):
+    def __init__(
+        self, layers: Sequence[Sequence[Any]], heads: tuple[int, int], rope: Tensor, eps: float, half: bool = False
+    ):
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], k_norm, o [E, Hq D], its bias,
         norm_post, gate_up [2 F, E], its bias, down [E, F], its bias; None where it is absent. heads: Hq, Hkv; rope [C,
-        2, D]. A matrix is float32, bfloat16 or `Quantized`, everything else float32."""
+        2, D]. A matrix is float32, bfloat16 or `Quantized`, everything else float32. `half`: products other than with
+        float32 take rows rounded to bfloat16, where the CPU has such instructions."""
         self.layers, self.rope, self.heads, self.eps = layers, rope, heads, np.float32(eps)
         self.sizes = rope.shape[2], layers[0][DOWN].shape[1]
-        self.weights, self.matrices = (np.zeros((len(layers), 12, *more), np.int64) for more in ((), (7,)))
+        self.weights, self.matrices = (np.zeros((len(layers), 12, *more), np.int64) for more in ((), (8,)))
         self.unfolded = 0
         for n, layer in enumerate(layers):
             for i, w in enumerate(layer):
                 if i in MATRICES:
-                    self.matrices[n, i] = _described(w)
+                    self.matrices[n, i] = _described(w, half)
                     self.unfolded = max(self.unfolded, _unfolded(w))
                 elif w is not None:
                     self.weights[n, i] = w.data_ptr()
@@ -1135,15 +1270,15 @@ class Stack:
         seqs[0], seqs[1, :-1], seqs[2, :-1] = bounds, lengths, windows
         starts, depths = np.array(groups, np.int64), np.array(taps, np.int64)
         longest, most, crew = int(lengths.max()), int(np.diff(starts).max()), team()
-        wide = longest + BLOCK
-        need = crew.size * (self.unfolded + 2 * T * E + T * Hq // Hkv * (2 * D + wide))
+        wide, factors = longest + BLOCK, self.unfolded + (T * max(E, Hq * D, F) + 1) // 2
+        need = crew.size * (factors + 2 * T * E + BLOCK + T * Hq // Hkv * (2 * D + BLOCK + wide))
         need += most * T * ((2 * Hq + 2 * Hkv) * D + E) + 2 * T * F
         if len(self._scratch) < need:
             self._scratch = np.empty(need + need // 4, np.float32)
         out: Any = np.empty((1 + len(depths), T, E), np.float32)
         crew.run(
             _layers,
-            (T, E, Hq, Hkv, D, F, k.shape[2], longest, self.unfolded),
+            (T, E, Hq, Hkv, D, F, k.shape[2], longest, factors),
             self.weights,
             self.matrices,
             np.array([k.data_ptr(), v.data_ptr(), 4 * k.stride(0)]),
@@ -1163,17 +1298,15 @@ class Stack:
         return torch.from_numpy(out)
 
 
-def head(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
+def head(x: Tensor, norm: Tensor, eps: float, weight: Matrix, half: bool = False) -> Tensor:
     """The logits [T, O] float32 of x [T, E] float32, T <= MAX_ROWS: RMSNorm with weight `norm` [E] float32, times
-    weight [O, E] float32, bfloat16 or `Quantized`; E is a multiple of BLOCK."""
+    weight [O, E] float32, bfloat16 or `Quantized`; E is a multiple of BLOCK. `half`: as in `Stack`."""
     (T, E), O, crew = x.shape, weight.shape[0], team()
     x, y = x.contiguous(), torch.empty(T, O)
-    own = T * E + _unfolded(weight)
+    own = T * E + _room(weight, T)
     scratch: Any = np.empty(crew.size * own, np.float32)
-    m = np.array(_described(weight))
-    crew.run(
-        _head, x.data_ptr(), norm.data_ptr(), m, scratch.ctypes.data, own, y.data_ptr(), T, O, E, np.float32(eps)
-    )
+    m = np.array(_described(weight, half))
+    crew.run(_head, x.data_ptr(), norm.data_ptr(), m, scratch.ctypes.data, own, y.data_ptr(), T, O, E, np.float32(eps))
     return y
 
 
@@ -1183,11 +1316,16 @@ def fits(x: Tensor) -> bool:
     return plain and x.layout is torch.strided and x.is_contiguous()
 
 
+def reads_halves() -> bool:
+    """Whether the CPU converts float16, the type of most scales."""
+    return _HALVES
+
+
 def takes(weight: Matrix) -> bool:
     """Whether the kernels can read a matrix."""
     if isinstance(weight, Tensor):
         return fits(weight) and weight.dtype in (torch.float32, torch.bfloat16)
-    return _HALVES and all(fits(part) for part in weight.parts) and weight.group % LEAST[weight.kind] == 0
+    return reads_halves() and all(fits(part) for part in weight.parts) and weight.group % LEAST[weight.kind] == 0
 
 
 def serves(x: Tensor, weight: Matrix) -> bool:
@@ -1195,13 +1333,13 @@ def serves(x: Tensor, weight: Matrix) -> bool:
     return x.shape[1] == weight.shape[1] and len(x) > 0 and weight.shape[1] % BLOCK == 0 and takes(weight)
 
 
-def product(x: Tensor, weight: Matrix) -> Tensor:
+def product(x: Tensor, weight: Matrix, half: bool = False) -> Tensor:
     """x [T, E] float32, T <= MAX_ROWS, weight [O, E] float32, bfloat16 or `Quantized`, E a multiple of BLOCK -> [T, O]
-    float32."""
+    float32. `half`: as in `Stack`."""
     (T, E), O, crew = x.shape, weight.shape[0], team()
-    x, y, own = x.contiguous(), torch.empty(T, O), _unfolded(weight)
+    x, y, own = x.contiguous(), torch.empty(T, O), _room(weight, T)
     room: Any = np.empty(crew.size * own, np.float32)
-    m = np.array(_described(weight))
+    m = np.array(_described(weight, half))
     crew.run(_product, m, x.data_ptr(), y.data_ptr(), room.ctypes.data, own, O, T, E)
     return y
 
@@ -1209,8 +1347,8 @@ def product(x: Tensor, weight: Matrix) -> Tensor:
 def restored(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """weight [O, E] in float32 or bfloat16, by the team's threads."""
     (O, E), crew = weight.shape, team()
-    y, own = torch.empty(O, E, dtype=dtype), _unfolded(weight, 1) + E
+    y, own = torch.empty(O, E, dtype=dtype), _unfolded(weight) + E
     room: Any = np.empty(crew.size * own, np.float32)
-    m = np.array(_described(weight))
+    m = np.array(_described(weight, False))
     crew.run(_restore, m, y.data_ptr(), room.ctypes.data, own, O, E, int(dtype == torch.bfloat16))
     return y

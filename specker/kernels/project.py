@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specker.kernels.kv import calibrate, check_contiguous, kv_calibrate, kv_calibrate_cost
+from specker.kernels.kv import calibrate, check_contiguous, check_rows, kv_calibrate, kv_calibrate_cost
 from specker.kernels.linear import (
     COMMON,
     MAX_ROWS,
@@ -378,28 +378,14 @@ def _check(
         )
     if not like(x, weight):
         raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
-        raise ValueError(f"caches must be [pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
-    (Hkv, D), O, rows = k_cache.shape[2:], weight.shape[-2], math.prod(x.shape[:-1])
+    G, T, O = math.prod(x.shape[:-2]), math.prod(x.shape[:-1]), weight.shape[-2]
+    Hkv, D = check_rows(x, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
     if O % D or 2 * Hkv * D >= O:
         raise ValueError(f"weight must have (Hq + 2*{Hkv}) * {D} rows, got {O}")
-    if D % 2:
-        raise ValueError(f"D must be even, since halves of a head are rotated together; got {D}")
     if bias is not None and (bias.shape != weight.shape[:-1] or bias.dtype != x.dtype):
         raise ValueError(f"bias must be {list(weight.shape[:-1])} {x.dtype}, got {tuple(bias.shape)} {bias.dtype}")
-    for name, index in (("positions", positions), ("slots", slots)):
-        if index.shape != (rows,) or index.dtype != torch.int64:
-            raise ValueError(f"{name} must be [{rows}] int64, got {tuple(index.shape)} {index.dtype}")
-    if rope.dim() != 3 or rope.shape[1:] != (2, D):
-        raise ValueError(f"rope must be [C, 2, {D}], got {tuple(rope.shape)}")
-    if k_cache.dtype != x.dtype:
-        raise ValueError(f"the caches must have x's dtype: {k_cache.dtype}, {x.dtype}")
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm come together or not at all")
-    G = math.prod(x.shape[:-2])
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm is not None and (norm.shape != (G, D) or norm.dtype != x.dtype):
-            raise ValueError(f"{name} must be [{G}, {D}] {x.dtype}, got {tuple(norm.shape)} {norm.dtype}")
+    if q_norm is not None and len(q_norm) != G:
+        raise ValueError(f"q_norm must be [{G}, {D}], a row per layer, got {tuple(q_norm.shape)}")
 
 
 def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, *others: Tensor) -> Tensor:

@@ -85,6 +85,10 @@ class Quantized:
         return self.q.device
 
     @property
+    def is_cuda(self) -> bool:
+        return self.q.is_cuda
+
+    @property
     def format(self) -> Format:
         return Format(self.kind, self.group, self.scale.dtype, None if self.shift is None else self.shift.dtype)
 
@@ -130,6 +134,11 @@ class Quantized:
         shift = None if self.shift is None else function(self.shift)
         return Quantized(function(self.q), function(self.scale), shift)
 
+    def columns(self, first: int, count: int) -> "Quantized":
+        """Columns first .. first + count - 1, whole groups."""
+        E = self.shape[-1]
+        return self.each(lambda part: part[..., first * part.shape[-1] // E : (first + count) * part.shape[-1] // E])
+
     def contiguous(self) -> "Quantized":
         return self.each(Tensor.contiguous)
 
@@ -140,7 +149,7 @@ class Quantized:
         """The weights, rounded to float32 and then to `dtype`. [.., O, E]."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         rows = max(1, CHUNK // self.shape[-1])
-        flat, whole = out.view(-1, self.shape[-1]), self.each(lambda part: part.flatten(0, -2))
+        flat, whole = out.view(-1, self.shape[-1]), self.each(lambda part: part.reshape(-1, part.shape[-1]))
         for i in range(0, len(flat), rows):
             flat[i : i + rows] = _restored(whole[i : i + rows])
         return out
@@ -181,15 +190,16 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _restored(w: Quantized) -> Tensor:
-    """Two-dimensional `w` in float32. The float64 product is exact, so the sum is all that is rounded before float32:
-    the result is that of a fused multiply-add."""
+    """Two-dimensional `w` in float32, as a fused multiply-add gives it: the product is exact before the sum is
+    rounded."""
     q = unpacked(w.q) if w.kind == "int4" else w.q.to(torch.float32)
     if w.kind == "int4" and w.shift is None:
         q = q - 8.0
-    q = q.to(torch.float64).unflatten(-1, (-1, w.group))
-    q = q.mul_(w.scale.double().unsqueeze(-1))
+    single = w.shift is None or w.scale.dtype == torch.float16  # then the product is exact in float32, or all there is
+    q = q.to(torch.float32 if single else torch.float64).unflatten(-1, (-1, w.group))
+    q = q.mul_(w.scale.to(q.dtype).unsqueeze(-1))
     if w.shift is not None:
-        q = q.add_(w.shift.double().unsqueeze(-1))
+        q = q.add_(w.shift.to(q.dtype).unsqueeze(-1))
     return q.flatten(-2).float()
 
 
@@ -214,6 +224,41 @@ def exact(scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return scale, rest[0] if rest else None
 
 
+def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
+    """Matrices with equal columns, one under the other: [sum of O, E]; with `stack` [N, O, E]. Different kinds become
+    int8, different groups their common divisor; both without loss. Raises ValueError for fp8 beside another kind."""
+    if len({(w.kind, w.shift is None, w.group) for w in parts}) > 1:
+        group = math.gcd(*(w.group for w in parts))
+        if "fp8" in (kinds := {w.kind for w in parts}) and len(kinds) > 1:
+            raise ValueError("fp8 and integers cannot be joined")
+        parts = [spread(w, group, len(kinds) > 1, any(w.shift is not None for w in parts)) for w in parts]
+    join = torch.stack if stack else torch.cat
+
+    def of(each: list[Tensor]) -> Tensor:
+        dtype = torch.float32 if any(x.dtype == torch.float32 for x in each) else each[0].dtype
+        return join([_bytes(x if x.element_size() == 1 else x.to(dtype)) for x in each]).view(dtype)
+
+    shifts = [w.shift for w in parts if w.shift is not None]
+    scale, shift = of([w.scale for w in parts]), of(shifts) if shifts else None
+    if shift is not None and shift.dtype != scale.dtype:
+        scale, shift = scale.float(), shift.float()
+    return Quantized(of([w.q for w in parts]), scale, shift)
+
+
+def spread(w: Quantized, group: int, wide: bool = False, shifted: bool = False) -> Quantized:
+    """The same weights in smaller groups, `group` a divisor of w's; with `wide` int8 instead of int4; with `shifted`
+    with shifts."""
+    times, q = w.group // group, w.q
+    scale = w.scale.repeat_interleave(times, -1)
+    shift = None if w.shift is None else w.shift.repeat_interleave(times, -1)
+    centred = w.kind == "int4" and shift is None
+    if wide and w.kind == "int4":
+        q = unpacked(q).to(torch.int8) - (8 if centred else 0)
+    if shifted and shift is None:
+        shift = scale * (-8 if centred and not wide else 0)
+    return Quantized(q, scale, shift)
+
+
 def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
     """weight [.., O, E] -> the nearest `kind`, rounded to nearest: int8 and fp8 with a scale for each row, int4 with
     scale and shift for each 32 columns; or for each `group` columns. Raises ValueError for a kind or sizes that do not
@@ -227,7 +272,7 @@ def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
     group = group or (LEAST[kind] if kind == "int4" else E)
     columns = E // 2 if kind == "int4" else E
     q = torch.empty(*weight.shape[:-1], columns, dtype=KINDS[kind], device=weight.device)
-    scale = torch.empty(*weight.shape[:-1], E // group, device=weight.device)
+    scale = torch.empty(*weight.shape[:-1], E // group, dtype=torch.float16, device=weight.device)
     shift = torch.empty_like(scale) if kind == "int4" else None
     rows = max(1, CHUNK // E)
     flat = [None if part is None else part.view(-1, part.shape[-1]) for part in (weight.contiguous(), q, scale, shift)]
@@ -248,14 +293,12 @@ def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
             numbers = (w / step.unsqueeze(-1)).flatten(-2).clamp_(-most, most)
             _bytes(codes)[i : i + rows] = _bytes((numbers.round_() if kind == "int8" else numbers).to(codes.dtype))
         scales[i : i + rows] = step
-    return Quantized(q, *exact(scale, shift))
+    return Quantized(q, scale, shift)
 
 
 def _step(x: Tensor) -> Tensor:
-    """x >= 0 as a scale: rounded to float16 where that keeps its precision, 1 for 0."""
-    half = x.half().float()
-    normal = (half >= 2.0**-14) & half.isfinite()
-    return torch.where(x == 0, 1.0, torch.where(normal.all(), half, x))
+    """x >= 0 as a scale: the nearest float16 that is not 0 or infinite."""
+    return x.clamp(2.0**-24, 65504).half().float()
 
 
 def check(kind: str, shape: Sequence[int], group: int | None = None) -> None:

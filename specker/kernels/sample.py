@@ -16,7 +16,8 @@ a kernel gives id 0 and the reference may raise.
 The kernels find the k-th largest exactly. They sum masses as integers, in units of 2^-40 of the largest, so the order
 of the sum does not matter; an id's own mass is an fp32 exponential. Where the cumulative mass is within 2^-20 of top_p,
 the edge may be the neighbour of the float64 reference's. z equals the CPU reference's bit for bit, g up to its last
-bits. Traffic: without a filter the logits once, otherwise three times, two of them from the cache if they fit.
+bits. Traffic: without a filter the logits once, otherwise three times, two of them from the cache if they fit, and of
+each tile one atomic a bin that it has logits in.
 """
 
 import math
@@ -40,7 +41,7 @@ from specker.kernels.noise import (
     unpack_draw,
 )
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, counters, same_device, start_after_previous, tl, triton
 
 NUCLEUS = 128  # top-p on a CPU: this many usually hold the mass; sorting all costs ten times more
 MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow; it is in effect greedy
@@ -201,6 +202,7 @@ _UNIT = tl.constexpr(2.0**40)  # a mass of 1; an int64 holds the sum of 2^22 of 
 _NONE = tl.constexpr(2**31 - 1)  # no id
 _KEEP_ALL = tl.constexpr(2**31 - 1)  # a top_k that no row reaches
 _LEAST = tl.constexpr(-(2**31))  # the least key
+_MARGIN = tl.constexpr(2.0**-16)  # a share that exceeds the error of an fp32 exponential and of a few fp32 products
 
 
 @triton.jit
@@ -323,7 +325,7 @@ def _sample_peak_kernel(
     logits_ptr,  # [T, V]
     draw_ptr,  # [B, 4]: one set per run of rows
     peak_ptr,  # [T, S] fp32
-    hist_ptr,  # [T, 2, 2048] int64: count and mass; zeroed here
+    hist_ptr,  # [T, 2048] int32; zeroed here
     listed_ptr,  # [T] int32: length of the row's list; zeroed here
     temperature,
     run,  # rows that share a set
@@ -339,7 +341,7 @@ def _sample_peak_kernel(
     _, temperature, _ = drawn(draw_ptr + i_t // run * 4, 0, temperature, 1.0, DRAWN)
     tl.store(peak_ptr + i_t * S + i_s, tl.max(_scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK), axis=0))
     o = i_s * ZERO + tl.arange(0, ZERO)
-    tl.store(hist_ptr + i_t * (2 * _BINS) + o, tl.zeros([ZERO], tl.int64), mask=o < 2 * _BINS)
+    tl.store(hist_ptr + i_t * _BINS + o, tl.zeros([ZERO], tl.int32), mask=o < _BINS)
     if i_s == 0:
         tl.store(listed_ptr + i_t, 0)
 
@@ -350,55 +352,55 @@ def _peak(peak_ptr, i_t, S: tl.constexpr, S_PAD: tl.constexpr):
     return tl.max(tl.load(peak_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf")), axis=0)
 
 
-@triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["draw_ptr"])
+@triton.jit
+def _start(o_bin):
+    """The least `below` of a bin, exactly; infinity for one after the last."""
+    octaves = (((o_bin - _LINEAR) << 17) + _LINEAR_BITS).to(tl.float32, bitcast=True)
+    least = tl.where(o_bin < _LINEAR, o_bin.to(tl.float32), octaves) * (1 / 64)
+    return tl.where(o_bin < _BINS, least, float("inf"))
+
+
+@triton.jit
+def _edges(b_count, top_k, top_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr):
+    """Counts of a row's bins -> (bin_k, first, last, want_k). Bin bin_k holds the k-th largest, the want_k-th of its
+    ids; 2048 if all ids are kept. The edge of top_p lies in bins first..last, whatever the exact masses are."""
+    o_bin = tl.arange(0, _BINS)
+    bin_k, want_k = tl.full([], _BINS, tl.int32), tl.full([], 0, tl.int32)
+    if TOP_K:
+        bin_k = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)
+        want_k = top_k - tl.sum(tl.where(o_bin < bin_k, b_count, 0), axis=0)
+    first, last = bin_k, bin_k
+    if TOP_P:
+        # Bounds of the mass that top_k keeps of each bin; those of an id cover the error of an fp32 exponential.
+        b_least = (tl.exp(-_start(o_bin + 1)) * (1 - _MARGIN) * _UNIT).to(tl.int64)
+        b_most = (tl.exp(-_start(o_bin)) * (1 + _MARGIN) * _UNIT).to(tl.int64)
+        b_least *= tl.where(o_bin < bin_k, b_count, tl.where(o_bin == bin_k, want_k, 0))
+        b_most *= tl.where(o_bin <= bin_k, b_count, 0)
+        b_cum_least, b_cum_most = tl.cumsum(b_least, axis=0), tl.cumsum(b_most, axis=0)
+        b_rest_least, b_rest_most = tl.sum(b_least, axis=0) - b_cum_least, tl.sum(b_most, axis=0) - b_cum_most
+        # A bin has reached the edge if cum >= p * (cum + rest), for the masses up to it and after it. As (1 - p) * cum
+        # >= p * rest the bounds of either side are independent; in the first form they would list p / 64 of the row.
+        # The margin covers fp32 here and float64 in _share; 2 is what _share may round up.
+        low, high = (1 - top_p) * (1 - _MARGIN), (1 - top_p) * (1 + _MARGIN)
+        b_not = high * b_cum_most.to(tl.float32) < top_p * b_rest_least.to(tl.float32)
+        b_reached = low * b_cum_least.to(tl.float32) >= top_p * b_rest_most.to(tl.float32) + 2
+        first = tl.sum((b_not & (o_bin < bin_k)).to(tl.int32), axis=0)
+        last = tl.sum((~b_reached & (o_bin < bin_k)).to(tl.int32), axis=0)
+        first, last = tl.where(top_p < 1, first, bin_k), tl.where(top_p < 1, last, bin_k)  # 1 in memory is no filter
+    return bin_k, first, last, want_k
+
+
+@triton.jit(do_not_specialize=["run", "top_k"], do_not_specialize_on_alignment=["draw_ptr"])
 def _sample_histogram_kernel(
     logits_ptr,  # [T, V]
     draw_ptr,  # [B, 4]: one set per run of rows
     peak_ptr,  # [T, S] fp32
-    hist_ptr,  # [T, 2, 2048] int64
-    temperature,
-    run,  # rows that share a set
-    V: tl.constexpr,
-    S: tl.constexpr,
-    S_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    DRAWN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start_after_previous(PDL)
-    i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, temperature, _ = drawn(draw_ptr + i_t // run * 4, 0, temperature, 1.0, DRAWN)
-    m_v = i_s * BLOCK + tl.arange(0, BLOCK) < V
-    b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
-    b_below = _below(b_z, _peak(peak_ptr, i_t, S, S_PAD))
-    p_bin = hist_ptr + i_t * (2 * _BINS) + _bin(b_below)
-    # Ids masked out with -inf would all contend for one address. They are never an edge: with fewer than k others,
-    # bin_k is after the last bin.
-    if TOP_K:
-        tl.atomic_add(p_bin, tl.full([BLOCK], 1, tl.int64), mask=m_v & (b_below < float("inf")), sem="relaxed")
-    if TOP_P:
-        b_mass = _mass(b_below)
-        tl.atomic_add(p_bin + _BINS, b_mass, mask=m_v & (b_mass > 0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["run", "seed", "top_k"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
-def _sample_select_kernel(
-    logits_ptr,  # [T, V]
-    positions_ptr,  # [T]
-    draw_ptr,  # [B, 4]: one set per run of rows
-    peak_ptr,  # [T, S] fp32
-    hist_ptr,  # [T, 2, 2048] int64
-    value_ptr,  # [T, S] fp32
-    id_ptr,  # [T, S] int32
-    list_ptr,  # [T, V] int64: key << 32 | id for ids that may be at an edge, in any order
-    listed_ptr,  # [T] int32
-    edge_ptr,  # [T, 6] int64
+    hist_ptr,  # [T, 2048] int32
+    edge_ptr,  # [T, 4] int32: bin_k, first, last, want_k
+    count_ptr,  # [T] int32: programs that have arrived
     temperature,
     top_k,
     top_p,
-    seed: tl.int64,
     run,  # rows that share a set
     V: tl.constexpr,
     S: tl.constexpr,
@@ -412,124 +414,152 @@ def _sample_select_kernel(
     start_after_previous(PDL)
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_draw = draw_ptr + i_t // run * 4
-    _, temperature, top_p = drawn(p_draw, seed, temperature, top_p, DRAWN)
+    _, temperature, top_p = drawn(p_draw, 0, temperature, top_p, DRAWN)
     if DRAWN and TOP_K:
         k = tl.load(p_draw + 1)
         top_k = tl.where((k <= 0) | (k >= V) | (temperature == 0), _KEEP_ALL, k).to(tl.int32)
-    # bin_k holds the k-th largest. How many of its ids are kept decides the mass that top_p is a share of, and so where
-    # in first..last the top-p edge lies.
-    o_bin = tl.arange(0, _BINS)
-    bin_k = tl.full([], _BINS, tl.int32)
-    want_k = tl.full([], 0, tl.int64)
-    if TOP_K:
-        b_count = tl.load(hist_ptr + i_t * (2 * _BINS) + o_bin)
-        bin_k = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)  # past the last bin if all are kept
-        want_k = top_k - tl.sum(tl.where(o_bin < bin_k, b_count, 0), axis=0)
-    first, last = bin_k, bin_k
-    surely = tl.full([], 0, tl.int64)
-    before = tl.full([], 0, tl.int64)
-    if TOP_P:
-        b_mass = tl.load(hist_ptr + i_t * (2 * _BINS) + _BINS + o_bin)
-        b_reached = tl.cumsum(b_mass, axis=0)
-        surely = tl.sum(tl.where(o_bin < bin_k, b_mass, 0), axis=0)
-        most = tl.sum(tl.where(o_bin <= bin_k, b_mass, 0), axis=0)
-        # A top_p of 1 in memory is no filter; as a share, 1 would still lose what float64 rounds off.
-        first = tl.sum((b_reached < _share(surely, top_p)).to(tl.int32), axis=0)
-        last = tl.sum((b_reached < _share(most, top_p)).to(tl.int32), axis=0)
-        first, last = tl.where(top_p < 1, first, bin_k), tl.where(top_p < 1, last, bin_k)
-        before = tl.sum(tl.where(o_bin < first, b_mass, 0), axis=0)
-    if i_s == 0:
-        p_edge = edge_ptr + i_t * 6
-        tl.store(p_edge, bin_k.to(tl.int64))
-        tl.store(p_edge + 1, first.to(tl.int64))
-        tl.store(p_edge + 2, last.to(tl.int64))
-        tl.store(p_edge + 3, want_k)
-        tl.store(p_edge + 4, surely)
-        tl.store(p_edge + 5, before)
-
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
-    b_bin = _bin(_below(b_z, _peak(peak_ptr, i_t, S, S_PAD)))
-    m_listed = (o_v < V) & (((b_bin >= first) & (b_bin <= last)) | (b_bin == bin_k))
-    listed = tl.sum(m_listed.to(tl.int32), axis=0)
-    if listed > 0:
-        place = tl.atomic_add(listed_ptr + i_t, listed, sem="relaxed")
-        o_list = i_t * V + place + tl.cumsum(m_listed.to(tl.int32), axis=0) - 1
-        tl.store(list_ptr + o_list, (_key(b_z).to(tl.int64) << 32) | o_v.to(tl.int64), mask=m_listed)
-    m_kept = (o_v < V) & (b_bin < first)
-    best, i_best = float("-inf"), tl.full([], _NONE, tl.int32)
-    if tl.sum(m_kept.to(tl.int32), axis=0) > 0:
-        if DRAWN:
-            seed = tl.load(p_draw)  # loaded late, to save registers
-        if temperature != 0:
-            b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
-        best, i_best = _best(b_z, o_v, m_kept)
-    tl.store(value_ptr + i_t * S + i_s, best)
-    tl.store(id_ptr + i_t * S + i_s, i_best)
+    b_below = tl.where(o_v < V, _below(b_z, _peak(peak_ptr, i_t, S, S_PAD)), float("inf"))
+    # Ids masked out with -inf would all contend for one bin. They are never an edge: with fewer than k others, bin_k is
+    # after the last bin.
+    b_count = tl.histogram(_bin(b_below), _BINS, mask=b_below < float("inf"))
+    if S > 1:
+        p_bin = hist_ptr + i_t * _BINS + tl.arange(0, _BINS)
+        tl.atomic_add(p_bin, b_count, mask=b_count > 0, sem="relaxed")
+        if not _is_last(count_ptr + i_t, S):
+            return
+        b_count = tl.load(p_bin)
+    bin_k, first, last, want_k = _edges(b_count, top_k, top_p, TOP_K, TOP_P)
+    p_edge = edge_ptr + i_t * 4
+    tl.store(p_edge, bin_k)
+    tl.store(p_edge + 1, first)
+    tl.store(p_edge + 2, last)
+    tl.store(p_edge + 3, want_k)
 
 
 @triton.jit
-def _listed(p_list, i, n, FINISH: tl.constexpr):
-    """Entries i..i + FINISH - 1 of a row's list: key, id, whether the entry exists."""
+def _is_last(p_count, S: tl.constexpr):
+    """Whether this program is the last of a row's S to arrive; it then sees what the others wrote."""
+    tl.debug_barrier()  # the program's threads have written: the one that counts publishes all of it
+    last = tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == S - 1
+    if last:
+        tl.store(p_count, 0)
+    return last
+
+
+@triton.jit
+def _entries(p_list, i, n, FINISH: tl.constexpr):
+    """Keys and ids of entries i..i + FINISH - 1 of a row's list; anything past its end."""
     o_list = i + tl.arange(0, FINISH)
     b_entry = tl.load(p_list + o_list, mask=o_list < n, other=0)
-    return (b_entry >> 32).to(tl.int32), b_entry.to(tl.int32), o_list < n
+    return (b_entry >> 32).to(tl.int32), b_entry.to(tl.int32)
 
 
 @triton.jit
-def _weight(p_list, n, peak, low, high, MASS: tl.constexpr, FINISH: tl.constexpr):
+def _listed(p_list, i, n, b_key, b_mass, peak, MASS: tl.constexpr, FINISH: tl.constexpr):
+    """Keys and, with MASS, masses of entries i..i + FINISH - 1 of a row's list, and which exist. b_key and b_mass hold
+    the first ones, usually all."""
+    if i > 0:
+        b_key = _entries(p_list, i, n, FINISH)[0]
+        if MASS:
+            b_mass = _mass(_below(_z(b_key), peak))
+    return b_key, b_mass, i + tl.arange(0, FINISH) < n
+
+
+@triton.jit
+def _weight(p_list, n, b_key, b_mass, peak, low, high, MASS: tl.constexpr, FINISH: tl.constexpr):
     """The mass (MASS) or the number of the listed ids with keys in low..high."""
     total = tl.full([], 0, tl.int64)
     for i in tl.range(0, n, FINISH):
-        b_key, _, m = _listed(p_list, i, n, FINISH)
-        m = m & (b_key >= low) & (b_key <= high)
+        b_k, b_m, m = _listed(p_list, i, n, b_key, b_mass, peak, MASS, FINISH)
+        m = m & (b_k >= low) & (b_k <= high)
         if MASS:
-            b_mass = _mass(_below(_z(b_key), peak))
-            total += tl.sum(tl.where(m, b_mass, 0), axis=0)
+            total += tl.sum(tl.where(m, b_m, 0), axis=0)
         else:
             total += tl.sum(m.to(tl.int32), axis=0)
     return total
 
 
 @triton.jit
-def _edge(p_list, n, peak, first, last, least, want, MASS: tl.constexpr, FINISH: tl.constexpr):
+def _edge(p_list, n, b_key, b_mass, peak, first, last, least, want, MASS: tl.constexpr, FINISH: tl.constexpr):
     """Of the listed ids in bins first..last with keys from `least` on: the largest key such that the ids from it on
     weigh at least `want`, and the largest key of all."""
     low, high = tl.full([], 2**31 - 1, tl.int32), tl.full([], _LEAST, tl.int32)
     for i in tl.range(0, n, FINISH):
-        b_key, _, m = _listed(p_list, i, n, FINISH)
-        b_bin = _bin(_below(_z(b_key), peak))
-        m = m & (b_bin >= first) & (b_bin <= last) & (b_key >= least)
-        low = tl.minimum(low, tl.min(tl.where(m, b_key, 2**31 - 1), axis=0))
-        high = tl.maximum(high, tl.max(tl.where(m, b_key, _LEAST), axis=0))
+        b_k, _, m = _listed(p_list, i, n, b_key, b_mass, peak, False, FINISH)
+        b_bin = _bin(_below(_z(b_k), peak))
+        m = m & (b_bin >= first) & (b_bin <= last) & (b_k >= least)
+        low = tl.minimum(low, tl.min(tl.where(m, b_k, 2**31 - 1), axis=0))
+        high = tl.maximum(high, tl.max(tl.where(m, b_k, _LEAST), axis=0))
     # No other listed key lies between, because bins and keys have one order. 64 bits hold the sum of two keys.
     least_kept, most_kept = low.to(tl.int64), high.to(tl.int64)
     while least_kept < most_kept:
         middle = (least_kept + most_kept + 1) >> 1
-        if _weight(p_list, n, peak, middle, high, MASS, FINISH) >= want:
+        if _weight(p_list, n, b_key, b_mass, peak, middle, high, MASS, FINISH) >= want:
             least_kept = middle
         else:
             most_kept = middle - 1
     return least_kept.to(tl.int32), high
 
 
+@triton.jit
+def _least_key(
+    p_list,
+    n,
+    b_key,
+    b_mass,
+    peak,
+    p_edge,
+    p_mass,
+    top_p,
+    S: tl.constexpr,
+    S_PAD: tl.constexpr,
+    FINISH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+):
+    """The least key that a row's filters keep of its list."""
+    bin_k, first, last, want_k = tl.load(p_edge), tl.load(p_edge + 1), tl.load(p_edge + 2), tl.load(p_edge + 3)
+    least = tl.full([], _LEAST, tl.int32)
+    in_bin_k = tl.full([], 0, tl.int64)  # the mass that top_k keeps of bin_k
+    if TOP_K:
+        edge, most = _edge(p_list, n, b_key, b_mass, peak, bin_k, bin_k, least, want_k, False, FINISH)
+        least = tl.where(bin_k < _BINS, edge, least)
+        if TOP_P:
+            in_bin_k = _weight(p_list, n, b_key, b_mass, peak, least, most, True, FINISH)
+    if TOP_P:  # noqa: SIM102 (the compiler's `and` of a constant and a number does not short-circuit)
+        if top_p < 1:
+            o_s = tl.arange(0, S_PAD)
+            b_before = tl.load(p_mass + o_s * 2, mask=o_s < S, other=0)
+            b_surely = tl.load(p_mass + o_s * 2 + 1, mask=o_s < S, other=0)
+            want = _share(in_bin_k + tl.sum(b_surely, axis=0), top_p) - tl.sum(b_before, axis=0)
+            least = _edge(p_list, n, b_key, b_mass, peak, first, last, least, want, True, FINISH)[0]
+    return least
+
+
 @triton.jit(do_not_specialize=["run", "seed"], do_not_specialize_on_alignment=["positions_ptr", "draw_ptr"])
-def _sample_finish_kernel(
+def _sample_select_kernel(
+    logits_ptr,  # [T, V]
     positions_ptr,  # [T]
     draw_ptr,  # [B, 4]: one set per run of rows
     peak_ptr,  # [T, S] fp32
+    edge_ptr,  # [T, 4] int32
     value_ptr,  # [T, S] fp32
     id_ptr,  # [T, S] int32
-    list_ptr,  # [T, V] int64
+    mass_ptr,  # [T, S, 2] int64: of the bins before first, and of those before bin_k
+    list_ptr,  # [T, V] int64: key << 32 | id for ids that may be at an edge, in any order
     listed_ptr,  # [T] int32
-    edge_ptr,  # [T, 6] int64
+    count_ptr,  # [T] int32: programs that have arrived
     out_ptr,  # [T] int64
+    temperature,
     top_p,
     seed: tl.int64,
     run,  # rows that share a set
     V: tl.constexpr,
     S: tl.constexpr,
     S_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
     FINISH: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -537,37 +567,65 @@ def _sample_finish_kernel(
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
-    i_t = tl.program_id(0).to(tl.int64)
-    seed, temperature, top_p = drawn(draw_ptr + i_t // run * 4, seed, 1.0, top_p, DRAWN)
-    p_list = list_ptr + i_t * V
-    n = tl.load(listed_ptr + i_t)
+    i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    p_draw = draw_ptr + i_t // run * 4
+    _, temperature, top_p = drawn(p_draw, seed, temperature, top_p, DRAWN)
+    p_edge = edge_ptr + i_t * 4
+    bin_k, first, last = tl.load(p_edge), tl.load(p_edge + 1), tl.load(p_edge + 2)
     peak = _peak(peak_ptr, i_t, S, S_PAD)
-    p_edge = edge_ptr + i_t * 6
-    least = tl.full([], _LEAST, tl.int32)
-    mass = tl.load(p_edge + 4)
-    if TOP_K:
-        bin_k = tl.load(p_edge).to(tl.int32)
-        edge, most = _edge(p_list, n, peak, bin_k, bin_k, least, tl.load(p_edge + 3), False, FINISH)
-        least = tl.where(bin_k < _BINS, edge, least)
-        if TOP_P:
-            mass += _weight(p_list, n, peak, least, most, True, FINISH)
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
+    b_below = tl.where(o_v < V, _below(b_z, peak), float("inf"))
+    # Comparing with where bins begin takes fewer registers than bins do. It keeps no -inf beside a number.
+    m_kept = b_below < _start(first)
     if TOP_P:
-        first, last = tl.load(p_edge + 1).to(tl.int32), tl.load(p_edge + 2).to(tl.int32)
-        if top_p < 1:
-            want = _share(mass, top_p) - tl.load(p_edge + 5)
-            least, _ = _edge(p_list, n, peak, first, last, least, want, True, FINISH)
+        b_mass = _mass(b_below)
+        p_mass = mass_ptr + (i_t * S + i_s) * 2
+        tl.store(p_mass, tl.sum(tl.where(m_kept, b_mass, 0), axis=0))
+        tl.store(p_mass + 1, tl.sum(tl.where(b_below < _start(bin_k), b_mass, 0), axis=0))
+    best, i_best = float("-inf"), tl.full([], _NONE, tl.int32)
+    if tl.sum(m_kept.to(tl.int32), axis=0) > 0:
+        if DRAWN:
+            seed = tl.load(p_draw)  # loaded late, to save registers
+        b_perturbed = b_z
+        if temperature != 0:
+            b_perturbed += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
+        best, i_best = _best(b_perturbed, o_v, m_kept)
+    tl.store(value_ptr + i_t * S + i_s, best)
+    tl.store(id_ptr + i_t * S + i_s, i_best)
+    m_listed = (b_below >= _start(bin_k)) & (b_below < _start(bin_k + 1))
+    if TOP_P:
+        m_listed = m_listed | ((b_below >= _start(first)) & (b_below < _start(last + 1)))
+    listed = tl.sum(m_listed.to(tl.int32), axis=0)
+    if listed > 0:
+        place = tl.atomic_add(listed_ptr + i_t, listed, sem="relaxed")
+        o_list = i_t * V + place + tl.cumsum(m_listed.to(tl.int32), axis=0) - 1
+        tl.store(list_ptr + o_list, (_key(b_z).to(tl.int64) << 32) | o_v.to(tl.int64), mask=m_listed)
+    if S > 1:
+        if not _is_last(count_ptr + i_t, S):
+            return
+    else:
+        tl.debug_barrier()
 
+    p_list, n = list_ptr + i_t * V, tl.load(listed_ptr + i_t)
+    b_key, b_id = _entries(p_list, 0, n, FINISH)
+    b_mass = _mass(_below(_z(b_key), peak))
+    p_mass = mass_ptr + i_t * S * 2
+    least = _least_key(p_list, n, b_key, b_mass, peak, p_edge, p_mass, top_p, S, S_PAD, FINISH, TOP_K, TOP_P)
     o_s = tl.arange(0, S_PAD)
     b_v = tl.load(value_ptr + i_t * S + o_s, mask=o_s < S, other=float("-inf"))
-    b_id = tl.load(id_ptr + i_t * S + o_s, mask=o_s < S, other=_NONE)
-    best, i_best = _best(b_v, b_id, o_s < S)
+    b_i = tl.load(id_ptr + i_t * S + o_s, mask=o_s < S, other=_NONE)
+    best, i_best = _best(b_v, b_i, o_s < S)
     position = tl.load(positions_ptr + i_t)
+    if DRAWN:
+        seed = tl.load(p_draw)
     for i in tl.range(0, n, FINISH):
-        b_key, o_id, m = _listed(p_list, i, n, FINISH)
-        b_z = _z(b_key)
+        if i > 0:
+            b_key, b_id = _entries(p_list, i, n, FINISH)
+        b_value = _z(b_key)
         if temperature != 0:
-            b_z += gumbel_of(o_id, position, seed)
-        value, i_value = _best(b_z, o_id, m & (b_key >= least))
+            b_value += gumbel_of(b_id, position, seed)
+        value, i_value = _best(b_value, b_id, (i + tl.arange(0, FINISH) < n) & (b_key >= least))
         better = (value > best) | ((value == best) & (i_value < i_best))
         best, i_best = tl.where(better, value, best), tl.where(better, i_value, i_best)
     tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # no number: id 0
@@ -577,7 +635,11 @@ def _sample_finish_kernel(
 def _sample_variants(
     dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p: bool, drawn: bool = False
 ) -> tuple[Variant, ...]:
-    """The launches of a call: argmax and, for several splits, merge; with a filter peak, histogram, select, finish.
+    """The launches of a call: argmax and, for several splits, merge; with a filter peak, histogram, select.
+
+    histogram counts ids by bins of z, in shared memory. From a row's counts the last program to arrive finds the few
+    bins that may hold its edges. select takes the best of the ids above them, sums exact masses and lists the ids at
+    the edges; its last program to arrive searches that list. Which program is last changes nothing.
 
     A program holds one tile for any T: 16 logits per thread, two 16-byte loads of 2-byte logits. V 128,256 makes 32
     splits, so 8 rows are 256 programs, two per SM. The splits also share Philox, which takes one SM 40 us per row. All
@@ -615,52 +677,32 @@ def _sample_variants(
     peak = Variant(
         name + " peak",
         _sample_peak_kernel,
-        (f"*{t}", "*i64", "*fp32", "*i64", "*i32", "fp32", "i32"),
-        {**row, "BLOCK": block, "ZERO": triton.next_power_of_2(-(-2 * BINS // S)), **held},
+        (f"*{t}", "*i64", "*fp32", "*i32", "*i32", "fp32", "i32"),
+        {**row, "BLOCK": block, "ZERO": triton.next_power_of_2(-(-BINS // S)), **held},
         **fixed,
     )
     histogram = Variant(
         name + " histogram",
         _sample_histogram_kernel,
-        (f"*{t}", "*i64", "*fp32", "*i64", "fp32", "i32"),
+        (f"*{t}", "*i64", "*fp32", "*i32", "*i32", "*i32", "fp32", "i32", "fp32", "i32"),
         {**row, **pad, "BLOCK": block, **flags},
-        smoke=smoke and top_p and not top_k,
-        **fixed,
+        num_warps=8,  # for 2,048 bins, however small the tile is
+        wide=fixed["wide"] and warps == 8,
+        smoke=smoke and top_p,
     )
     select = Variant(
         name + " select",
         _sample_select_kernel,
-        (
-            f"*{t}",
-            "*i64",
-            "*i64",
-            "*fp32",
-            "*i64",
-            "*fp32",
-            "*i32",
-            "*i64",
-            "*i32",
-            "*i64",
-            "fp32",
-            "i32",
-            "fp32",
-            "i64",
-            "i32",
-        ),
-        {**row, **pad, "BLOCK": block, **flags},
-        smoke=smoke and top_p and not top_k,
-        **fixed,
+        (f"*{t}", "*i64", "*i64", "*fp32", "*i32", "*fp32", "*i32", "*i64", "*i64", "*i32", "*i32", "*i64")
+        + ("fp32", "fp32", "i64", "i32"),
+        {**row, **pad, "BLOCK": block, "FINISH": min(FINISH, block), **flags},
+        num_warps=warps,
+        wide=False,  # the list's entries are read one by one
+        # Two blocks per SM, except for rows that are not aligned: single elements make the list's scan large.
+        options={"maxnreg": 128 if fixed["wide"] else 255},
+        smoke=smoke and top_p,
     )
-    finish = Variant(
-        name + " finish",
-        _sample_finish_kernel,
-        ("*i64", "*i64", "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i64", "*i64", "fp32", "i64", "i32"),
-        {**row, **pad, "FINISH": FINISH, **flags},
-        num_warps=8,
-        wide=False,
-        smoke=smoke and top_p and top_k,
-    )
-    return peak, histogram, select, finish
+    return peak, histogram, select
 
 
 def variants(arch: int) -> Iterator[Variant]:
@@ -713,32 +755,16 @@ def _launch_sample(
         if S > 1:
             launches[1]((T,), value, ids, out)
         return out
-    peak, histogram, select, finish = launches
+    peak, histogram, select = launches
     peaks = torch.empty_like(value)
-    hist, edge = positions.new_empty(T, 2, BINS), positions.new_empty(T, 6)
-    entries, listed = positions.new_empty(T, V), ids.new_empty(T)
-    share = float(top_p)
+    hist, edges = ids.new_empty(T, BINS), ids.new_empty(T, 4)
+    masses, entries, listed = positions.new_empty(T, S, 2), positions.new_empty(T, V), ids.new_empty(T)
+    count, share = counters(logits.device, T), float(top_p)
     peak((T, S), logits, numbers, peaks, hist, listed, scale, run)
-    histogram((T, S), logits, numbers, peaks, hist, scale, run)
-    select(
-        (T, S),
-        logits,
-        positions,
-        numbers,
-        peaks,
-        hist,
-        value,
-        ids,
-        entries,
-        listed,
-        edge,
-        scale,
-        top_k if filters[0] else 0,
-        share,
-        key,
-        run,
-    )
-    finish((T,), positions, numbers, peaks, value, ids, entries, listed, edge, out, share, key, run)
+    k = top_k if filters[0] else 0
+    histogram((T, S), logits, numbers, peaks, hist, edges, count, scale, k, share, run)
+    rows = logits, positions, numbers, peaks, edges, value, ids, masses, entries, listed, count, out
+    select((T, S), *rows, scale, share, key, run)
     return out
 
 

@@ -70,9 +70,10 @@ def bit_equal(engine: "Engine") -> bool:
     kernels, on a GPU or compiled for the CPU."""
     options, stack, ranks = engine.options, engine.model.stack, engine.ranks
     rows = options.batch_size * (engine.plan.largest.nodes + 1)  # of a verify pass
-    kernels = engine.device.type == "cuda" or (stack is not None and rows <= stack.most)
+    compiled = stack is not None and rows <= stack.most
+    kernels = compiled or (engine.device.type == "cuda" and strategies.of(options).chains(options))
     kernels = kernels and options.linear != "cublas" and (ranks is None or ranks.ordered)
-    return engine.dtype == torch.float64 or (kernels and strategies.of(options).chains(options))
+    return engine.dtype == torch.float64 or kernels
 
 
 @torch.inference_mode()
@@ -84,8 +85,8 @@ def gap(engine: "Engine", ids: list[int], plain: int, other: int, sampling: dict
     cache.take(0, len(ids) + 1)
     prefill(model, cache, ids[:-1])
     rows = cache.after([len(ids) - 1], [1])
-    hidden = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=engine.device))).hidden
-    row = model.whole_logits(model.logits(hidden))[0]
+    out = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=engine.device)))
+    row = model.whole_logits(model.logits(out.final))[0]
     if len(cache.exact_len) > 1:
         cache.release(0)
     bound = rounding_bound(engine.dtype, row, params.temperature)

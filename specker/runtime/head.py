@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specker.kernels.quant import Matrix
 from specker.kernels.topk import vocab_topk
 from specker.runtime import state as states
+from specker.runtime.model.decoder import Final
 from specker.runtime.sampling import Draws
 
 
@@ -21,12 +23,12 @@ class Kept:
 
     ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
     text: int = 0
-    whole: Tensor | None = None  # [V, E], the untrimmed head, source of those rows
+    whole: Matrix | None = None  # [V, E], the untrimmed head, source of those rows
 
 
 @dataclass
 class Head:
-    weight: Tensor  # [K, E]
+    weight: Matrix  # [K, E]
     norm: Tensor  # [E]
     eps: float
     kept: Kept | None = None  # None: row i is id i
@@ -89,33 +91,32 @@ class Head:
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
         at, tokens = both
-        self.weight[at] = self.kept.whole[tokens]
+        self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
         self.token_ids[at] = tokens
 
-    def best(self, hidden: Tensor, draws: Draws, positions: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [T, E] at `positions` [T] -> the best candidate of each row, [T] int64; written to `out` [T] if
+    def best(self, final: Final, draws: Draws, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        """The rows [T, E] at `positions` [T] -> the best candidate of each row, [T] int64; written to `out` [T] if
         given, which may be a column of a window."""
-        noise, norm = draws.noise(positions), (self.norm, self.eps)
         column = None if out is None else out.unsqueeze(1)
-        return vocab_topk(hidden, self.weight, self.token_ids, 1, norm, noise, with_lse=False, out=column)[0][:, 0]
+        return self._topk(final, 1, draws, positions, with_lse=False, out=column)[0][:, 0]
 
-    def candidates(
-        self, hidden: Tensor, k: int, draws: Draws, positions: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [T, E] at `positions` [T] -> the k best ids [T, k] int64 (written to `out` if given) and their
-        log-probabilities [T, k].
+    def candidates(self, final: Final, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows [T, E] at `positions` [T] -> the k best ids [T, k] int64 and their log-probabilities [T, k].
 
         Above temperature 0, logits and log-probabilities include the noise that the target's draw will add at those
         positions (Gumbel coupling, arXiv 2408.07978), so the first candidate is the best guess of that draw.
         """
-        ids, scores, lse = self.ranked(hidden, k, draws, positions, out)
+        ids, scores, lse = self.ranked(final, k, draws, positions)
         # Rounding must not lift a log-probability above 0: a tree's child may never outrank its parent.
         return ids, (scores - lse.unsqueeze(-1)).clamp_(max=0)
 
-    def ranked(
-        self, hidden: Tensor, k: int, draws: Draws, positions: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def ranked(self, final: Final, k: int, draws: Draws, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Like `candidates`: ids [T, k], (perturbed) logits [T, k] divided by the temperature, lse [T] over all kept
         rows."""
-        noise = draws.noise(positions)
-        return vocab_topk(hidden, self.weight, self.token_ids, k, (self.norm, self.eps), noise, out=out)
+        return self._topk(final, k, draws, positions)
+
+    def _topk(
+        self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        norm, noise = None if final.normed else (self.norm, self.eps), draws.noise(positions)
+        return vocab_topk(final.rows, self.weight, self.token_ids, k, norm, noise, with_lse, out=out)

@@ -21,7 +21,7 @@ from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
 from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Model, prefill
+from specker.runtime.model.decoder import Final, Model, prefill
 from specker.runtime.policy import Budget, Outcome
 from specker.runtime.round import Round, best_shape, collect, launch, send
 from specker.runtime.sampling import Draws
@@ -203,7 +203,7 @@ class Batch:
                 last, end = tapped.pop(depth), self.cache.exact_len[slot]
                 positions = self.target.positions[end - len(last) : end]
                 draws = Draws.of([sequence.sampling], self.state.draw, False)
-                target = self.target.draw(draws, self.target.logits(last), positions)
+                target = self.target.draw(draws, self.target.logits(Final(last)), positions)
                 sequence.policy.learn(tuple(tapped), *drafter.watch(tapped, draws, target, positions))
         if drafter is not None:
             drafter.prefill(slot, sequence.text)

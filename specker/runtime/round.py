@@ -25,8 +25,10 @@ from specker.kernels.kv import kv_commit
 from specker.runtime import state as states
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
+from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Lengths
-from specker.runtime.model.decoder import Model, forward
+from specker.runtime.model.decoder import Final, Model, forward
+from specker.runtime.ops.grow import grow
 from specker.runtime.ops.settle import settle
 from specker.runtime.policy import Budget
 from specker.runtime.rows import begin
@@ -128,12 +130,21 @@ class Round:
             self.state.parents[:n, :N] = torch.tensor(rows, device=device)
             self.state.parents[n:, :N] = 0
 
-    def heard(self, scores: Tensor) -> None:
-        """Keep the log-probabilities [n] of the newest draft tokens for `goes_on`."""
+    def extend(self, head: Head, final: Final, positions: Tensor, out: Tensor) -> None:
+        """Write the best candidate of each row [n, E] at `positions` [n] to `out` [n, 1]. If policies ask, keep its
+        log-probability for `goes_on`: the chain is a tree of width 1 that grows."""
+        if not self.asks:
+            head.best(final, self.draws, positions, out[:, 0])
+            return
+        ids, logits, lse = head.ranked(final, 1, self.draws, positions)
+        scores = self.room("confidence", self.n)
+        scores = logits.new_empty(self.n) if scores is None else scores
+        grow(ids, logits, lse, out, self.state.parents[:, :1], scores.unsqueeze(1), 0)
         self.keep("confidence", scores)
 
     def goes_on(self) -> bool:
-        """Whether at least half of the sequences' policies draft another token; reads `heard` on the host."""
+        """Whether at least half of the sequences' policies draft another token; reads `extend`'s log-probabilities on
+        the host."""
         scores = self.kept("confidence", self.n)
         if scores.is_cuda:
             scores = to_host(scores)
@@ -176,7 +187,7 @@ def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
         out = forward(model, cache, last, hidden, slice(exit), below)
         hidden = _beside(r.hidden, out.hidden)
         taps = {n: _beside(r.taps[n], out.taps[n]) for n in below}
-        rows = cache.place(r.lengths, 1, 0, N + 1)
+        rows = cache.place(r.lengths, 1, 0, N + 1, positions=room)
         out = forward(model, cache, rows, hidden, slice(exit, None), tuple(n for n in r.budget.taps if n >= exit))
         r.taps = taps | out.taps
     else:
@@ -184,7 +195,7 @@ def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
         rows, hidden = begin(model, cache, r.lengths, 1, 0, s.window[:, : N + 1], parents, positions=room)
         out = forward(model, cache, rows, hidden, taps=r.budget.taps)
         r.taps = out.taps
-    r.keep("logits", model.logits(out.hidden, r.room("logits", r.n * (N + 1))))
+    r.keep("logits", model.logits(out.final, r.room("logits", r.n * (N + 1))))
     r.keep("positions", rows.positions)
 
 

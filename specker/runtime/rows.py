@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from specker.runtime.model.cache import KVCache, Lengths, Rows, _repeated, sequence_bounds
+from specker.runtime.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
 from specker.runtime.model.decoder import Model
 from specker.runtime.ops.start import start_rows
 
@@ -32,6 +32,12 @@ def begin_text(model: Model, cache: KVCache, texts: Tensor, lengths: Tensor, cou
     return _started(model, cache, lengths, count, 0, count, texts, True)
 
 
+def begin_step(model: Model, cache: KVCache, window: Tensor, lengths: Tensor, step: Tensor) -> tuple[Rows, Tensor]:
+    """`begin` for token `step` [1] int64 of each window [n, R] int64, of which token 0 is the root: the next row of a
+    draft whose length only the device knows."""
+    return _started(model, cache, lengths, 1, 0, 1, window, False, ahead=step)
+
+
 def _started(
     model: Model,
     cache: KVCache,
@@ -43,10 +49,11 @@ def _started(
     text: bool,
     parents: Tensor | None = None,
     positions: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> tuple[Rows, Tensor]:
     n, device = len(lengths), cache.device
     table = cache.table[:n]
     place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
-    hidden, positions, slots, kv_len, words = start_rows(model.embed, tokens, text, *place)
-    window, bounds = _repeated(first + count, n, device), sequence_bounds(count, device, n)
+    hidden, positions, slots, kv_len, words = start_rows(model.embed, tokens, text, *place, ahead=ahead)
+    window, bounds = window_sizes(first + count, device, n), sequence_bounds(count, device, n)
     return Rows(positions, slots, kv_len, window, words, bounds, table), hidden.to(model.dtype)

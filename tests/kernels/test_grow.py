@@ -8,7 +8,7 @@ import torch
 from compile_only import compilations
 from windows import POISON, a_tree, among
 
-from specker.runtime.ops.grow import _launch_grow, _launch_prune, grow, prune
+from specker.runtime.ops.grow import _launch_grow, _launch_prune, grow, grow_cost, prune, prune_cost
 
 I64 = torch.int64
 
@@ -94,6 +94,18 @@ def test_the_best_nodes_stay(go, N, count):
         assert nodes[b].tolist() == want and kept[b].tolist() == tokens[b, want].tolist()
         assert up[b].tolist() == [row[int(parents[b, j])] for j in want]
     assert all(int((around != POISON).sum()) == B * count for around in (a, b_)), "written outside the view"
+
+
+def test_costs():
+    """Two sequences, levels of three nodes in trees of six; then the five best of them."""
+    tokens, scores = torch.zeros(2, 6, dtype=I64), torch.zeros(2, 6)
+    node = 8 + (8 + 8 + 4)  # its id, then token, parent and score
+    for at, m in ((0, 1), (3, 3)):
+        given = torch.zeros(2 * m, 3, dtype=I64), torch.zeros(2 * m, 3), torch.zeros(2 * m)
+        read = 4 * (3 * m + m + m * (at > 0))  # logits, lse, the parents' scores
+        assert grow_cost(*given, tokens, tokens, scores, at)[0] == 2 * (read + 3 * node)
+    kept = tokens[:, :5]
+    assert prune_cost(tokens, tokens, scores, kept, kept) == (2 * (6 * 4 + 5 * (2 + 3) * 8), 2 * 2 * 6 * 6)
 
 
 def launches():

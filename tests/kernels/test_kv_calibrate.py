@@ -264,12 +264,12 @@ def test_refuses():
         (ok.half(), at, rope, None, "caches must have"),
         (ok, at, rope, torch.zeros(2, 8), "G dividing"),
         (ok, at, rope, torch.zeros(0, 8), "G dividing"),
-        (ok, at, rope, torch.zeros(1, 8).double(), "one shape and qkv's dtype"),
+        (ok, at, rope, torch.zeros(1, 8).double(), "one shape and the input's dtype"),
     ]:
         with pytest.raises(ValueError, match=message):
             kv_calibrate(qkv, positions, at, table, k, k.clone(), norm, norm)
     for q_norm, k_norm in ((3, 1), (1, 3)):
-        with pytest.raises(ValueError, match="one shape and qkv's dtype"):
+        with pytest.raises(ValueError, match="one shape and the input's dtype"):
             kv_calibrate(ok, at, at, rope, k, k.clone(), torch.ones(q_norm, 8), torch.ones(k_norm, 8))
     with pytest.raises(ValueError, match="slots must be"):
         kv_calibrate(ok, at, at.int(), rope, k, k.clone())

@@ -169,6 +169,13 @@ def test_refusals(which, value, message):
         kv_project(*args)
 
 
+def test_every_layer_has_its_own_norm():
+    *args, eps = inputs(3, SIZES[0], norm=True, dtype=torch.float32)
+    norms = (x.expand(3, -1) for x in args[8:10])  # three for the three rows of one layer
+    with pytest.raises(ValueError, match=r"q_norm must be \[1, 8\], a row per layer"):
+        kv_project(*args[:8], *norms, eps)
+
+
 def launches():
     for T in (1, 2, 16, 17, 64, 65, 256):
         for offset in (0, 1):

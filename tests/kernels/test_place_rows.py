@@ -8,8 +8,8 @@ import torch
 from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
-from specker.runtime.ops.rounds import _launch_place, place_rows
-from specker.runtime.ops.start import _launch, start_rows
+from specker.runtime.ops.rounds import _launch_place, place_rows, place_rows_cost
+from specker.runtime.ops.start import _launch, start_rows, start_rows_cost
 
 I64 = torch.int64
 
@@ -56,13 +56,13 @@ def test_a_draft_beyond_the_end_stays_inside(place):
     assert place(torch.tensor([9]), 1, 0, 4, pads, table(2), 16, 31)[0].tolist() == [8, 9, 9, 9]
 
 
-def start(*args, launch, text=False, parents=None, **more):
+def start(*args, launch, text=False, parents=None, positions=None, ahead=None):
     """A forward's rows by `start_rows` on a CPU or by its kernel."""
     embedding, tokens, length, back, first, count, blocks, page, last = args
     place = length, back, first, count, parents, blocks, page, last
     if launch:
-        return _launch(embedding, tokens, text, *place, **more)
-    return start_rows(embedding, tokens, text, *place, **more)
+        return _launch(embedding, tokens, text, *place, positions, ahead=ahead)
+    return start_rows(embedding, tokens, text, *place, positions, ahead=ahead)
 
 
 @pytest.mark.parametrize("launch", [False, True])
@@ -93,11 +93,43 @@ def test_a_forward_starts_with_the_end_of_each_text(launch):
     assert torch.equal(start(*args, launch=launch, text=True)[0], embedding[[5, 5, 6, 1, 1, 1]])
 
 
+@pytest.mark.parametrize("launch", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_a_step_starts_further_ahead(launch, text):
+    """By a number in memory: rows of longer texts, and later tokens, of which there is none beyond the last."""
+    tokens, blocks, n = among([[5, 6, 7, 0], [1, 2, 3, 4]])[0], table(9, 2), torch.tensor([40, 17])
+    n = torch.tensor([2, 1]) if text else n
+    embedding = torch.randn(8, 3)
+    for step in (0, 1, 3, 5):
+        got = start(embedding, tokens, n, 1, 0, 2, blocks, 16, 99, launch=launch, text=text, ahead=torch.tensor([step]))
+        first = n - 1 + step if text else torch.tensor([step, step])
+        columns = (first[:, None] + torch.arange(2)).clamp(max=3)
+        assert torch.equal(got[0], embedding[tokens.gather(1, columns).reshape(-1)])
+        want = place_rows(n + step, 1, 0, 2, None, blocks, 16, 99)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got[1:], want, strict=True))
+
+
 def test_positions_are_written_where_asked():
     positions = torch.full((4,), POISON)
     args = torch.randn(8, 3), torch.zeros(2, 2, dtype=I64), torch.tensor([9, 4]), 1, 0, 2, table(2, 2), 16, 99
     out = start(*args, launch=True, positions=positions)
     assert out[1] is positions and positions.tolist() == [8, 9, 3, 4]
+    positions.fill_(POISON)
+    assert _launch_place(*args[2:6], None, *args[6:], positions)[0] is positions and positions.tolist() == [8, 9, 3, 4]
+
+
+def test_costs():
+    """Two sequences of five rows after row 2, then of rows 62..66, whose masks have two words."""
+    lengths, parents, blocks = torch.tensor([40, 17]), torch.zeros(2, 6, dtype=I64), table(9, 2)
+    shared = 8 + 4 + 4  # length, kv_len, a page
+    assert place_rows_cost(lengths, 1, 2, 5, None, blocks, 16, 999) == (2 * (5 * 24 + shared), 2 * 5 * 7)
+    assert place_rows_cost(lengths, 1, 62, 5, None, blocks, 16, 999)[0] == 2 * (5 * 32 + shared)
+    place = lengths, 1, 2, 5, parents, blocks, 16, 999
+    assert place_rows_cost(*place)[0] == 2 * (5 * 24 + 6 * 8 + shared)
+    embedding, tokens = torch.zeros(50, 3, dtype=torch.bfloat16), torch.zeros(2, 9, dtype=I64)
+    copied = 10 * (8 + 2 * 3 * 2)  # ids, then embeddings in and out
+    bytes, operations = place_rows_cost(*place)
+    assert start_rows_cost(embedding, tokens, False, *place) == (bytes + copied, operations)
 
 
 def launches():
@@ -120,11 +152,13 @@ def launches():
         for parents in (None, tokens):
             _launch(embedding, tokens, False, *place, parents, blocks, page, last, positions)
         _launch(embedding, tokens, True, *place, None, blocks, page, last)
+        _launch(embedding, tokens, False, *place, None, blocks, page, last, ahead=ids[n : n + 1])
 
 
 def test_no_length_recompiles():
-    """One compilation per number of words for chains and for trees; of start_rows also one for texts."""
-    assert compilations(__file__, "launches") == {"_place_rows_kernel": 4, "_start_rows_kernel": 3}
+    """One compilation per number of words for chains and for trees; of start_rows also one for texts and one for
+    steps ahead."""
+    assert compilations(__file__, "launches") == {"_place_rows_kernel": 4, "_start_rows_kernel": 4}
 
 
 def test_refusals():
@@ -161,3 +195,6 @@ def test_refusals():
     for positions in (torch.zeros(3, dtype=I64), torch.zeros(4)):
         with pytest.raises(ValueError, match="positions must be"):
             start_rows(*given, positions)
+    for ahead in (torch.zeros(2, dtype=I64), torch.zeros(1)):
+        with pytest.raises(ValueError, match="ahead must be"):
+            start_rows(*given, ahead=ahead)

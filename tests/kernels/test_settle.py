@@ -10,7 +10,7 @@ from windows import POISON, a_tree, among, table
 from specker.kernels.accept import accept_walk
 from specker.kernels.sample import Splits, _launch_sample
 from specker.runtime.ops import settle as ops
-from specker.runtime.ops.settle import settle
+from specker.runtime.ops.settle import settle, settle_cost
 
 I64 = torch.int64
 
@@ -131,6 +131,17 @@ def test_drafts_that_are_no_tree():
         with pytest.raises(ValueError, match=f"the parent of draft 0 must be a row in 0..0, got {up}"):
             settle(*args)
         assert kernel(*args)[0].tolist() == [1, 0, -1, 5, -1]
+
+
+def test_costs():
+    """Two sequences of three drafts: chains, trees, and the splits of their logits."""
+    tokens, target = torch.zeros(2, 3, dtype=I64), torch.zeros(2, 4, dtype=I64)
+    splits = Splits(torch.zeros(8, 32), torch.zeros(8, 32, dtype=torch.int32))
+    read = 3 + 4 + 2  # tokens, target, length and limit
+    written = 4 + (1 + 4 + 4) + 3  # drawn, report, and a token, the length and the root
+    assert settle_cost(tokens, None, target) == (2 * 8 * (read + written), 12)
+    assert settle_cost(tokens, tokens, target)[0] == 2 * (8 * (read + written + 3 + 4 + 4) + 4)  # and a page
+    assert settle_cost(tokens, None, splits)[0] == 2 * 8 * (read - 4 + written) + 8 * 32 * (4 + 4)
 
 
 def launches():

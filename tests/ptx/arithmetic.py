@@ -11,6 +11,7 @@ from ptx.values import (
     F64,
     HALVES,
     I64,
+    PAIRS,
     U16,
     U32,
     U64,
@@ -35,6 +36,8 @@ def _binary(i: Instruction, function: Function) -> Run:
     kind = i.type
     if kind in HALVES:
         return halves(i, function)
+    if kind in PAIRS:
+        return pairs(i, function)
     d, a, b = i.args
     kind = bool if kind == "pred" else kind
     put, x, y = i.writer(d), i.reader(a, kind), i.reader(b, kind)
@@ -57,6 +60,17 @@ def halves(i: Instruction, function: Function) -> Run:
             high = _half(function, [r >> U32(16) for r in raw], kind)
             low = low.astype(U32) | (high.astype(U32) << U32(16))
         put(m, low)
+
+    return run
+
+
+def pairs(i: Instruction, function: Function) -> Run:
+    """s16x2 and u16x2: the lower and the upper 16 bits, each by itself."""
+    kind = PAIRS[i.type]
+    put, gets = i.writer(i.args[0]), i.readers(i.args[1:], U32)
+
+    def run(m: Any) -> None:
+        put(m, function(*(np.ascontiguousarray(all_threads(m, get(m))).view(kind) for get in gets)).view(U32))
 
     return run
 

@@ -57,21 +57,21 @@ def funnel_shift(i: Instruction) -> Run:
 def field(i: Instruction) -> Run:
     """bfe: bits from a position on, extended by zeros or by their sign."""
     kind, d, a, b, c = i.type, *i.args
-    if bits_of(kind) != 32:
-        raise i.unsupported()
     signed = np.dtype(kind).kind == "i"
+    if signed and bits_of(kind) != 32:
+        raise i.unsupported()
     wide = I64 if signed else U64
     put, x, first, length = i.writer(d), i.reader(a, kind), i.reader(b, U32), i.reader(c, U32)
 
     def run(m: Any) -> None:
-        position = np.minimum((first(m) & U32(255)).astype(wide), wide(63 if signed else 32))
-        n = np.minimum((length(m) & U32(255)).astype(wide), wide(32))
-        v = x(m).astype(wide) >> position
+        position, n = ((get(m) & U32(255)).astype(wide) for get in (first, length))
+        v = x(m).astype(wide) >> np.minimum(position, wide(63))
         if signed:
-            drop = wide(64) - np.maximum(n, wide(1))
+            drop = wide(64) - np.clip(n, wide(1), wide(32))
             v = np.where(n == 0, wide(0), (v << drop) >> drop)
         else:
-            v = v & ((wide(1) << n) - wide(1))
+            kept = np.where(n > 63, ~wide(0), (wide(1) << np.minimum(n, wide(63))) - wide(1))
+            v = np.where(position > 63, wide(0), v & kept)
         put(m, v.astype(kind))
 
     return run

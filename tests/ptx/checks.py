@@ -189,6 +189,7 @@ def _sample_rows(arch: int, dtype: torch.dtype) -> Comparisons:
         many = call(slice(0, 6))
         same = _parts(call, many, (0, 1), (5, 6), (2, 4))
         same["CTAs backwards"] = _equal(call(slice(0, 6), backwards=True), many)
+        same["CTAs shuffled"] = _equal(call(slice(0, 6), shuffled=3), many)
         yield "t{} k{} p{}".format(*how), same
 
 

@@ -44,6 +44,11 @@ def _accumulator_written(ptx: str) -> str:
     return re.sub(r"(wgmma\.mma_async\S+ \{(%r\d+))", r"add.f32 \2, \2, 0f00000000; \1", ptx, count=1)
 
 
+def _plain_write(ptx: str) -> str:
+    """Write 0 plainly where the first atomic has counted."""
+    return re.sub(r"(atom\S*shared\S*\s+\S+ (\[\S+\]), 1;)", r"\1 st.shared.b32 \2, 0;", ptx, count=1)
+
+
 def _linear() -> Any:
     x, w = randn(3, 512, dtype=torch.bfloat16), weight(128, 512, dtype=torch.bfloat16)
     return ops.linear._launch(x, w, None, "none")
@@ -52,6 +57,21 @@ def _linear() -> Any:
 def _norm() -> Any:
     x = randn(2, 4096, dtype=torch.bfloat16)
     return ops.merge._launch(x, x[None], x[:1], 1e-5)
+
+
+@triton.jit
+def _count_kernel(
+    x_ptr,  # [BLOCK] int32, below BINS
+    y_ptr,  # [BINS] int32: how many of x are 0, 1, ..
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    tl.store(y_ptr + tl.arange(0, BINS), tl.histogram(tl.load(x_ptr + tl.arange(0, BLOCK)), BINS))
+
+
+def _count() -> None:
+    """Zeros, atomics and reads of shared memory, with a barrier after each of the first two."""
+    _count_kernel[(1,)](_ints(512) % 100, _ints(128), BLOCK=512, BINS=128)
 
 
 # A predicate that holds for every second thread.
@@ -74,6 +94,9 @@ FAULTS: tuple[tuple[str, Callable[[], Any], int, Change], ...] = (
     ("a store elsewhere", _norm, 80, _replaced(r"(st\.global\S* \[ %rd\d+ \+) 0", r"\1 65536")),
     ("an odd address", _norm, 80, _replaced(r"(st\.global\S* \[ %rd\d+ \+) 0", r"\1 2")),
     ("half of a warp shuffles", _norm, 80, _replaced(r"(\n\s*)(shfl\.sync)", r"\1@%odd \2")),
+    ("no barrier before atomics in shared memory", _count, 80, _without(r"bar\.sync", 0)),
+    ("no barrier after atomics in shared memory", _count, 80, _without(r"bar\.sync", 1)),
+    ("a plain write after an atomic", _count, 80, _plain_write),
     ("threads wait at two barriers", _linear, 80, _replaced(r"(\n\s*)(bar\.sync)", r"\1@%odd \2", 1)),
 )
 

@@ -72,22 +72,26 @@ def _place(label: str, args: tuple) -> Case:
 
 def start_rows(_: object) -> Iterator[Case]:
     g = torch.Generator().manual_seed(4)
-    for E, first, count, text, tree, lengths in (
-        (96, 0, 6, False, True, [40, 7]),
-        (1030, 2, 1, False, False, [40, 300]),
-        (64, 0, 6, True, False, [40, 3]),
+    for E, first, count, text, tree, lengths, step in (
+        (96, 0, 6, False, True, [40, 7], None),
+        (1030, 2, 1, False, False, [40, 300], None),
+        (64, 0, 6, True, False, [40, 3], None),
+        (64, 0, 2, False, False, [40, 7], 3),
     ):
         B = len(lengths)
         parents = torch.stack([_tree(first + count - 1, g) for _ in lengths]) if tree else None
         table = torch.randperm(80 * B, generator=g).view(B, 80)[:, :70].int()
-        tokens = torch.randint(0, 70, (B, 1000 if text else count), generator=g)  # ids beyond the vocabulary, too
+        wide = 1000 if text else count + (step or 0)
+        tokens = torch.randint(0, 70, (B, wide), generator=g)  # ids beyond the vocabulary, too
         rows = torch.tensor(lengths), count if text else 1, first, count, parents, table, 16, 5000
         embedding = torch.randn(50, E, generator=g).bfloat16()
-        yield _start(f"E{E} rows {first}+{count}{' text' * text}{' tree' * tree}", (embedding, tokens, text, *rows))
+        ahead = None if step is None else torch.tensor([step])
+        label = f"E{E} rows {first}+{count}{' text' * text}{' tree' * tree}{' ahead' * (step is not None)}"
+        yield _start(label, (embedding, tokens, text, *rows), ahead)
 
 
-def _start(label: str, args: tuple) -> Case:
-    return _equal(label, lambda: start._launch(*args), lambda: start.start_rows(*args))
+def _start(label: str, args: tuple, ahead: torch.Tensor | None) -> Case:
+    return _equal(label, lambda: start._launch(*args, ahead=ahead), lambda: start.start_rows(*args, ahead=ahead))
 
 
 def grow(_: object) -> Iterator[Case]:

@@ -2,7 +2,8 @@
 
 Each grain (`Program.grain` bytes) has the tags of its last writer and reader. A tag names a warp in one epoch, the time
 between two barriers of its CTA: 64 * epoch + warp + 1, or + 63 for several warps; 0 is nobody. Two warps may run in any
-order between barriers, so what one writes there the other must neither read nor write, unless it writes the same value.
+order between barriers, so what one writes there the other must neither read nor write, unless it writes the same value
+or both write atomically.
 """
 
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ class SharedMemory:
         self.copying = np.zeros(grains, np.int16)  # copies in flight that write it
         self.multiplying = np.zeros(grains, np.int16)  # wgmmas in flight that read it
         self.by_threads = np.zeros(grains, bool)  # written by threads since the CTA's last proxy fence
+        self.by_atomics = np.zeros(grains, bool)  # the writes of its last writer's epoch were all atomic
 
     def grains(self, offsets: Array, width: int) -> Array:
         """The grains of each access, [n, width / grain]."""
@@ -67,16 +69,31 @@ class SharedMemory:
         self.report.check(copying, f"read of shared memory while cp.async is in flight: {i}")
         race = (written // 64 == tag // 64) & (written != tag)
         self.report.check(race, f"race: read of shared memory that another warp wrote since the last barrier: {i}")
-        self._note_read(g, tag)
+        self._note(self.reader, g, tag)
         return offsets
 
-    def _note_read(self, grains: Array, tag: Array) -> None:
+    def atomic(self, i: "Instruction", addresses: Array, width: int, lanes: Array) -> Array:
+        """Check an atomic access by `lanes` -> offsets as `load`."""
+        live, at, _ = self.offsets(i, addresses, width, lanes)
+        offsets = np.zeros(self.machine.shape, I64)
+        offsets[live] = at
+        g, tag = self.grains(at, width), self.tags(live)
+        self.report.check(self.writer[g] == 0, f"atomic on shared memory that nobody wrote: {i}")
+        race = self.check_write(i, g, tag, "atomic") & ~self.by_atomics[g]
+        self.report.check(race, f"race: atomic on shared memory that another warp wrote since the last barrier: {i}")
+        atomic = (self.writer[g] // 64 != tag // 64) | self.by_atomics[g]
+        self._note(self.writer, g, tag)
+        self.by_threads[g], self.by_atomics[g] = True, atomic
+        return offsets
+
+    def _note(self, last: Array, grains: Array, tag: Array) -> None:
+        """Note readers or atomic writers, of which several warps may share an epoch."""
         g, t = grains.ravel(), np.broadcast_to(tag, grains.shape).ravel()
-        old = self.reader[g]
+        old = last[g]
         several = (old // 64 == t // 64) & (old != t)
-        self.reader[g] = t
-        several |= self.reader[g] != t
-        self.reader[g[several]] = t[several] | SEVERAL
+        last[g] = t
+        several |= last[g] != t
+        last[g[several]] = t[several] | SEVERAL
 
     def check_write(self, i: "Instruction", g: Array, tag: Array, what: str) -> Array:
         """Check a write of grains before it happens -> which of them another warp wrote in this epoch."""
@@ -98,7 +115,7 @@ class SharedMemory:
         view[places] = values
         lost = view[places] != values
         self.report.check(lost, f"race: lanes write different values to one place of shared memory: {i}")
-        different = changed & twice
+        different = (changed | self.by_atomics[g].any(1)) & twice
         text = "write to shared memory that another warp wrote since the last barrier"
         same = f"two warps write the same value to shared memory: {i}"
         if not self.report.check(different, f"race: {text}: {i}") and twice.any():
@@ -109,7 +126,7 @@ class SharedMemory:
 
     def note_written(self, grains: Array, tag: Array) -> None:
         self.writer[grains] = np.broadcast_to(tag, grains.shape)
-        self.by_threads[grains] = True
+        self.by_threads[grains], self.by_atomics[grains] = True, False
 
     def proxy_fence(self) -> None:
         """What the active threads' CTAs have written is visible to wgmma from now on."""

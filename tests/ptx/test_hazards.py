@@ -29,6 +29,15 @@ EXPECTED = {  # a fault of mutants.py or grids.py -> what must be reported
     "a store elsewhere": ["global write of 16 bytes out of bounds at offset"],
     "an odd address": ["misaligned global access"],
     "half of a warp shuffles": ["part of a warp executes a warp-wide instruction"],
+    "no barrier before atomics in shared memory": [
+        "race: atomic on shared memory that another warp wrote since the last barrier",
+    ],
+    "no barrier after atomics in shared memory": [
+        "race: read of shared memory that another warp wrote since the last barrier",
+    ],
+    "a plain write after an atomic": [
+        "race: write to shared memory that another warp wrote since the last barrier",
+    ],
     "threads wait at two barriers": ["threads of a CTA wait at different barriers"],
     "a read beyond the end": ["global read of 4 bytes out of bounds at storage of (100,) torch.int32 byte 400 of 404"],
     "programs write one place": [

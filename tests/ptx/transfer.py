@@ -64,11 +64,12 @@ def store(i: Instruction) -> Run:
 
 
 def atomic(i: Instruction) -> Run:
-    """atom and red in global memory; threads in the order of their numbers."""
-    returns = i.parts[0] == "atom"
+    """atom and red; threads in the order of their numbers."""
+    returns, in_global = i.parts[0] == "atom", _space(i) == "global"
     kind, name = i.type, i.part("|".join(ATOMICS))
-    if _space(i) != "global" or name is None or isinstance(kind, str):
+    if name is None or isinstance(kind, str):
         raise i.unsupported()
+    width = bits_of(kind) // 8
     function = ATOMICS[name]
     where, value = i.args[1:3] if returns else i.args[:2]
     address, get = i.address(where), i.reader(value, kind)
@@ -76,8 +77,11 @@ def atomic(i: Instruction) -> Run:
 
     def run(m: Any) -> None:
         lanes = m.lanes()
-        at = m.memory.atomic(i, address(m), bits_of(kind) // 8) // (bits_of(kind) // 8)
-        view, v = m.memory.view(kind), all_threads(m, get(m))
+        if in_global:
+            at, view = m.memory.atomic(i, address(m), width), m.memory.view(kind)
+        else:
+            at, view = m.shared.atomic(i, address(m), width, lanes), m.shared.data.view(kind)
+        at, v = at // width, all_threads(m, get(m))
         if put is None:
             function.at(view, at[lanes], v[lanes])
             return

@@ -11,6 +11,7 @@ SIGNED = {8: np.int8, 16: I16, 32: I32, 64: I64}
 FLOAT = {16: F16, 32: F32, 64: F64}
 WIDER = {U16: U32, I16: I32, U32: U64, I32: I64}
 HALVES = ("bf16", "bf16x2", "f16x2")  # types that are computed in a wider one and rounded once
+PAIRS = {"s16x2": I16, "u16x2": U16}  # two integers in 32 bits
 SMALLEST_NORMAL = np.finfo(F32).tiny
 
 
@@ -19,8 +20,8 @@ class Unsupported(Exception):
 
 
 def number_type(name: str) -> type | str:
-    """The numpy type of a PTX type such as "u32"; a half type or "pred" stays a name."""
-    if name in HALVES or name == "pred":
+    """The numpy type of a PTX type such as "u32"; a half type, a pair or "pred" stays a name."""
+    if name in HALVES or name in PAIRS or name == "pred":
         return name
     return {"u": UNSIGNED, "s": SIGNED, "b": UNSIGNED, "f": FLOAT}[name[0]][int(name[1:])]
 

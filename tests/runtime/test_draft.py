@@ -1,5 +1,8 @@
 """Drafts: the tree equals its definition, level by level, also with the target's noise."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from make_checkpoint import make, oracle
@@ -12,9 +15,10 @@ from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Model, prefill
-from specker.runtime.policy import Budget
+from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import launch
 from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.dynamic_exit import EarlyExitDrafter
 
 PROMPT = [7, 3, 99, 12, 50, 8, 61]
 DEPTH = 6  # of the longest draft: rounds of fixed shape forward one token more than this again
@@ -77,6 +81,28 @@ def test_the_tree_equals_its_definition(world, shape, sampling, fixed):
     want, up, _ = grown(reference, sampling, width, depth)
     assert tokens(r) == want and parents(r) == up
     assert r.tree == (width > 1) and r.depth == depth
+
+
+class Asked(Fixed):
+    """Drafts as long as `Fixed` does, but hears of each token's confidence."""
+
+    confident = True
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)], ids=["greedy", "T0.8"])
+@pytest.mark.parametrize("own", [False, True], ids=["a small model", "the target's layers"])
+def test_policies_hear_each_tokens_probability(world, own, sampling, fixed):
+    model, reference = world
+    mine = drafter(model, 1)
+    if own:  # all of the target's layers: the target's own chain
+        mine = EarlyExitDrafter(model, mine.cache, mine.head)
+        prefill(model, mine.cache, PROMPT[:-1])
+    r = draft(mine, PROMPT, Budget(4, 4, len(model.layers)), sampling, Asked(4, 4), fixed=fixed)
+    want, _, scores = grown(reference, sampling, 1, 4)
+    alone = [math.exp(b - a) for a, b in itertools.pairwise([0.0, *scores])]
+    assert tokens(r) == want and r.size == 4
+    assert [p for [p] in r.confidence] == pytest.approx(alone, rel=1e-5) and max(alone) < 1
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])

@@ -8,7 +8,7 @@ import specker
 from specker.kernels.linear import row_linear, row_linear_ref
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Model, forward, prefill
+from specker.runtime.model.decoder import Final, Model, forward, prefill
 from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 
 LAYERS = 4
@@ -32,7 +32,7 @@ def test_no_other_linear_runs(tmp_path, monkeypatch):
         parallel = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,))))
         for call in (
             lambda: prefill(model, cache, [1, 2, 3]), lambda: forward(model, cache, rows, hidden),
-            lambda: parallel.forward(rows, hidden), lambda: model.logits(hidden),
+            lambda: parallel.forward(rows, hidden), lambda: model.logits(Final(hidden)),
         ):  # fmt: skip
             calls.clear()
             call()

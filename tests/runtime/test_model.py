@@ -33,7 +33,7 @@ def verify(model, cache, tokens, parents=None):
     """The logits of `tokens`, a chain or a tree after the exact columns, and their positions."""
     parents = None if parents is None else torch.tensor([parents])
     rows = cache.place([cache.exact_len[0] + 1], 1, 0, len(tokens), parents)
-    return model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(tokens))).hidden), rows.positions
+    return model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(tokens))).final), rows.positions
 
 
 def tokens_of(model: Model, count: int) -> list[int]:
@@ -48,7 +48,7 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
     if not model.config.causal:  # all rows see all columns, in one window
         words = torch.full((40, 1), (1 << 40) - 1, dtype=torch.int64)
         rows = cache.after([0], [40])._replace(ancestors=words)
-        got = model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(ids))).hidden)
+        got = model.logits(forward(model, cache, rows, model.embed_tokens(torch.tensor(ids))).final)
         assert (got - expected).abs().max() < 1e-9
         return
     prefill(model, cache, ids[:17])

@@ -184,18 +184,29 @@ class KVCache:
         """Limit attention to the first `columns` (a KV bucket): it launches no programs for later ones."""
         self.table = self.block_table[:, : -(-min(columns, self.capacity) // self.page_size)]
 
-    def place(self, lengths: Lengths, back: int, first: int, count: int, parents: Tensor | None = None) -> Rows:
+    def place(
+        self,
+        lengths: Lengths,
+        back: int,
+        first: int,
+        count: int,
+        parents: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+    ) -> Rows:
         """Place rows first..first + count - 1 of each sequence's window, which begins `back` columns before the end of
-        the committed text. The rows form a chain, or a tree with `parents` [n, rows] int64."""
+        the committed text. The rows form a chain, or a tree with `parents` [n, rows] int64. `positions` [n * count]
+        int64: memory for the positions, used if the device places the rows."""
         n = len(lengths)
         if n == 1 and parents is None and not isinstance(lengths, Tensor):
             return self.after([lengths[0] - back + first], [count], first)
         if not isinstance(lengths, Tensor):
             lengths = torch.tensor(lengths, device=self.device)
         table = self.table[:n]
-        placed = place_rows(lengths, back, first, count, parents, table, self.page_size, self.last_position)
+        sizes = self.page_size, self.last_position
+        placed = place_rows(lengths, back, first, count, parents, table, *sizes, positions)
         positions, slots, kv_len, words = placed
-        window = _repeated(first + count, n, self.device)
+        window = window_sizes(first + count, self.device, n)
         return Rows(positions, slots, kv_len, window, words, sequence_bounds(count, self.device, n), table)
 
     def after(self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False) -> Rows:
@@ -240,9 +251,9 @@ def _full_words(rows: int, first: int = 0) -> Tensor:
 
 
 @cache
-def _repeated(value: int, count: int, device: torch.device) -> Tensor:
-    """[count] int32. CUDA graphs hold its address, so the cache never frees it."""
-    return torch.tensor([value] * count, dtype=torch.int32, device=device)
+def window_sizes(rows: int, device: torch.device, sequences: int = 1) -> Tensor:
+    """[sequences] int32, windows of `rows` rows. CUDA graphs hold its address, so the cache never frees it."""
+    return torch.tensor([rows] * sequences, dtype=torch.int32, device=device)
 
 
 @cache

@@ -19,6 +19,7 @@ from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import MAX_ROWS, row_linear
 from specker.kernels.merge import add_norm, residual_merge
 from specker.kernels.project import kv_project
+from specker.kernels.quant import Matrix
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import Checkpoint, Weights
@@ -34,11 +35,11 @@ class Attention(NamedTuple):
     """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]."""
 
     norm_in: Tensor  # [E]
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [1, D], stacked [N, D]
     k_norm: Tensor | None
-    o: Tensor
+    o: Matrix
     o_bias: Tensor | None
 
 
@@ -46,9 +47,9 @@ class FeedForward(NamedTuple):
     """Feed-forward weights of one layer."""
 
     norm_post: Tensor  # [E]
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
 
@@ -71,9 +72,24 @@ class Batch(NamedTuple):
 Step = tuple[Group, tuple[Tensor, Tensor], Batch]  # the tensors are K and V [pages, page_size, Hkv, D] of `slots`
 
 
+class Final(NamedTuple):
+    """Rows for an LM head, which takes the final norm of them unless an earlier launch has."""
+
+    rows: Tensor  # [T, E], the residual stream or its final norm
+    normed: bool = False
+
+    def at(self, which: slice | Tensor) -> "Final":
+        return Final(self.rows[which], self.normed)
+
+
 class Output(NamedTuple):
     hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
     taps: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
+    normed: Tensor | None = None  # [T, E], the final norm of `hidden`, where the launch of the last sum gave it
+
+    @property
+    def final(self) -> Final:
+        return Final(self.hidden) if self.normed is None else Final(self.normed, True)
 
 
 def served(config: ModelConfig) -> bool:
@@ -114,22 +130,29 @@ class Model:
         if kernels is None or not kernels.Stack.takes(layers, self.rope):
             return None
         c = self.config
-        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps)
+        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps, self.rounds)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a CPU's products round their rows to bfloat16."""
+        return self.embed.dtype == torch.bfloat16
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E]."""
         return torch.embedding(self.embed, tokens).to(self.dtype)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The residual stream [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model
-        returns only its own columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
-        stack = self.stack
-        if stack is not None and len(hidden) <= stack.most and (kernels := native()).serves(hidden, self.head):
-            return kernels.head(hidden, self.norm, self.config.rms_norm_eps, self.head)
-        _, normed = add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
-        if out is not None and fuses(self, normed) and out.shape == (len(normed), len(self.head)):
-            return row_linear(normed, self.head, epilogue="float32", out=out)
-        return self.linear(normed, self.head, epilogue="float32")
+    def logits(self, final: Final, out: Tensor | None = None) -> Tensor:
+        """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
+        columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
+        (x, normed), stack = final, self.stack
+        few = stack is not None and len(x) <= stack.most and not normed
+        if few and (kernels := native()).serves(x, self.head):
+            return kernels.head(x, self.norm, self.config.rms_norm_eps, self.head, self.rounds)
+        if not normed:
+            _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
+        if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
+            return row_linear(x, self.head, epilogue="float32", out=out)
+        return self.linear(x, self.head, epilogue="float32")
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
         """logits [T, V] (a part's columns) at `positions` [T] -> the token after each row, [T] int64."""
@@ -158,7 +181,8 @@ def run_layers(
 
     Each sum is fused with the norm that follows it. `taps`: depths n at which to keep the stream; only the input of a
     group can be tapped. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project, attention, o,
-    norm, gate_up, down; the norms also add up the splits of o and down."""
+    norm, gate_up, down; the norms also add up the splits of o and down. The last sum there comes with the final norm,
+    whichever layer is the last: every head takes the same norm."""
     eps, linear = model.config.rms_norm_eps, model.linear
     kept: dict[int, Tensor] = {}
     few = fuses(model, hidden)
@@ -192,13 +216,14 @@ def run_layers(
                 hidden, (normed,) = _add_norms(hidden, delta, mlp.norm_post.unsqueeze(0), eps, added[i])
             up = linear(normed, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
             delta = model.summed(_added(model, up, mlp.down, mlp.down_bias, few))
-    if delta is not None and delta.dim() == 3:
-        hidden, _ = residual_merge(hidden, delta, None, eps, None, True)
+    final: Tensor | None = None
+    if few:
+        hidden, final = add_norm(hidden, delta, model.norm, eps)
     elif delta is not None:
         hidden = hidden + delta
     if first in taps:
         kept[first] = hidden
-    return Output(hidden, kept)
+    return Output(hidden, kept, final)
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:
@@ -206,7 +231,7 @@ def fuses(model: Model, hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden) <= MAX_ROWS and model.linear is row_linear
 
 
-def _added(model: Model, x: Tensor, weight: Tensor, bias: Tensor | None, few: bool) -> Tensor:
+def _added(model: Model, x: Tensor, weight: Matrix, bias: Tensor | None, few: bool) -> Tensor:
     """What the linear adds to the stream, [T, E]; for few rows on one GPU the sums of its splits [S, T, E]."""
     if few and bias is None and model.ranks is None:
         return row_linear(x, weight, epilogue="split")

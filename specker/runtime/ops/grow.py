@@ -49,9 +49,13 @@ def grow(ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tens
     parents[:, level] = best // w + (at - m + 1)
 
 
-def grow_cost(ids: Tensor, *_: Tensor | int) -> tuple[int, int]:
-    """(bytes, operations) of one call."""
-    return 12 * ids.numel() + 24 * len(ids), 3 * ids.numel()
+def grow_cost(
+    ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, at: int
+) -> tuple[int, int]:
+    """(bytes, operations) of one call. Of the ids only those of the new nodes are read."""
+    B, (T, w), size = len(tokens), ids.shape, scores.element_size()
+    read = (T * w + T * (2 if at else 1)) * size  # logits, lse and, below the first level, the parents' scores
+    return read + B * w * (8 + 8 + 8 + size), (2 + w) * T * w
 
 
 def prune(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Tensor) -> Tensor:
@@ -75,8 +79,8 @@ def prune(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Ten
 
 
 def prune_cost(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Tensor) -> tuple[int, int]:
-    """(bytes, operations) of one call."""
-    return 20 * tokens.numel() + 24 * kept.numel(), 2 * tokens.numel() * tokens.shape[1]
+    """(bytes, operations) of one call: every score, and of the kept nodes token and parent in and three numbers out."""
+    return scores.numel() * scores.element_size() + 40 * kept.numel(), 2 * tokens.numel() * tokens.shape[1]
 
 
 def _check(tokens: Tensor, parents: Tensor, scores: Tensor) -> None:
@@ -224,6 +228,7 @@ def variants(arch: int) -> Iterator[Variant]:
     for width in (2, 4, 12, 64):
         for first in (False, True):
             yield _grow_variant(torch.float32, width, first)
+    yield _grow_variant(torch.float32, 1, True)
     for block in (8, 64, 256):
         yield _prune_variant(torch.float32, block)
 

@@ -22,6 +22,7 @@ millisecond, so there Python integers place the rows, which are cheaper than tor
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,20 +43,22 @@ def place_rows(
     block_table: Tensor,
     page_size: int,
     last_position: int,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """length [B] int64, parents [B, >= first + count - 1] int64 or None, block_table [B, P] int32 -> positions
     [B * count] and slots [B * count] int64, kv_len [B] int32, ancestors [B * count, W] int64, with
     W = ceil((first + count) / 64) <= 4; row b * count + i is sequence b's row first + i. On a CPU the result is
-    read-only, because chains share their words.
+    read-only, because chains share their words. On a GPU the positions are written to `positions` if given.
 
     Raises ValueError for other shapes and dtypes. Columns outside the table are clamped to its first or last.
     """
-    check_place(length, back, first, count, parents, block_table, page_size, last_position)
+    given = length, back, first, count, parents, block_table, page_size, last_position, positions
+    check_place(*given)
     if length.is_cuda:
-        return _launch_place(length, back, first, count, parents, block_table, page_size, last_position)
+        return _launch_place(*given)
     rows, B = first + count, length.shape[0]
     depths: list[int] | range = range(first, rows)
-    positions: list[int] = []
+    each: list[int] = []
     places: list[int] = []
     kv_len: list[int] = []
     bits: list[int] = []
@@ -66,7 +69,7 @@ def place_rows(
             depths = depths[first:]
             bits += seen[first:]
         start = n - back
-        positions += [min(max(start + depth, 0), last_position) for depth in depths]
+        each += [min(max(start + depth, 0), last_position) for depth in depths]
         places += slots(range(start + first, start + rows), block_table, b, page_size)
         kv_len.append(min(start + rows, last + 1))
     if parents is not None:
@@ -74,13 +77,17 @@ def place_rows(
     else:
         words = chain_words(count, first)
         words = words if B == 1 else words.repeat(B, 1)
-    return _tensor(positions), _tensor(places), torch.from_numpy(np.array(kv_len, np.int32)), words
+    return _tensor(each), _tensor(places), torch.from_numpy(np.array(kv_len, np.int32)), words
 
 
-def place_rows_cost(length: Tensor, back: int, first: int, count: int, *_: object) -> tuple[int, int]:
+def place_rows_cost(
+    length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *_: object
+) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    B = len(length)
-    return B * (count * (8 * 3 + 8 * -(-(first + count) // 64)) + 16), B * count * (first + count)
+    B, rows = len(length), first + count
+    each = 8 * (2 + -(-rows // 64))  # position, slot, ancestors
+    up = 0 if parents is None else 8 * (rows - 1)
+    return B * (count * each + up + 8 + 4 + 4), B * count * rows  # length, kv_len, a page
 
 
 def _tensor(numbers: list[int] | list[list[int]]) -> Tensor:
@@ -237,6 +244,14 @@ def variants(arch: int) -> Iterator[Variant]:
 
 
 def _launch_place(
+    length: Tensor, back: int, first: int, count: int, parents: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
+    _place_variant(out[3].shape[1], parents is not None)((count, len(length)), *given, *out, *sizes)
+    return out
+
+
+def place_arguments(
     length: Tensor,
     back: int,
     first: int,
@@ -245,25 +260,18 @@ def _launch_place(
     block_table: Tensor,
     page_size: int,
     last_position: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    same_device(length, parents=parents, block_table=block_table)
-    out = outputs(length, first, count)
+    positions: Tensor | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
+    """The arguments of a kernel that places rows: length, parents and table; memory for positions (`positions` if
+    given), slots, kv_len and ancestors; then `place`'s numbers from `first` on, with `back` before them."""
+    same_device(length, parents=parents, block_table=block_table, positions=positions)
     table, up = rowwise(block_table), length if parents is None else rowwise(parents)
-    sizes = back, first, table.shape[1] * page_size, page_size, last_position, up.stride(0), table.stride(0)
-    variant = _place_variant(out[3].shape[1], parents is not None)
-    variant((count, length.shape[0]), length.contiguous(), up, table, *out, *sizes)
-    return out
-
-
-def outputs(
-    length: Tensor, first: int, count: int, positions: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for positions, slots, kv_len and ancestors."""
-    B, words = length.shape[0], -(-(first + count) // 64)
+    B, words = len(length), -(-(first + count) // 64)
     if positions is None:
         positions = length.new_empty(B * count)
     kv_len, ancestors = length.new_empty(B, dtype=torch.int32), length.new_empty(B * count, words)
-    return positions, torch.empty_like(positions), kv_len, ancestors
+    sizes = back, first, table.shape[1] * page_size, page_size, last_position, up.stride(0), table.stride(0)
+    return (length.contiguous(), up, table), (positions, torch.empty_like(positions), kv_len, ancestors), sizes
 
 
 def rowwise(x: Tensor) -> Tensor:
@@ -279,7 +287,8 @@ def check_place(
     parents: Tensor | None,
     block_table: Tensor,
     page_size: int,
-    *_: int,
+    last_position: int,
+    positions: Tensor | None,
 ) -> None:
     rows, B = first + count, length.shape[0]
     if length.dim() != 1 or length.dtype != torch.int64 or not B:
@@ -291,6 +300,8 @@ def check_place(
             raise ValueError(f"parents must be [{B}, n] int64, got {tuple(parents.shape)} {parents.dtype}")
         if parents.shape[1] < rows - 1:
             raise ValueError(f"rows up to {rows - 1} need as many parents, got {parents.shape[1]}")
+    if positions is not None and (positions.shape != (B * count,) or positions.dtype != torch.int64):
+        raise ValueError(f"positions must be [{B * count}] int64, got {tuple(positions.shape)} {positions.dtype}")
     check_table(block_table, B, page_size)
 
 

@@ -84,12 +84,14 @@ def settle(
 
 
 def settle_cost(tokens: Tensor, parents: Tensor | None, target: Tensor | Splits, *_: object) -> tuple[int, int]:
-    """(bytes, operations) of one call."""
+    """(bytes, operations) of one call that accepts nothing; each accepted token adds 8 bytes to its text."""
     B, N = tokens.shape
     R = N + 1
-    read = 12 * target.id.numel() if isinstance(target, Splits) else 8 * B * R
-    moves = 0 if parents is None else 8 * (N + 2 * R)
-    return read + B * (8 * (N + R + 1 + 2 * R + 6) + moves), 2 * B * N
+    read = 8 * target.id.numel() if isinstance(target, Splits) else 8 * B * R
+    results = 8 * (R + 1 + 2 * R)  # drawn and report
+    texts = 8 * 5  # length read and written, limit, a token of the text, the root
+    moves = 0 if parents is None else 8 * (N + 2 * R) + 4  # parents, src, dst, and a page
+    return read + B * (8 * N + results + texts + moves), 2 * B * N
 
 
 _NONE = tl.constexpr(2**31 - 1)  # no id, no row

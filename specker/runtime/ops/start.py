@@ -5,20 +5,22 @@ Contract: embedding [V, E], tokens int64, the rest as for place_rows (rounds.py)
     hidden [B * count, E]     the embedding of row first + i of sequence b in row b * count + i
     positions, slots, kv_len, ancestors     as place_rows gives them
 
-Each row's token is given, or read from its sequence's text at the row's own column. Ids are clamped to 0..V - 1, since
-a draft's vocabulary may be smaller than its target's. Tokens, tables and parents may be row-strided views. Traffic: the
-embeddings read and written once; the rest is a few hundred bytes per sequence. A program waits for the row's token,
-then places the row while the embedding arrives, so placing costs no launch and hardly any time.
+Each row's token is given, or read from its sequence's text at the row's own column. With `ahead`, a number in memory,
+rows and tokens are that many further on, so that one captured step drafts every token of a chain. Ids are clamped to
+0..V - 1, since a draft's vocabulary may be smaller than its target's. Tokens, tables and parents may be row-strided
+views. Traffic: the embeddings read and written once; the rest is a few hundred bytes per sequence. A program waits for
+the row's token, then places the row while the embedding arrives, so placing costs no launch and hardly any time.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
-from specker.runtime.ops.rounds import check_place, outputs, place, place_rows, place_rows_cost, rowwise
+from specker.runtime.ops.rounds import check_place, place, place_arguments, place_rows, place_rows_cost, rowwise
 
 
 def start_rows(
@@ -34,16 +36,18 @@ def start_rows(
     page_size: int,
     last_position: int,
     positions: Tensor | None = None,
+    *,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """embedding [V, E], tokens [B, >= count] int64, the other arguments as for `place_rows` -> hidden [B * count, E]
     and the four results of `place_rows`.
 
     tokens[b, i] is row first + i of sequence b; with `text`, tokens [B, C] are the texts, and a row reads its own
-    column (length - back + first + i, clamped to the text's columns). Ids are clamped to 0..V - 1. On a GPU the
-    positions are written to `positions` [B * count] int64 if given. Raises ValueError as `place_rows` does, and for
-    other tokens.
+    column (length - back + first + i, clamped to the text's columns). `ahead` [1] int64 is added to `length`, and
+    without `text` to i, clamped to the tokens' columns. Ids are clamped to 0..V - 1. On a GPU the positions are written
+    to `positions` [B * count] int64 if given. Raises ValueError as `place_rows` does, and for other tokens.
     """
-    rows = length, back, first, count, parents, block_table, page_size, last_position
+    rows = length, back, first, count, parents, block_table, page_size, last_position, positions
     B = length.shape[0]
     if tokens.dim() != 2 or len(tokens) != B or tokens.dtype != torch.int64 or embedding.dim() != 2:
         raise ValueError(
@@ -52,26 +56,29 @@ def start_rows(
         )
     if not tokens.shape[1] or (not text and tokens.shape[1] < count):
         raise ValueError(f"{count} rows need as many tokens, got {tokens.shape[1]}")
-    if positions is not None and (positions.shape != (B * count,) or positions.dtype != torch.int64):
-        raise ValueError(f"positions must be [{B * count}] int64, got {tuple(positions.shape)} {positions.dtype}")
+    if ahead is not None and (ahead.shape != (1,) or ahead.dtype != torch.int64):
+        raise ValueError(f"ahead must be [1] int64, got {tuple(ahead.shape)} {ahead.dtype}")
     if length.is_cuda:
         check_place(*rows)
-        return _launch(embedding, tokens, text, *rows, positions)
-    placed = place_rows(*rows)
-    if text:
-        columns = length[:, None] + torch.arange(first - back, first - back + count)
+        return _launch(embedding, tokens, text, *rows, ahead=ahead)
+    if ahead is not None:
+        length = length + ahead
+    placed = place_rows(length, *rows[1:])
+    start = length - back + first if text else ahead
+    if start is not None:
+        columns = start[:, None] + torch.arange(count).expand(B, -1)
         tokens = tokens.gather(1, columns.clamp_(0, tokens.shape[1] - 1))
     ids = tokens[:, :count].reshape(-1).clamp(0, len(embedding) - 1)
     return torch.embedding(embedding, ids), *placed
 
 
-def start_rows_cost(embedding: Tensor, tokens: Tensor, text: bool, length: Tensor, *rows: object) -> tuple[int, int]:
+def start_rows_cost(
+    embedding: Tensor, tokens: Tensor, text: bool, length: Tensor, back: int, first: int, count: int, *rest: Any
+) -> tuple[int, int]:
     """(bytes, operations) of one call."""
-    count = rows[2]
-    assert isinstance(count, int)
-    placed, operations = place_rows_cost(length, *rows)  # type: ignore[arg-type]
-    copied = 2 * len(length) * count * embedding.shape[1] * embedding.element_size()
-    return placed + copied + 8 * len(length) * count, operations
+    placed, operations = place_rows_cost(length, back, first, count, *rest)
+    T = len(length) * count
+    return placed + 8 * T + 2 * T * embedding.shape[1] * embedding.element_size(), operations
 
 
 @triton.jit(
@@ -79,11 +86,19 @@ def start_rows_cost(embedding: Tensor, tokens: Tensor, text: bool, length: Tenso
         *("width", "token_stride", "back", "first", "columns", "page_size", "last_position", "up_stride"),
         "table_stride",
     ],
-    do_not_specialize_on_alignment=["tokens_ptr", "length_ptr", "parents_ptr", "table_ptr", "positions_ptr"],
+    do_not_specialize_on_alignment=[
+        "tokens_ptr",
+        "ahead_ptr",
+        "length_ptr",
+        "parents_ptr",
+        "table_ptr",
+        "positions_ptr",
+    ],
 )
 def _start_rows_kernel(
     embedding_ptr,  # [V, E]
     tokens_ptr,  # [B, width]
+    ahead_ptr,  # [1]
     length_ptr,  # [B]
     parents_ptr,  # [B, >= first + count - 1]
     table_ptr,  # [B, P]
@@ -105,6 +120,7 @@ def _start_rows_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two, at least E
     TEXT: tl.constexpr,  # tokens are texts: a row reads its own column
+    AHEAD: tl.constexpr,  # if false, ahead is not read
     W: tl.constexpr,
     W_PAD: tl.constexpr,
     TREE: tl.constexpr,
@@ -112,8 +128,11 @@ def _start_rows_kernel(
 ):
     start_after_previous(PDL)
     i, i_b, count = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    start = tl.load(length_ptr + i_b) - back
-    column = tl.minimum(tl.maximum(start + first + i, 0), width - 1) if TEXT else i
+    ahead = tl.load(ahead_ptr) if AHEAD else 0
+    start = tl.load(length_ptr + i_b) - back + ahead
+    column = start + first + i if TEXT else ahead + i
+    if TEXT or AHEAD:
+        column = tl.minimum(tl.maximum(column, 0), width - 1)
     token = tl.load(tokens_ptr + i_b * token_stride + column)
     token = tl.minimum(tl.maximum(token, 0), V - 1)
     o_e = tl.arange(0, BLOCK)
@@ -143,19 +162,20 @@ def _start_rows_kernel(
 
 
 @lru_cache
-def _variant(dtype: torch.dtype, V: int, E: int, words: int, tree: bool, text: bool) -> Variant:
+def _variant(dtype: torch.dtype, V: int, E: int, words: int, tree: bool, text: bool, ahead: bool = False) -> Variant:
     """One program per row, which copies its embedding and places it: 32 elements per thread, four 16-byte loads in
     flight."""
     t, block = TYPES[dtype], triton.next_power_of_2(E)
     return Variant(
-        name=f"{t} V{V} E{E} {'tree' if tree else 'chain'} W{words}" + " text" * text,
+        name=f"{t} V{V} E{E} {'tree' if tree else 'chain'} W{words}" + " text" * text + " ahead" * ahead,
         kernel=_start_rows_kernel,
-        arguments=(f"*{t}", "*i64", "*i64", "*i64", "*i32", f"*{t}", "*i64", "*i64", "*i32", "*i64", *("i32",) * 9),
+        arguments=(f"*{t}", *("*i64",) * 4, "*i32", f"*{t}", "*i64", "*i64", "*i32", "*i64", *("i32",) * 9),
         constexprs={
             "V": V,
             "E": E,
             "BLOCK": block,
             "TEXT": text,
+            "AHEAD": ahead,
             "W": words,
             "W_PAD": triton.next_power_of_2(words),
             "TREE": tree,
@@ -180,6 +200,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float32, 4096, 1, False, True),
     ):
         yield _variant(dtype, 128256, E, words, tree, text)
+    yield _variant(bf16, 128256, 4096, 1, False, False, True)
 
 
 def _launch(
@@ -191,19 +212,15 @@ def _launch(
     first: int,
     count: int,
     parents: Tensor | None,
-    block_table: Tensor,
-    page_size: int,
-    last_position: int,
-    positions: Tensor | None = None,
+    *rest: Any,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    others = {"tokens": tokens, "parents": parents, "block_table": block_table, "positions": positions}
-    same_device(length, embedding=embedding, **others)
-    out = outputs(length, first, count, positions)
-    (V, E), words = embedding.shape, out[3].shape[1]
-    hidden = embedding.new_empty(out[0].shape[0], E)
-    tokens, table, up = rowwise(tokens), rowwise(block_table), length if parents is None else rowwise(parents)
-    sizes = back, first, table.shape[1] * page_size, page_size, last_position, up.stride(0), table.stride(0)
-    variant = _variant(embedding.dtype, V, E, words, parents is not None, text)
-    given = embedding.contiguous(), tokens, length.contiguous(), up, table
-    variant((count, length.shape[0]), *given, hidden, *out, tokens.shape[1], tokens.stride(0), *sizes)
+    same_device(length, embedding=embedding, tokens=tokens, ahead=ahead)
+    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
+    (V, E), B = embedding.shape, len(length)
+    hidden, tokens = embedding.new_empty(B * count, E), rowwise(tokens)
+    variant = _variant(embedding.dtype, V, E, out[3].shape[1], parents is not None, text, ahead is not None)
+    ids = tokens, length if ahead is None else ahead  # without it the pointer is not read
+    wide = tokens.shape[1], tokens.stride(0)
+    variant((count, B), embedding.contiguous(), *ids, *given, hidden, *out, *wide, *sizes)
     return hidden, *out

@@ -38,7 +38,7 @@ from specker.runtime.head import Head, Kept
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.decoder import Model, forward, prefill
+from specker.runtime.model.decoder import Final, Model, forward, prefill
 from specker.runtime.policy import CONFIDENT, LONGEST, MAX_NODES, Budget, Fixed, Outcome, Policy, general
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
@@ -99,7 +99,7 @@ class DiffusionDrafter(ModelDrafter):
                 r.generated, r.found = True, [DiffusionStats(0)] * len(r.sequences)
                 return
             lengths = [len(s.text) for s in r.sequences]
-            new, blocks, _ = self._candidates(r, r.kept("hidden", r.n * depth), lengths)
+            new, blocks, _ = self._candidates(r, Final(r.kept("hidden", r.n * depth)), lengths)
             self._searched(r, new, [[block] for block in blocks], 1)
             return
         texts = [s.text[: self.limit] for s in r.sequences]
@@ -109,13 +109,13 @@ class DiffusionDrafter(ModelDrafter):
         passes = done = 0
         while True:
             n = min(r.budget.block or depth, depth - done)
-            hidden = self._masked(texts, guesses, done, n)
+            final = self._masked(texts, guesses, done, n)
             passes += 1
             if self.search is None and not r.asks:
                 at = self._positions([len(t) + done for t in texts], n)
-                new = self.head.best(hidden, r.draws, at).view(len(texts), n).tolist()
+                new = self.head.best(final, r.draws, at).view(len(texts), n).tolist()
             else:
-                new, blocks, sure = self._candidates(r, hidden, [len(t) + done for t in texts])
+                new, blocks, sure = self._candidates(r, final, [len(t) + done for t in texts])
                 for b, block in enumerate(blocks):
                     lattices[b].append(block)
                     confidence[b] += sure[b]
@@ -146,8 +146,8 @@ class DiffusionDrafter(ModelDrafter):
         first = torch.tensor(lengths, device=device)[:, None] - 1
         return (first + torch.arange(k, device=device)).clamp(max=last).view(-1)
 
-    def _masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Tensor:
-        """The hidden rows [sequences * n, E] that predict the n tokens after the texts and this round's guesses."""
+    def _masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Final:
+        """The rows [sequences * n, E] that predict the n tokens after the texts and this round's guesses."""
         config, cache = self.model.config, self.cache
         assert config.mask_token_id is not None
         masks = [config.mask_token_id] * n
@@ -161,7 +161,7 @@ class DiffusionDrafter(ModelDrafter):
                 hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
                 cache.truncate(min(len(text), len(whole)), slot)
                 kept.append(hidden[out])
-            return torch.cat(kept)
+            return Final(torch.cat(kept))
         starts, new_tokens = [], []
         for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
             behind = len(text) - cache.exact_len[slot]
@@ -180,10 +180,11 @@ class DiffusionDrafter(ModelDrafter):
         self._last = n
         rows = cache.after(starts, [len(tokens) for tokens in new_tokens], full=True)
         tokens = torch.tensor([token for each in new_tokens for token in each], device=self.model.device)
-        hidden = forward(self.model, cache, rows, self.model.embed_tokens(tokens)).hidden
+        final = forward(self.model, cache, rows, self.model.embed_tokens(tokens)).final
         if len(texts) == 1:
-            return hidden[out]
-        return torch.cat([each[out] for each in hidden.split([len(tokens) for tokens in new_tokens])])
+            return final.at(out)
+        each = final.rows.split([len(tokens) for tokens in new_tokens])
+        return Final(torch.cat([x[out] for x in each]), final.normed)
 
     def _fixed_block(self, r: Round, k: int) -> None:
         """One pass, placed by the device, over the last committed tokens and the new masks."""
@@ -193,29 +194,33 @@ class DiffusionDrafter(ModelDrafter):
         tokens = torch.cat((text, torch.full_like(text[:, :1], config.mask_token_id).expand(n, k)), 1)
         rows = self.cache.place(r.lengths, R, 0, R + k)
         rows = rows._replace(ancestors=_full_words(R + k, self.model.device).repeat(n, 1))
-        hidden = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens.view(-1))).hidden
-        hidden = hidden.view(n, R + k, -1)[:, R - 1 : -1] if config.shifted_logits else hidden.view(n, R + k, -1)[:, R:]
-        hidden = hidden.reshape(n * k, -1)
+        out = forward(self.model, self.cache, rows, self.model.embed_tokens(tokens.view(-1)))
+        masks = slice(R - 1, -1) if config.shifted_logits else slice(R, None)
+
+        def asking(x: Tensor) -> Tensor:
+            return x.view(n, R + k, -1)[:, masks].reshape(n * k, -1)
+
         if self.search is not None:
-            r.keep("hidden", hidden)
+            r.keep("hidden", asking(out.hidden))
             return
-        asked = (r.state.length[:, None] + torch.arange(-1, k - 1, device=hidden.device)).view(-1)
-        r.window[:, 1 : k + 1] = self.head.best(hidden, r.draws, asked).view(n, k)
+        asked = (r.state.length[:, None] + torch.arange(-1, k - 1, device=self.model.device)).view(-1)
+        final = Final(asking(out.final.rows), out.final.normed)
+        r.window[:, 1 : k + 1] = self.head.best(final, r.draws, asked).view(n, k)
 
     def _candidates(
-        self, r: Round, hidden: Tensor, lengths: list[int]
+        self, r: Round, final: Final, lengths: list[int]
     ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
-        """hidden [n * k, E], the rows that predict the tokens after texts of `lengths` -> per sequence the best guesses
+        """final [n * k, E], the rows that predict the tokens after texts of `lengths` -> per sequence the best guesses
         [k], the candidates of each position, and the guesses' probabilities [k]. Waits for the device."""
         how, n = self.search, len(r.sequences)
-        k = len(hidden) // r.n
+        k = len(final.rows) // r.n
         positions = self._positions(lengths + [1] * (r.n - n), k)
         width = 1 if how is None else min(how.candidates, self.head.weight.shape[0])
-        ids, scores, lse = self.head.ranked(hidden, width, r.draws, positions)
+        ids, scores, lse = self.head.ranked(final, width, r.draws, positions)
         stops = 0
         if how is not None and self.stops is not None:
             stops = self.stops.weight.shape[0]
-            stop_ids, stop_scores, _ = self.stops.ranked(hidden, stops, r.draws, positions)
+            stop_ids, stop_scores, _ = self.stops.ranked(final, stops, r.draws, positions)
             ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
         noise = self._noise(r.sequences, positions, ids, k)
         ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)

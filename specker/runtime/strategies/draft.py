@@ -19,7 +19,7 @@ from specker.config import Options
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Lengths, Rows
-from specker.runtime.model.decoder import Model, forward
+from specker.runtime.model.decoder import Final, Model, forward
 from specker.runtime.ops.grow import grow, prune
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
@@ -108,9 +108,9 @@ class AutoregressiveDrafter(ModelDrafter):
         """The texts' lengths for placing drafts, clamped to this model's context."""
         return r.lengths if isinstance(r.lengths, Tensor) else [min(n, self.limit) for n in r.lengths]
 
-    def _catch_up(self, r: Round) -> tuple[Tensor, Tensor]:
-        """Forward the committed tokens that the cache lacks, including the root. Returns the roots' hidden rows [n, E]
-        and positions [n] int64."""
+    def _catch_up(self, r: Round) -> tuple[Final, Tensor]:
+        """Forward the committed tokens that the cache lacks, including the root. Returns the roots' rows [n, E] and
+        positions [n] int64."""
         cache, n = self.cache, r.n
         if r.fixed:
             R = self.catch_up
@@ -132,8 +132,7 @@ class AutoregressiveDrafter(ModelDrafter):
             tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
             embedded = self.model.embed_tokens(tokens)
             last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
-        hidden = forward(self.model, cache, rows, embedded).hidden
-        return hidden[last], rows.positions[last]
+        return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]
 
     def _chain(self, r: Round, depth: int) -> None:
         for n in range(depth):
@@ -142,18 +141,13 @@ class AutoregressiveDrafter(ModelDrafter):
     def _step(self, r: Round, n: int) -> None:
         """Draft token n of each sequence. The next catch-up writes the last token's K/V."""
         if n == 0:
-            hidden, positions = self._catch_up(r)
+            final, positions = self._catch_up(r)
             r.forwarded = 0
         else:
             rows, embedded = begin(self.model, self.cache, self._lengths(r), 0, n - 1, r.window[:, n : n + 1])
-            hidden, positions = self._forward(rows, embedded), rows.positions
+            final, positions = self._forward(rows, embedded), rows.positions
             r.forwarded = n
-        column = r.window[:, n + 1 : n + 2]
-        if r.asks:
-            _, scores = self.head.candidates(hidden, 1, r.draws, positions, column)
-            r.heard(scores[:, 0])
-        else:
-            self.head.best(hidden, r.draws, positions, column[:, 0])
+        r.extend(self.head, final, positions, r.window[:, n + 1 : n + 2])
 
     def _tree(self, r: Round, depth: int) -> None:
         """Draft a tree level by level. Node j of a sequence is j columns after its root; scores are cumulative
@@ -163,22 +157,22 @@ class AutoregressiveDrafter(ModelDrafter):
         tokens, parents = (kept, up) if r.size == count else kept.new_empty(2, n, count).unbind(0)
         wide = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         scores = tokens.new_empty((n, count), dtype=wide)
-        hidden, positions = self._catch_up(r)
+        final, positions = self._catch_up(r)
         for at in range(0, count, width):
             if at:  # the last level's nodes, which end at row `at`
                 first, last = at - width + 1, tokens[:, at - width : at]
                 rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, last, parents[:, :at])
-                hidden, positions = self._forward(rows, embedded), rows.positions
-            grow(*self.head.ranked(hidden, width, r.draws, positions), tokens, parents, scores, at)
+                final, positions = self._forward(rows, embedded), rows.positions
+            grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at)
         r.forwarded = count - width
         if r.size < count:
             r.nodes = prune(tokens, parents, scores, kept, up)
 
-    def _forward(self, rows: Rows, embedded: Tensor) -> Tensor:
-        """The embeddings of draft tokens [T, E] -> their hidden rows [T, E]."""
+    def _forward(self, rows: Rows, embedded: Tensor) -> Final:
+        """The embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""
         if self.parallel is not None:
-            return self.parallel.forward(rows, embedded)
-        return forward(self.model, self.cache, rows, embedded).hidden
+            return self.parallel.forward(rows, embedded).final
+        return forward(self.model, self.cache, rows, embedded).final
 
 
 class SmallModel(Strategy):

@@ -29,10 +29,10 @@ from specker.flags import opt, settle
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
-from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import Model, forward
+from specker.runtime.model.decoder import Final, Group, Model, forward
 from specker.runtime.policy import GENERAL, LONGEST, Budget, Outcome, Policy, general
 from specker.runtime.round import Round
+from specker.runtime.rows import begin, begin_step
 from specker.runtime.sampling import GREEDY, Draws
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
@@ -74,25 +74,20 @@ class EarlyExitDrafter(Drafter):
 
     def _step(self, r: Round, n: int, hidden: list[Tensor], tapped: dict[int, list[Tensor]]) -> None:
         """Draft token n of each sequence. Captured work reads n from the state, so one graph serves all n."""
-        s = r.state
+        s, model, cache = r.state, self.model, self.cache
         if r.fixed:
-            tokens, rows = s.window.index_select(1, s.step)[:, 0], self.cache.place(s.length + s.step, 1, 0, 1)
+            rows, embedded = begin_step(model, cache, s.window, s.length, s.step)
         else:
-            tokens, rows = s.window[:, n], self.cache.place(r.lengths, 1, n, 1)
-        embedded = self.model.embed_tokens(tokens)
-        out = forward(self.model, self.cache, rows, embedded, slice(r.budget.exit), tuple(tapped))
-        if r.asks:
-            ids, scores = self.head.candidates(out.hidden, 1, r.draws, rows.positions)
-            best = ids[:, 0]
-            r.heard(scores[:, 0])
-        else:
-            best = self.head.best(out.hidden, r.draws, rows.positions)
+            rows, embedded = begin(model, cache, r.lengths, 1, n, s.window[:, n : n + 1])
+        out = forward(model, cache, rows, embedded, slice(r.budget.exit), tuple(tapped))
         if r.fixed:
             self._room(r).index_copy_(1, s.step, out.hidden.unsqueeze(1))
             s.step.add_(1)
-            s.window.index_copy_(1, s.step, best.unsqueeze(1))
+            best = s.window.new_empty(r.n, 1)
+            r.extend(self.head, out.final, rows.positions, best)
+            s.window.index_copy_(1, s.step, best)
             return
-        s.window[:, n + 1] = best
+        r.extend(self.head, out.final, rows.positions, s.window[:, n + 1 : n + 2])
         hidden.append(out.hidden)
         for layer, kept in tapped.items():
             kept.append(out.taps[layer])
@@ -110,19 +105,24 @@ class EarlyExitDrafter(Drafter):
         if how == "layers":
             return 0.0
         if how == "bytes":
-            return self.head.weight.numel() * layers / layer_elements(model.config)
+            return self.head.weight.nbytes / sum(_bytes(layer) for layer in model.layers) * layers
         more = 4
         hidden = model.embed_tokens(torch.tensor([0], device=model.device))
         position, rows = model.positions[:1], cache.after([0], [1])
 
         def passed(count: int) -> None:
             several = cache.after([0], [count])
-            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).hidden)
+            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).final)
 
         one_pass = _seconds(lambda: forward(model, cache, rows, hidden), model.device)
-        head = _seconds(lambda: self.head.best(hidden, GREEDY, position), model.device)
+        head = _seconds(lambda: self.head.best(Final(hidden), GREEDY, position), model.device)
         longer, shorter = (_seconds(lambda n=n: passed(n), model.device) for n in (1 + more, 1))  # type: ignore[misc]
         return (head + max(0.0, (longer - shorter) / more)) * layers / one_pass
+
+
+def _bytes(layer: Group) -> int:
+    """Bytes of a layer's matrices."""
+    return sum(w.nbytes for w in (layer.attention.qkv, layer.attention.o, layer.mlps[0].gate_up, layer.mlps[0].down))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -144,7 +144,7 @@ def shadows(
     [T] int64, the full model's tokens after the rows at `positions` [T] -> match [n, T] bool and confidence [n, T]. One
     norm and head pass over all rows of all layers, with the noise of the target's draw."""
     n, T = len(taps), len(target)
-    ids, scores = head.candidates(torch.cat(list(taps.values())), 1, draws, positions.repeat(n))
+    ids, scores = head.candidates(Final(torch.cat(list(taps.values()))), 1, draws, positions.repeat(n))
     return ids.view(n, T) == target, scores.exp().view(n, T)
 
 
