@@ -19,15 +19,39 @@ Sources: GGUF's block formats (ggml-common.h), compressed-tensors, GPTQ (arXiv 2
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from specker.kernels.variant import TYPES
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # --quantize and the dtype of q
 HALF = 16  # columns in each half of an int4 block
 LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF}  # a group is a multiple of this
 CHUNK = 1 << 22  # weights quantised or restored at a time
+
+
+class Format(NamedTuple):
+    """What a kernel's compiled form depends on."""
+
+    kind: str
+    group: int
+    scale: torch.dtype
+    shift: torch.dtype | None
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.group}" + " shift" * (self.shift is not None)
+
+    def size(self, columns: int) -> int:
+        """Bytes of q in `columns` of a row."""
+        return columns // 2 if self.kind == "int4" else columns
+
+    def block(self, block: int, columns: int) -> int:
+        """The most columns up to `block`, a power of two, for a tile of rows of `columns`: whole groups, or within
+        one."""
+        whole = self.group == columns or self.group & (self.group - 1) == 0
+        return block if whole else min(block, self.group & -self.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +87,21 @@ class Quantized:
     @property
     def is_cuda(self) -> bool:
         return self.q.is_cuda
+
+    @property
+    def format(self) -> Format:
+        return Format(self.kind, self.group, self.scale.dtype, None if self.shift is None else self.shift.dtype)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the Triton kernels take it: its groups are those of `check`, or one group is a whole row."""
+        return self.group % LEAST[self.kind] == 0 or (self.kind != "int4" and self.group == self.shape[-1])
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the Triton kernels take: contiguous, and float8 as int8, which every device can load."""
+        q = self.q.view(torch.int8) if self.kind == "fp8" else self.q
+        return q.contiguous(), self.scale.contiguous(), None if self.shift is None else self.shift.contiguous()
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -117,6 +156,32 @@ class Quantized:
 
 
 Matrix = Tensor | Quantized
+
+
+def format_of(weight: Matrix) -> Format | None:
+    return weight.format if isinstance(weight, Quantized) else None
+
+
+def streams(weight: Matrix) -> bool:
+    """Whether the Triton kernels take `weight`."""
+    return isinstance(weight, Tensor) or weight.streams
+
+
+def arguments_of(weight: Matrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The kernels' arguments: weight, scale, shift."""
+    return (weight.contiguous(), None, None) if isinstance(weight, Tensor) else weight.arguments
+
+
+def types_of(dtype: str, form: Format | None) -> tuple[str | None, ...]:
+    """The types of `arguments_of` a weight in that format; without one, of a tensor of Triton's type `dtype`."""
+    if form is None:
+        return f"*{dtype}", None, None
+    shift = None if form.shift is None else f"*{TYPES[form.shift]}"
+    return "*u8" if form.kind == "int4" else "*i8", f"*{TYPES[form.scale]}", shift
+
+
+def constexprs_of(form: Format | None) -> dict[str, Any]:
+    return {"KIND": "plain", "GROUP": 0} if form is None else {"KIND": form.kind, "GROUP": form.group}
 
 
 def _bytes(part: Tensor) -> Tensor:
