@@ -98,7 +98,8 @@ def installed(engine: str) -> Path:
 
 
 def gguf_of(source: Path, target: str, kind: str) -> Path:
-    """The GGUF file `source` with its matrices as F32, F16 or BF16: those of the checkpoint `target`, made from it."""
+    """The GGUF file `source` with its matrices as F32, F16, BF16, Q8_0 or Q4_0: those of the checkpoint `target`, made
+    from it."""
     import gguf
 
     out = CACHE / f"{Path(target).name}.{kind}.gguf"
@@ -113,7 +114,7 @@ def gguf_of(source: Path, target: str, kind: str) -> Path:
             continue
         last = item.types[-1] if item.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, item.contents(), item.types[0], sub_type=last)
-    writer.add_file_type({"F32": 0, "F16": 1, "BF16": 32}[kind])
+    writer.add_file_type({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}[kind])
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         to = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
@@ -177,7 +178,10 @@ def settings_of(target: str, args: Args) -> dict[str, Any]:
         ways[f"transformers lookup {dtype}"] = theirs(dtype, prompt_lookup_num_tokens=LOOKUP)
         ways[f"CTranslate2 {dtype}"] = ct2(dtype)
         ways[f"vLLM {dtype}"] = {"engine": "vllm", "dtype": dtype}
-    for kind in ("F32", "F16", "BF16", "Q4_1"):
+    for kind in ("int8", "int4"):
+        for strategy in ("ar", "lookup", "vocabtrim"):
+            ways[f"specker {strategy} {kind}"] = ours(strategy, "bfloat16", quantize=kind)
+    for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"):
         ways[f"llama.cpp {kind}"] = llama(kind)
     ways["llama.cpp lookup BF16"] = llama("BF16", lookup=LOOKUP)
     for weights in ("fp32", "fp16"):

@@ -4,13 +4,15 @@
 
 A model, not a measurement: nothing was timed. A step is a sequence of launches in a CUDA graph. Each one takes
 
-    start + ramp + max(memory / bandwidth, l2 / l2_bandwidth)      a kernel that streams weights or K/V
-    start + small + l2 / l2_bandwidth                              a kernel on activations only
+    start + ramp + max(memory / bandwidth, l2 / l2_bandwidth, n / restored)   a kernel that streams weights or K/V
+    start + small + l2 / l2_bandwidth                                         a kernel on activations only
 
 `start`: from the end of a kernel to the start of the next. `ramp`: until the first bytes arrive, and while the last
 programs end. With programmatic dependent launch a start costs `early`, and prefetching weights leaves half of the ramp.
 `memory`: weights, and K/V of the context, read once. `l2`: those, x for every tile of the weight, and the float32 sums
-of splits, by the kernels' own tile tables. Writes bench/results/step_model.md.
+of splits, by the kernels' own tile tables. n: weights in eight or four bits, whose restoring takes instructions: a
+conversion, a fused multiply-add and half a packing each, about 32 weights a clock and SM. Writes
+bench/results/step_model.md.
 """
 
 import dataclasses
@@ -41,6 +43,9 @@ class Constants:
     early_us: float = field(default=0.5, metadata={"help": "the same with programmatic dependent launch"})
     ramp_us: float = field(default=2.0, metadata={"help": "of a stream's first bytes and its last programs"})
     small_us: float = field(default=2.0, metadata={"help": "of a kernel on activations: two round trips to L2"})
+    restored: float = field(
+        default=7.0, metadata={"help": "10^12 weights a second from eight or four bits, by instruction throughput"}
+    )
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Shape:
     inner: int
     vocab: int
     qkv_bias: bool
+    bits: float = 16.0  # of a layer's weight, scales included
+    head_bits: float = 16.0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Shape":
@@ -86,12 +93,14 @@ class Launch:
     memory: float = 0.0  # bytes of weights and K/V; 0: a kernel on activations
     l2: float = 0.0  # bytes
     prefetches: bool = False
+    restored: float = 0.0  # weights of eight or four bits
 
     def us(self, c: Constants, early: bool) -> float:
         start, ramp = (c.early_us if early else c.start_us), c.ramp_us / (2 if early and self.prefetches else 1)
         if not self.memory:
             return start + c.small_us + self.l2 / c.l2_bandwidth / 1e6
-        return start + ramp + max(self.memory / c.bandwidth, self.l2 / c.l2_bandwidth) / 1e6
+        stream = max(self.memory / c.bandwidth, self.l2 / c.l2_bandwidth, self.restored / c.restored)
+        return start + ramp + stream / 1e6
 
 
 # Launches of a round outside its forwards, before and now, recorded without a GPU (tests/test_rounds.py).
@@ -108,12 +117,13 @@ STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def product(name: str, O: int, E: int, rows: int, merged: bool, silu: bool = False) -> Iterator[Launch]:
+def product(name: str, O: int, E: int, rows: int, merged: bool, bits: float, silu: bool = False) -> Iterator[Launch]:
     """row_linear, and its merge unless what follows adds up the splits."""
     m, n, _, _, splits = linear.tiles(BF16, O, E, 90, split=not merged)
-    weight, tiles = 2.0 * O * E, -(-O // n)
+    weight, tiles = bits / 8 * O * E, -(-O // n)
     sums = 4.0 * splits * rows * O if splits > 1 or not merged else 0.0
-    yield Launch(name, weight, weight * -(-rows // m) + 2 * tiles * rows * E + sums, prefetches=True)
+    l2 = weight * -(-rows // m) + 2 * tiles * rows * E + sums
+    yield Launch(name, weight, l2, prefetches=True, restored=O * E * -(-rows // m) if bits < 16 else 0.0)
     if splits > 1 and merged:
         yield Launch(f"{name} merge", l2=sums + 2 * rows * (O // 2 if silu else O))
 
@@ -126,11 +136,13 @@ def layer(s: Shape, rows: int, context: int, how: Changes) -> Iterator[Launch]:
     if how.one_projection:
         size = s.heads, s.kv_heads, s.head_dim
         sizes = project._variant(BF16, 1, *size, s.hidden, False, s.qkv_bias, 90).constexprs
-        weight, count = 2.0 * s.qkv * s.hidden, s.qkv // s.head_dim
+        weight, count = s.bits / 8 * s.qkv * s.hidden, s.qkv // s.head_dim
         sums = 8.0 * sizes["SPLITS"] * rows * s.qkv
-        yield Launch("kv_project", weight, weight * -(-rows // sizes["M"]) + count * x + sums, prefetches=True)
+        times = -(-rows // sizes["M"])
+        restored = s.qkv * s.hidden * times if s.bits < 16 else 0.0
+        yield Launch("kv_project", weight, weight * times + count * x + sums, prefetches=True, restored=restored)
     else:
-        yield from product("qkv", s.qkv, s.hidden, rows, True)
+        yield from product("qkv", s.qkv, s.hidden, rows, True, s.bits)
         yield Launch("kv_calibrate", l2=4.0 * rows * s.qkv)
     unit = attention.split_unit(s.kv_heads)
     splits = attention.split_count(context + rows, unit)
@@ -141,10 +153,10 @@ def layer(s: Shape, rows: int, context: int, how: Changes) -> Iterator[Launch]:
     yield Launch("attention", kv, kv * -(-pairs // 64) + merge)
     if splits > 1 and not how.one_attention:
         yield Launch("attention merge", l2=partial)
-    yield from product("o", s.hidden, s.heads * s.head_dim, rows, not how.splits_in_norms)
+    yield from product("o", s.hidden, s.heads * s.head_dim, rows, not how.splits_in_norms, s.bits)
     yield norm
-    yield from product("gate_up", 2 * s.inner, s.hidden, rows, True, silu=True)
-    yield from product("down", s.hidden, s.inner, rows, not how.splits_in_norms)
+    yield from product("gate_up", 2 * s.inner, s.hidden, rows, True, s.bits, silu=True)
+    yield from product("down", s.hidden, s.inner, rows, not how.splits_in_norms, s.bits)
 
 
 def forward(s: Shape, rows: int, context: int, how: Changes, drafts: bool = False) -> list[Launch]:
@@ -156,7 +168,7 @@ def forward(s: Shape, rows: int, context: int, how: Changes, drafts: bool = Fals
         out += [Launch("last sum and norm", l2=8.0 * rows * s.hidden)]
     else:
         out += [Launch("last sum", l2=6.0 * rows * s.hidden), Launch("norm", l2=4.0 * rows * s.hidden)]
-    out += product("head", s.vocab, s.hidden, rows, True)
+    out += product("head", s.vocab, s.hidden, rows, True, s.head_bits)
     if drafts:
         out += [Launch("top-k merge")]
     elif not how.float_logits:
@@ -169,9 +181,9 @@ def outside(count: int, rows: int, vocab: int) -> list[Launch]:
     return [Launch("sample", l2=4.0 * rows * vocab), *[Launch("small")] * (count - 1)]
 
 
-def row(case: Case, rows: int, c: Constants, how: Changes) -> dict[str, Any]:
-    """Launches, bytes and time of one step of `case` with `rows` rows of the target."""
-    s = Shape.of(shapes.SHAPES[case.shape])
+def row(case: Case, rows: int, c: Constants, how: Changes, **bits: float) -> dict[str, Any]:
+    """Launches, bytes and time of one step of `case` with `rows` rows of the target. `bits`: of Shape."""
+    s = dataclasses.replace(Shape.of(shapes.SHAPES[case.shape]), **bits)  # type: ignore[arg-type]
     launches = forward(s, rows, case.context, how) + outside(OUTSIDE[case.kind][how.few_outside], rows, s.vocab)
     if case.draft:
         d = Shape.of(shapes.SHAPES[case.draft])
@@ -203,6 +215,33 @@ class Run:
     save: bool = field(default=True, metadata={"help": "write bench/results/step_model.md"})
 
 
+BITS: dict[str, dict[str, float]] = {  # of weights with their scales; row scales are left out
+    "bfloat16": {},
+    "int8 or fp8, a scale for each row": {"bits": 8.0, "head_bits": 8.0},
+    "int4, scale and shift for each 32; int8 head": {"bits": 5.0, "head_bits": 8.0},
+    "int4, a scale for each 128; bfloat16 head": {"bits": 4.125},
+}
+
+
+def quantised(names: list[str], c: Constants) -> Iterator[list[str]]:
+    """Rows of the table of weights in eight and four bits, with all changes made."""
+    after = Changes(**{name: value for _, change in STEPS for name, value in change.items()})
+    for case, rows in cases(names):
+        if case.draft:
+            continue
+        base = row(case, rows, c, after)
+        for name, bits in BITS.items():
+            r = row(case, rows, c, after, **bits)
+            yield [
+                r["case"],
+                name,
+                f"{r['gb']:.2f}",
+                f"{r['ms']:.3f}",
+                f"{r['share']:.0%}",
+                f"{base['ms'] / r['ms']:.2f}",
+            ]
+
+
 def main() -> None:
     c, run = HfArgumentParser((Constants, Run)).parse_args_into_dataclasses()
     console, page = Console(width=120, highlight=False), [WARNING, "", "# A step's launches", ""]
@@ -226,6 +265,15 @@ def main() -> None:
         console.print(table)
         page += [f"## {r['case']}", "", "| " + " | ".join(columns) + " |", "|--" + "|--:" * (len(columns) - 1) + "|"]
         page += ["| " + " | ".join(line) + " |" for line in lines] + [""]
+    columns = "case", "weights", "GB", "ms", "of the bandwidth", "times bfloat16"
+    page += ["## Weights in eight and four bits", "", "| " + " | ".join(columns) + " |", "|--|--" + "|--:" * 4 + "|"]
+    table = Table(title=f"Weights in eight and four bits. {WARNING}")
+    for n, column in enumerate(columns):
+        table.add_column(column, justify="right" if n > 1 else "left")
+    for line in quantised(run.shapes.split(","), c):
+        table.add_row(*line)
+        page.append("| " + " | ".join(line) + " |")
+    console.print(table)
     if run.save:
         write_file(RESULT, "\n".join(page))
         print(RESULT)

@@ -13,6 +13,7 @@ from typing import Any
 from specker.flags import opt, settle
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+QUANTIZE = ("int8", "int4", "fp8", "none")
 MAX_BATCH = 256
 
 
@@ -77,6 +78,13 @@ class Common:
         "weights: read the checkpoint; dummy: random weights, from config.json alone, to measure time and memory",
         choices=("weights", "dummy"),
     )
+    quantize: str | None = opt(
+        None,
+        "round the target's matrices to int8, int4 or fp8 when loading; none restores quantised ones to --dtype "
+        "(default: as the checkpoint stores them)",
+        choices=QUANTIZE,
+    )
+    draft_quantize: str | None = opt(None, "the same for the draft checkpoint", choices=QUANTIZE)
     acceptance: float | None = opt(
         None,
         "synthetic:0.8 accepts each draft token with this probability and ignores the models' tokens; for sizing "

@@ -15,7 +15,7 @@ from specker.kernels import variant as variants
 from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
 from specker.runtime.graphs import Graphs
-from specker.runtime.model import cache, checkpoint
+from specker.runtime.model import buffers, cache
 from specker.runtime.strategies import diffuspec
 
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
@@ -88,7 +88,7 @@ def recording() -> Iterator[Log]:
     _forget()
     try:
         calls = patch.object(Variant, "__call__", launched), patch.object(Graphs, "run", stretch)
-        alike = patch.object(checkpoint, "activations", lambda dtype, device: dtype)
+        alike = patch.object(buffers, "activations", lambda dtype, device: dtype)
         with calls[0], calls[1], alike, FakeTensorMode(allow_non_fake_inputs=True), Ops(log), cuda:
             yield log
     finally:

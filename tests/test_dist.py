@@ -15,7 +15,7 @@ from pairs import perturbed
 import specker
 from specker import run
 from specker.runtime import dist
-from specker.runtime.model import checkpoint
+from specker.runtime.model import buffers, checkpoint
 from specker.runtime.model.config import CheckpointError
 from specker.runtime.model.parts import Part
 
@@ -131,7 +131,7 @@ def test_the_parts_of_all_ranks_make_the_model(tmp_path, monkeypatch, arch, size
     whole = checkpoint.load(folder, dtype=torch.float64, device="cpu")
     c = whole.config
     read = []
-    monkeypatch.setattr(checkpoint, "_copy", lambda to, source: read.append(source.numel()) or to.copy_(source))
+    monkeypatch.setattr(buffers, "_copy", lambda to, source: read.append(source.numel()) or to.copy_(source))
     parts, counts = [], []
     for rank in range(size):
         read.clear()

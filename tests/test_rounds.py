@@ -24,7 +24,7 @@ from specker.runtime import compose
 from specker.runtime.graphs import Graphs
 from specker.runtime.head import Head
 from specker.runtime.loop import Batch
-from specker.runtime.model import checkpoint
+from specker.runtime.model import buffers, checkpoint
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import Model, forward
 from specker.runtime.policy import Budget, Fixed
@@ -293,7 +293,7 @@ class Recorded:
         draft = make(folder / "draft", "dream" if diffusion else arch, layers=layers[1], max_context=6000)
         models = {"ar": [target], "del": [target], "vocabtrim": []}.get(strategy, [target, draft])
         how = {"device": "cpu", "dtype": "bfloat16", "graphs": "on"}
-        with patch.object(checkpoint, "activations", lambda dtype, device: dtype):  # as on a GPU
+        with patch.object(buffers, "activations", lambda dtype, device: dtype):  # as on a GPU
             self.engine = specker.load(*models, strategy=strategy, **how, **options)
         self.batch, self.plan = self.engine.batch, self.engine.plan
         self.budgets = self.plan.budgets or (Budget(0, 0),)

@@ -51,6 +51,17 @@ def test_bytes_are_those_of_the_bench(tmp_path, name):
     assert gb == pytest.approx(shapes.step_bytes(config, 8192, 2) / 1e9, rel=1e-3)
 
 
+def test_fewer_bits_take_fewer_bytes_until_instructions_limit():
+    case = next(c for c in CASES if c.kind == "ar" and c.shape == "8b" and c.context == 8192)
+    c, (plain, eight, four, _) = Constants(), step_model.BITS.values()
+    rows = [step_model.row(case, 1, c, AFTER, **bits) for bits in (plain, eight, four)]
+    weights = rows[0]["gb"] - 2 * 8 * 8193 * 128 * 2 * 32 / 1e9
+    assert rows[1]["gb"] == pytest.approx(rows[0]["gb"] - weights / 2)
+    assert rows[0]["ms"] > 1.5 * rows[1]["ms"] > 1.5 * rows[2]["ms"]
+    slow = [step_model.row(case, 1, dataclasses.replace(c, restored=1.0), AFTER, **bits) for bits in (plain, four)]
+    assert slow[0] == rows[0] and slow[1]["gb"] == rows[2]["gb"] and slow[1]["ms"] > 2 * rows[2]["ms"]
+
+
 def test_every_change_saves_time_in_every_case():
     for case, rows in step_model.cases(["8b", "1b", "32b"]):
         how, found = Changes(), []

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specker.runtime.model.checkpoint import DTYPES, Checkpoint, Weights, activations, folder_of
+from specker.runtime.model.buffers import activations
+from specker.runtime.model.checkpoint import DTYPES, Checkpoint, Weights, folder_of
 from specker.runtime.model.config import ARCHITECTURES, CheckpointError, parse_config
 
 

@@ -14,6 +14,9 @@ a CPU a row's last bits may depend on the other rows: results agree to 1e-12 in 
 float32 beside a bfloat16 weight: on a CPU with bfloat16 products x and the product are rounded to bfloat16, and without
 a bias SiLU and its product, too; the result is float32.
 
+The weight may be `Quantized` (quant.py): eight or four bits with scales. The result is that of the weight rounded to
+x's dtype, and on a CPU in few rows of float32, of the weight in float32. Traffic: the bytes of its parts.
+
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
 Determinism: the kernel is batch-invariant: a row's bits depend only on that row, the weight and the architecture. The
@@ -33,6 +36,16 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import native, plain
+from specker.kernels.quant import (
+    Format,
+    Matrix,
+    Quantized,
+    arguments_of,
+    constexprs_of,
+    format_of,
+    streams,
+    types_of,
+)
 from specker.kernels.registry import register
 from specker.kernels.variant import (
     AMD,
@@ -59,13 +72,13 @@ MAX_ROWS = 256  # that the kernel serves
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none", *, out: Tensor | None = None
+    x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none", *, out: Tensor | None = None
 ) -> Tensor:
     """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul", or [S, T, O] float32 with
-    "split". All may have a leading dimension G. `out`, contiguous: the result is written there and returned. Raises
-    ValueError on other shapes and dtypes."""
+    "split". All may have a leading dimension G; the weight may be `Quantized`. `out`, contiguous: the result is written
+    there and returned. Raises ValueError on other shapes and dtypes."""
     if out is not None:
-        if x.is_cuda and x.dtype != torch.float64 and _fits(x) and not is_compiling():
+        if x.is_cuda and x.dtype != torch.float64 and _fits(x, weight) and not is_compiling():
             _check(x, weight, bias, epilogue)
             return _launch(x, weight, bias, epilogue, out)
         return out.copy_(row_linear(x, weight, bias, epilogue))
@@ -76,7 +89,7 @@ def row_linear(
         return done
     matrices = x.dim() == weight.dim() > 1
     simple = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
-    eager = type(x) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
+    eager = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
     if eager and x.is_cpu and bias is None and matrices and simple and like(x, weight):
         try:
             return row_linear_ref(x, weight, bias, epilogue)
@@ -86,9 +99,11 @@ def row_linear(
     return _row_linear(x, weight, bias, epilogue)
 
 
-def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+    size = split_of(x, weight)[1] if epilogue == "split" else 0  # those of a quantised weight are its own
+    if isinstance(weight, Quantized):
+        weight = _restored(x, weight)
     if epilogue == "split":
-        _, size = split_of(x, weight)
         parts = zip(x.split(size, -1), weight.split(size, -1), strict=True)
         sums = [row_linear_ref(a, w, None, "float32") for a, w in parts]
         return torch.stack(sums)
@@ -112,23 +127,32 @@ def row_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilog
     return _gated(y) if epilogue == "silu_mul" else y
 
 
+def _restored(x: Tensor, weight: Quantized) -> Tensor:
+    """The weight for a product with many rows x: in x's dtype; on a CPU with bfloat16 products in bfloat16."""
+    kernels = native()
+    if kernels is None or x.dtype != torch.float32 or weight.dim() != 2 or not plain(x) or not kernels.takes(weight):
+        return weight.dequantised(x.dtype)
+    many = len(x) > COMPILED_ROWS
+    return kernels.restored(weight, torch.bfloat16 if many and multiplies_bfloat16() else x.dtype)
+
+
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products."""
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def row_linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
+def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, weight and bias read once, the result written."""
     T, E = x.shape[-2:]
     G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
     out = T * O // 2 if epilogue == "silu_mul" else T * O
     written = out * (x.element_size() if epilogue in ("none", "silu_mul") else sum_dtype(x.dtype).itemsize)
-    read = T * E + O * E + (O if bias is not None else 0)
-    return G * (read * x.element_size() + written), 2 * G * T * O * E
+    read = T * E + (O if bias is not None else 0)
+    return G * (read * x.element_size() + written) + weight.nbytes, 2 * G * T * O * E
 
 
-def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor | None:
+def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor | None:
     """The CPU form for float32 rows and a large weight."""
     if x.dim() != 2 or weight.dim() != 2 or weight.numel() < COMPILED_MIN or not plain(x) or x.dtype != torch.float32:
         return None
@@ -140,8 +164,8 @@ def _row_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: st
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         return None
     if len(x) <= COMPILED_ROWS:
-        y = kernels.product(x, weight)
-    elif weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
+        y = kernels.product(x, weight, weight.dtype == torch.bfloat16)
+    elif isinstance(weight, Tensor) and weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
         y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
     else:
         return None
@@ -156,8 +180,10 @@ def _gated(y: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def like(x: Tensor, weight: Tensor) -> bool:
+def like(x: Tensor, weight: Matrix) -> bool:
     """Whether `row_linear` takes this x with this weight, by their dtypes and devices."""
+    if isinstance(weight, Quantized):
+        return x.dtype.is_floating_point and x.device == weight.device
     alike = x.dtype == weight.dtype or (x.is_cpu and (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16))
     return alike and x.device == weight.device
 
@@ -166,12 +192,15 @@ def like(x: Tensor, weight: Tensor) -> bool:
 def stream_rows(
     x_ptr,  # [T, E]
     w_ptr,  # at the tile's first row
+    scale_ptr,  # [rows, E / GROUP]; None for a plain weight
+    shift_ptr,  # like scale_ptr; None: no shift
+    i_row,  # the tile's first row, of those of scale_ptr
     o_m,  # [M] rows of x
     m_m,  # [M] whether each row exists
     m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
     start,  # a multiple of BLOCK_E
     stop,
-    pair,  # elements from a row of the weight to its partner
+    pair,  # rows of the weight from one to its partner
     E: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -179,10 +208,60 @@ def stream_rows(
     EVEN_E: tl.constexpr,  # [start, stop) is whole tiles
     EVEN_N: tl.constexpr,
     PAIR: tl.constexpr,
+    KIND: tl.constexpr,  # of the weight's numbers: "plain", or one of quant.py's
+    GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
 ):
     """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
-    with the weight rows `pair` elements further on. Absent rows of x are zeros and are not read. The
-    weight leaves the L2 cache first, so that x, K/V and sums stay there."""
+    with the weight rows `pair` further on. Absent rows of x are zeros and are not read. The weight leaves the L2 cache
+    first, so that x, K/V and sums stay there."""
+    if KIND == "plain":
+        b_acc, b_pair = _stream_plain(
+            x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
+        )
+    else:
+        b_acc, b_pair = _stream_quantised(
+            x_ptr,
+            w_ptr,
+            scale_ptr,
+            shift_ptr,
+            i_row,
+            o_m,
+            m_m,
+            m_n,
+            start,
+            stop,
+            pair,
+            E,
+            M,
+            N,
+            BLOCK_E,
+            EVEN_E,
+            EVEN_N,
+            PAIR,
+            KIND,
+            GROUP,
+        )
+    return b_acc, b_pair
+
+
+@triton.jit
+def _stream_plain(
+    x_ptr,
+    w_ptr,
+    o_m,
+    m_m,
+    m_n,
+    start,
+    stop,
+    pair,  # elements
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PAIR: tl.constexpr,
+):
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * E
     b_acc = tl.zeros([M, N], tl.float32)
@@ -209,13 +288,135 @@ def stream_rows(
 
 
 @triton.jit
-def prefetch_rows(
-    w_ptr,  # at the tile's first row
-    rows,  # of the weight from there on
+def _stream_quantised(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    shift_ptr,
+    i_row,
+    o_m,
+    m_m,
+    m_n,
     start,
     stop,
     pair,
     E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PAIR: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The same with w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 is two products: with the
+    columns of the low four bits, then with those of the high ones. Scales are read a tile ahead: Triton does not
+    pipeline loads of less than four bytes."""
+    SHIFT: tl.constexpr = shift_ptr is not None
+    PACK: tl.constexpr = 2 if KIND == "int4" else 1  # numbers in an element of the weight
+    BYTES: tl.constexpr = BLOCK_E // PACK
+    SETS: tl.constexpr = E // GROUP  # scales of a row
+    o_x = o_m[:, None] * E
+    o_w = tl.arange(0, N)[:, None] * (E // PACK)
+    b_acc = tl.zeros([M, N], tl.float32)
+    b_pair = tl.zeros([M, N], tl.float32)
+    b_scale = _scales(scale_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
+    b_shift = _scales(shift_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
+    b_scale2, b_shift2 = b_scale, b_shift
+    if PAIR:
+        b_scale2 = _scales(scale_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
+        b_shift2 = _scales(shift_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
+    for i_e in tl.range(start, stop, BLOCK_E):
+        o_q = tl.arange(0, BYTES)[None, :]
+        p_w = w_ptr + o_w + (i_e // PACK + o_q)
+        if EVEN_E and EVEN_N:
+            b_w = tl.load(p_w, eviction_policy="evict_first")
+            if PAIR:
+                b_w2 = tl.load(p_w + pair * (E // PACK), eviction_policy="evict_first")
+        else:
+            m_w = m_n[:, None] & (i_e // PACK + o_q < E // PACK)
+            b_w = tl.load(p_w, mask=m_w, other=0, eviction_policy="evict_first")
+            if PAIR:
+                b_w2 = tl.load(p_w + pair * (E // PACK), mask=m_w, other=0, eviction_policy="evict_first")
+        b_next, b_next_shift, b_next2, b_next_shift2 = b_scale, b_shift, b_scale2, b_shift2
+        if SETS > 1:
+            b_next = _scales(scale_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+            b_next_shift = _scales(shift_ptr, i_row, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+            if PAIR:
+                b_next2 = _scales(scale_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+                b_next_shift2 = _scales(shift_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
+        for i_part in tl.static_range(PACK):
+            if PACK == 2:
+                o_e = i_e + o_q // 16 * 32 + o_q % 16 + 16 * i_part
+            else:
+                o_e = i_e + o_q
+            m_x = m_m[:, None]
+            if not EVEN_E:
+                m_x = m_x & (o_e < E)
+            b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
+            b_v = _weights(b_w, b_scale, b_shift, i_part, SHIFT, KIND).to(b_x.dtype)
+            b_acc = tl.dot(b_x, tl.trans(b_v), b_acc, input_precision="ieee")
+            if PAIR:
+                b_v2 = _weights(b_w2, b_scale2, b_shift2, i_part, SHIFT, KIND).to(b_x.dtype)
+                b_pair = tl.dot(b_x, tl.trans(b_v2), b_pair, input_precision="ieee")
+        b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
+    return b_acc, b_pair
+
+
+@triton.jit
+def _scales(
+    p,  # [rows, SETS], or None
+    i_row,
+    m_n,
+    i_e,
+    SETS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The scales, or shifts, of N rows from i_row on in the tile that starts at column i_e: [N, groups in a tile]
+    float32, zeros where there are none."""
+    GROUPS: tl.constexpr = BLOCK_E // GROUP if SETS > 1 and BLOCK_E > GROUP else 1
+    if p is None:
+        b = tl.zeros([N, GROUPS], tl.float32)
+    else:
+        o_s = (i_e // GROUP + tl.arange(0, GROUPS))[None, :]
+        m = m_n[:, None] & (o_s < SETS)
+        b = tl.load(p + (i_row + tl.arange(0, N)).to(tl.int64)[:, None] * SETS + o_s, mask=m, other=0.0).to(tl.float32)
+    return b
+
+
+@triton.jit
+def _weights(b_q, b_scale, b_shift, PART: tl.constexpr, SHIFT: tl.constexpr, KIND: tl.constexpr):
+    """q * scale + shift in float32: b_q [N, K], b_scale [N, groups] -> [N, K]. fp8 comes as int8: moved to float32's
+    place, its bits are 2^-120 of the number, subnormal ones included."""
+    if KIND == "int4":
+        b_v = ((b_q >> 4) if PART == 1 else (b_q & 15)).to(tl.float32)
+        if not SHIFT:
+            b_v -= 8.0
+    elif KIND == "fp8":
+        b_v = ((b_q.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
+    else:
+        b_v = b_q.to(tl.float32)
+    N: tl.constexpr = b_q.shape[0]
+    GROUPS: tl.constexpr = b_scale.shape[1]
+    b_v = tl.reshape(b_v, (N, GROUPS, b_q.shape[1] // GROUPS))
+    if SHIFT:
+        b_v = tl.fma(b_v, b_scale[:, :, None], b_shift[:, :, None])
+    else:
+        b_v *= b_scale[:, :, None]
+    return tl.reshape(b_v, b_q.shape)
+
+
+@triton.jit
+def prefetch_rows(
+    w_ptr,  # at the tile's first row
+    rows,  # of the weight from there on
+    start,  # an element of a row
+    stop,
+    pair,  # elements from a row of the weight to its partner
+    E: tl.constexpr,  # elements of a row
     N: tl.constexpr,
     LINES: tl.constexpr,  # of 128 bytes, of each row; a power of two
     PAIR: tl.constexpr,
@@ -230,9 +431,10 @@ def prefetch_rows(
         prefetch(p_w + pair)
 
 
-def lines(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Lines of each of a tile's rows to prefetch: 64 KiB, which arrive while the kernel before ends, or all columns."""
-    return 1 << (min(512 // rows, columns * dtype.itemsize // 128) or 1).bit_length() - 1
+def lines(rows: int, row: int) -> int:
+    """Lines of each of a tile's rows of `row` bytes to prefetch: 64 KiB, which arrive while the kernel before ends, or
+    all of them."""
+    return 1 << (min(512 // rows, row // 128) or 1).bit_length() - 1
 
 
 @triton.jit
@@ -243,7 +445,9 @@ def _silu_mul(gate, up):
 @triton.jit(do_not_specialize=["T"])
 def _row_linear_kernel(
     x_ptr,  # [G, T, E]
-    w_ptr,  # [G, O, E]
+    w_ptr,  # [G, O, E]; int4: [G, O, E / 2]
+    scale_ptr,  # [G, O, E / GROUP], or None
+    shift_ptr,  # [G, O, E / GROUP], or None
     bias_ptr,  # [G, O]
     y_ptr,  # [G, T, O], or [G, T, O / 2] with SILU; with PARTS the sums of the splits [SPLITS, G, T, O] float32
     T,
@@ -258,36 +462,45 @@ def _row_linear_kernel(
     PARTS: tl.constexpr,  # write the splits' sums; always with SPLITS > 1
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
     LINES: tl.constexpr,  # to prefetch
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 256 * E < 2**31)
     let_next_start(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
+    PACK: tl.constexpr = 2 if KIND == "int4" else 1
+    ROW: tl.constexpr = E // PACK  # elements of a row of the weight
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
     i_n = tl.program_id(1) * N
     i_s = tl.program_id(2)
+    i_row = i_n  # of all layers' weights
     if G > 1:
         TILES: tl.constexpr = (COLUMNS + N - 1) // N
         i_g = tl.program_id(1) // TILES
         i_n = (tl.program_id(1) % TILES) * N
+        i_row = i_g * O + i_n
         x_ptr += i_g.to(tl.int64) * T * E
-        w_ptr += i_g.to(tl.int64) * (O * E)
+        w_ptr += i_g.to(tl.int64) * (O * ROW)
         bias_ptr += i_g * O
         y_ptr += i_g.to(tl.int64) * T * (O if PARTS else COLUMNS)
     o_n = i_n + tl.arange(0, N)
     m_n = o_n < COLUMNS
-    w_ptr += i_n.to(tl.int64) * E
+    w_ptr += i_n.to(tl.int64) * ROW
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
-    pair = tl.full([], COLUMNS, tl.int64) * E
+    pair = tl.full([], COLUMNS, tl.int64)
     if PDL:
-        prefetch_rows(w_ptr, COLUMNS - i_n, start, stop, pair, E, N, LINES, SILU)
+        prefetch_rows(w_ptr, COLUMNS - i_n, start // PACK, stop // PACK, pair * ROW, ROW, N, LINES, SILU)
     wait_for_previous(PDL)
     b_y, b_up = stream_rows(
         x_ptr,
         w_ptr,
+        scale_ptr,
+        shift_ptr,
+        i_row,
         o_m,
         m_m,
         m_n,
@@ -301,6 +514,8 @@ def _row_linear_kernel(
         E % BLOCK_E == 0,
         COLUMNS % N == 0,
         SILU,
+        KIND,
+        GROUP,
     )
     m_mn = m_m[:, None] & m_n[None, :]
     if PARTS:
@@ -361,12 +576,20 @@ MIN_SPLIT = 512  # fewest columns per split
 
 
 def tiles(
-    dtype: torch.dtype, O: int, E: int, arch: int, G: int = 1, sms: int = 0, split: bool = False
+    dtype: torch.dtype,
+    O: int,
+    E: int,
+    arch: int,
+    G: int = 1,
+    sms: int = 0,
+    split: bool = False,
+    form: Format | None = None,
 ) -> tuple[int, int, int, int, int]:
     """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons. `sms`: of
-    the device, 0 for the architecture's usual number. `split`: splits cost no launch."""
+    the device, 0 for the architecture's usual number. `split`: splits cost no launch. `form`: of a quantised weight."""
     sms = sms or SMS[arch]
-    aligned = E * dtype.itemsize % 16 == 0
+    row = E * dtype.itemsize if form is None else form.size(E)
+    aligned = row % 16 == 0
 
     def fills(n: int) -> bool:
         """Whether tiles of n rows and splits make enough programs."""
@@ -375,33 +598,61 @@ def tiles(
 
     if E >= LONG and aligned:
         n = 128
-    elif split and (fills(128) or fills(64)):
+    elif (split or form is not None) and (fills(128) or fills(64)):
         n = 128 if fills(128) else 64
     else:
         n = next((n for n in (128, 64) if 10 * G * -(-O // n) >= 7 * sms and aligned), 32)
-    if dtype == torch.float32:
-        m, n, block, stages = 16, 32, 32, 2
-    else:
-        m, block = 64, 64 if n == 128 or not aligned else 128
+    m, n, block = (16, 32, 32) if dtype == torch.float32 else (64, n, columns_of(n, aligned, E, arch, form))
+    if dtype == torch.float32 and form is not None:
+        block = form.block(block, E)
     count = G * -(-O // n)
     splits = max(1, min(sms // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # rounding to whole tiles may need fewer
-    if dtype != torch.float32:
-        stages = stages_of(dtype, m + n, block, count * splits <= sms, arch)
+    stages = 2 if dtype == torch.float32 else stages_of(m, n, block, count * splits <= sms, arch, form)
     return m, n, block, stages, splits
 
 
-def stages_of(dtype: torch.dtype, rows: int, block: int, few: bool, arch: int) -> int:
-    """Stages of `rows` x `block` elements that fill a program's share of shared memory; `few`: at most one program per
-    SM."""
-    room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96)  # KiB
-    stages = min(room * 1024 // (rows * block * dtype.itemsize), 8)
+def columns_of(n: int, aligned: bool, E: int, arch: int, form: Format | None = None) -> int:
+    """Columns of a tile with n rows of a half-precision weight; `aligned`: its rows are multiples of 16 bytes."""
+    block = 64 if n > 64 or not aligned else 128
+    if form is None:
+        return block
+    if form.kind == "int4":  # elsewhere the decoded tile stays in registers: 128 columns spill
+        block = 128 if arch in (90, 100) else 64
+    return form.block(block, E)
+
+
+def wide_rows(dtype: torch.dtype, E: int, arch: int, form: Format | None = None) -> bool:
+    """Whether the weight can be read 16 bytes at a time. On AMD a lane's part of a quantised tile may be 4 or 8."""
+    return E * dtype.itemsize % 16 == 0 if form is None else form.size(E) % 16 == 0 and arch not in AMD
+
+
+def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
+    """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
+    shared memory; `few`: at most one program per SM. A quantised tile is also there once in x's dtype, for wgmma and
+    tcgen05; int4's halves take turns."""
+    size = 2 * block
+    stage = m * size + n * (size if form is None else form.size(block))
+    room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96) * 1024
+    if form is not None and arch == 950:  # pads them, and has no buffer fewer
+        room = 48 * 1024
+    if form is not None and arch in (90, 100):
+        room -= n * form.size(block) * 2
+    stages = min(room // stage, 8)
     return stages + (arch == 80 or arch in AMD)  # their matrix instructions are synchronous: one buffer fewer
 
 
 @lru_cache(maxsize=256)
 def _variants(
-    dtype: torch.dtype, O: int, E: int, epilogue: str, bias: bool, arch: int, G: int = 1, sms: int = 0
+    dtype: torch.dtype,
+    O: int,
+    E: int,
+    epilogue: str,
+    bias: bool,
+    arch: int,
+    G: int = 1,
+    sms: int = 0,
+    form: Format | None = None,
 ) -> tuple[Variant, Variant | None]:
     """The kernel, and the merge where K is split, unless the splits are wanted.
 
@@ -425,32 +676,46 @@ def _variants(
     float32 uses FMA in small tiles, for correctness only.
     Half precision also uses small tiles if a row is no multiple of 16 bytes: it is then read 2 bytes at a time,
     through registers.
+
+    Quantised weights: the tile comes in as bytes, is decoded in registers and, for wgmma, written to shared memory in
+    x's dtype. In tiles of 128 rows that moves 8 bytes through shared memory per weight of int8 and fp8 (the tile 1 in
+    and 1 out, decoded 2 in and 2 out, x 1 and 1) and 7 of int4, in tiles of 32 14 and 13. An H100's SM moves 128 bytes
+    a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s of int8, 50 G of int4. So tiles of 128
+    allow int8 28 G, all of them, and int4 32 G, 64%; tiles of 32 16 and 17. Hence K is always split as in "split".
+    In flight: int8 has five stages in 96 KiB, 32 KiB of them the weight's, twice per SM. int4 takes 128 columns,
+    since scales and loop cost less then: three stages, two of them waiting, 16 KiB twice per SM, for at most 64% of the
+    bandwidth.
     """
-    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split")
+    m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split", form)
     t, half, silu, parts = TYPES[dtype], dtype != torch.float32, epilogue == "silu_mul", epilogue == "split"
     out = t if epilogue in ("none", "silu_mul") else "fp32"
     name = f"{t} {E}->{O}" + f" x{G}" * (G > 1) + f" {epilogue}" * (epilogue != "none") + " bias" * bias
+    name += "" if form is None else f" {form}"
     smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
+    smoke = smoke and (form is None or epilogue == "silu_mul")
+    split = -(-E // (splits * block)) * block
     common = {"G": G, "O": O, "SPLITS": splits, "SILU": silu, "BIAS": bias}
     stream = Variant(
         name=name,
         kernel=_row_linear_kernel,
-        arguments=(f"*{t}", f"*{t}", f"*{t}", "*fp32" if splits > 1 else f"*{out}", "i32"),
+        arguments=(f"*{t}", *types_of(t, form), f"*{t}", "*fp32" if splits > 1 else f"*{out}", "i32"),
         constexprs={
             **common,
             "E": E,
             "M": m,
             "N": n // 2 if silu else n,
             "BLOCK_E": block,
-            "SPLIT_E": -(-E // (splits * block)) * block,
+            "SPLIT_E": split,
             "PARTS": parts or splits > 1,
-            "LINES": lines(n, -(-E // (splits * block)) * block, dtype),
+            **constexprs_of(form),
+            "LINES": lines(n, split * dtype.itemsize if form is None else form.size(split)),
         },
         num_warps=4,
         num_stages=stages,
         dot=half,
-        wide=E * dtype.itemsize % 16 == 0,
+        wide=wide_rows(dtype, E, arch, form),
         smoke=smoke,
+        options={} if form is None else {"maxnreg": 255},  # left to itself, ptxas keeps one at 168 and spills
     )
     if parts or splits == 1:
         return stream, None
@@ -467,9 +732,19 @@ def _variants(
     return stream, merge
 
 
+COMMON = (  # formats that the compile-only checks compile, of rows of 4096
+    Format("int8", 4096, torch.float16, None),
+    Format("fp8", 4096, torch.float32, None),
+    Format("int4", 32, torch.float16, None),
+    Format("int4", 32, torch.float16, torch.float16),
+    Format("int4", 128, torch.float16, None),
+    Format("int4", 128, torch.float16, torch.float16),
+)
+
+
 def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any O and E."""
-    bf16 = torch.bfloat16
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     for dtype, O, E, epilogue, bias, *G in (
         (bf16, 4096, 4096, "none", False),
         (bf16, 4096, 4096, "split", False),
@@ -495,23 +770,39 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 512, 4096, "silu_mul", True, 2),
     ):
         yield from (v for v in _variants(dtype, O, E, epilogue, bias, arch, *G) if v is not None)
+    for dtype, O, E, epilogue, form in (
+        *((bf16, 4096, 4096, "none", form) for form in COMMON),
+        (bf16, 28672, 4096, "silu_mul", Format("int8", 4096, f16, None)),
+        (bf16, 28672, 4096, "silu_mul", Format("int4", 32, f16, f16)),
+        (bf16, 4096, 14336, "split", Format("int8", 14336, f16, None)),
+        (bf16, 4096, 14336, "split", Format("fp8", 128, f32, None)),
+        (bf16, 4096, 14336, "split", Format("int4", 128, f16, f16)),
+        (bf16, 128256, 4096, "float32", Format("int8", 16, f16, None)),  # GGUF's Q6_K
+        (bf16, 128256, 4096, "float32", Format("int4", 32, f16, f16)),
+        (bf16, 2050, 1056, "silu_mul", Format("int4", 96, f16, f16)),
+        (bf16, 4097, 1023, "none", Format("int8", 1023, f32, None)),
+        (f16, 28672, 4096, "silu_mul", Format("int4", 64, f16, None)),
+        (f32, 4096, 4096, "none", Format("int4", 32, f16, f16)),
+    ):
+        yield from (v for v in _variants(dtype, O, E, epilogue, False, arch, form=form) if v is not None)
+    yield from _variants(bf16, 4096, 4096, "none", True, arch, 4, form=COMMON[0])[:1]
 
 
-def split_of(x: Tensor, weight: Tensor) -> tuple[int, int]:
+def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:
     """The number of K's splits on x's device, and the columns of each but the last, which may be shorter."""
     O, E = weight.shape[-2:]
-    kind = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    kind = x.dtype if x.dtype in (torch.float16, torch.bfloat16) else torch.float32
     G, on = math.prod(weight.shape[:-2]), x.device
-    _, _, block, _, splits = tiles(kind, O, E, arch(on), G, sms(on), True)
+    _, _, block, _, splits = tiles(kind, O, E, arch(on), G, sms(on), True, format_of(weight))
     return splits, -(-E // (splits * block)) * block
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
-    same_device(x, bias=bias, out=into)
-    x, weight = x.contiguous(), weight.contiguous()
-    (*layers, T, E), O = x.shape, weight.shape[-2]
+def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
+    x, (w, scale, shift) = x.contiguous(), arguments_of(weight)
+    same_device(x, bias=bias, out=into, scale=scale, shift=shift)
+    (*layers, T, E), O, form = x.shape, weight.shape[-2], format_of(weight)
     G, columns = math.prod(layers), O // 2 if epilogue == "silu_mul" else O
-    stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, arch(x.device), G, sms(x.device))
+    stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, arch(x.device), G, sms(x.device), form)
     sizes = stream.constexprs
     splits = sizes["SPLITS"]
     if epilogue == "split":
@@ -526,13 +817,13 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, into:
         return y
     b = x if bias is None else bias.contiguous()  # x is a dummy, not read
     out = y if merge is None else x.new_empty((splits, G, T, O), dtype=torch.float32)
-    stream((-(-T // sizes["M"]), G * -(-columns // sizes["N"]), splits), x, weight, b, out, T)
+    stream((-(-T // sizes["M"]), G * -(-columns // sizes["N"]), splits), x, w, scale, shift, b, out, T)
     if merge is not None:
         merge((G * T, -(-columns // merge.constexprs["BLOCK"])), out, b, y, T)
     return y
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> None:
+def _check(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> None:
     dims = x.dim(), weight.dim()
     if dims not in ((2, 2), (3, 3)) or x.shape[-1] != weight.shape[-1] or x.shape[:-2] != weight.shape[:-2]:
         raise ValueError(
@@ -553,7 +844,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Non
         raise ValueError("split has no bias: add it to the sum")
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tensor:
+def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor:
     O = weight.shape[-2]
     if epilogue == "split":
         return x.new_empty(split_of(x, weight)[0], *x.shape[:-1], O, dtype=sum_dtype(x.dtype))
@@ -562,8 +853,8 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str) -> Tens
     return x.new_empty(*x.shape[:-1], O // 2 if epilogue == "silu_mul" else O)
 
 
-def _fits(x: Tensor, *_: object) -> bool:
-    return x.shape[-2] <= MAX_ROWS
+def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
+    return x.shape[-2] <= MAX_ROWS and streams(weight)
 
 
 _row_linear = register(

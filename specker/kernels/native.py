@@ -5,7 +5,8 @@ of the step elsewhere: a layer is a dozen operators, and each fetches its code a
 threads run through all layers in one call and meet at barriers of their own.
 
 `product` computes y = x W^T for up to MAX_ROWS rows. `_dots` is its tile: R rows of W times T rows of x, in vector
-registers, so that each loaded value is used several times. W may be bfloat16 beside a float32 x.
+registers, so that each loaded value is used several times. W may be bfloat16 or `Quantized` beside a float32 x;
+`_quantised_dots` turns eight or four bits into float32 in registers.
 
 Determinism: the order of a sum depends only on its length, not on other rows, threads or tiles. A row of `product` and
 of `_layers` has the same bits in any batch.
@@ -30,17 +31,24 @@ from numba.core import cgutils, event
 from numba.extending import intrinsic
 from torch import Tensor
 
+from specker.kernels.quant import LEAST, Matrix, Quantized
+
 MAX_ROWS = 256
 SPINS = 50_000  # checks before a waiting thread sleeps, so that another process may run
 PARTS = 32  # of a matrix, which the threads take one after the other
 AHEAD = {1: 1, 4: 4}  # tiles between the rows in use and the prefetched ones, by the rows of a tile
-_WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+_FEATURES = llvm.get_host_cpu_features()
+_WIDE, _HALVES = (bool(_FEATURES.get(name)) for name in ("avx512f", "f16c"))  # vectors of 16; float16 conversions
+_BFLOATS = all(_FEATURES.get(name) for name in ("avx512bf16", "avx512bw"))  # products of bfloat16
 LANES = 16 if _WIDE else 8  # float32 in a vector register
 TALL, MOST = 4, 6 if _WIDE else 2  # rows of W and of x in a tile: TALL * MOST sums fit the registers
 BLOCK = 16  # sums run in steps of so many elements
+UNFOLD = 16  # rows of a quantised matrix whose scales are converted at once
+TALL_FROM = 2  # rows of x from which a tile has TALL rows of a bfloat16 matrix; for fewer one stream is faster
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-V32, V16 = ir.VectorType(F32, LANES), ir.VectorType(I16, LANES)
+V32, V16, V8 = (ir.VectorType(kind, LANES) for kind in (F32, I16, I8))
+FLOAT32, BFLOAT16, INT8, FP8, INT4 = range(5)  # kinds of matrices
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -76,7 +84,7 @@ def on_compile(tell: Callable[[], None]) -> AbstractContextManager[Any]:
 
 def _at(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
     """A pointer to `kind` at address `base` + `offset` elements."""
-    size = {F32: 4, I16: 2, I64: 8, V32: 4, V16: 2}[kind]
+    size = {F32: 4, I16: 2, I64: 8, V32: 4, V16: 2, V8: 1}[kind]
     address = builder.add(base, builder.mul(offset, I64(size)))
     return builder.inttoptr(address, kind.as_pointer())
 
@@ -116,26 +124,31 @@ def _splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
-def _loop(builder: Any, count: Any, step: int, sums: int, body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """for i in range(0, count, step): sums = body(i, sums), from zero vectors. Returns the sums."""
+def _loop(
+    builder: Any, count: Any, step: int, sums: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """for i in range(0, count, step): sums = body(i, sums). Returns the sums, vectors."""
     before, inside, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
-    zero = ir.Constant(V32, [0.0] * LANES)
     builder.cbranch(builder.icmp_signed(">", count, I64(0)), inside, after)
     builder.position_at_end(inside)
-    i, held = builder.phi(I64), [builder.phi(V32) for _ in range(sums)]
+    i, held = builder.phi(I64), [builder.phi(V32) for _ in sums]
     new = body(i, held)
     following = builder.add(i, I64(step))
     end = builder.block
-    for phi, first, last in zip([i, *held], [I64(0), *[zero] * sums], [following, *new], strict=True):
+    for phi, first, last in zip([i, *held], [I64(0), *sums], [following, *new], strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(last, end)
     builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
     builder.position_at_end(after)
-    out = [builder.phi(V32) for _ in range(sums)]
-    for phi, value in zip(out, new, strict=True):
-        phi.add_incoming(zero, before)
-        phi.add_incoming(value, end)
+    out = [builder.phi(V32) for _ in sums]
+    for phi, first, last in zip(out, sums, new, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(last, end)
     return out
+
+
+def _zeros(count: int) -> list[Any]:
+    return [ir.Constant(V32, [0.0] * LANES)] * count
 
 
 def _apart(builder: Any, name: str, args: Any, emit: Callable[..., None]) -> None:
@@ -186,7 +199,7 @@ def _dots(_, R, T, narrow, w, x, y, E, row_w, row_x, row_y):
                     new += [_fma(builder, a[r], b, held[t * R + r]) for r in range(R)]
                 return new
 
-            for n, held in enumerate(_loop(builder, E, LANES, R * T, body)):
+            for n, held in enumerate(_loop(builder, E, LANES, _zeros(R * T), body)):
                 t, r = divmod(n, R)
                 at = builder.add(builder.mul(I64(t), row_y), I64(r))
                 builder.store(_total(builder, held), _at(builder, y, at, F32))
@@ -202,10 +215,303 @@ def _dots(_, R, T, narrow, w, x, y, E, row_w, row_x, row_y):
     return types.void(*[types.int64] * 10), generate
 
 
+def _numbers(builder: Any, kind: int, place: Any, half: int) -> Any:
+    """A vector of q (quant.py) at a place, as float32; of int4 the low or the high half of each byte. fp8 is
+    2^8 too small: its bits are those of a float16 with another bias."""
+    wide = ir.VectorType(I32, LANES)
+    bits = builder.load(place, align=1)
+    if kind == INT8:
+        return builder.sitofp(builder.sext(bits, wide), V32)
+    if kind == FP8:
+        shifted = builder.shl(builder.sext(bits, V16), ir.Constant(V16, [7] * LANES))
+        halves = builder.and_(shifted, ir.Constant(V16, [0xBFFF] * LANES))
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), V32)
+    fours = builder.zext(bits, wide)
+    if half:
+        return builder.uitofp(builder.lshr(fours, ir.Constant(wide, [4] * LANES)), V32)
+    return builder.uitofp(builder.and_(fours, ir.Constant(wide, [15] * LANES)), V32)
+
+
+def _looked_up(builder: Any, table: Any, place: Any, half: int) -> Any:
+    """The numbers of a table of 16 that the low or high halves of 16 bytes name. One instruction of AVX-512, which
+    ignores the higher bits."""
+    wide = ir.VectorType(I32, LANES)
+    index = builder.zext(builder.load(place, align=1), wide)
+    if half:
+        index = builder.lshr(index, ir.Constant(wide, [4] * LANES))
+    kind = ir.FunctionType(V32, [V32, wide])
+    name = "llvm.x86.avx512.permvar.sf.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [table, index])
+
+
+@intrinsic
+def _quantised_dots(_, R, T, kind, w, scales, to_shifts, x, y, E, group, row_w, row_x, row_y):
+    """`_dots` for INT8, FP8 or INT4. scales: address of float32 [R, E / group], shifts `to_shifts` bytes further. row_w
+    in bytes. Sums run in the order of `_dots`."""
+
+    def emit(builder: Any, rows: Any, count: Any, kind: Any, *places: Any) -> None:
+        w, scales, to_shifts, x, y, E, group, row_w, row_x, row_y = places
+        groups, shifts = builder.udiv(E, group), builder.add(scales, to_shifts)
+
+        def tile(R: int, T: int, kind: int) -> None:
+            fours = kind == INT4
+            step = 2 * BLOCK if fours else BLOCK
+
+            def of_group(g: Any, held: list[Any]) -> list[Any]:
+                factors = []
+                for r in range(R):
+                    at = builder.add(builder.mul(I64(r), groups), g)
+                    both = [builder.load(_at(builder, base, at, F32)) for base in (scales, shifts)]
+                    factors.append([_splat(builder, number) for number in both])
+                if fours and _WIDE:
+                    sixteen = ir.Constant(V32, [float(n) for n in range(16)])
+                    tables = [_fma(builder, sixteen, *factors[r]) for r in range(R)]
+                first = builder.mul(g, group)
+
+                def of_block(i: Any, held: list[Any]) -> list[Any]:
+                    e = builder.add(first, i)
+                    bytes_ = builder.lshr(e, I64(1)) if fours else e
+                    lines = [builder.add(builder.mul(I64(r), row_w), bytes_) for r in range(R)]
+                    for r in range(R):
+                        ahead = builder.add(builder.mul(I64(r + AHEAD[R] * R), row_w), bytes_)
+                        _prefetch(builder, _at(builder, w, ahead, V8))
+                    for n in range(step // LANES):
+                        half, lane = divmod(n * LANES, BLOCK) if fours else (0, n * LANES)
+                        new, a = [], []
+                        for r in range(R):
+                            place = _at(builder, w, builder.add(lines[r], I64(lane)), V8)
+                            if fours and _WIDE:
+                                a.append(_looked_up(builder, tables[r], place, half))
+                            else:
+                                a.append(_fma(builder, _numbers(builder, kind, place, half), *factors[r]))
+                        for t in range(T):
+                            at = builder.add(builder.mul(I64(t), row_x), builder.add(e, I64(n * LANES)))
+                            b = _load(builder, x, at)
+                            new += [_fma(builder, a[r], b, held[t * R + r]) for r in range(R)]
+                        held = new
+                    return held
+
+                return _loop(builder, group, step, held, of_block)
+
+            for n, held in enumerate(_loop(builder, groups, 1, _zeros(R * T), of_group)):
+                t, r = divmod(n, R)
+                at = builder.add(builder.mul(I64(t), row_y), I64(r))
+                builder.store(_total(builder, held), _at(builder, y, at, F32))
+
+        key = builder.add(builder.mul(builder.add(builder.mul(rows, I64(16)), count), I64(8)), kind)
+        shapes = [(R, T, kind) for R in (1, TALL) for T in range(1, MOST + 1) for kind in (INT8, FP8, INT4)]
+        _switch(builder, key, {(R * 16 + T) * 8 + kind: partial(tile, R, T, kind) for R, T, kind in shapes})
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _apart(builder, "specker_quantised_dots", args, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 13), generate
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+@intrinsic
+def _half_dots(_, R, T, kind, w, scales, to_shifts, x, y, E, group, row_w, row_x, row_y):
+    """y[t, r] = sum over e < E of w[r, e] x[t, e] by bfloat16 instructions of AVX-512: x is bfloat16, and so is w, of
+    the kind BFLOAT16 or rounded from INT8, FP8 or INT4. E and group are multiples of 2 BLOCK; row_w is in bytes, and
+    scales, to_shifts and the other strides are as in `_quantised_dots`."""
+    halves, words = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(I16, 2 * LANES)
+    twice = ir.Constant(ir.VectorType(I32, 2 * LANES), [*range(LANES)] * 2)
+
+    def emit(builder: Any, rows: Any, count: Any, kind: Any, *places: Any) -> None:
+        w, scales, to_shifts, x, y, E, group, row_w, row_x, row_y = places
+        shifts = builder.add(scales, to_shifts)
+
+        def load(base: Any, offset: Any) -> Any:
+            """2 BLOCK bfloat16 at a base + `offset` bytes."""
+            address = builder.inttoptr(builder.add(base, offset), words.as_pointer())
+            return builder.bitcast(builder.load(address, align=2), halves)
+
+        def tile(R: int, T: int, kind: int) -> None:
+            def of_block(e: Any, tables: list[Any], factors: list[Any], held: list[Any]) -> list[Any]:
+                wide = {BFLOAT16: builder.shl(e, I64(1)), INT4: builder.lshr(e, I64(1))}.get(kind, e)
+                lines = [builder.add(builder.mul(I64(r), row_w), wide) for r in range(R)]
+                for r in range(R):
+                    ahead = builder.add(builder.mul(I64(r + AHEAD[R] * R), row_w), wide)
+                    _prefetch(builder, _at(builder, w, ahead, V8))
+                a = []
+                for r in range(R):
+                    place = _at(builder, w, lines[r], V8)
+                    if kind == BFLOAT16:
+                        a.append(load(w, lines[r]))
+                    elif kind == INT4:
+                        bytes_ = builder.zext(builder.load(place, align=1), V16)
+                        both = builder.shuffle_vector(bytes_, bytes_, twice)
+                        index = builder.lshr(both, ir.Constant(words, [0] * LANES + [4] * LANES))
+                        found = _call(builder, "llvm.x86.avx512.permvar.hi.512", words, tables[r], index)
+                        a.append(builder.bitcast(found, halves))
+                    else:
+                        further = _at(builder, w, builder.add(lines[r], I64(LANES)), V8)
+                        low, high = (_numbers(builder, kind, at, 0) for at in (place, further))
+                        low, high = (_fma(builder, numbers, *factors[r]) for numbers in (low, high))
+                        a.append(_call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, high, low))
+                new = []
+                for t in range(T):
+                    b = load(x, builder.shl(builder.add(builder.mul(I64(t), row_x), e), I64(1)))
+                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                    new += [_call(builder, name, V32, held[t * R + r], a[r], b) for r in range(R)]
+                return new
+
+            def of_group(g: Any, held: list[Any]) -> list[Any]:
+                groups, factors, tables = builder.udiv(E, group), [], []
+                for r in range(R):
+                    at = builder.add(builder.mul(I64(r), groups), g)
+                    both = [builder.load(_at(builder, base, at, F32)) for base in (scales, shifts)]
+                    factors.append([_splat(builder, number) for number in both])
+                    if kind == INT4:
+                        table = _fma(builder, ir.Constant(V32, [float(n) for n in range(16)]), *factors[r])
+                        half = ir.VectorType(_BFloat(), LANES)
+                        bits = builder.bitcast(_call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", half, table), V16)
+                        tables.append(builder.shuffle_vector(bits, bits, twice))
+                first = builder.mul(g, group)
+
+                def inner(i: Any, held: list[Any]) -> list[Any]:
+                    return of_block(builder.add(first, i), tables, factors, held)
+
+                return _loop(builder, group, 2 * BLOCK, held, inner)
+
+            if kind == BFLOAT16:
+                sums = _loop(builder, E, 2 * BLOCK, _zeros(R * T), lambda e, held: of_block(e, [], [], held))
+            else:
+                sums = _loop(builder, builder.udiv(E, group), 1, _zeros(R * T), of_group)
+            for n, held in enumerate(sums):
+                t, r = divmod(n, R)
+                at = builder.add(builder.mul(I64(t), row_y), I64(r))
+                builder.store(_total(builder, held), _at(builder, y, at, F32))
+
+        if not _BFLOATS:
+            return
+        key = builder.add(builder.mul(builder.add(builder.mul(rows, I64(16)), count), I64(8)), kind)
+        kinds = BFLOAT16, INT8, FP8, INT4
+        shapes = [(R, T, kind) for R in (1, TALL) for T in range(1, MOST + 1) for kind in kinds]
+        _switch(builder, key, {(R * 16 + T) * 8 + kind: partial(tile, R, T, kind) for R, T, kind in shapes})
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _apart(builder, "specker_half_dots", args, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 13), generate
+
+
+@intrinsic
+def _restored(_, kind, w, scales, shifts, y, E, group):
+    """A row of E weights of kind INT8, FP8 or INT4 in float32. scales, shifts: addresses of float32 [E / group]."""
+
+    def emit(builder: Any, kind: Any, w: Any, scales: Any, shifts: Any, y: Any, E: Any, group: Any) -> None:
+        groups = builder.udiv(E, group)
+
+        def row(kind: int) -> None:
+            fours = kind == INT4
+            step = 2 * BLOCK if fours else BLOCK
+
+            def of_group(g: Any, held: list[Any]) -> list[Any]:
+                both = [builder.load(_at(builder, base, g, F32)) for base in (scales, shifts)]
+                factors = [_splat(builder, number) for number in both]
+
+                def of_block(i: Any, held: list[Any]) -> list[Any]:
+                    e = builder.add(builder.mul(g, group), i)
+                    for n in range(step // LANES):
+                        half, lane = divmod(n * LANES, BLOCK) if fours else (0, n * LANES)
+                        bytes_ = builder.add(builder.lshr(e, I64(1)) if fours else e, I64(lane))
+                        numbers = _numbers(builder, kind, _at(builder, w, bytes_, V8), half)
+                        place = _at(builder, y, builder.add(e, I64(n * LANES)), V32)
+                        builder.store(_fma(builder, numbers, *factors), place, align=4)
+                    return []
+
+                return _loop(builder, group, step, [], of_block)
+
+            _loop(builder, groups, 1, [], of_group)
+
+        _switch(builder, kind, {kind: partial(row, kind) for kind in (INT8, FP8, INT4)})
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _apart(builder, "specker_restored", args, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), generate
+
+
+@intrinsic
+def _narrow(_, source, target, count):
+    """`count` float32 at one address, a multiple of BLOCK, rounded to bfloat16 at another."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, target, count = args
+        wide = ir.VectorType(I32, LANES)
+
+        def body(i: Any, held: list[Any]) -> list[Any]:
+            if _BFLOATS:
+                half = ir.VectorType(_BFloat(), LANES)
+                halves = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", half, _load(builder, source, i))
+                builder.store(builder.bitcast(halves, V16), _at(builder, target, i, V16), align=2)
+                return []
+            bits = builder.bitcast(_load(builder, source, i), wide)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(wide, [16] * LANES)), ir.Constant(wide, [1] * LANES))
+            rounded = builder.add(bits, builder.add(odd, ir.Constant(wide, [0x7FFF] * LANES)))  # to nearest, even
+            halves = builder.trunc(builder.lshr(rounded, ir.Constant(wide, [16] * LANES)), V16)
+            builder.store(halves, _at(builder, target, i, V16), align=2)
+            return []
+
+        _loop(builder, count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _widen(_, source, target, count, factor):
+    """target[i] = source[i] * factor: `count` float16 at one address to float32 at another."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, target, count, factor = args
+        vectors = builder.and_(count, I64(-LANES))
+        halves, half = ir.VectorType(ir.HalfType(), LANES), ir.HalfType()
+
+        def body(i: Any, held: list[Any]) -> list[Any]:
+            bits = builder.load(_at(builder, source, i, V16), align=2)
+            wide = builder.fpext(builder.bitcast(bits, halves), V32)
+            builder.store(builder.fmul(wide, _splat(builder, factor)), _at(builder, target, i, V32), align=4)
+            return []
+
+        def one(i: Any, held: list[Any]) -> list[Any]:
+            i = builder.add(vectors, i)
+            wide = builder.fpext(builder.bitcast(builder.load(_at(builder, source, i, I16)), half), F32)
+            builder.store(builder.fmul(wide, factor), _at(builder, target, i, F32))
+            return []
+
+        _loop(builder, vectors, LANES, [], body)
+        _loop(builder, builder.sub(count, vectors), 1, [], one)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float32), generate
+
+
 @intrinsic
 def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
     """y[t, d] += sum over s < S of p[t, s] v[s, d], for T <= MOST rows and d < BLOCK; addresses in bytes, strides in
-    elements."""
+    elements. Adds to y one s after the other, so that terms of 0 change nothing, wherever they are."""
     parts = BLOCK // LANES
 
     def emit(builder: Any, count: Any, p: Any, v: Any, y: Any, S: Any, *strides: Any) -> None:
@@ -222,10 +528,13 @@ def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
                     new += [_fma(builder, a[n], b, held[t * parts + n]) for n in range(parts)]
                 return new
 
-            for n, held in enumerate(_loop(builder, S, 1, T * parts, body)):
-                t, part = divmod(n, parts)
-                place = _at(builder, y, builder.add(builder.mul(I64(t), row_y), I64(part * LANES)), V32)
-                builder.store(builder.fadd(builder.load(place, align=4), held), place, align=4)
+            rows = [builder.mul(I64(t), row_y) for t in range(T)]
+            places = [
+                _at(builder, y, builder.add(row, I64(part * LANES)), V32) for row in rows for part in range(parts)
+            ]
+            sums = _loop(builder, S, 1, [builder.load(place, align=4) for place in places], body)
+            for place, held in zip(places, sums, strict=True):
+                builder.store(held, place, align=4)
 
         _switch(builder, count, {T: partial(tile, T) for T in range(1, MOST + 1)})
 
@@ -234,21 +543,6 @@ def _mixture(_, T, p, v, y, S, row_p, row_v, row_y):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 8), generate
-
-
-@intrinsic
-def _vector_sum(_, x, count):
-    """The sum of `count` float32 at address x, a multiple of BLOCK; zeros behind the last value change no bit."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, count = args
-
-        def body(i: Any, held: list[Any]) -> list[Any]:
-            return [builder.fadd(held[0], _load(builder, x, i))]
-
-        return _total(builder, _loop(builder, count, LANES, 1, body)[0])
-
-    return types.float32(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -262,7 +556,7 @@ def _squares(_, x, count):
             value = _load(builder, x, i)
             return [_fma(builder, value, value, held[0])]
 
-        return _total(builder, _loop(builder, count, LANES, 1, body)[0])
+        return _total(builder, _loop(builder, count, LANES, _zeros(1), body)[0])
 
     return types.float32(types.int64, types.int64), generate
 
@@ -445,16 +739,87 @@ def _rows(w, x, y, R, T, narrow, E, row_w, row_x, row_y):
                 )
 
 
+# A matrix [O, E] as eight int64: address, kind, bytes of a row; of a quantised one also the columns of a group, the
+# addresses of scales and shifts (0: none), and whether those are float32; last, whether to multiply in bfloat16.
+PLACE, KIND, LINE, GROUP, SCALE, SHIFT, WIDE, ROUNDS = range(8)
+
+
 @compiled
-def _share(sync, chunk, w, x, y, O, T, narrow, E, row_x, row_y):
+def _unfold(m, row, count, groups, room):
+    """Scales and shifts of `count` rows in float32: room [2, count, groups]."""
+    n = count * groups
+    scales, shifts = _floats(room), _floats(room + n * 4)
+    factor = np.float32(256 if m[KIND] == FP8 else 1)  # see `_numbers`
+    if m[WIDE]:
+        source = _floats(m[SCALE] + row * groups * 4)
+        for i in range(n):
+            scales[i] = source[i] * factor
+    else:
+        _widen(m[SCALE] + row * groups * 2, room, n, factor)
+    if m[SHIFT] == 0:
+        middle = np.float32(-8 if m[KIND] == INT4 else 0)
+        for i in range(n):
+            shifts[i] = scales[i] * middle
+    elif m[WIDE]:
+        source = _floats(m[SHIFT] + row * groups * 4)
+        for i in range(n):
+            shifts[i] = source[i]
+    else:
+        _widen(m[SHIFT] + row * groups * 2, room + n * 4, n, np.float32(1))
+
+
+@compiled
+def _times(m, row, x, y, R, T, E, row_x, row_y, room):
+    """y[t, r] = row `row` + r of matrix m times x[t], for R rows of the matrix and T of x, float32 or, with ROUNDS,
+    bfloat16. room: address of this thread's memory, see `_room`."""
+    kind, half, group, line = m[KIND], m[ROUNDS] != 0, m[GROUP], m[LINE]
+    if kind <= BFLOAT16 and not half:
+        _rows(m[PLACE] + row * line, x, y, R, T, kind, E, E, row_x, row_y)
+        return
+    tiles, size = (T + MOST - 1) // MOST, np.int64(2 if half else 4)
+    groups = 0 if kind == BFLOAT16 else E // group
+    for start in range(0, R, UNFOLD):
+        rows, i = min(UNFOLD, R - start), 0
+        if groups:
+            _unfold(m, row + start, rows, groups, room)
+        while i < rows:
+            count = TALL if rows - i >= TALL and (groups or T >= TALL_FROM) else 1
+            place = m[PLACE] + (row + start + i) * line
+            scales, to_shifts = room + i * groups * 4, rows * groups * 4
+            at = y + (start + i) * 4
+            for n in range(tiles):
+                first, last = n * T // tiles, (n + 1) * T // tiles
+                rows_x, rows_y = x + first * row_x * size, at + first * row_y * 4
+                c, t = count, last - first
+                if half:
+                    _half_dots(c, t, kind, place, scales, to_shifts, rows_x, rows_y, E, group, line, row_x, row_y)
+                else:
+                    _quantised_dots(c, t, kind, place, scales, to_shifts, rows_x, rows_y, E, group, line, row_x, row_y)
+            i += count
+
+
+@compiled
+def _as_factor(m, x, T, E, row_x, room):
+    """The rows of x [T, E] as `_times` takes them for matrix m: (address, stride). With ROUNDS they are rounded to
+    bfloat16 in this thread's room, behind the scales."""
+    if m[ROUNDS] == 0:
+        return x, row_x
+    groups = 0 if m[KIND] == BFLOAT16 else E // m[GROUP]
+    target = room + 2 * UNFOLD * groups * 4
+    for t in range(T):
+        _narrow(x + t * row_x * 4, target + t * E * 2, E)
+    return target, np.int64(E)
+
+
+@compiled
+def _share(sync, chunk, m, x, y, O, T, E, row_x, row_y, room):
     """This thread's chunks of y [T, O] = x W^T; every thread takes the next one when it is done with the last."""
+    x, row_x = _as_factor(m, x, T, E, row_x, room)
     while True:
         first = _add(sync, 1) * chunk
         if first >= O:
             return
-        size = np.int64(2 if narrow else 4)
-        count = min(chunk, O - first)
-        _rows(w + first * E * size, x, y + first * 4, count, T, narrow, E, E, row_x, row_y)
+        _times(m, first, x, y + first * 4, min(chunk, O - first), T, E, row_x, row_y, room)
 
 
 @compiled
@@ -464,8 +829,29 @@ def _chunk(O):
 
 
 @compiled
-def _product(me, size, sync, w, x, y, O, T, narrow, E):
-    _share(sync, _chunk(O), w, x, y, O, T, narrow, E, E, O)
+def _product(me, size, sync, m, x, y, room, own, O, T, E):
+    """room: address of `own` float32 for each thread."""
+    _share(sync, _chunk(O), m, x, y, O, T, E, E, O, room + me * own * 4)
+    _meet(size, sync)
+
+
+@compiled
+def _restore(me, size, sync, m, y, room, own, O, E, narrow):
+    """The quantised matrix m in float32 or, if `narrow`, rounded to bfloat16: y [O, E]."""
+    groups, room = E // m[GROUP], room + me * own * 4
+    full = room + 2 * UNFOLD * groups * 4
+    while True:
+        first = _add(sync, 1) * UNFOLD
+        if first >= O:
+            break
+        rows = min(UNFOLD, O - first)
+        _unfold(m, first, rows, groups, room)
+        for r in range(rows):
+            o, scales = first + r, room + r * groups * 4
+            to = full if narrow else y + o * E * 4
+            _restored(m[KIND], m[PLACE] + o * m[LINE], scales, scales + rows * groups * 4, to, E, m[GROUP])
+            if narrow:
+                _narrow(full, y + o * E * 2, E)
     _meet(size, sync)
 
 
@@ -473,6 +859,7 @@ def _product(me, size, sync, w, x, y, O, T, narrow, E):
 
 
 NORM_IN, QKV, QKV_BIAS, Q_NORM, K_NORM, O, O_BIAS, NORM_POST, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS = range(12)
+MATRICES = QKV, O, GATE_UP, DOWN
 
 
 @compiled
@@ -531,15 +918,23 @@ def _rotated(source, target, norm, turn, D, eps):
 @compiled
 def _attend(q, k, v, out, room, rows, heads, S, w, words, row_q, row_out, row_k, pages, page, D, scale):
     """Attention of the query heads that share a KV head, for the rows of a sequence (kernels/attention.py). q, out:
-    addresses of the first row's first head; k, v: of the head in the cache; room: of n * (2 * D + S) float32 with n =
-    rows * heads and S rounded up to BLOCK."""
-    n, wide = rows * heads, (S + BLOCK - 1) // BLOCK * BLOCK
-    gathered, sums, p = room, room + n * D * 4, room + 2 * n * D * 4
+    addresses of the first row's first head; k, v: of the head in the cache; room: of BLOCK + n * (2 * D + BLOCK + S)
+    float32 with n = rows * heads and S rounded up to BLOCK.
+
+    A row's sums run over the columns in order, and masked columns add 0. So a tree's row has the bits of the same
+    token in a chain, although other nodes lie between its ancestors."""
+    n, wide, row = rows * heads, (S + BLOCK - 1) // BLOCK * BLOCK, D + BLOCK  # of sums: D of p v, then one of p
+    ones, gathered, sums = room, room + BLOCK * 4, room + (BLOCK + n * D) * 4
+    p = sums + n * row * 4
+    a = _floats(ones)
+    for i in range(BLOCK):
+        a[i] = 1
     for i in range(n):
         a = _floats(q + ((i // heads) * row_q + (i % heads) * D) * 4)
-        b, c = _floats(gathered + i * D * 4), _floats(sums + i * D * 4)
+        b, c = _floats(gathered + i * D * 4), _floats(sums + i * row * 4)
         for d in range(D):
             b[d] = a[d]
+        for d in range(row):
             c[d] = 0
     for first in range(0, S, page):
         count = min(page, S - first)
@@ -563,36 +958,57 @@ def _attend(q, k, v, out, room, rows, heads, S, w, words, row_q, row_out, row_k,
         base = v + np.int64(pages[first // page]) * page * row_k * 4
         for tile in range(tiles):
             low, high = tile * n // tiles, (tile + 1) * n // tiles
+            at, to = p + (low * wide + first) * 4, sums + low * row * 4
             for d in range(0, D, BLOCK):
-                at = p + (low * wide + first) * 4
-                _mixture(high - low, at, base + d * 4, sums + (low * D + d) * 4, count, wide, row_k, D)
+                _mixture(high - low, at, base + d * 4, to + d * 4, count, wide, row_k, row)
+            _mixture(high - low, at, ones, to + D * 4, count, wide, 0, row)
     for i in range(n):
-        a, b = _floats(out + ((i // heads) * row_out + (i % heads) * D) * 4), _floats(sums + i * D * 4)
-        factor = np.float32(1) / _vector_sum(p + i * wide * 4, wide)
+        a, b = _floats(out + ((i // heads) * row_out + (i % heads) * D) * 4), _floats(sums + i * row * 4)
+        factor = np.float32(1) / b[D]
         for d in range(D):
             a[d] = b[d] * factor
 
 
 @compiled
 def _layers(
-    me, size, sync, sizes, weights, kv, groups, taps, x, out, scratch, rope, places, seqs, words, table, eps, scale
+    me,
+    size,
+    sync,
+    sizes,
+    weights,
+    matrices,
+    kv,
+    groups,
+    taps,
+    x,
+    out,
+    scratch,
+    rope,
+    places,
+    seqs,
+    words,
+    table,
+    eps,
+    scale,
 ):
     """Thread `me` of `size` runs groups of layers; see `Stack.run`.
 
-    sizes: T, E, Hq, Hkv, D, F, bfloat16 weights, page size, longest sequence. weights [L, 12]: addresses. kv: those of
-    layer 0's K and V, and the bytes from a layer to the next. groups [n + 1]: the first layer of each group, and the
+    sizes: T, E, Hq, Hkv, D, F, page size, longest sequence, float32 that a thread needs for factors. weights [L, 12]:
+    addresses of vectors; matrices [L, 12, 8]. kv: addresses of layer 0's K and V, and the bytes from a layer
+    to the next. groups [n + 1]: the first layer of each group, and the
     end. x [T, E]; out [1 + taps, T, E]. places [2, T]: positions, slots. seqs [3, B + 1]: cu_rows, kv_len, window.
     words [T, W], table [B, P]. Every thread keeps the residual stream.
     """
-    T, E, Hq, Hkv, D, F, narrow, page, longest = sizes
+    T, E, Hq, Hkv, D, F, page, longest, unfolded = sizes
     H = Hq + 2 * Hkv
     wide = (longest + BLOCK - 1) // BLOCK * BLOCK
     B, most = len(seqs[0]) - 1, groups[1] - groups[0]
     for g in range(len(groups) - 1):
         most = max(most, groups[g + 1] - groups[g])
-    own = 2 * T * E + T * Hq // Hkv * (2 * D + wide)  # float32 of each thread
+    own = unfolded + 2 * T * E + BLOCK + T * Hq // Hkv * (2 * D + BLOCK + wide)  # float32 of each thread
     shared = scratch + size * own * 4
-    stream = scratch + me * own * 4
+    scales = scratch + me * own * 4
+    stream = scales + unfolded * 4
     normed, room = stream + T * E * 4, stream + 2 * T * E * 4
     qkv = shared
     mixed = qkv + most * T * H * D * 4
@@ -610,7 +1026,7 @@ def _layers(
         for n in range(first, last):
             _normed(stream, normed, weights[n, NORM_IN], T, E, eps)
             at = qkv + (n - first) * T * H * D * 4
-            _share(sync, _chunk(H * D), weights[n, QKV], normed, at, H * D, T, narrow, E, E, H * D)
+            _share(sync, _chunk(H * D), matrices[n, QKV], normed, at, H * D, T, E, E, H * D, scales)
             _meet(size, sync)
         for i in range(me, (last - first) * T * H, size):
             n, t, h = first + i // (T * H), i // H % T, i % H
@@ -657,12 +1073,12 @@ def _layers(
         _meet(size, sync)
         for n in range(first, last):
             source, target = mixed + (n - first) * T * Hq * D * 4, added + (n - first) * T * E * 4
-            _share(sync, _chunk(E), weights[n, O], source, target, E, T, narrow, Hq * D, Hq * D, E)
+            _share(sync, _chunk(E), matrices[n, O], source, target, E, T, Hq * D, Hq * D, E, scales)
             _meet(size, sync)
         for n in range(first, last):
             _grow(stream, added + (n - first) * T * E * 4, weights[n, O_BIAS], T, E)
             _normed(stream, normed, weights[n, NORM_POST], T, E, eps)
-            _mlp(size, sync, weights[n], normed, gate, up, added, T, E, F, narrow)
+            _mlp(size, sync, weights[n], matrices[n], normed, gate, up, added, T, E, F, scales)
             _grow(stream, added, weights[n, DOWN_BIAS], T, E)
     if me == 0:
         out[0] = a
@@ -673,17 +1089,17 @@ def _layers(
 
 
 @compiled
-def _mlp(size, sync, weights, x, gate, up, y, T, E, F, narrow):
+def _mlp(size, sync, weights, matrices, x, gate, up, y, T, E, F, scales):
     """y = down(silu(gate(x)) * up(x)), without the last bias. x: this thread's copy."""
-    chunk, bytes_ = _chunk(F), np.int64(2 if narrow else 4)
+    chunk, both = _chunk(F), matrices[GATE_UP]
+    rows, row_x = _as_factor(both, x, T, E, E, scales)
     while True:
         i = _add(sync, 1) * chunk
         if i >= F:
             break
         count = min(chunk, F - i)
-        first = weights[GATE_UP] + i * E * bytes_
-        _rows(first, x, gate + i * 4, count, T, narrow, E, E, E, F)
-        _rows(first + F * E * bytes_, x, up + i * 4, count, T, narrow, E, E, E, F)
+        _times(both, i, rows, gate + i * 4, count, T, E, row_x, F, scales)
+        _times(both, F + i, rows, up + i * 4, count, T, E, row_x, F, scales)
         for t in range(T):
             a, b = _floats(gate + (t * F + i) * 4), _floats(up + (t * F + i) * 4)
             if weights[GATE_UP_BIAS]:
@@ -694,16 +1110,16 @@ def _mlp(size, sync, weights, x, gate, up, y, T, E, F, narrow):
                 e = _exp(-abs(z))  # of a number that is not positive: no overflow
                 a[j] = z * b[j] * (np.float32(1) if z >= 0 else e) / (np.float32(1) + e)
     _meet(size, sync)
-    _share(sync, _chunk(E), weights[DOWN], gate, y, E, T, narrow, F, F, E)
+    _share(sync, _chunk(E), matrices[DOWN], gate, y, E, T, F, F, E, scales)
     _meet(size, sync)
 
 
 @compiled
-def _head(me, size, sync, x, norm, weight, scratch, y, T, O, narrow, E, eps):
-    """y [T, O] = RMSNorm(x) * norm W^T; scratch holds a normalised copy [T, E] for each thread."""
-    own = scratch + me * T * E * 4
-    _normed(x, own, norm, T, E, eps)
-    _share(sync, _chunk(O), weight, own, y, O, T, narrow, E, E, O)
+def _head(me, size, sync, x, norm, m, scratch, own, y, T, O, E, eps):
+    """y [T, O] = RMSNorm(x) * norm W^T; scratch holds `own` float32 for each thread, a normalised copy [T, E] first."""
+    copy = scratch + me * own * 4
+    _normed(x, copy, norm, T, E, eps)
+    _share(sync, _chunk(O), m, copy, y, O, T, E, E, O, copy + T * E * 4)
     _meet(size, sync)
 
 
@@ -759,32 +1175,70 @@ def gumbel(out, positions, stream, seed):
             row[i] = -_log(x, np.float32(1))
 
 
+_KINDS = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.int8: INT8,
+    torch.float8_e4m3fn: FP8,
+    torch.uint8: INT4,
+}
+
+
+def _described(weight: Matrix, half: bool) -> list[int]:
+    """The eight numbers of a matrix [O, E]. `half`: multiply in bfloat16 if the CPU and the sizes allow."""
+    half = half and _BFLOATS and weight.shape[-1] % (2 * BLOCK) == 0
+    if isinstance(weight, Tensor):
+        own = half and weight.dtype == torch.bfloat16
+        return [weight.data_ptr(), _KINDS[weight.dtype], weight.shape[-1] * weight.element_size(), 0, 0, 0, 0, int(own)]
+    q, scale, shift = weight.q, weight.scale, weight.shift
+    places = scale.data_ptr(), 0 if shift is None else shift.data_ptr()
+    wide, half = scale.dtype == torch.float32, half and weight.group % (2 * BLOCK) == 0
+    return [q.data_ptr(), _KINDS[q.dtype], q.shape[-1], weight.group, *places, int(wide), int(half)]
+
+
+def _unfolded(weight: Matrix) -> int:
+    """How many float32 a thread needs for the scales and shifts of UNFOLD rows."""
+    return 0 if isinstance(weight, Tensor) else UNFOLD * 2 * weight.scale.shape[-1]
+
+
+def _room(weight: Matrix, T: int) -> int:
+    """How many float32 a thread needs as `room`: for scales and shifts, and for T rows of x in bfloat16."""
+    return _unfolded(weight) + (T * weight.shape[-1] + 1) // 2
+
+
 class Stack:
     """A model's decoder layers on a CPU."""
 
     most = MAX_ROWS
 
-    def __init__(self, layers: Sequence[Sequence[Tensor | None]], heads: tuple[int, int], rope: Tensor, eps: float):
+    def __init__(
+        self, layers: Sequence[Sequence[Any]], heads: tuple[int, int], rope: Tensor, eps: float, half: bool = False
+    ):
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], k_norm, o [E, Hq D], its bias,
         norm_post, gate_up [2 F, E], its bias, down [E, F], its bias; None where it is absent. heads: Hq, Hkv; rope [C,
-        2, D]. Matrices are all float32 or all bfloat16, everything else float32."""
+        2, D]. A matrix is float32, bfloat16 or `Quantized`, everything else float32. `half`: products other than with
+        float32 take rows rounded to bfloat16, where the CPU has such instructions."""
         self.layers, self.rope, self.heads, self.eps = layers, rope, heads, np.float32(eps)
-        first = layers[0]
-        self.narrow = first[QKV].dtype == torch.bfloat16  # type: ignore[union-attr]
-        self.sizes = rope.shape[2], first[DOWN].shape[1]  # type: ignore[union-attr]
-        self.weights = np.array([[0 if w is None else w.data_ptr() for w in layer] for layer in layers])
+        self.sizes = rope.shape[2], layers[0][DOWN].shape[1]
+        self.weights, self.matrices = (np.zeros((len(layers), 12, *more), np.int64) for more in ((), (8,)))
+        self.unfolded = 0
+        for n, layer in enumerate(layers):
+            for i, w in enumerate(layer):
+                if i in MATRICES:
+                    self.matrices[n, i] = _described(w, half)
+                    self.unfolded = max(self.unfolded, _unfolded(w))
+                elif w is not None:
+                    self.weights[n, i] = w.data_ptr()
         self._scratch: Any = np.empty(0, np.float32)
 
     @staticmethod
-    def takes(layers: Sequence[Sequence[Tensor | None]], rope: Tensor) -> bool:
+    def takes(layers: Sequence[Sequence[Any]], rope: Tensor) -> bool:
         """Whether the kernel serves such layers."""
-        matrices = [layer[n] for layer in layers for n in (QKV, O, GATE_UP, DOWN)]
-        others = [w for layer in layers for n, w in enumerate(layer) if n not in (QKV, O, GATE_UP, DOWN)]
-        kind = None if matrices[0] is None else matrices[0].dtype
+        matrices = [layer[n] for layer in layers for n in MATRICES]
+        others = [w for layer in layers for n, w in enumerate(layer) if n not in MATRICES]
         return (
-            kind in (torch.float32, torch.bfloat16)
-            and all(w is not None and fits(w) and w.dtype == kind for w in matrices)
-            and Stack.takes_sizes(rope.shape[2], *(w.shape[1] for w in matrices if w is not None))
+            all(w is not None and takes(w) for w in matrices)
+            and Stack.takes_sizes(rope.shape[2], *(w.shape[1] for w in matrices))
             and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
         )
 
@@ -816,16 +1270,17 @@ class Stack:
         seqs[0], seqs[1, :-1], seqs[2, :-1] = bounds, lengths, windows
         starts, depths = np.array(groups, np.int64), np.array(taps, np.int64)
         longest, most, crew = int(lengths.max()), int(np.diff(starts).max()), team()
-        wide = longest + BLOCK
-        need = crew.size * (2 * T * E + T * Hq // Hkv * (2 * D + wide))
+        wide, factors = longest + BLOCK, self.unfolded + (T * max(E, Hq * D, F) + 1) // 2
+        need = crew.size * (factors + 2 * T * E + BLOCK + T * Hq // Hkv * (2 * D + BLOCK + wide))
         need += most * T * ((2 * Hq + 2 * Hkv) * D + E) + 2 * T * F
         if len(self._scratch) < need:
             self._scratch = np.empty(need + need // 4, np.float32)
         out: Any = np.empty((1 + len(depths), T, E), np.float32)
         crew.run(
             _layers,
-            (T, E, Hq, Hkv, D, F, int(self.narrow), k.shape[2], longest),
+            (T, E, Hq, Hkv, D, F, k.shape[2], longest, factors),
             self.weights,
+            self.matrices,
             np.array([k.data_ptr(), v.data_ptr(), 4 * k.stride(0)]),
             starts,
             depths,
@@ -843,15 +1298,15 @@ class Stack:
         return torch.from_numpy(out)
 
 
-def head(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def head(x: Tensor, norm: Tensor, eps: float, weight: Matrix, half: bool = False) -> Tensor:
     """The logits [T, O] float32 of x [T, E] float32, T <= MAX_ROWS: RMSNorm with weight `norm` [E] float32, times
-    weight [O, E] float32 or bfloat16; E is a multiple of BLOCK."""
+    weight [O, E] float32, bfloat16 or `Quantized`; E is a multiple of BLOCK. `half`: as in `Stack`."""
     (T, E), O, crew = x.shape, weight.shape[0], team()
     x, y = x.contiguous(), torch.empty(T, O)
-    scratch: Any = np.empty(crew.size * T * E, np.float32)
-    narrow = int(weight.dtype == torch.bfloat16)
-    places = x.data_ptr(), norm.data_ptr(), weight.data_ptr(), scratch.ctypes.data, y.data_ptr()
-    crew.run(_head, *places, T, O, narrow, E, np.float32(eps))
+    own = T * E + _room(weight, T)
+    scratch: Any = np.empty(crew.size * own, np.float32)
+    m = np.array(_described(weight, half))
+    crew.run(_head, x.data_ptr(), norm.data_ptr(), m, scratch.ctypes.data, own, y.data_ptr(), T, O, E, np.float32(eps))
     return y
 
 
@@ -861,17 +1316,39 @@ def fits(x: Tensor) -> bool:
     return plain and x.layout is torch.strided and x.is_contiguous()
 
 
-def serves(x: Tensor, weight: Tensor) -> bool:
+def reads_halves() -> bool:
+    """Whether the CPU converts float16, the type of most scales."""
+    return _HALVES
+
+
+def takes(weight: Matrix) -> bool:
+    """Whether the kernels can read a matrix."""
+    if isinstance(weight, Tensor):
+        return fits(weight) and weight.dtype in (torch.float32, torch.bfloat16)
+    return reads_halves() and all(fits(part) for part in weight.parts) and weight.group % LEAST[weight.kind] == 0
+
+
+def serves(x: Tensor, weight: Matrix) -> bool:
     """Whether `product` takes these arguments."""
-    kinds = torch.float32, torch.bfloat16
-    fitting = x.shape[1] == weight.shape[1] and len(x) > 0
-    return fitting and weight.shape[1] % BLOCK == 0 and fits(weight) and weight.dtype in kinds
+    return x.shape[1] == weight.shape[1] and len(x) > 0 and weight.shape[1] % BLOCK == 0 and takes(weight)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, E] float32, T <= MAX_ROWS, weight [O, E] float32 or bfloat16, E a multiple of BLOCK -> [T, O] float32."""
-    (T, E), O = x.shape, weight.shape[0]
-    x, y = x.contiguous(), torch.empty(T, O)
-    narrow = int(weight.dtype == torch.bfloat16)
-    team().run(_product, weight.data_ptr(), x.data_ptr(), y.data_ptr(), O, T, narrow, E)
+def product(x: Tensor, weight: Matrix, half: bool = False) -> Tensor:
+    """x [T, E] float32, T <= MAX_ROWS, weight [O, E] float32, bfloat16 or `Quantized`, E a multiple of BLOCK -> [T, O]
+    float32. `half`: as in `Stack`."""
+    (T, E), O, crew = x.shape, weight.shape[0], team()
+    x, y, own = x.contiguous(), torch.empty(T, O), _room(weight, T)
+    room: Any = np.empty(crew.size * own, np.float32)
+    m = np.array(_described(weight, half))
+    crew.run(_product, m, x.data_ptr(), y.data_ptr(), room.ctypes.data, own, O, T, E)
+    return y
+
+
+def restored(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """weight [O, E] in float32 or bfloat16, by the team's threads."""
+    (O, E), crew = weight.shape, team()
+    y, own = torch.empty(O, E, dtype=dtype), _unfolded(weight) + E
+    room: Any = np.empty(crew.size * own, np.float32)
+    m = np.array(_described(weight, False))
+    crew.run(_restore, m, y.data_ptr(), room.ctypes.data, own, O, E, int(dtype == torch.bfloat16))
     return y

@@ -7,9 +7,11 @@ by side: x [G, T, E], weight [G, O, E], bias [G, O], positions and slots [G * T]
 The projection is rounded to x's dtype before norm and rotation, as there. Traffic: the weight once, G * O * E elements,
 plus G * T * (E + O), the table's rows and, if K is split, float32 sums of the splits, written and read once.
 
-The kernel serves up to 256 rows a layer and heads of up to 256; the two ops, one after the other, serve the rest. A
-program computes one head of 64 rows over one split of K. The program that arrives last for a head and 64 rows adds up
-the splits in order and finishes the head, so no second launch is needed.
+The weight may be `Quantized`, as in row_linear.
+
+The kernel serves up to 256 rows a layer and heads of up to 256, of int4 128; the two ops, one after the other, serve
+the rest. A program computes one head of 64 rows over one split of K. The program that arrives last for a head and 64
+rows adds up the splits in order and finishes the head, so no second launch is needed.
 Determinism: the kernel is batch-invariant, as row_linear's is: a row's bits depend only on that row, the weights and
 the device. Which program arrives last changes nothing.
 """
@@ -23,8 +25,10 @@ from torch import Tensor
 
 from specker.kernels.kv import calibrate, check_contiguous, check_rows, kv_calibrate, kv_calibrate_cost
 from specker.kernels.linear import (
+    COMMON,
     MAX_ROWS,
     MIN_SPLIT,
+    columns_of,
     like,
     lines,
     prefetch_rows,
@@ -32,7 +36,9 @@ from specker.kernels.linear import (
     row_linear_cost,
     stages_of,
     stream_rows,
+    wide_rows,
 )
+from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.variant import (
     SMS,
@@ -53,7 +59,7 @@ MAX_D = 256
 
 def kv_project(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -71,7 +77,7 @@ def kv_project(
 
 def kv_project_ref(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -86,7 +92,7 @@ def kv_project_ref(
     return kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
 
 
-def kv_project_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: object, **__: object) -> tuple[int, int]:
+def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *_: object, **__: object) -> tuple[int, int]:
     """(bytes, flops) that any implementation needs: x, weight and bias read once, q, k and v written once. Leaves out
     positions, slots and the table's rows."""
     qkv = x.new_empty(*x.shape[:-1], weight.shape[-2], device="meta")
@@ -99,7 +105,9 @@ def kv_project_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: o
 )
 def _kv_project_kernel(
     x_ptr,  # [G, T, E]
-    w_ptr,  # [G, HEADS * D, E]: Hq heads of q, Hkv of k, Hkv of v
+    w_ptr,  # [G, HEADS * D, E], int4 E / 2: Hq heads of q, Hkv of k, Hkv of v
+    scale_ptr,  # [G, HEADS * D, E / GROUP], or None
+    shift_ptr,  # [G, HEADS * D, E / GROUP], or None
     bias_ptr,  # [G, HEADS * D]
     positions_ptr,  # [G * T]
     slots_ptr,  # [G * T]
@@ -126,6 +134,8 @@ def _kv_project_kernel(
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
     LINES: tl.constexpr,  # to prefetch
     PDL: tl.constexpr,
 ):
@@ -139,15 +149,19 @@ def _kv_project_kernel(
     i_s = tl.program_id(2)
     o_n = tl.arange(0, N)
     first = i_g.to(tl.int64) * T  # the layer's first row
-    w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * E)
+    PACK: tl.constexpr = 2 if KIND == "int4" else 1
+    w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * (E // PACK))
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
     if PDL:
-        prefetch_rows(w_ptr, D, start, stop, 0, E, N, LINES, False)
+        prefetch_rows(w_ptr, D, start // PACK, stop // PACK, 0, E // PACK, N, LINES, False)
     wait_for_previous(PDL)
     b_y, _ = stream_rows(
         x_ptr + first * E,
         w_ptr,
+        scale_ptr,
+        shift_ptr,
+        (i_g * HEADS + i_h) * D,
         o_m,
         o_m < T,
         o_n < D,
@@ -161,6 +175,8 @@ def _kv_project_kernel(
         E % BLOCK_E == 0,
         D == N,
         False,
+        KIND,
+        GROUP,
     )
     plane = T.to(tl.int64) * (G * O)
     p_y = sums_ptr + i_s * plane + (first + o_m)[:, None] * O + i_h * D + o_n[None, :]
@@ -220,6 +236,7 @@ def _variant(
     bias: bool,
     arch: int,
     sms: int = 0,
+    form: Format | None = None,
 ) -> Variant:
     """64 rows of x for any T, as in row_linear. A tile of the weight is one head, since a head's halves are rotated
     together. Heads are few: 48 of 128 rows for Llama-3-8B. So K is split until every SM has a program; on an H200 (132
@@ -228,20 +245,25 @@ def _variant(
     only. Left to itself, ptxas keeps some of them below 128 registers and spills."""
     sms = sms or SMS[arch]
     count, n = G * (Hq + 2 * Hkv), max(16, triton.next_power_of_2(D))
+    row = E * dtype.itemsize if form is None else form.size(E)
     if dtype == torch.float32:
-        m, block, stages = 16, 32, 2
+        m, block = 16, 32 if form is None else form.block(32, E)
     else:
-        m, block, stages = 64, 64 if n > 64 or E * dtype.itemsize % 16 else 128, 0
+        m, block = 64, columns_of(n, row % 16 == 0, E, arch, form)
     splits = max(1, min(-(-sms // count), E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # rounding to whole tiles may need fewer
+    split = -(-E // (splits * block)) * block
+    stages = 2 if dtype == torch.float32 else max(stages_of(m, n, block, count * splits <= sms, arch, form), 2)
     t = TYPES[dtype]
     warps = 8 if n > 128 else 4
-    about = f" x{G}" * (G > 1) + " norm" * norm + " bias" * bias
+    about = f" x{G}" * (G > 1) + " norm" * norm + " bias" * bias + ("" if form is None else f" {form}")
     return Variant(
         name=f"{t} {E}->{Hq}/{Hkv} D{D}{about}",
         kernel=_kv_project_kernel,
         arguments=(
-            *(f"*{t}",) * 3,
+            f"*{t}",
+            *types_of(t, form),
+            f"*{t}",
             *("*i64",) * 2,
             "*fp32",
             *(f"*{t}",) * 2,
@@ -262,16 +284,17 @@ def _variant(
             "R": min(16, m),
             "BLOCK_E": block,
             "SPLITS": splits,
-            "SPLIT_E": -(-E // (splits * block)) * block,
+            "SPLIT_E": split,
             "NORM": norm,
             "BIAS": bias,
-            "LINES": lines(n, -(-E // (splits * block)) * block, dtype),
+            **constexprs_of(form),
+            "LINES": lines(n, split * dtype.itemsize if form is None else form.size(split)),
         },
         num_warps=warps,
-        num_stages=stages or max(stages_of(dtype, m + n, block, count * splits <= sms, arch), 2),
+        num_stages=stages,
         dot=dtype != torch.float32,
-        wide=E * dtype.itemsize % 16 == 0,
-        smoke=dtype == torch.bfloat16 and (E, Hq) == (4096, 32) and G == 1,
+        wide=wide_rows(dtype, E, arch, form),
+        smoke=dtype == torch.bfloat16 and (E, Hq) == (4096, 32) and G == 1 and form in (None, COMMON[2]),
         options={"maxnreg": 255} if warps == 4 else {},
     )
 
@@ -292,11 +315,15 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float32, 1, 32, 8, 128, 4096, True, True),
     ):
         yield _variant(dtype, G, Hq, Hkv, D, E, norm, bias, arch)
+    for form in COMMON:
+        yield _variant(bf16, 1, 32, 8, 128, 4096, False, False, arch, form=form)
+    yield _variant(torch.float16, 2, 32, 8, 64, 2048, True, True, arch, form=COMMON[3])
+    yield _variant(torch.float32, 1, 32, 8, 128, 4096, False, False, arch, form=COMMON[0])
 
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -307,30 +334,32 @@ def _launch(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    others = {"weight": weight, "bias": bias, "positions": positions, "slots": slots, "rope": rope}
-    same_device(x, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm, **others)
+    w, scale, shift = arguments_of(weight)
+    others = {"weight": w, "bias": bias, "positions": positions, "slots": slots, "rope": rope}
+    same_device(x, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm, scale=scale, shift=shift, **others)
     check_contiguous(k_cache, v_cache)
     if rope.dtype != torch.float32 or not rope.is_contiguous():
         raise ValueError(f"rope must be a contiguous float32 table, got {rope.dtype}")
-    x, weight, positions, slots = x.contiguous(), weight.contiguous(), positions.contiguous(), slots.contiguous()
+    x, positions, slots = x.contiguous(), positions.contiguous(), slots.contiguous()
     (*layers, T, E), O, (Hkv, D) = x.shape, weight.shape[-2], k_cache.shape[2:]
     G, Hq = math.prod(layers), O // D - 2 * Hkv
     q = x.new_empty(G * T, Hq, D)
     if not q.numel():
         return q
-    variant = _variant(x.dtype, G, Hq, Hkv, D, E, q_norm is not None, bias is not None, arch(x.device), sms(x.device))
+    has, form = (q_norm is not None, bias is not None), format_of(weight)
+    variant = _variant(x.dtype, G, Hq, Hkv, D, E, *has, arch(x.device), sms(x.device), form)
     tiles, splits = -(-T // variant.constexprs["M"]), variant.constexprs["SPLITS"]
     sums = x.new_empty((splits, G * T, O), dtype=torch.float32)
     count = counters(x.device, tiles * G * (O // D))
     b, qn, kn = (x if y is None else y.contiguous() for y in (bias, q_norm, k_norm))  # x is a dummy, not read
     grid = (tiles, G * (O // D), splits)
-    variant(grid, x, weight, b, positions, slots, rope, qn, kn, sums, count, q, k_cache, v_cache, T, eps)
+    variant(grid, x, w, scale, shift, b, positions, slots, rope, qn, kn, sums, count, q, k_cache, v_cache, T, eps)
     return q
 
 
 def _check(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     positions: Tensor,
     slots: Tensor,
@@ -359,11 +388,16 @@ def _check(
         raise ValueError(f"q_norm must be [{G}, {D}], a row per layer, got {tuple(q_norm.shape)}")
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
+def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, *others: Tensor) -> Tensor:
     Hkv, D = others[3].shape[2:]
     rows, heads = math.prod(x.shape[:-1]), weight.shape[-2] // D
     q = x.new_empty(rows, heads - Hkv, D)[:, : heads - 2 * Hkv]  # the reference's q and k are views of one tensor
     return q.new_empty(q.shape) if x.is_cuda and x.dtype != torch.float64 else q
+
+
+def _fits(x: Tensor, weight: Matrix, *others: Tensor) -> bool:
+    widest = 128 if weight.dtype == torch.uint8 else MAX_D  # int4's tiles of 256 rows spill
+    return x.shape[-2] <= MAX_ROWS and others[4].shape[3] <= widest and streams(weight)
 
 
 _kv_project = register(
@@ -372,6 +406,6 @@ _kv_project = register(
     reference=kv_project_ref,
     launch=_launch,
     fake=_fake,
-    fits=lambda x, weight, bias, *others: x.shape[-2] <= MAX_ROWS and others[3].shape[3] <= MAX_D,
+    fits=_fits,
     mutates=("k_cache", "v_cache"),
 )

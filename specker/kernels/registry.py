@@ -8,7 +8,8 @@ An op file ends with a registration; the op's function calls the result:
 
     _add_rows = register(add_rows, check=_check, reference=add_rows_ref, launch=_launch, fake=_fake)
 
-The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. The other
+The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. A parameter of
+type `Matrix` is a Tensor in the schema, which then ends with the scales and shifts of a `Quantized` one. The other
 functions take the same arguments, all of them and in that order. `check` raises on bad arguments and runs before
 every path.
 """
@@ -20,6 +21,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
+
+from specker.kernels.quant import Matrix, Quantized
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,19 +56,35 @@ def register(
     name, signature = function.__name__, inspect.signature(function)
     parameters = inspect.signature(schema or function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    matrix = next((n for n, p in enumerate(positional) if p.annotation == Matrix), None)
+    if matrix is not None:
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parts = [inspect.Parameter(p, plain, default=None, annotation=Tensor | None) for p in ("scale", "shift")]
+        positional = [p.replace(annotation=Tensor) if p.annotation == Matrix else p for p in positional] + parts
     defaults = tuple(p.default for p in positional)
 
     def call(*args: Any) -> Any:
         if is_dynamo_compiling() or (type(args[0]) is not Tensor and is_compiling()):  # 40 ns less than is_compiling()
-            return overload(*(args if pack is None else pack(*args)))
+            return overload(*flat(args if pack is None else pack(*args)))
         check(*args)
         return (path(args) if args[0].is_cuda else reference)(*args)
 
     def path(args: tuple[Any, ...]) -> Callable[..., R]:  # on a GPU
         return launch if args[0].dtype != torch.float64 and (fits is None or fits(*args)) else reference
 
+    def flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if matrix is None or not isinstance(w := args[matrix], Quantized):
+            return args
+        args += defaults[len(args) : -2]
+        return *args[:matrix], w.q, *args[matrix + 1 :], w.scale, w.shift
+
     def given(args: tuple[Any, ...]) -> tuple[Any, ...]:
         args += defaults[len(args) :]  # the dispatcher drops trailing arguments that equal their defaults
+        if matrix is not None:
+            *rest, scale, shift = args
+            if scale is not None:
+                rest[matrix] = Quantized(rest[matrix], scale, shift)
+            args = tuple(rest)
         return args if unpack is None else unpack(*args)
 
     def registered(*args: Any) -> Any:

@@ -11,12 +11,13 @@ Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. F
 exp(logits - lse) is therefore a confidence over the kept rows, in the same ranking that chose the ids. A trimmed head
 uses the full head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] have one dtype;
 ids [T, k] are int64 in the full vocabulary; logits [T, k] and lse [T] are fp32, float64 for float64. Traffic: the
-weight once, K * E elements; the kernel does not write the full logits to memory. It ranks and returns the float32 sums;
-the reference rounds them to hidden's dtype, as `row_linear` does. The kernel takes up to 256 rows and ids below 2^32.
-More rows and float64 go to the reference. Determinism: a row's bits depend only on that row, weight, ids, k and the
-architecture. The products are row_linear's (64 rows for any T, K in order), and the selection runs row by row in tiles
-that do not depend on T. A norm is residual_merge's kernel, launched first. Otherwise every program would need the row's
-scale before its first product, or would round x * weight unscaled, which can overflow float16.
+weight once, K * E elements or the bytes of a `Quantized` one; the kernel does not write the full logits to memory. It
+ranks and returns the float32 sums; the reference rounds them to hidden's dtype, as `row_linear` does. The kernel takes
+up to 256 rows and ids below 2^32. More rows and float64 go to the reference. Determinism: a row's bits depend only on
+that row, weight, ids, k and the architecture. The products are row_linear's (64 rows for any T, K in order), and the
+selection runs row by row in tiles that do not depend on T. A norm is residual_merge's kernel, launched first. Otherwise
+every program would need the row's scale before its first product, or would round x * weight unscaled, which can
+overflow float16.
 Source of the trimmed head: VocabTrim, arXiv 2506.22694.
 """
 
@@ -32,9 +33,20 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import few, normed
-from specker.kernels.linear import MAX_ROWS, like, lines, prefetch_rows, row_linear, stream_rows
+from specker.kernels.linear import (
+    COMMON,
+    MAX_ROWS,
+    like,
+    lines,
+    prefetch_rows,
+    row_linear,
+    stages_of,
+    stream_rows,
+    wide_rows,
+)
 from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
+from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.variant import (
@@ -71,7 +83,7 @@ Noisy = Noise | tuple[int, Tensor, float]
 
 def vocab_topk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
@@ -102,7 +114,7 @@ def vocab_topk(
 
 def vocab_topk_ref(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
@@ -176,7 +188,7 @@ def _count_equal(z: Tensor, values: Tensor) -> int:
 
 def vocab_topk_cost(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None = None,
@@ -186,7 +198,7 @@ def vocab_topk_cost(
     """(bytes, flops) that any implementation needs: weight, hidden, ids and norm read once, the results written; two
     flops per weight and row."""
     (T, E), K = hidden.shape, weight.shape[0]
-    read = (K * E + T * E + (E if norm is not None else 0)) * hidden.element_size()
+    read = weight.nbytes + (T * E + (E if norm is not None else 0)) * hidden.element_size()
     if token_ids is not None:
         read += K * token_ids.element_size()
     if noise is not None:
@@ -245,7 +257,9 @@ def _power(z, top):
 )
 def _vocab_topk_kernel(
     x_ptr,  # [T, E]
-    w_ptr,  # [K, E]
+    w_ptr,  # [K, E]; int4: [K, E / 2]
+    scale_ptr,  # [K, E / GROUP], or None
+    shift_ptr,  # [K, E / GROUP], or None
     ids_ptr,  # [K]
     positions_ptr,  # [T], `apart` elements from one to the next
     draw_ptr,  # [B, 4]: one set per run of rows
@@ -268,6 +282,8 @@ def _vocab_topk_kernel(
     NOISE: tl.constexpr,
     DRAWN: tl.constexpr,
     LSE: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
     LINES: tl.constexpr,  # to prefetch
     PDL: tl.constexpr,
 ):
@@ -277,9 +293,10 @@ def _vocab_topk_kernel(
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     o_n = i_tile * N + tl.arange(0, N)
     m_n = o_n < K
-    w_ptr += i_tile.to(tl.int64) * N * E
+    ROW: tl.constexpr = E // 2 if KIND == "int4" else E  # elements of a row of the weight
+    w_ptr += i_tile.to(tl.int64) * N * ROW
     if PDL:  # rows of a trimmed head change between rounds; a prefetch takes no values, so it may still be early
-        prefetch_rows(w_ptr, K - i_tile * N, 0, E, 0, E, N, LINES, False)
+        prefetch_rows(w_ptr, K - i_tile * N, 0, ROW, 0, ROW, N, LINES, False)
     wait_for_previous(PDL)
     if MAPPED:  # loaded early, to overlap with the stream
         b_id = tl.load(ids_ptr + o_n, mask=m_n, other=0).to(tl.int64)
@@ -288,6 +305,9 @@ def _vocab_topk_kernel(
     b_all, _ = stream_rows(
         x_ptr,
         w_ptr,
+        scale_ptr,
+        shift_ptr,
+        i_tile * N,
         o_m,
         o_m < T,
         m_n,
@@ -301,6 +321,8 @@ def _vocab_topk_kernel(
         E % BLOCK_E == 0,
         K % N == 0,
         False,
+        KIND,
+        GROUP,
     )
     tiles = tl.num_programs(1)
     b_all = tl.reshape(b_all, (M // R, R, N))
@@ -454,14 +476,19 @@ def _vocab_topk_merge_kernel(
         tl.store(p_logits + o_k, _value_of(b_key), mask=o_k < TOP)
 
 
-def tiles(dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0) -> tuple[int, int, int, int]:
+def tiles(
+    dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0, form: Format | None = None
+) -> tuple[int, int, int, int]:
     """The tile table: rows of x, rows of the weight, columns, stages. `_variants` gives the reasons. `sms`: of the
-    device, 0 for the architecture's usual number."""
-    aligned = E * dtype.itemsize % 16 == 0
-    if dtype == torch.float32 or not aligned:
-        return 16 if dtype == torch.float32 else 64, 64, 32, 2
+    device, 0 for the architecture's usual number. `form`: of a quantised weight."""
+    row = E * dtype.itemsize if form is None else form.size(E)
+    if dtype == torch.float32 or row % 16:
+        return 16 if dtype == torch.float32 else 64, 64, 32 if form is None else form.block(32, E), 2
     count = -(-K // 128)
-    n = 128 if 10 * count >= 7 * (sms or SMS[arch]) else 64
+    n = 128 if 10 * count >= 7 * (sms or SMS[arch]) and (form is None or form.kind != "int4") else 64
+    if form is not None:
+        block = form.block(64, E)
+        return 64, n, block, stages_of(64, n, block, False, arch, form)
     room = {80: 48, 942: 32, 950: 80}.get(arch, 96)  # KiB
     synchronous = arch == 80 or arch in AMD  # matrix instructions: one buffer fewer than stages
     return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + synchronous
@@ -479,6 +506,7 @@ def _variants(
     lse: bool,
     arch: int,
     sms: int = 0,
+    form: Format | None = None,
 ) -> tuple[Variant, Variant]:
     """The kernel and its merge. The stream is row_linear's, but each tile ends in a selection, during which its
     program reads nothing.
@@ -489,20 +517,22 @@ def _variants(
     the selection may. (16 at a time spill 8 to 32 bytes at the 128 registers per thread that two blocks allow.) The
     merge reads the tiles' maxima, then at most C tiles. Its time is latency, mostly at barriers. So it ranks up to
     16 keys by counting, with four barriers, and sorts more. float32 and odd E use small tiles, for
-    correctness only.
+    correctness only. Quantised weights have row_linear's stages. int4 has tiles of 64 rows:
+    128 need 149 registers per thread.
     """
-    m, n, block, stages = tiles(dtype, K, E, arch, sms)
+    m, n, block, stages = tiles(dtype, K, E, arch, sms, form)
     t, count = TYPES[dtype], -(-K // n)
     C = triton.next_power_of_2(k)
     half = dtype != torch.float32
     name = f"{t} {E}->{K} k{k}" + (f" ids {TYPES[ids]}" if ids else "")
     name += " noise" * noise + " drawn" * held + " lse" * lse
-    smoke = dtype == torch.bfloat16 and K == 32768 and (k, noise) in ((10, True), (64, False))
+    name += "" if form is None else f" {form}"
+    smoke = dtype == torch.bfloat16 and K == 32768 and form is None and (k, noise) in ((10, True), (64, False))
     stream = Variant(
         name=name,
         kernel=_vocab_topk_kernel,
         arguments=(
-            *(f"*{t}", f"*{t}", f"*{TYPES[ids]}" if ids else f"*{t}"),
+            *(f"*{t}", *types_of(t, form), f"*{TYPES[ids]}" if ids else f"*{t}"),
             *(("*i64" if there else f"*{t}") for there in (noise, held)),
             *("*i64", "*fp32", "i32", "fp32", "i64", "i32", "i32"),
         ),
@@ -519,12 +549,13 @@ def _variants(
             "NOISE": noise,
             "DRAWN": held,
             "LSE": lse,
-            "LINES": lines(n, E, dtype),
+            **constexprs_of(form),
+            "LINES": lines(n, E * dtype.itemsize if form is None else form.size(E)),
         },
         num_warps=8 if half else 4,
         num_stages=stages,
         dot=half,
-        wide=half and E * dtype.itemsize % 16 == 0,
+        wide=half and wide_rows(dtype, E, arch, form),
         smoke=smoke,
         options={"maxnreg": 128} if half else {},  # two blocks per SM
     )
@@ -576,11 +607,15 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float32, 32768, 4096, 10, i64, True, False, True),
     ):
         yield from _variants(dtype, K, E, k, ids, noise, held, lse, arch)
+    for form in COMMON:
+        yield _variants(bf16, 32768, 4096, 10, i64, False, False, True, arch, form=form)[0]
+    yield _variants(torch.float16, 8192, 896, 10, i64, True, True, True, arch, form=COMMON[3])[0]
+    yield _variants(torch.float32, 32768, 4096, 1, None, False, False, False, arch, form=COMMON[0])[0]
 
 
 def _launch(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm: Norm | None,
@@ -590,7 +625,9 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
     norm_weight = None if norm is None else norm[0]
-    same_device(hidden, token_ids=token_ids, norm_weight=norm_weight, positions=positions, draw=draw, out=out)
+    w, scale, shift = arguments_of(weight)
+    others = {"norm_weight": norm_weight, "positions": positions, "draw": draw, "scale": scale, "shift": shift}
+    same_device(hidden, token_ids=token_ids, out=out, **others)
     (T, E), K = hidden.shape, weight.shape[0]
     ids = hidden.new_empty((T, k), dtype=torch.int64) if out is None else out
     logits = hidden.new_empty((T, k), dtype=torch.float32)
@@ -598,14 +635,13 @@ def _launch(
     if T == 0:
         return ids, logits, lse
     if norm is not None:
-        w = norm[0].to(hidden.dtype).unsqueeze(0)
-        hidden = _norm(hidden, hidden.new_empty(0, T, E), w, norm[1])[1][0]
+        by = norm[0].to(hidden.dtype).unsqueeze(0)
+        hidden = _norm(hidden, hidden.new_empty(0, T, E), by, norm[1])[1][0]
     noisy = positions is not None and temperature > 0
     mapped = None if token_ids is None else token_ids.dtype
     held = draw is not None and noisy
-    stream, merge = _variants(
-        hidden.dtype, K, E, k, mapped, noisy, held, with_lse, arch(hidden.device), sms(hidden.device)
-    )
+    on = arch(hidden.device), sms(hidden.device)
+    stream, merge = _variants(hidden.dtype, K, E, k, mapped, noisy, held, with_lse, *on, format_of(weight))
     sizes = stream.constexprs
     count = merge.constexprs["TILES"]
     keys = hidden.new_empty((T, count, sizes["C"]), dtype=torch.int64)
@@ -615,7 +651,9 @@ def _launch(
     stream(
         (-(-T // sizes["M"]), count),
         hidden,
-        weight.contiguous(),
+        w,
+        scale,
+        shift,
         hidden if token_ids is None else token_ids.contiguous(),  # hidden is a dummy for absent tensors
         positions if noisy and positions is not None else hidden,
         draw.contiguous() if held and draw is not None else hidden,
@@ -632,7 +670,7 @@ def _launch(
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None, *_: object
+    hidden: Tensor, weight: Matrix, token_ids: Tensor | None, k: int, norm: Norm | None, noise: Noisy | None, *_: object
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -661,12 +699,12 @@ def _check(
             raise ValueError(f"noise temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
 
 
-def _fits(hidden: Tensor, *_: object) -> bool:
-    return hidden.shape[0] <= MAX_ROWS
+def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:
+    return hidden.shape[0] <= MAX_ROWS and streams(weight)
 
 
 def _fake(
-    hidden: Tensor, weight: Tensor, ids: Tensor | None, k: int, norm: object, noise: object, with_lse: bool
+    hidden: Tensor, weight: Matrix, ids: Tensor | None, k: int, norm: object, noise: object, with_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
     best, logits = hidden.new_empty((T, k), dtype=torch.int64), hidden.new_empty((T, k), dtype=dtype)
@@ -681,7 +719,7 @@ def _flat(*args: Any) -> tuple[Any, ...]:
 
 def _nested(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     token_ids: Tensor | None,
     k: int,
     norm_weight: Tensor | None,

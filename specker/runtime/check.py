@@ -70,9 +70,10 @@ def bit_equal(engine: "Engine") -> bool:
     kernels, on a GPU or compiled for the CPU."""
     options, stack, ranks = engine.options, engine.model.stack, engine.ranks
     rows = options.batch_size * (engine.plan.largest.nodes + 1)  # of a verify pass
-    kernels = engine.device.type == "cuda" or (stack is not None and rows <= stack.most)
+    compiled = stack is not None and rows <= stack.most
+    kernels = compiled or (engine.device.type == "cuda" and strategies.of(options).chains(options))
     kernels = kernels and options.linear != "cublas" and (ranks is None or ranks.ordered)
-    return engine.dtype == torch.float64 or (kernels and strategies.of(options).chains(options))
+    return engine.dtype == torch.float64 or kernels
 
 
 @torch.inference_mode()

@@ -14,7 +14,6 @@ from specker.runtime.loop import KV_BUCKETS, Batch
 from specker.runtime.model import memory
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.config import layer_elements
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget
 from specker.runtime.shared import SharedDrafter
@@ -78,9 +77,11 @@ def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
         return 1 + steps * (budget.exit + head_cost) / target.config.num_layers
     if draft is None:
         return 1.0
-    own = layer_elements(draft.config) + draft.weights.head.numel()
+    own = draft.layer_bytes + draft.weights.head.nbytes
     passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
-    whole = layer_elements(target.config) + target.config.vocab_size * target.config.hidden_size
+    head, c = target.weights.head, target.config  # empty if another engine runs the target
+    each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
+    whole = target.layer_bytes + each * c.vocab_size * c.hidden_size
     return 1 + passes * own / whole
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specker.kernels.quant import Matrix
 from specker.kernels.topk import vocab_topk
 from specker.runtime import state as states
 from specker.runtime.model.decoder import Final
@@ -22,12 +23,12 @@ class Kept:
 
     ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
     text: int = 0
-    whole: Tensor | None = None  # [V, E], the untrimmed head, source of those rows
+    whole: Matrix | None = None  # [V, E], the untrimmed head, source of those rows
 
 
 @dataclass
 class Head:
-    weight: Tensor  # [K, E]
+    weight: Matrix  # [K, E]
     norm: Tensor  # [E]
     eps: float
     kept: Kept | None = None  # None: row i is id i
@@ -90,7 +91,7 @@ class Head:
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
         at, tokens = both
-        self.weight[at] = self.kept.whole[tokens]
+        self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
         self.token_ids[at] = tokens
 
     def best(self, final: Final, draws: Draws, positions: Tensor, out: Tensor | None = None) -> Tensor:

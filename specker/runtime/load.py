@@ -74,10 +74,13 @@ def load(
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
         whole_head=parts.self_drafting or shares_head,
+        quantize=opts.quantize,
         tell=tell,
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
+    if (kinds := stored(main)) is not None:
+        notes["weights"] = kinds
     family = None if dummy and target is not None else family_of(main)
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
@@ -127,8 +130,11 @@ def drafting(
             bidirectional=None if parts.causal else True,
             random=1 if dummy else None,
             owner=main,
+            quantize=opts.draft_quantize,
             tell=tell,
         )
+        if (kinds := stored(side)) is not None:
+            notes["draft_weights"] = kinds
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
         side = _within(side, main.config.max_context)
@@ -144,6 +150,15 @@ def drafting(
         vocabtrim.check(opts, target, family)
         side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes)
     return side, kept
+
+
+def stored(checkpoint: Checkpoint) -> str | None:
+    """How the matrices are stored if not in the run's dtype, for the user."""
+    said = [] if checkpoint.quantised is None else [f"in {checkpoint.quantised}"]
+    if checkpoint.restored:
+        formats = ", ".join(checkpoint.restored)
+        said.append(f"those stored as {formats} are restored, because specker has no kernels for these bits")
+    return "; ".join(said) or None
 
 
 def family_of(target: Checkpoint) -> zoo.Family | None:

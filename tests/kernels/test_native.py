@@ -23,17 +23,21 @@ from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "half"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
+)
 @pytest.mark.parametrize("O", [1, 3, 46, 961])
-def test_product(O, dtype):
+def test_product(O, dtype, half):
     torch.manual_seed(0)
-    w, every = torch.randn(O, 80).to(dtype), torch.randn(70, 80)
-    alone = torch.cat([native.product(row[None], w) for row in every])
+    w, every = torch.randn(O, 96).to(dtype), torch.randn(70, 96)
+    if half:
+        every = every.bfloat16().float()  # then rounding x loses nothing
+    alone = torch.cat([native.product(row[None], w, half) for row in every])
     for T in (1, 2, 3, 5, 6, 7, 16, 70):
-        y = native.product(every[:T], w)
+        y = native.product(every[:T], w, half)
         assert torch.equal(y, alone[:T]), "a row's bits depend on other rows"
     exact = every.double() @ w.double().T
-    assert (alone - exact).abs().max() < 80 * 2**-24 * float((every.abs() @ w.float().abs().T).max())
+    assert (alone - exact).abs().max() < 96 * 2**-24 * float((every.abs() @ w.float().abs().T).max())
 
 
 @pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
@@ -67,8 +71,8 @@ def test_it_tells_once_when_something_is_compiled():
     assert told == [1]
 
 
-def model_of(folder, arch="llama", dtype=torch.float32, **sizes):
-    checkpoint = load(make(folder, arch, **{**SIZES, **sizes}), dtype=dtype, device="cpu")
+def model_of(folder, arch="llama", dtype=torch.float32, quantize=None, **sizes):
+    checkpoint = load(make(folder, arch, **{**SIZES, **sizes}), dtype=dtype, device="cpu", quantize=quantize)
     model = Model(checkpoint)
     assert model.stack is not None, "the compiled kernels decline these sizes"
     return model
@@ -148,10 +152,13 @@ def test_slices_of_layers_and_groups(tmp_path):
         assert near(got, want) and all(near(a, b) for a, b in zip(kv, kv_, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, dtype):
+FORMS = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (None, "int8", "int4", "fp8")]
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)
+def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, dtype, quantize):
     """Plain decoding's rows, one at a time, against a chain that verifies them, alone and beside another text."""
-    model, text, more = model_of(tmp_path, dtype=dtype), list(range(1, 38)), [5, 9, 2, 7, 7, 1]
+    model, text, more = model_of(tmp_path, "llama", dtype, quantize), list(range(1, 38)), [5, 9, 2, 7, 7, 1]
 
     def embedded(ids):
         return model.embed_tokens(torch.tensor(ids))
@@ -173,6 +180,25 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, dtype
         beside = forward(model, cache, rows, embedded([8, 8, 8, *more])).hidden[3:]
         assert torch.equal(beside, alone)
         assert torch.equal(model.logits(Final(chain)), torch.cat([model.logits(Final(row[None])) for row in alone]))
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)
+@pytest.mark.parametrize("length", [3, 12, 37])  # the windows lie in one page, or across the end of one
+def test_a_path_in_a_tree_has_the_bits_of_a_chain(tmp_path, dtype, quantize, length):
+    model, text = model_of(tmp_path, "llama", dtype, quantize), list(range(1, length + 1))
+    parents, path = [-1, 0, 0, 0, 2, 2, 1, 5, 5, 4], [0, 2, 5, 8]
+    tokens = torch.tensor([5, 9, 2, 7, 7, 1, 3, 8, 4, 6])
+    with torch.inference_mode():
+        cache = cache_of(model, 2)
+        prefill(model, cache, text, slot=0), prefill(model, cache, text, slot=1)
+        rows = cache.place(torch.tensor([length]), 0, 0, 10, torch.tensor([parents]))
+        tree = forward(model, cache, rows, model.embed_tokens(tokens)).hidden[path]
+        cache, alone = cache_of(model), []
+        prefill(model, cache, text)
+        for n, node in enumerate(path):
+            one = model.embed_tokens(tokens[node : node + 1])
+            alone.append(forward(model, cache, cache.after([length + n], [1]), one).hidden)
+        assert torch.equal(tree, torch.cat(alone))
 
 
 def test_one_thread_gives_the_same_bits(tmp_path):

@@ -53,7 +53,8 @@ def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator
 
 def invariance(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
     """What must be equal bit for bit: a row alone and among others, and the CTAs in another order."""
-    for op in (_residual_merge, _row_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate, _kv_project):
+    ways = _residual_merge, _row_linear, _quantised_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate
+    for op in (*ways, _kv_project):
         name = op.__name__[1:]
         if only and name not in only:
             continue
@@ -117,6 +118,19 @@ def _row_linear(arch: int, dtype: torch.dtype) -> Comparisons:
         same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
         same["CTAs one by one"] = _equal(call(slice(0, 70), threads=1), many)
         yield f"{E}->{O} {epilogue}", same
+
+
+def _quantised_linear(arch: int, dtype: torch.dtype) -> Comparisons:
+    for O, E, kind, group in ((256, 512, "int8", None), (96, 1152, "int4", 32)):
+        x, w = randn(70, E, dtype=dtype), ops.quantised_weight(kind, group, kind == "int4", O, E)
+
+        def call(rows: slice, x: Tensor = x, w: Any = w, **options: Any) -> Any:
+            return (_run(arch, lambda: ops.linear._launch(x[rows], w, None, "silu_mul"), **options),)
+
+        many = call(slice(0, 70))
+        same = _parts(call, many, (0, 1), (65, 66), (5, 14))
+        same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
+        yield f"{E}->{O} silu_mul {w.format}", same
 
 
 def _tree_attention(arch: int, dtype: torch.dtype) -> Comparisons:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ptx.cases import Case, Verdict, attention_tests, weight
 from specker.kernels import noise
+from specker.kernels.quant import Matrix, Quantized, quantised
 
 attention, kv, linear, merge, project, sample, topk = (
     importlib.import_module(f"specker.kernels.{name}")
@@ -23,13 +24,13 @@ ragged = cache(attention_tests)
 # The parameters of each kernel that no kernel writes: weights and tables. A kernel that is launched as a dependent one
 # may read them, and nothing else, before griddepcontrol.wait.
 CONSTANT = {
-    "_row_linear_kernel": {"w_ptr", "bias_ptr"},
+    "_row_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_row_linear_merge_kernel": {"bias_ptr"},
     "_residual_merge_kernel": {"weight_ptr"},
-    "_vocab_topk_kernel": {"w_ptr"},
+    "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
     "_start_rows_kernel": {"embedding_ptr"},
-    "_kv_project_kernel": {"w_ptr", "bias_ptr", "rope_ptr", "q_norm_ptr", "k_norm_ptr"},
+    "_kv_project_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr", "rope_ptr", "q_norm_ptr", "k_norm_ptr"},
 }
 
 
@@ -105,15 +106,50 @@ def row_linear(dtype: torch.dtype) -> Iterator[Case]:
         yield _linear(label, x, w, randn(*lead, O, seed=2, dtype=dtype) if bias else None, epilogue)
 
 
-def _linear(label: str, x: Tensor, w: Tensor, bias: Tensor | None, epilogue: str) -> Case:
+def quantised_linear(dtype: torch.dtype) -> Iterator[Case]:
+    for T, O, E, epilogue, bias, G, kind, group, shift in (
+        (9, 384, 512, "silu_mul", False, 1, "int8", None, False),
+        (3, 70, 1152, "silu_mul", True, 1, "int4", 32, True),
+        (4, 96, 128, "none", True, 3, "fp8", 32, False),
+        (5, 256, 1024, "none", False, 1, "int4", 128, False),
+        (65, 128, 640, "none", True, 1, "int4", 64, True),
+        (3, 256, 8192, "none", False, 1, "int8", None, False),
+        (3, 128, 2048, "split", False, 1, "int4", 32, True),
+        (4, 37, 1023, "none", True, 1, "int8", None, False),
+        (2, 12032, 128, "none", False, 1, "int4", 32, False),
+        (2, 12032, 256, "silu_mul", False, 1, "int8", 16, False),
+        (3, 256, 1152, "float32", False, 1, "int4", 96, True),
+    ):
+        lead = (G,) if G > 1 else ()
+        w = quantised_weight(kind, group, shift, *lead, O, E)
+        label = f"T{T} {E}->{O} {epilogue}{' bias' * bias} x{G} {w.format}"
+        b = randn(*lead, O, seed=2, dtype=dtype) if bias else None
+        yield _linear(label, randn(*lead, T, E, dtype=dtype), w, b, epilogue)
+
+
+def quantised_weight(kind: str, group: int | None, shift: bool, *shape: int) -> Quantized:
+    """With scales in float32, unless the format has shifts."""
+    w = weight(*shape, dtype=torch.float32)
+    if kind != "int4" and shape[-1] % 16:  # a scale a row
+        scale = w.abs().amax(-1, keepdim=True) / 127
+        return Quantized((w / scale).round().to(torch.int8), scale, None)
+    w = quantised(w, kind, group)
+    return w if shift else Quantized(w.q, w.scale.float(), None)
+
+
+def _linear(label: str, x: Tensor, w: Matrix, bias: Tensor | None, epilogue: str) -> Case:
     def judge(verdict: Verdict, got: Tensor) -> None:
-        how = "none" if epilogue == "split" else epilogue
-        want = linear.row_linear_ref(x.double(), w.double(), None if bias is None else bias.double(), how)
+        how, plain = "none" if epilogue == "split" else epilogue, dense(w, x.dtype)
+        want = linear.row_linear_ref(x.double(), plain.double(), None if bias is None else bias.double(), how)
         got = got.sum(0) if epilogue == "split" else got
-        verdict.near("y", got, want, linear.row_linear_ref(x, w, bias, how))
+        verdict.near("y", got, want, linear.row_linear_ref(x, plain, bias, how))
         verdict.near("y, rounded once", got, want, want.to(x.dtype), 2e-6 * float(want.abs().max()))
 
     return Case(label, lambda: linear._launch(x, w, bias, epilogue), judge)
+
+
+def dense(w: Matrix, dtype: torch.dtype) -> Tensor:
+    return w.dequantised(dtype) if isinstance(w, Quantized) else w
 
 
 def tree_attention(dtype: torch.dtype) -> Iterator[Case]:
@@ -163,16 +199,19 @@ def vocab_topk(dtype: torch.dtype) -> Iterator[Case]:
         given = f"{' ids' * (ids is not None)}{' noise' * noisy}{' drawn' * drawn}{' norm' * norm}"
         normed = (randn(E, seed=2, dtype=dtype), 1e-5) if norm else None
         yield _topk(f"T{T} E{E} K{K} k{k}{given}", h, w, ids, k, normed, noisily, lse)
+    for kind, group in (("int8", None), ("int4", 32)):
+        w = quantised_weight(kind, group, kind == "int4", 1000, 256)
+        yield _topk(f"T3 E256 K1000 k3 {w.format}", randn(3, 256, dtype=dtype), w, None, 3, None, None, True)
 
 
-def _topk(label: str, h: Tensor, w: Tensor, ids: Tensor | None, k: int, norm: Any, noisy: Any, lse: bool) -> Case:
+def _topk(label: str, h: Tensor, w: Matrix, ids: Tensor | None, k: int, norm: Any, noisy: Any, lse: bool) -> Case:
     K = len(w)
     token = torch.arange(K) if ids is None else ids.long()
     slack = 2e-5 if norm is None else 0.02  # the reference rounds the norm differently
 
     def scores() -> Tensor:
         x = h if norm is None else F.rms_norm(h.float(), h.shape[1:], norm[0].float(), norm[1]).to(h.dtype)
-        z = x.double() @ w.double().T
+        z = x.double() @ dense(w, x.dtype).double().T
         if noisy is None:
             return z
         return (
@@ -277,6 +316,9 @@ def kv_project(dtype: torch.dtype) -> Iterator[Case]:
         norms = [randn(G, D, seed=seed, dtype=dtype) for seed in (3, 4)] if norm else [None, None]
         label = f"T{T} {E}->{Hq}/{Hkv} D{D} x{G}{' norm' * norm}{' bias' * bias}"
         yield _project(label, (x, w, b), places, (8, 16, Hkv, D), norms)
+        if E == 576:
+            q = quantised_weight("int4", 32, True, *lead, O, E)
+            yield _project(f"{label} {q.format}", (x, q, b), places, (8, 16, Hkv, D), norms)
 
 
 def _project(
@@ -286,13 +328,14 @@ def _project(
     a neighbour, so the bound has a unit in the last place of the largest value."""
     positions, slots, table = places
     x, w, b = product
+    matrix = dense(w, x.dtype)
 
     def into_caches(work: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         k, v = (torch.full(cache, math.nan, dtype=dtype) for _ in "kv")
         return work(positions, slots, table.to(torch.promote_types(dtype, torch.float32)), k, v), k, v
 
     def judge(verdict: Verdict, got: Any) -> None:
-        exact = linear.row_linear_ref(x.double(), w.double(), None if b is None else b.double()).flatten(0, -2)
+        exact = linear.row_linear_ref(x.double(), matrix.double(), None if b is None else b.double()).flatten(0, -2)
         wide = [None if n is None else n.double() for n in norms]
         want = into_caches(lambda *at: kv.kv_calibrate_ref(exact, *at, *wide, 1e-6), torch.float64)
         plain = into_caches(lambda *at: kv.kv_calibrate_ref(exact.to(x.dtype), *at, *norms, 1e-6), x.dtype)
@@ -324,4 +367,14 @@ def _commit(label: str, caches: list[Tensor], src: Tensor, dst: Tensor) -> Case:
     return Case(label, lambda: moved(kv._launch_commit), judge)
 
 
-OPS = (residual_merge, row_linear, tree_attention, vocab_topk, sample_rows, kv_calibrate, kv_project, kv_commit)
+OPS = (
+    residual_merge,
+    row_linear,
+    quantised_linear,
+    tree_attention,
+    vocab_topk,
+    sample_rows,
+    kv_calibrate,
+    kv_project,
+    kv_commit,
+)

@@ -10,6 +10,7 @@ from compile_only import python
 FLOAT = [
     "residual_merge",
     "row_linear",
+    "quantised_linear",
     "tree_attention",
     "vocab_topk",
     "sample_rows",

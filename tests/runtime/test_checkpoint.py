@@ -116,13 +116,14 @@ def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than a chunk with a partial last chunk, and rows larger than a chunk."""
     want = tensors(read(make(tmp_path)))
     for chunk in (64 * 5, 7):
-        monkeypatch.setattr("specker.runtime.model.checkpoint.CHUNK", chunk)
+        monkeypatch.setattr("specker.runtime.model.buffers.CHUNK", chunk)
         got = tensors(read(tmp_path))
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 MEMORY = """
 import sys, threading, time
+import specker.runtime.model.buffers as buffers
 import specker.runtime.model.checkpoint as checkpoint
 assert not {"transformers", "huggingface_hub", "safetensors"} & sys.modules.keys(), "imports must be lazy"
 import torch
@@ -138,11 +139,11 @@ def watch():
         peaks.append(anonymous())
         time.sleep(0.0005)
 
-plain_copy = checkpoint._copy
+plain_copy = buffers._copy
 def copy(target, source):
     plain_copy(target, source)
     peaks.append(anonymous())
-checkpoint._copy = copy
+buffers._copy = copy
 
 tiny, *runs = sys.argv[1:]
 checkpoint.load(tiny, dtype=torch.float32, device="cpu")  # what is imported on use is not the weights' memory
@@ -317,9 +318,9 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
     ),
     (
         "quantised",
-        {"quantization_config": {"quant_method": "gptq"}},
+        {"quantization_config": {"quant_method": "gptq", "bits": 3}},
         {},
-        r"quantised weights \(gptq\) are not supported",
+        r"quantised weights \(gptq with 3 bits\) are not supported",
     ),
     ("heads", {"num_key_value_heads": 3}, {}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
     ("odd-head", {"head_dim": 3}, {}, "head_dim 3 even"),
@@ -467,7 +468,11 @@ TENSOR_REFUSALS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]]
         lambda s: s.update({"model.x.bias": torch.zeros(1)}),
         "has model.x.bias, which LlamaForCausalLM .* not use",
     ),
-    ("integer", lambda s: s.update({Q: s[Q].to(torch.int8)}), f"{Q} is stored as I8: quantised weights"),
+    (
+        "integer",
+        lambda s: s.update({Q: s[Q].to(torch.int8)}),
+        f"{Q} is stored as I8, but config.json names no quantisation",
+    ),
 ]
 
 

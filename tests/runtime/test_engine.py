@@ -161,7 +161,7 @@ def test_a_cpu_takes_bfloat16_where_its_compiled_kernels_serve_the_target(pair, 
     ("options", "exact"),
     [
         ({}, True),
-        ({"tree": "2x2"}, False),
+        ({"tree": "2x2"}, True),
         ({"linear": "cublas"}, False),
         ({"dtype": "float64"}, True),
         ({"batch_size": 60}, False),  # more rows than the kernels take

@@ -62,16 +62,19 @@ def test_sized():
 
 def test_weights_that_do_not_fit():
     billions = 8 * 10**9
-    memory.check_weights("m", billions, torch.bfloat16, 16 * 10**9, "cuda")
-    memory.check_weights("m", billions, torch.float64, None, "cpu")
+    memory.check_weights("m", 2 * billions, billions, torch.bfloat16, 16 * 10**9, "cuda")
+    memory.check_weights("m", 8 * billions, billions, torch.float64, None, "cpu")
     for dtype, free, words in (
         (torch.float32, 20 * GIB, "m needs 29.80 GiB .* in float32, and 20.00 GiB are free on the cuda: "
                                   "--dtype bfloat16 needs 14.90 GiB"),
         (torch.float32, 10 * GIB, "not even --dtype bfloat16 would fit, which needs 14.90 GiB"),
-        (torch.float16, 10 * GIB, "in float16, and 10.00 GiB .* use a smaller model or a device with more memory"),
+        (torch.float16, 10 * GIB, "in float16, and 10.00 GiB .* use --quantize int8 or int4, a smaller model or"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            memory.check_weights("m", billions, dtype, free, "cuda")
+            memory.check_weights("m", dtype.itemsize * billions, billions, dtype, free, "cuda")
+    words = "m needs 7.45 GiB for its weights in eight or four bits, and 5.00 GiB .*: use a smaller model or a device"
+    with pytest.raises(ValueError, match=words):
+        memory.check_weights("m", billions, billions, torch.bfloat16, 5 * GIB, "cuda")
 
 
 def test_the_message_names_the_next_context_to_try():

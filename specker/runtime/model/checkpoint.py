@@ -1,12 +1,11 @@
 """A Hugging Face checkpoint (local folder or hub id) read into fused, layer-stacked tensors.
 
-Each kind of weight is one buffer [L, ...] for all layers, so a group of layers is a slice. Tensors are cast while they
-are copied from the memory-mapped safetensors file to their buffer: there is never a second copy of the weights.
+Tensors are cast while they are copied from the memory-mapped safetensors file to their buffer (buffers.py).
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,19 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.kernels.quant import Matrix, Quantized
 from specker.runtime.model import gguf, memory
+from specker.runtime.model.buffers import Buffers, Piece, Storage, part_of, pieces_of, random_weights
 from specker.runtime.model.config import (
     CheckpointError,
     ModelConfig,
+    layer_elements,
     parse_config,
     read_json,
     reason,
 )
 from specker.runtime.model.parts import Part
+from specker.runtime.model.quantised import scheme_of
 
 WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
 REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
 
 SHARED_ROWS = ("specker.shared_ids", "specker.shared_rows")  # [n] int64, [n, E]: rows of the target's embedding
@@ -38,29 +40,38 @@ CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation c
 OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
 
 
+Stacked = Matrix | Sequence[Matrix]
+
+
 @dataclass(frozen=True, eq=False)
 class Weights:
     """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
     vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
-    [L, ..] may also be a list of the layers' tensors."""
+    [L, ..] may also be a list of the layers' tensors, and the layers' matrices and the head may be `Quantized`."""
 
     embed: Tensor  # [V, E]
-    qkv: Tensor  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
+    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
     q_norm: Tensor | None  # [L, D]
     k_norm: Tensor | None  # [L, D]
-    o: Tensor  # [L, E, Hq * D]
+    o: Stacked  # [L, E, Hq * D]
     o_bias: Tensor | None  # [L, E]
-    gate_up: Tensor  # [L, 2 * F, E], gate rows first
+    gate_up: Stacked  # [L, 2 * F, E], gate rows first
     gate_up_bias: Tensor | None  # [L, 2 * F]
-    down: Tensor  # [L, E, F]
+    down: Stacked  # [L, E, F]
     down_bias: Tensor | None  # [L, E]
     norm_in: Tensor  # [L, E]
     norm_post: Tensor  # [L, E]
     norm: Tensor  # [E]
-    head: Tensor  # [V, E], the same tensor as `embed` if tied
+    head: Matrix  # [V, E], the same tensor as `embed` if tied and not quantised
     inv_freq: Tensor  # [D / 2] float32 in every run
     rope_scale: float  # factor of cos and sin (yarn)
+
+
+def _matrices(w: Weights) -> list[Matrix]:
+    """The layers' matrices, stacked or each."""
+    stacks = w.qkv, w.o, w.gate_up, w.down
+    return [x for stack in stacks for x in ((stack,) if isinstance(stack, Tensor | Quantized) else stack)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +80,7 @@ class Checkpoint:
     weights: Weights  # of the part; the head may be whole
     folder: Path
     part: Part = WHOLE
+    restored: tuple[str, ...] = ()  # GGUF formats that were restored to the run's dtype
 
     @property
     def local(self) -> ModelConfig:
@@ -76,11 +88,25 @@ class Checkpoint:
         return self.part.config(self.config)
 
     @property
-    def own_head(self) -> Tensor:
+    def own_head(self) -> Matrix:
         """The part's rows of the head."""
         first, count = self.part.vocabulary(self.config)
         head = self.weights.head
         return head[first : first + count] if self.part.size > 1 and len(head) > count else head
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes of all layers' matrices, of the whole model."""
+        w, c = self.weights, self.local
+        if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
+            return layer_elements(self.config) * w.embed.element_size()
+        return held * layer_elements(self.config) / layer_elements(c)
+
+    @property
+    def quantised(self) -> str | None:
+        """The kinds of the quantised matrices, for reports: "int4 and int8"; None if there are none."""
+        every = (*_matrices(self.weights), self.weights.head)
+        return " and ".join(sorted({x.kind for x in every if isinstance(x, Quantized)})) or None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -124,6 +150,7 @@ def load(
     whole_head: bool = False,
     layers: bool = True,
     owner: Checkpoint | None = None,
+    quantize: str | None = None,
     tell: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
@@ -132,8 +159,11 @@ def load(
     a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
     no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
     is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the head are read:
-    another engine runs the model. `owner`: the target of a draft that shares its embedding or head. `tell` is called
-    with (elements read, of all). Raises CheckpointError, and ValueError if memory is too small.
+    another engine runs the model. `owner`: the target of a draft that shares its embedding or head. `quantize`: int8,
+    int4 or fp8, to which the layers' matrices and the head are rounded; none restores quantised ones to `dtype`; by
+    default they stay as they are stored. int4 keeps the head in int8. float64 runs restore the stored values, and so
+    does a CPU without kernels for them. `tell` is called with (elements read, of all). Raises CheckpointError, and
+    ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -145,18 +175,20 @@ def load(
     part.check(config)
     if config.shares:
         _check_owner(source, config, owner)
-    pieces = [p for p in _pieces(config, part, whole_head) if layers or p.layer is None]
+    scheme = scheme_of(read_json(folder / "config.json"), str(source))
+    storage = Storage(scheme, quantize, dtype, device)
+    pieces = [p for p in pieces_of(config, part, whole_head) if layers or p.layer is None]
     elements = sum(math.prod(p.shape) for p in pieces)
-    size = str(source), elements, dtype, memory.free(device), device.type
+    size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
     with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
             folder = folder_of(source, weights=True)
             if owner is not None and config.shares and not _same_rows(source, folder, config, owner):
                 raise _another(source, config, owner, "the rows of its embedding differ")
-            buffers = _read_weights(folder, config, pieces, dtype, device, part, tell)
+            buffers = _read_weights(folder, config, pieces, storage, part, tell)
         else:
-            buffers = _random_weights(config, pieces, dtype, device, random)
+            buffers = random_weights(config, pieces, storage, random)
     if owner is not None and "embed_tokens" in config.shares:
         buffers["embed"] = owner.weights.embed
     if owner is not None and "lm_head" in config.shares:
@@ -166,20 +198,17 @@ def load(
     if not layers:
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
-    return Checkpoint(config, weights, folder, part)
-
-
-def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the residual stream and the K/V beside weights of `dtype`. A CPU is fast in bfloat16 at matrix
-    products alone, so there everything else is float32."""
-    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
+    return Checkpoint(config, weights, folder, part, getattr(scheme, "restored", ()))
 
 
 def read_config(
     source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None
 ) -> ModelConfig:
     """Return `load(...).config` without reading or downloading weights. Raises CheckpointError."""
-    return parse_config(folder_of(source, weights=False), max_context, bidirectional)[0]
+    folder = folder_of(source, weights=False)
+    config = parse_config(folder, max_context, bidirectional)[0]
+    scheme_of(read_json(folder / "config.json"), str(source))
+    return config
 
 
 def made_for(folder: Path, target: Checkpoint) -> bool:
@@ -219,77 +248,11 @@ def folder_of(source: str | Path, weights: bool) -> Path:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor of the checkpoint, or a part of one, stored at buffers[buffer][layer][row : row + shape[0]]."""
-
-    name: str  # without the "model." prefix
-    buffer: str  # a field of Weights
-    layer: int | None  # None: the buffer is not stacked
-    row: int
-    shape: tuple[int, ...]  # of the part
-    stored: tuple[int, ...]  # of the whole tensor
-    first: tuple[int, ...]  # first index of the part in the tensor
-
-    @property
-    def whole(self) -> bool:
-        return self.shape == self.stored
-
-    @property
-    def at(self) -> tuple[slice, ...]:
-        return tuple(slice(first, first + count) for first, count in zip(self.first, self.shape, strict=True))
-
-
-def _pieces(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[_Piece]:
-    """The piece of each tensor that `part` holds; with `whole_head`, all of the head."""
-    (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
-    D, e = c.head_dim, c.hidden_size
-    q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
-    Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
-    rows = [  # split by their outputs: name, buffer, first row, (first, count, of all), has a bias
-        ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.qkv_bias),
-        ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.qkv_bias),
-        ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.mlp_bias),
-        ("mlp.up_proj", "gate_up", f, (f0, f, F), c.mlp_bias),
-    ]
-    columns = [  # by their inputs; the bias is added once, by rank 0
-        ("self_attn.o_proj", "o", (q0, q, Q), c.o_bias),
-        ("mlp.down_proj", "down", (f0, f, F), c.mlp_bias),
-    ]
-
-    def vector(name: str, buffer: str, layer: int | None, count: int) -> _Piece:
-        return _Piece(name, buffer, layer, 0, (count,), (count,), (0,))
-
-    norms = [("input_layernorm", "norm_in", e), ("post_attention_layernorm", "norm_post", e)]
-    if c.qk_norm:
-        norms += [("self_attn.q_norm", "q_norm", c.head_dim), ("self_attn.k_norm", "k_norm", c.head_dim)]
-    V = c.vocab_size
-    if "embed_tokens" not in c.shares:
-        yield _Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
-    for i in range(c.num_layers):
-        for name, buffer, row, (first, count, of), bias in rows:
-            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0))
-            if bias:
-                yield _Piece(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,))
-        for name, buffer, (first, count, of), bias in columns:
-            yield _Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
-            if bias:
-                yield vector(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, e)
-        for name, buffer, count in norms:
-            yield vector(f"layers.{i}.{name}.weight", buffer, i, count)
-    yield vector("norm.weight", "norm", None, e)
-    if not c.tied and "lm_head" not in c.shares:
-        first, count = (0, V) if whole_head else part.vocabulary(c)
-        yield _Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
-
-
 def _read_weights(
     folder: Path,
     c: ModelConfig,
-    kept: Iterable[_Piece],
-    dtype: torch.dtype,
-    device: torch.device,
+    kept: Iterable[Piece],
+    storage: Storage,
     part: Part,
     tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -299,27 +262,35 @@ def _read_weights(
         where = _open(folder, stack)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
-        _check(where, pieces, c, prefix)
-        buffers = _buffers(pieces.values(), c, dtype, device)
+        _check(where, pieces, c, prefix, storage)
+
+        def get(name: str) -> Tensor | None:
+            return where[name].get_tensor(name) if name in where else None
+
+        buffers = Buffers(pieces, c, storage)
         mapped = done = 0
         elements = sum(math.prod(p.shape) for p in pieces.values())
         for name, p in pieces.items():
-            whole = buffers[p.buffer] if p.layer is None else buffers[p.buffer][p.layer]
-            source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
-            _copy(whole[p.row : p.row + p.shape[0]], source)
+            source: Matrix
+            if storage.scheme is not None and storage.covers(name):
+                source = part_of(p, name, storage.scheme, get)
+            else:
+                source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
             mapped += source.nbytes
-            done += source.numel()
+            buffers.put(p, source)
+            done += math.prod(p.shape)
             if tell is not None:
                 tell(done, elements)
             if mapped > REOPEN:
                 del source, where
                 stack.close()
                 where, mapped = _open(folder, stack), 0
+        found = buffers.done()
         if part.rank:
             for name in ("o_bias", "down_bias"):
-                for bias in buffers.get(name, ()):
+                for bias in found.get(name, ()):
                     bias.zero_()
-    return buffers
+    return found
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:
@@ -370,38 +341,6 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return where
 
 
-def _buffers(pieces: Iterable[_Piece], c: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Allocate uninitialised buffers (fields of Weights)."""
-    last = {p.buffer: p for p in pieces}  # the last piece of a buffer ends it
-    buffers: dict[str, Any] = {}
-    kinds = {1: activations(dtype, device), 2: dtype}
-    for name, p in last.items():
-        dtype = kinds[len(p.shape)]
-        shape = (p.row + p.shape[0], *p.shape[1:])
-        if p.layer is None:
-            buffers[name] = torch.empty(shape, dtype=dtype, device=device)
-        else:
-            buffers[name] = torch.empty((c.num_layers, *shape), dtype=dtype, device=device)
-    return buffers
-
-
-def _random_weights(
-    c: ModelConfig, pieces: Iterable[_Piece], dtype: torch.dtype, device: torch.device, seed: int
-) -> dict[str, Any]:
-    """The buffers of `_read_weights`, filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit
-    tensors are equal on all ranks; the split ones do not form one model."""
-    generator = torch.Generator(device).manual_seed(seed)
-    buffers = _buffers(pieces, c, dtype, device)
-    for name, buffer in buffers.items():
-        if "norm" in name:
-            buffer.fill_(1)
-        elif name.endswith("bias"):
-            buffer.zero_()
-        else:
-            buffer.normal_(std=0.02, generator=generator)
-    return buffers
-
-
 def _shards(folder: Path) -> list[Path]:
     """The paths of all safetensors files. Raises CheckpointError if one is missing."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -425,31 +364,41 @@ def _shards(folder: Path) -> list[Path]:
     )
 
 
-def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, prefix: str) -> None:
-    """Raise CheckpointError for missing, unexpected, misshapen and quantised tensors. Reads only headers, except for a
-    tied head."""
-    missing = [name for name in pieces if name not in where]
+def _check(where: dict[str, Any], pieces: dict[str, Piece], c: ModelConfig, prefix: str, storage: Storage) -> None:
+    """Raise CheckpointError for missing, unexpected and misshapen tensors. Reads only headers, except for a tied
+    head."""
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    ignored: set[str] = set()
+    for name, p in pieces.items():
+        if storage.covers(name):
+            assert storage.scheme is not None
+            wanted |= storage.scheme.stored(name[: -len(".weight")], (p.stored[0], p.stored[1]))
+            ignored.update(storage.scheme.optional(name[: -len(".weight")]))
+        else:
+            wanted[name] = p.stored, ("F64", "F32", "F16", "BF16")
+    missing = [name for name in wanted if name not in where]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         hint = " (or set tie_word_embeddings)" if missing[0] == "lm_head.weight" else ""
         raise CheckpointError(f"the checkpoint lacks {missing[0]}{more}, which config.json requires{hint}")
-    for name, p in pieces.items():
+    for name, (expected, dtypes) in wanted.items():
         header = where[name].get_slice(name)
         shape, stored = tuple(header.get_shape()), header.get_dtype()
-        if shape != p.stored:
-            vocab = f" (vocab_size {c.vocab_size})" if p.stored[0] == c.vocab_size and p.layer is None else ""
+        if shape != expected:
+            vocab = f" (vocab_size {c.vocab_size})" if expected[0] == c.vocab_size and ".layers." not in name else ""
             raise CheckpointError(
-                f"{name} has shape {shape}, but config.json makes it {p.stored}{vocab}; they must agree"
+                f"{name} has shape {shape}, but config.json makes it {expected}{vocab}; they must agree"
             )
-        if stored not in ("F64", "F32", "F16", "BF16"):
-            raise CheckpointError(
-                f"{name} is stored as {stored}: quantised weights are not supported; use the unquantised checkpoint"
+        if stored not in dtypes:
+            how = (
+                "names no quantisation" if storage.scheme is None else f"with {storage.scheme.name} makes it otherwise"
             )
+            raise CheckpointError(f"{name} is stored as {stored}, but config.json {how}; download the checkpoint again")
     unread = () if any(p.layer is not None for p in pieces.values()) else (f"{prefix}layers.",)
-    for name in where.keys() - pieces.keys():
+    for name in where.keys() - wanted.keys() - ignored:
         if name.startswith(unread):
             continue
-        if name == "lm_head.weight" and c.tied:
+        if name == "lm_head.weight" and c.tied and f"{prefix}embed_tokens.weight" in where:
             embed, head = (where[n].get_tensor(n) for n in (f"{prefix}embed_tokens.weight", name))
             if embed.dtype != head.dtype or not torch.equal(embed, head):
                 raise CheckpointError(
@@ -461,13 +410,6 @@ def _check(where: dict[str, Any], pieces: dict[str, _Piece], c: ModelConfig, pre
             raise CheckpointError(
                 f"the checkpoint has {name}, which {c.architecture} with this config.json does not use"
             )
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """target[:] = source, cast in pieces."""
-    rows = max(1, CHUNK // max(1, source[0].numel()))
-    for i in range(0, len(source), rows):
-        target[i : i + rows].copy_(source[i : i + rows])
 
 
 def _tokenizer(folder: Path, arch: str) -> Any:

@@ -110,10 +110,6 @@ def _architecture(raw: dict[str, Any]) -> str:
     if arch not in ARCHITECTURES or raw.get("model_type", ARCHITECTURES[arch]) != ARCHITECTURES[arch]:
         also = f" with model_type {raw.get('model_type')!r}" if arch in ARCHITECTURES else ""
         raise CheckpointError(f"architecture {name}{also} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    quantised = raw.get("quantization_config") or raw.get("compression_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
-        raise CheckpointError(f"quantised weights ({method}) are not supported; use the unquantised checkpoint")
     return arch
 
 

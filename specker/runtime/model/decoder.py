@@ -19,6 +19,7 @@ from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import MAX_ROWS, row_linear
 from specker.kernels.merge import add_norm, residual_merge
 from specker.kernels.project import kv_project
+from specker.kernels.quant import Matrix
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows
 from specker.runtime.model.checkpoint import Checkpoint, Weights
@@ -34,11 +35,11 @@ class Attention(NamedTuple):
     """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]."""
 
     norm_in: Tensor  # [E]
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [1, D], stacked [N, D]
     k_norm: Tensor | None
-    o: Tensor
+    o: Matrix
     o_bias: Tensor | None
 
 
@@ -46,9 +47,9 @@ class FeedForward(NamedTuple):
     """Feed-forward weights of one layer."""
 
     norm_post: Tensor  # [E]
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
 
@@ -129,7 +130,12 @@ class Model:
         if kernels is None or not kernels.Stack.takes(layers, self.rope):
             return None
         c = self.config
-        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps)
+        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps, self.rounds)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a CPU's products round their rows to bfloat16."""
+        return self.embed.dtype == torch.bfloat16
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E]."""
@@ -141,7 +147,7 @@ class Model:
         (x, normed), stack = final, self.stack
         few = stack is not None and len(x) <= stack.most and not normed
         if few and (kernels := native()).serves(x, self.head):
-            return kernels.head(x, self.norm, self.config.rms_norm_eps, self.head)
+            return kernels.head(x, self.norm, self.config.rms_norm_eps, self.head, self.rounds)
         if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
         if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
@@ -225,7 +231,7 @@ def fuses(model: Model, hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden) <= MAX_ROWS and model.linear is row_linear
 
 
-def _added(model: Model, x: Tensor, weight: Tensor, bias: Tensor | None, few: bool) -> Tensor:
+def _added(model: Model, x: Tensor, weight: Matrix, bias: Tensor | None, few: bool) -> Tensor:
     """What the linear adds to the stream, [T, E]; for few rows on one GPU the sums of its splits [S, T, E]."""
     if few and bias is None and model.ranks is None:
         return row_linear(x, weight, epilogue="split")

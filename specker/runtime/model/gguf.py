@@ -1,8 +1,10 @@
-"""A GGUF file as a checkpoint: transformers reads and dequantises it once, into a folder of the cache.
+"""A GGUF file as a checkpoint: it is converted once, into a folder of the cache.
 
-The folder has Hugging Face's format (config, tokenizer with chat template, float32 safetensors), so everything after
-it is the same for both formats. It lies under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf) and is named by the
-file's SHA-256: another file never meets an old folder.
+The folder has Hugging Face's format (config, tokenizer with chat template, safetensors), so everything after it is the
+same for both formats. Matrices whose blocks blocks.py reads stay in eight or four bits (quantised.Own); of other
+formats they become float32, with a note. A folder with all of them in float32 is for programs that read no other one.
+It lies under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf) and is named by the file's SHA-256: another file never
+meets an old folder.
 """
 
 import hashlib
@@ -10,12 +12,16 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from specker.kernels.quant import Quantized
+from specker.runtime.model import blocks
 from specker.runtime.model.config import ARCHITECTURES, CheckpointError, reason
 
 PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # floors, as in the extra `gguf`
@@ -36,11 +42,11 @@ def file_of(source: str | Path) -> Path | None:
     return files[0] if files else None
 
 
-def converted(path: Path) -> Path:
-    """The folder with the converted checkpoint, made on first use. Raises CheckpointError if packages or disk space
-    are missing, or if the file is damaged or of an unsupported architecture."""
+def converted(path: Path, dense: bool = False) -> Path:
+    """The folder with the converted checkpoint, made on first use; with `dense` all in float32. Raises CheckpointError
+    if packages or disk space are missing, or if the file is damaged or of an unsupported architecture."""
     digest = sha256(path)
-    folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}"
+    folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}{'' if dense else '-quantised'}"
     if _complete(folder):
         return folder
     missing = [name for name in PACKAGES if find_spec(name) is None]
@@ -48,10 +54,10 @@ def converted(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is a GGUF file, and reading it needs {' and '.join(missing)}: pip install 'specker[gguf]'"
         )
-    _check_space(path, folder.parent)
+    _check_space(path, folder.parent, dense)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        _convert(path, part)
+        _convert(path, part, dense)
         sizes = {file.name: file.stat().st_size for file in part.iterdir()}
         (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
         if folder.exists() and not _complete(folder):
@@ -84,9 +90,10 @@ def _complete(folder: Path) -> bool:
         return False
 
 
-def _check_space(path: Path, root: Path) -> None:
+def _check_space(path: Path, root: Path, dense: bool) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    need, free = 8 * path.stat().st_size, shutil.disk_usage(root).free  # float32 beside about 4 bits a weight
+    times = 8 if dense else 2  # float32 beside about 4 bits a weight
+    need, free = times * path.stat().st_size, shutil.disk_usage(root).free
     if need > free:
         raise CheckpointError(
             f"converting {path} takes up to {need / 1e9:.1f} GB, but {root} has {free / 1e9:.1f} GB free; "
@@ -94,10 +101,8 @@ def _check_space(path: Path, root: Path) -> None:
         )
 
 
-def _convert(path: Path, folder: Path) -> None:
-    import transformers
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def _convert(path: Path, folder: Path, dense: bool) -> None:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
@@ -111,19 +116,114 @@ def _convert(path: Path, folder: Path) -> None:
             + ", ".join(ARCHITECTURES)
         )
     try:
-        if hasattr(transformers, "GgufConfig"):  # newer releases may leave weights in GGUF blocks
-            where["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        where.pop("quantization_config", None)
+        modules, restored = _save(path, folder, config, dense)
         tokenizer = AutoTokenizer.from_pretrained(**where)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{path} cannot be converted ({reason(error)})") from error
-    weights = model.state_dict()
-    if config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     tokenizer.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     settings |= {"architectures": architectures[:1], "dtype": "float32"}
+    if modules or restored:
+        settings["quantization_config"] = {"quant_method": "specker", "modules": modules, "restored": restored}
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
+
+
+NAMES = {  # of a layer's tensors
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+UNUSED = ("rope_freqs",)  # config.json defines RoPE
+PERMUTED = ("llama", "mistral")  # llama.cpp interleaves the halves of a head that RoPE rotates
+SHARD = 1 << 30  # bytes
+
+
+def _named(name: str, path: Path) -> str | None:
+    """The tensor's name in a Hugging Face checkpoint; None for one that is not used. Raises CheckpointError."""
+    stem, kind = name.rsplit(".", 1)
+    if stem in UNUSED:
+        return None
+    outer, layer = OUTER.get(stem), stem.split(".")
+    if outer is None and layer[0] == "blk" and len(layer) == 3 and layer[2] in NAMES:
+        outer = f"model.layers.{layer[1]}.{NAMES[layer[2]]}"
+    if outer is None:
+        raise CheckpointError(f"{path} has the tensor {name}, which no supported architecture uses")
+    return f"{outer}.{kind}"
+
+
+def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str, Any], list[str]]:
+    """Write the weights into shards of about SHARD bytes. Returns the quantised modules and the restored formats (see
+    quantised.Own)."""
+    from safetensors.torch import save_file
+
+    modules: dict[str, Any] = {}
+    restored: set[str] = set()
+    shards: list[dict[str, Tensor]] = [{}]
+    where: dict[str, str] = {}
+    size = 0
+
+    def write() -> None:
+        name = f"model-{len(shards):05}.safetensors"
+        save_file(shards[-1], folder / name, {"format": "pt"})
+        where.update(dict.fromkeys(shards[-1], name))
+        shards[-1] = {}
+
+    for name, kind, x in _tensors(path, config):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        module = name.removesuffix(".weight")
+        if isinstance(x, Quantized) and not dense:
+            new = {f"{module}.{part}": y for part, y in zip(("q", "scale", "shift"), x.parts, strict=False)}
+            scales = "F16" if x.scale.dtype == torch.float16 else "F32"
+            modules[module] = x.kind, x.group, scales, x.shift is not None
+        else:
+            if not dense and kind not in ("F32", "F16", "BF16", "F64"):
+                restored.add(kind)
+            new = {name: x.dequantised(torch.float32) if isinstance(x, Quantized) else x}
+        shards[-1] |= {key: y.contiguous() for key, y in new.items()}
+        size += sum(y.nbytes for y in new.values())
+        if size >= SHARD:
+            write()
+            shards.append({})
+            size = 0
+    write()
+    if len(shards) == 1:
+        (folder / where.popitem()[1]).rename(folder / "model.safetensors")
+    else:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return modules, sorted(restored)
+
+
+def _tensors(path: Path, config: Any) -> Iterator[tuple[str, str, Tensor | Quantized]]:
+    """Name, format and value of all tensors, in Hugging Face's names and orders: float32, or `Quantized`."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for tensor in GGUFReader(path).tensors:
+        name = _named(tensor.name, path)
+        if name is None:
+            continue
+        kind, rows = tensor.tensor_type.name, tensor.data
+        x: Tensor | Quantized
+        if kind in blocks.READERS and rows.ndim == 2:
+            x = blocks.read(kind, torch.from_numpy(rows.copy()))
+        else:
+            x = torch.from_numpy(dequantize(rows, tensor.tensor_type).copy())
+        part = name.split(".")[-2]
+        if part in heads and config.model_type in PERMUTED:
+            order = torch.arange(len(x)).view(heads[part], -1, 2).transpose(1, 2).flatten()
+            x = x[order]
+        yield name, kind, x

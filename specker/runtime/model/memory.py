@@ -91,20 +91,23 @@ def sized(
     return most, f"lowered to {most} positions: the checkpoint's {limit} need {about}"
 
 
-def check_weights(name: str, elements: int, dtype: torch.dtype, free: int | None, where: str) -> None:
-    """Raise ValueError if a model's weights do not fit into `free` bytes (None: unknown)."""
-    if free is not None and elements * dtype.itemsize > free:
-        raise ValueError(too_heavy(name, elements, dtype, free, where))
+def check_weights(name: str, size: int, elements: int, dtype: torch.dtype, free: int | None, where: str) -> None:
+    """Raise ValueError if a model's weights, `size` bytes, do not fit into `free` bytes (None: unknown)."""
+    if free is not None and size > free:
+        raise ValueError(too_heavy(name, size, elements, dtype, free, where))
 
 
-def too_heavy(name: str, elements: int, dtype: torch.dtype, free: int | None, where: str) -> str:
+def too_heavy(name: str, size: int, elements: int, dtype: torch.dtype, free: int | None, where: str) -> str:
     """The message for weights that do not fit: the bytes needed, and what would fit."""
-    kind = str(dtype).removeprefix("torch.")
-    need = f"{name} needs {gib(elements * dtype.itemsize)} for its weights in {kind}"
+    quantised = size < elements * dtype.itemsize
+    kind = "eight or four bits" if quantised else str(dtype).removeprefix("torch.")
+    need = f"{name} needs {gib(size)} for its weights in {kind}"
     need += f", and the {where} has too little memory" if free is None else f", and {gib(free)} are free on the {where}"
     half = 2 * elements
-    if dtype.itemsize == 2:
+    if quantised:
         return f"{need}: use a smaller model or a device with more memory"
+    if dtype.itemsize == 2:
+        return f"{need}: use --quantize int8 or int4, a smaller model or a device with more memory"
     if free is None or half <= free:
         return f"{need}: --dtype bfloat16 needs {gib(half)}"
     return f"{need}: not even --dtype bfloat16 would fit, which needs {gib(half)}"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specker.config import Options
 from specker.kernels.linear import row_linear, row_linear_ref
+from specker.kernels.quant import Matrix
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head, Kept
@@ -57,7 +58,7 @@ class DraftContext:
         assert self.draft is not None
         return Model(self.draft, linear=linear(self.options))
 
-    def head(self, model: Model, weight: Tensor | None = None) -> Head:
+    def head(self, model: Model, weight: Matrix | None = None) -> Head:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
         return Head(model.head if weight is None else weight, model.norm, model.config.rms_norm_eps, self.kept)
 

@@ -29,8 +29,7 @@ from specker.flags import opt, settle
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
-from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import Final, Model, forward
+from specker.runtime.model.decoder import Final, Group, Model, forward
 from specker.runtime.policy import GENERAL, LONGEST, Budget, Outcome, Policy, general
 from specker.runtime.round import Round
 from specker.runtime.rows import begin, begin_step
@@ -106,7 +105,7 @@ class EarlyExitDrafter(Drafter):
         if how == "layers":
             return 0.0
         if how == "bytes":
-            return self.head.weight.numel() * layers / layer_elements(model.config)
+            return self.head.weight.nbytes / sum(_bytes(layer) for layer in model.layers) * layers
         more = 4
         hidden = model.embed_tokens(torch.tensor([0], device=model.device))
         position, rows = model.positions[:1], cache.after([0], [1])
@@ -119,6 +118,11 @@ class EarlyExitDrafter(Drafter):
         head = _seconds(lambda: self.head.best(Final(hidden), GREEDY, position), model.device)
         longer, shorter = (_seconds(lambda n=n: passed(n), model.device) for n in (1 + more, 1))  # type: ignore[misc]
         return (head + max(0.0, (longer - shorter) / more)) * layers / one_pass
+
+
+def _bytes(layer: Group) -> int:
+    """Bytes of a layer's matrices."""
+    return sum(w.nbytes for w in (layer.attention.qkv, layer.attention.o, layer.mlps[0].gate_up, layer.mlps[0].down))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specker.flags import opt, settle
+from specker.kernels.quant import Quantized, joined
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
 from specker.runtime.model.decoder import Attention, Batch, Group, Model, Output, Step, compiled, over_pages, run_layers
@@ -184,13 +185,13 @@ class LayerParallel:
         if len(layers) == 1:
             return self.model.layers[layers[0]]
         if own := self._own(layers):
-            attention = Attention._make(self._stack(own, name) for name in Attention._fields)
+            attention = Attention._make([self._stack(own, name) for name in Attention._fields])
         else:  # this rank attends for no layer: empty stacks
             one = self.model.layers[0].attention
-            attention = Attention._make(x if x is None else x.new_empty(0, *x.shape) for x in one)
+            attention = Attention._make(x if x is None else x[None][:0] for x in one)
         return Group(attention, tuple(mlp for n in layers for mlp in self.model.layers[n].mlps))
 
-    def _stack(self, layers: tuple[int, ...], name: str) -> Tensor | None:
+    def _stack(self, layers: tuple[int, ...], name: str) -> Any:
         """Stack the layers' attention weights `name`, [N, ...], and make the layers' own weights views of it."""
         each = [getattr(self.model.layers[n].attention, name) for n in layers]
         if each[0] is None:
@@ -218,9 +219,16 @@ def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:
     )
 
 
-def _in_one(each: list[Tensor]) -> Tensor:
-    """Stack N tensors of equal shape, [N, ...]; a view if they are adjacent in memory, as in a stacked checkpoint."""
+def _in_one(each: list[Any]) -> Any:
+    """Stack N tensors or N quantised matrices of equal shape, [N, ...]; a view if they are tensors and adjacent in
+    memory, as in a stacked checkpoint."""
     first = each[0]
+    if any(isinstance(x, Quantized) for x in each):
+        if not all(isinstance(x, Quantized) for x in each):
+            raise ValueError(
+                "EasySpec cannot run quantised and other layers side by side: choose other --layer-parallel groups"
+            )
+        return joined(each, stack=True)
     if all(x.is_contiguous() for x in each):
         places = [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in each]
         if places == [(places[0][0], places[0][1] + i * first.numel()) for i in range(len(each))]:

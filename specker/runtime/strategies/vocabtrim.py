@@ -20,7 +20,6 @@ from specker.flags import opt, settle
 from specker.runtime import vocab_scores
 from specker.runtime.head import Kept
 from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.config import layer_elements
 from specker.runtime.stats import Stats
 from specker.runtime.vocab_scores import Keep, VocabScores
 from specker.zoo import Family
@@ -112,7 +111,7 @@ def report(engine: "Engine", stats: Stats) -> dict[str, Any]:
         "vocab_size": engine.target.config.vocab_size,
         "coverage": stats.kept / max(1, stats.tokens),
         "rounds_lost": stats.lost,
-        "head_bytes_per_draft_step": engine.draft.weights.head.numel() * engine.dtype.itemsize,
+        "head_bytes_per_draft_step": engine.draft.weights.head.nbytes,
         "mbsu": mbsu(engine, stats),
     }
 
@@ -121,12 +120,12 @@ def mbsu(engine: "Engine", stats: Stats) -> float:
     """The memory-bound speed-up, from the counted rounds and the models' sizes; a model, not a measurement."""
     if engine.draft is None:
         return 1.0
-    drafted = float(layer_elements(engine.draft.config))
+    drafted = engine.draft.layer_bytes
     if stats.exits:  # drafted by the target's first layers
         mean = sum(n * times for n, times in stats.exits.items()) / sum(stats.exits.values())
         drafted *= mean / engine.target.config.num_layers
-    drafted += engine.draft.weights.head.numel()
-    whole = layer_elements(engine.target.config) + engine.target.weights.head.numel()
+    drafted += engine.draft.weights.head.nbytes
+    whole = engine.target.layer_bytes + engine.target.weights.head.nbytes
     tree = engine.options.tree
     gamma = tree.depth if tree is not None and tree.width > 1 else stats.drafted / max(1, stats.rounds)
     if stats.found:  # a pass guesses a whole block

@@ -1,0 +1,204 @@
+"""Eight and four bits on a CPU: products with few rows beside torch's own, and what rounding costs in perplexity.
+
+`python bench/quantised.py --what products`: the linears of models with 135 million, 0.5 and 1 billion weights at 1 to
+16 rows. Each way has several copies of its weight, of 256 MB together, and takes them in turn, as decoding reads a
+model: no cache holds them. The limit of a product is one read of the weight, at the bandwidth that `torch.sum` of
+float32 reaches in the same run. Rows give the median over rounds; ways take turns.
+
+`python bench/quantised.py --what perplexity`: exp of the mean negative log-likelihood of SmolLM2-135M on the first
+turns of Spec-Bench's questions, windows of `--window` tokens, each predicted from the tokens before it in its window.
+The checkpoint is itself a Q4_1 file: float32 holds its values, int4 is nearly them again, and Q4_1 is the file as it
+is.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoTokenizer, HfArgumentParser
+
+import specker
+from bench import harness
+from bench.peers import gguf_of
+from specker.kernels import quant
+from specker.kernels.linear import row_linear
+from specker.runtime.model.config import layer_elements
+from specker.runtime.model.decoder import Final, prefill
+from specker.zoo import real
+
+SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
+    "135M": ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)),
+    "0.5B": ((896, 1152), (896, 896), (896, 9728), (4864, 896), (896, 151936)),
+    "1B": ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256)),
+}
+NAMES = "qkv", "o", "gate_up", "down", "head"
+COLD = 1 << 28  # bytes of all copies of a weight
+IDLE = 0.01  # seconds before a way's turn: torch's threads spin for some milliseconds
+KINDS = (None, "int8", "fp8", "int4")
+FILES = ("Q8_0", "Q4_0", "Q4_1")
+
+
+@dataclass(frozen=True)
+class Args:
+    what: str = field(default="products", metadata={"help": "products or perplexity"})
+    models: str = field(default=",".join(SHAPES), metadata={"help": "comma-separated"})
+    rows: str = field(default="1,2,5,8,16", metadata={"help": "comma-separated: rows of x"})
+    rounds: int = 15
+    threads: int = 2
+    window: int = 256
+    windows: int = 40
+    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+
+
+def ways_of(E: int, O: int) -> dict[str, tuple[int, Callable[[], Any], Callable[[Tensor, Any], Tensor]]]:
+    """For each way: bytes of a weight, a function that makes one, and one that multiplies x [T, E] float32 by it."""
+    w = torch.randn(O, E) / E**0.5
+
+    def rows_of(w8: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x, *w8)
+
+    def int8pack() -> tuple[Tensor, Tensor]:
+        eight = quant.quantised(w, "int8")
+        return eight.q, eight.scale[:, 0].bfloat16()
+
+    def int4pack() -> tuple[Tensor, Tensor]:
+        four = quant.quantised(w, "int4", 32)
+        codes = quant.unpacked(four.q).int()
+        assert four.shift is not None
+        # torch's form: (q - 8) * scale + zero, pairs [E / group, O, 2] in bfloat16
+        zero = four.shift.float() + 8 * four.scale.float()
+        pairs = torch.stack((four.scale.float(), zero), -1).transpose(0, 1).contiguous().bfloat16()
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), pairs
+
+    def ours(weight: Any) -> tuple[int, Callable[[], Any], Callable[[Tensor, Any], Tensor]]:
+        copied = weight.clone if isinstance(weight, Tensor) else lambda: weight.each(Tensor.clone)
+        return weight.nbytes, copied, row_linear
+
+    return {
+        "specker float32": ours(w),
+        "specker bfloat16": ours(w.bfloat16()),
+        "specker int8": ours(quant.quantised(w, "int8")),
+        "specker int8, groups of 32": ours(quant.quantised(w, "int8", 32)),
+        "specker fp8": ours(quant.quantised(w, "fp8")),
+        "specker int4, groups of 32": ours(quant.quantised(w, "int4", 32)),
+        "specker int4, groups of 64": ours(quant.quantised(w, "int4", 64)) if E % 64 == 0 else ours(w),
+        "torch float32": (w.nbytes, w.clone, F.linear),
+        "torch bfloat16": (w.nbytes // 2, w.bfloat16, lambda x, w: F.linear(x.bfloat16(), w)),
+        "torch _weight_int8pack_mm": (w.numel(), int8pack, lambda x, w: rows_of(w, x.bfloat16())),
+        "torch _weight_int4pack_mm_for_cpu, groups of 32": (
+            w.numel() * 5 // 8,
+            int4pack,
+            lambda x, w: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), w[0], 32, w[1]),
+        ),
+    }
+
+
+def products(args: Args) -> list[dict[str, Any]]:
+    rows = []
+    big = torch.ones(COLD // 4)
+    for model in args.models.split(","):
+        for name, (E, O) in zip(NAMES, SHAPES[model], strict=True):
+            ways = ways_of(E, O)
+            weights = {way: [make() for _ in range(max(1, COLD // size))] for way, (size, make, _) in ways.items()}
+            for T in map(int, args.rows.split(",")):
+                x = torch.randn(T, E)
+                seconds: dict[str, list[float]] = {way: [] for way in ways}
+                reads = []
+                for n in range(-1, args.rounds):
+                    start = time.perf_counter()
+                    big.sum()
+                    reads.append(time.perf_counter() - start)
+                    for way, (_, _, run) in ways.items():
+                        some = [weights[way][(3 * n + i) % len(weights[way])] for i in range(3)]
+                        time.sleep(IDLE)
+                        start = time.perf_counter()
+                        for w in some:
+                            run(x, w)
+                        if n >= 0:
+                            seconds[way].append((time.perf_counter() - start) / len(some))
+                bandwidth = COLD / statistics.median(reads)
+                for way, (size, _, _) in ways.items():
+                    middle = statistics.median(seconds[way])
+                    rows.append(
+                        {"bench": "quantised", "model": model, "linear": name, "E": E, "O": O, "T": T, "way": way}
+                        | {"us": 1e6 * middle, "share": size / bandwidth / middle, "bandwidth": bandwidth}
+                        | {"threads": args.threads}
+                    )
+            print(model, name, flush=True)
+    return rows
+
+
+def show_products(rows: list[dict[str, Any]], args: Args) -> None:
+    """Microseconds of a layer's linears and the head, a column for each number of rows."""
+    for model in args.models.split(","):
+        table = Table(title=f"{model}: us of a layer's four linears / of the head")
+        counts = list(map(int, args.rows.split(",")))
+        for column in ("way", *(f"T {T}" for T in counts)):
+            table.add_column(column, justify="right" if column != "way" else "left")
+        for way in dict.fromkeys(row["way"] for row in rows):
+            cells = []
+            for T in counts:
+                own = [r for r in rows if (r["model"], r["way"], r["T"]) == (model, way, T)]
+                layer = sum(r["us"] for r in own if r["linear"] != "head")
+                cells.append(f"{layer:.0f} / {sum(r['us'] for r in own if r['linear'] == 'head'):.0f}")
+            table.add_row(way, *cells)
+        Console(width=150).print(table)
+
+
+def perplexity(args: Args) -> list[dict[str, Any]]:
+    target = str(real.fetch())
+    questions = (Path(__file__).parent / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "\n\n".join(json.loads(line)["turns"][0] for line in questions)
+    ids = AutoTokenizer.from_pretrained(target)(text)["input_ids"]
+    step = max(args.window, len(ids) // args.windows)  # spread over the whole text
+    windows = [ids[i : i + args.window] for i in range(0, len(ids) - args.window, step)][: args.windows]
+    forms: dict[str, tuple[Any, str, str | None]] = {
+        "float32": (target, "float32", None),
+        "bfloat16": (target, "bfloat16", None),
+        **{kind: (target, "float32", kind) for kind in KINDS if kind},
+        **{f: (real.file() if f == "Q4_1" else gguf_of(real.file(), target, f), "float32", None) for f in FILES},
+    }
+    rows = []
+    for form, (source, dtype, kind) in forms.items():
+        engine = specker.load(source, strategy="ar", dtype=dtype, quantize=kind, max_context=args.window + 1)
+        model, cache = engine.model, engine.cache
+        losses = []
+        for window in windows:
+            cache.take(0, len(window) + 1)
+            taps = prefill(model, cache, window, (model.config.num_layers,), len(window))
+            cache.release(0)
+            logits = model.logits(Final(taps[model.config.num_layers][:-1])).double()
+            losses.append(F.cross_entropy(logits, torch.tensor(window[1:])).item())
+        weights = engine.target.layer_bytes + engine.target.weights.head.nbytes
+        elements = layer_elements(engine.target.config) + engine.target.weights.head.numel()
+        rows.append(
+            {"bench": "perplexity", "target": Path(target).name.rsplit("-", 1)[0], "form": form}
+            | {"perplexity": math.exp(statistics.fmean(losses)), "bits": 8 * weights / elements, "MB": weights / 1e6}
+            | {"tokens": sum(len(w) - 1 for w in windows), "window": args.window}
+        )
+        print(rows[-1]["form"], rows[-1]["perplexity"], flush=True)
+    return rows
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    torch.set_num_threads(args.threads)
+    rows = products(args) if args.what == "products" else perplexity(args)
+    if args.what == "products":
+        show_products(rows, args)
+    if args.save:
+        print(harness.save("quantised", rows, "cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""quant: weight matrices in eight and four bits.
+
+    w[o, e] = q[o, e] * scale[o, e // group] + shift[o, e // group]
+
+in float32, rounded once. `row_linear`, `kv_project` and `vocab_topk` take a `Quantized` matrix instead of a tensor and
+compute with these w, rounded to the dtype of the activations; nothing else is quantised. Three kinds of q:
+
+* int8: int8 [O, E].
+* fp8: float8_e4m3fn [O, E].
+* int4: uint8 [O, E / 2], numbers 0 to 15; without shifts they stand for -8 to 7. Of each 32 columns the low four bits
+  of the 16 bytes hold the first 16 and the high four the others, as in GGUF. A kernel then needs no shuffle: the two
+  halves are two products.
+
+Scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have shift = -zero *
+scale.
+Sources: GGUF's block formats (ggml-common.h), compressed-tensors, GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specker.kernels.variant import TYPES
+
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # --quantize and the dtype of q
+HALF = 16  # columns in each half of an int4 block
+LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF}  # a group is a multiple of this
+CHUNK = 1 << 22  # weights quantised or restored at a time
+
+
+class Format(NamedTuple):
+    """What a kernel's compiled form depends on."""
+
+    kind: str
+    group: int
+    scale: torch.dtype
+    shift: torch.dtype | None
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.group}" + " shift" * (self.shift is not None)
+
+    def size(self, columns: int) -> int:
+        """Bytes of q in `columns` of a row."""
+        return columns // 2 if self.kind == "int4" else columns
+
+    def block(self, block: int, columns: int) -> int:
+        """The most columns up to `block`, a power of two, for a tile of rows of `columns`: whole groups, or within
+        one."""
+        whole = self.group == columns or self.group & (self.group - 1) == 0
+        return block if whole else min(block, self.group & -self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A matrix [.., O, E]. Indexing selects along all dimensions but the last, as with a tensor."""
+
+    q: Tensor  # [.., O, E] int8 or float8_e4m3fn; [.., O, E / 2] uint8 for int4
+    scale: Tensor  # [.., O, E / group] float16 or float32
+    shift: Tensor | None  # like scale; None: no shift
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind, dtype in KINDS.items() if dtype == self.q.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, columns = self.q.shape
+        return torch.Size((*rows, columns * (2 if self.q.dtype == torch.uint8 else 1)))
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.shape[-1] // self.scale.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.q.is_cuda
+
+    @property
+    def format(self) -> Format:
+        return Format(self.kind, self.group, self.scale.dtype, None if self.shift is None else self.shift.dtype)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the Triton kernels take it: its groups are those of `check`, or one group is a whole row."""
+        return self.group % LEAST[self.kind] == 0 or (self.kind != "int4" and self.group == self.shape[-1])
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the Triton kernels take: contiguous, and float8 as int8, which every device can load."""
+        q = self.q.view(torch.int8) if self.kind == "fp8" else self.q
+        return q.contiguous(), self.scale.contiguous(), None if self.shift is None else self.shift.contiguous()
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """q, scale and, if there is one, shift."""
+        return (self.q, self.scale) if self.shift is None else (self.q, self.scale, self.shift)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def dim(self) -> int:
+        return self.q.dim()
+
+    def numel(self) -> int:
+        """The number of weights."""
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    def __getitem__(self, rows: Any) -> "Quantized":
+        return self.each(lambda part: _bytes(part)[rows].view(part.dtype))
+
+    def __setitem__(self, rows: Any, other: "Quantized") -> None:
+        for part, new in zip(self.parts, other.parts, strict=True):
+            _bytes(part)[rows] = _bytes(new)
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Quantized":
+        """With `function` applied to q, scale and shift."""
+        shift = None if self.shift is None else function(self.shift)
+        return Quantized(function(self.q), function(self.scale), shift)
+
+    def columns(self, first: int, count: int) -> "Quantized":
+        """Columns first .. first + count - 1, whole groups."""
+        E = self.shape[-1]
+        return self.each(lambda part: part[..., first * part.shape[-1] // E : (first + count) * part.shape[-1] // E])
+
+    def contiguous(self) -> "Quantized":
+        return self.each(Tensor.contiguous)
+
+    def to(self, device: torch.device | str) -> "Quantized":
+        return self.each(lambda part: part.to(device))
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weights, rounded to float32 and then to `dtype`. [.., O, E]."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        rows = max(1, CHUNK // self.shape[-1])
+        flat, whole = out.view(-1, self.shape[-1]), self.each(lambda part: part.reshape(-1, part.shape[-1]))
+        for i in range(0, len(flat), rows):
+            flat[i : i + rows] = _restored(whole[i : i + rows])
+        return out
+
+
+Matrix = Tensor | Quantized
+
+
+def format_of(weight: Matrix) -> Format | None:
+    return weight.format if isinstance(weight, Quantized) else None
+
+
+def streams(weight: Matrix) -> bool:
+    """Whether the Triton kernels take `weight`."""
+    return isinstance(weight, Tensor) or weight.streams
+
+
+def arguments_of(weight: Matrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The kernels' arguments: weight, scale, shift."""
+    return (weight.contiguous(), None, None) if isinstance(weight, Tensor) else weight.arguments
+
+
+def types_of(dtype: str, form: Format | None) -> tuple[str | None, ...]:
+    """The types of `arguments_of` a weight in that format; without one, of a tensor of Triton's type `dtype`."""
+    if form is None:
+        return f"*{dtype}", None, None
+    shift = None if form.shift is None else f"*{TYPES[form.shift]}"
+    return "*u8" if form.kind == "int4" else "*i8", f"*{TYPES[form.scale]}", shift
+
+
+def constexprs_of(form: Format | None) -> dict[str, Any]:
+    return {"KIND": "plain", "GROUP": 0} if form is None else {"KIND": form.kind, "GROUP": form.group}
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """`part` in a dtype that torch can index: float8 as bytes."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+
+
+def _restored(w: Quantized) -> Tensor:
+    """Two-dimensional `w` in float32, as a fused multiply-add gives it: the product is exact before the sum is
+    rounded."""
+    q = unpacked(w.q) if w.kind == "int4" else w.q.to(torch.float32)
+    if w.kind == "int4" and w.shift is None:
+        q = q - 8.0
+    single = w.shift is None or w.scale.dtype == torch.float16  # then the product is exact in float32, or all there is
+    q = q.to(torch.float32 if single else torch.float64).unflatten(-1, (-1, w.group))
+    q = q.mul_(w.scale.to(q.dtype).unsqueeze(-1))
+    if w.shift is not None:
+        q = q.add_(w.shift.to(q.dtype).unsqueeze(-1))
+    return q.flatten(-2).float()
+
+
+def packed(q: Tensor) -> Tensor:
+    """q [.., E] uint8 of 0 to 15, E a multiple of 32 -> [.., E / 2] uint8, two in a byte."""
+    low, high = q.unflatten(-1, (-1, 2, HALF)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def unpacked(q: Tensor) -> Tensor:
+    """[.., E / 2] uint8 -> [.., E] uint8 of 0 to 15."""
+    blocks = q.unflatten(-1, (-1, HALF))
+    return torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3)
+
+
+def exact(scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """float32 scales and shifts, in float16 if nothing is lost."""
+    given = [scale] if shift is None else [scale, shift]
+    halves = [x.half() for x in given]
+    fitting = all(torch.equal(half.float(), x) for half, x in zip(halves, given, strict=True))
+    scale, *rest = halves if fitting else given
+    return scale, rest[0] if rest else None
+
+
+def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
+    """Matrices with equal columns, one under the other: [sum of O, E]; with `stack` [N, O, E]. Different kinds become
+    int8, different groups their common divisor; both without loss. Raises ValueError for fp8 beside another kind."""
+    if len({(w.kind, w.shift is None, w.group) for w in parts}) > 1:
+        group = math.gcd(*(w.group for w in parts))
+        if "fp8" in (kinds := {w.kind for w in parts}) and len(kinds) > 1:
+            raise ValueError("fp8 and integers cannot be joined")
+        parts = [spread(w, group, len(kinds) > 1, any(w.shift is not None for w in parts)) for w in parts]
+    join = torch.stack if stack else torch.cat
+
+    def of(each: list[Tensor]) -> Tensor:
+        dtype = torch.float32 if any(x.dtype == torch.float32 for x in each) else each[0].dtype
+        return join([_bytes(x if x.element_size() == 1 else x.to(dtype)) for x in each]).view(dtype)
+
+    shifts = [w.shift for w in parts if w.shift is not None]
+    scale, shift = of([w.scale for w in parts]), of(shifts) if shifts else None
+    if shift is not None and shift.dtype != scale.dtype:
+        scale, shift = scale.float(), shift.float()
+    return Quantized(of([w.q for w in parts]), scale, shift)
+
+
+def spread(w: Quantized, group: int, wide: bool = False, shifted: bool = False) -> Quantized:
+    """The same weights in smaller groups, `group` a divisor of w's; with `wide` int8 instead of int4; with `shifted`
+    with shifts."""
+    times, q = w.group // group, w.q
+    scale = w.scale.repeat_interleave(times, -1)
+    shift = None if w.shift is None else w.shift.repeat_interleave(times, -1)
+    centred = w.kind == "int4" and shift is None
+    if wide and w.kind == "int4":
+        q = unpacked(q).to(torch.int8) - (8 if centred else 0)
+    if shifted and shift is None:
+        shift = scale * (-8 if centred and not wide else 0)
+    return Quantized(q, scale, shift)
+
+
+def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
+    """weight [.., O, E] -> the nearest `kind`, rounded to nearest: int8 and fp8 with a scale for each row, int4 with
+    scale and shift for each 32 columns; or for each `group` columns. Raises ValueError for a kind or sizes that do not
+    fit.
+
+        int8, fp8   scale = largest |w| / 127 or 448
+        int4        scale = (largest w - least w) / 15, shift = least w
+    """
+    check(kind, weight.shape, group)
+    E = weight.shape[-1]
+    group = group or (LEAST[kind] if kind == "int4" else E)
+    columns = E // 2 if kind == "int4" else E
+    q = torch.empty(*weight.shape[:-1], columns, dtype=KINDS[kind], device=weight.device)
+    scale = torch.empty(*weight.shape[:-1], E // group, dtype=torch.float16, device=weight.device)
+    shift = torch.empty_like(scale) if kind == "int4" else None
+    rows = max(1, CHUNK // E)
+    flat = [None if part is None else part.view(-1, part.shape[-1]) for part in (weight.contiguous(), q, scale, shift)]
+    source, codes, scales, shifts = flat
+    assert source is not None and codes is not None and scales is not None
+    for i in range(0, len(source), rows):
+        w = source[i : i + rows].float().unflatten(-1, (-1, group))
+        if shifts is not None:
+            low, high = w.aminmax(dim=-1)
+            low = low.half().float()
+            step = _step((high - low) / 15)
+            shifts[i : i + rows] = low
+            numbers = ((w - low.unsqueeze(-1)) / step.unsqueeze(-1)).round_().clamp_(0, 15)
+            codes[i : i + rows] = packed(numbers.flatten(-2).to(torch.uint8))
+        else:
+            most = 127 if kind == "int8" else 448
+            step = _step(w.abs().amax(-1) / most)
+            numbers = (w / step.unsqueeze(-1)).flatten(-2).clamp_(-most, most)
+            _bytes(codes)[i : i + rows] = _bytes((numbers.round_() if kind == "int8" else numbers).to(codes.dtype))
+        scales[i : i + rows] = step
+    return Quantized(q, scale, shift)
+
+
+def _step(x: Tensor) -> Tensor:
+    """x >= 0 as a scale: the nearest float16 that is not 0 or infinite."""
+    return x.clamp(2.0**-24, 65504).half().float()
+
+
+def check(kind: str, shape: Sequence[int], group: int | None = None) -> None:
+    """Raise ValueError unless a matrix of `shape` can be of `kind`, with groups of `group` columns (default: the kind's
+    own)."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    E, least = shape[-1], LEAST[kind]
+    if E % least or (group is not None and (group <= 0 or group % least or E % group)):
+        what = "" if group is None else f" in groups of {group}"
+        raise ValueError(
+            f"{kind} needs groups of a multiple of {least} columns that divide a row; got {E} columns{what}"
+        )

@@ -1,0 +1,268 @@
+"""The buffers of a model's weights: which tensors of a checkpoint they hold, and in which form.
+
+Each kind of weight is one buffer [L, ...] for all layers, so a group of layers is a slice. Matrices in eight and four
+bits (kernels/quant.py) are a list of the layers' instead. Tensors are cast while they are copied to their buffer: there
+is never a second copy of the weights.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specker.kernels import quant
+from specker.kernels.cpu import native
+from specker.kernels.quant import Matrix, Quantized
+from specker.runtime.model.config import CheckpointError, ModelConfig
+from specker.runtime.model.parts import Part
+from specker.runtime.model.quantised import Get, Scheme
+
+SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of safetensors dtypes
+CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
+
+
+def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the residual stream and the K/V beside weights of `dtype`. A CPU is fast in bfloat16 at matrix
+    products alone, so there everything else is float32."""
+    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint, or a part of one, stored at buffers[buffer][layer][row : row + shape[0]]."""
+
+    name: str  # without the "model." prefix
+    buffer: str  # a field of Weights
+    layer: int | None  # None: the buffer is not stacked
+    row: int
+    shape: tuple[int, ...]  # of the part
+    stored: tuple[int, ...]  # of the whole tensor
+    first: tuple[int, ...]  # first index of the part in the tensor
+
+    @property
+    def whole(self) -> bool:
+        return self.shape == self.stored
+
+    @property
+    def at(self) -> tuple[slice, ...]:
+        return tuple(slice(first, first + count) for first, count in zip(self.first, self.shape, strict=True))
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a layer's matrix."""
+        return self.layer is not None and len(self.shape) == 2
+
+
+def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
+    """The piece of each tensor that `part` holds; with `whole_head`, all of the head."""
+    (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
+    D, e = c.head_dim, c.hidden_size
+    q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
+    Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
+    rows = [  # split by their outputs: name, buffer, first row, (first, count, of all), has a bias
+        ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.qkv_bias),
+        ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.qkv_bias),
+        ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.mlp_bias),
+        ("mlp.up_proj", "gate_up", f, (f0, f, F), c.mlp_bias),
+    ]
+    columns = [  # by their inputs; the bias is added once, by rank 0
+        ("self_attn.o_proj", "o", (q0, q, Q), c.o_bias),
+        ("mlp.down_proj", "down", (f0, f, F), c.mlp_bias),
+    ]
+
+    def vector(name: str, buffer: str, layer: int | None, count: int) -> Piece:
+        return Piece(name, buffer, layer, 0, (count,), (count,), (0,))
+
+    norms = [("input_layernorm", "norm_in", e), ("post_attention_layernorm", "norm_post", e)]
+    if c.qk_norm:
+        norms += [("self_attn.q_norm", "q_norm", c.head_dim), ("self_attn.k_norm", "k_norm", c.head_dim)]
+    V = c.vocab_size
+    if "embed_tokens" not in c.shares:
+        yield Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
+    for i in range(c.num_layers):
+        for name, buffer, row, (first, count, of), bias in rows:
+            yield Piece(f"layers.{i}.{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0))
+            if bias:
+                yield Piece(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,))
+        for name, buffer, (first, count, of), bias in columns:
+            yield Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
+            if bias:
+                yield vector(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, e)
+        for name, buffer, count in norms:
+            yield vector(f"layers.{i}.{name}.weight", buffer, i, count)
+    yield vector("norm.weight", "norm", None, e)
+    if not c.tied and "lm_head" not in c.shares:
+        first, count = (0, V) if whole_head else part.vocabulary(c)
+        yield Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the run stores matrices: which stay or become `Quantized`."""
+
+    scheme: Scheme | None  # of the checkpoint
+    quantize: str | None  # see `load`
+    dtype: torch.dtype  # of the others
+    device: torch.device
+
+    @property
+    def keeps(self) -> bool:
+        """Whether `Quantized` matrices stay so, or are restored to `dtype`."""
+        kernels = self.device.type == "cuda" or ((cpu := native()) is not None and cpu.reads_halves())
+        return self.quantize != "none" and self.dtype != torch.float64 and kernels
+
+    def covers(self, name: str) -> bool:
+        """Whether the checkpoint has the matrix `name` (a full name that ends in .weight) in eight or four bits."""
+        return self.scheme is not None and name.endswith(".weight") and self.scheme.covers(name[: -len(".weight")])
+
+    def rounding(self, p: Piece, c: ModelConfig) -> str | None:
+        """The kind to which a piece is rounded; None: to none."""
+        head = p.name == "lm_head.weight" or (c.tied and p.name == "embed_tokens.weight")
+        if self.quantize in (None, "none") or not (p.is_matrix or head):
+            return None
+        return "int8" if head and self.quantize == "int4" else self.quantize
+
+    def stays(self, pieces: dict[str, Piece], c: ModelConfig) -> set[tuple[str, int | None]]:
+        """The matrices (buffer, layer) that are `Quantized` in the run: those of which all pieces are."""
+        found: dict[tuple[str, int | None], bool] = {}
+        for name, p in pieces.items():
+            if p.is_matrix or p.buffer == "head":
+                whole = self.keeps and (self.covers(name) or self.rounding(p, c) is not None)
+                found[p.buffer, p.layer] = found.get((p.buffer, p.layer), True) and whole
+        return {key for key, whole in found.items() if whole}
+
+    def bytes_of(self, pieces: Iterable[Piece], c: ModelConfig) -> int:
+        """Bytes that the weights take, about."""
+        return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces))
+
+    def _each(self, p: Piece, c: ModelConfig) -> float:
+        if self.keeps and (kind := self.rounding(p, c)) is not None:
+            head = self.dtype.itemsize if p.name == "embed_tokens.weight" else 0  # the embedding stays as it is
+            return head + (0.625 if kind == "int4" else 1.0)
+        name = p.name if p.name == "lm_head.weight" else f"model.{p.name}"
+        if self.keeps and self.scheme is not None and self.covers(name):
+            O, E = p.stored
+            tensors = self.scheme.stored(name[: -len(".weight")], (O, E)).values()
+            return sum(math.prod(shape) * SIZES.get(kinds[0], 4) for shape, kinds in tensors) / (O * E)
+        return self.dtype.itemsize
+
+
+class Buffers:
+    """A model's weights while they are read: fields of checkpoint.Weights."""
+
+    def __init__(self, pieces: dict[str, Piece], c: ModelConfig, storage: Storage):
+        """`pieces`: all that will be put, by their full names."""
+        self.c, self.storage, self.stays = c, storage, storage.stays(pieces, c)
+        self.dense = _allocated(pieces.values(), c, storage, self.stays)
+        self._parts: dict[tuple[str, int | None], list[Quantized]] = {key: [] for key in self.stays}
+
+    def put(self, p: Piece, source: Matrix) -> None:
+        """Copy a piece to its place, rounded if the run wants that. The embedding of a tied model is never quantised;
+        its quantised form is the head."""
+        storage, given, kind = self.storage, source, self.storage.rounding(p, self.c)
+        if kind is not None:
+            wide = source.dequantised(torch.float32) if isinstance(source, Quantized) else source
+            try:
+                source = quant.quantised(wide.to(storage.device), kind)
+            except ValueError as error:
+                raise CheckpointError(f"{p.name} cannot be quantised: {error}") from error
+        if isinstance(source, Quantized) and p.buffer == "embed":
+            if self.c.tied:
+                head = source.to(storage.device)
+                self.dense["head"] = head if storage.keeps else head.dequantised(storage.dtype)
+            source = given
+        elif isinstance(source, Quantized) and (p.buffer, p.layer) in self.stays:
+            self._parts[p.buffer, p.layer].append(source.to(storage.device))
+            return
+        if isinstance(source, Quantized):
+            source = source.dequantised(torch.float32)
+        whole = self.dense[p.buffer] if p.layer is None else self.dense[p.buffer][p.layer]
+        _copy(whole[p.row : p.row + p.shape[0]], source)
+
+    def done(self) -> dict[str, Any]:
+        """All buffers. Raises CheckpointError if the quantised pieces of a matrix do not fit together."""
+        for (buffer, layer), parts in self._parts.items():
+            try:
+                whole = parts[0] if len(parts) == 1 else quant.joined(parts)
+            except ValueError as error:
+                raise CheckpointError(f"the {buffer} matrix of layer {layer} cannot be read: {error}") from error
+            parts.clear()
+            if layer is None:
+                self.dense[buffer] = whole.contiguous()
+            else:
+                self.dense[buffer][layer] = whole.contiguous()
+        return self.dense
+
+
+def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized:
+    """A piece of the matrix `name`, which the checkpoint has in eight or four bits."""
+    whole = scheme.read(name[: -len(".weight")], (p.stored[0], p.stored[1]), get)
+    if p.whole:
+        return whole
+    (row, column), (count, columns), group = p.first, p.shape, math.gcd(whole.group, p.first[1], p.shape[1])
+    if group != whole.group:  # a rank begins within a group
+        if group % quant.LEAST[whole.kind]:
+            raise CheckpointError(f"{name} has {whole.kind} weights, which cannot be split over so many ranks")
+        whole = quant.spread(whole, group)
+    return whole[row : row + count].columns(column, columns)
+
+
+def _allocated(
+    pieces: Iterable[Piece], c: ModelConfig, storage: Storage, stays: set[tuple[str, int | None]]
+) -> dict[str, Any]:
+    """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None; a buffer with some of
+    them is a list."""
+    last = {p.buffer: p for p in pieces}  # the last piece of a buffer ends it
+    buffers: dict[str, Any] = {}
+    kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
+    for name, p in last.items():
+        dtype = kinds[len(p.shape)]
+        shape = (p.row + p.shape[0], *p.shape[1:])
+        if p.layer is None:
+            buffers[name] = None if (name, None) in stays else torch.empty(shape, dtype=dtype, device=device)
+        elif any((name, n) in stays for n in range(c.num_layers)):
+            buffers[name] = [
+                None if (name, n) in stays else torch.empty(shape, dtype=dtype, device=device)
+                for n in range(c.num_layers)
+            ]
+        else:
+            buffers[name] = torch.empty((c.num_layers, *shape), dtype=dtype, device=device)
+    return buffers
+
+
+def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, seed: int) -> dict[str, Any]:
+    """Buffers filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit tensors are equal on all
+    ranks; the split ones do not form one model."""
+    generator = torch.Generator(storage.device).manual_seed(seed)
+    named = {p.name: p for p in pieces}
+    if storage.quantize in (None, "none"):
+        found = _allocated(pieces, c, storage, set())
+        for name, buffer in found.items():
+            _fill(name, buffer, generator)
+        return found
+    buffers = Buffers(named, c, storage)
+    for p in pieces:
+        source = torch.empty(p.shape, device=storage.device)
+        _fill(p.buffer, source, generator)
+        buffers.put(p, source)
+    return buffers.done()
+
+
+def _fill(name: str, x: Tensor, generator: torch.Generator) -> None:
+    if "norm" in name:
+        x.fill_(1)
+    elif name.endswith("bias"):
+        x.zero_()
+    else:
+        x.normal_(std=0.02, generator=generator)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """target[:] = source, cast in pieces."""
+    rows = max(1, CHUNK // max(1, source[0].numel()))
+    for i in range(0, len(source), rows):
+        target[i : i + rows].copy_(source[i : i + rows])

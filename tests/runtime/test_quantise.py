@@ -1,0 +1,200 @@
+"""--quantize: matrices rounded when a checkpoint is loaded, and every strategy on such a target."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from make_checkpoint import make, oracle
+
+import specker
+from specker.kernels import quant
+from specker.kernels.quant import Quantized
+from specker.runtime.model.checkpoint import load, read_config
+from specker.runtime.model.config import CheckpointError
+from specker.runtime.model.parts import Part
+
+SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 3}
+PROMPT = [5, 17, 80, 3, 41]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("target"), tied=True, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("draft"), seed=3, **SIZES | {"layers": 2})
+
+
+def rounded(folder: Path, kind: str):
+    """transformers' model with the rounded weights, in float64."""
+    model = oracle(folder, torch.float32)
+    head = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "proj" in name:
+                p.copy_(quant.quantised(p, kind).dequantised(torch.float32))
+    eight = "int8" if kind == "int4" else kind
+    model.lm_head.weight = torch.nn.Parameter(quant.quantised(head, eight).dequantised(torch.float32))
+    return model.double()
+
+
+@pytest.mark.parametrize("kind", quant.KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_are_those_of_transformers_with_the_rounded_weights(tmp_path, kind, tied):
+    folder = make(tmp_path, tied=tied, **SIZES)
+    model = rounded(folder, kind)
+    want = model.generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    engine = specker.load(folder, strategy="ar", dtype="float64", quantize=kind, device="cpu")
+    assert engine.target.quantised is None, "float64 has no kernels: the rounded weights are restored"
+    want = want[0, len(PROMPT) :].tolist()
+    assert engine.generate(PROMPT, 30).tokens == want
+    exact = specker.load(folder, strategy="ar", dtype="float64", device="cpu")
+    assert tied or exact.generate(PROMPT, 30).tokens != want, "rounding changed nothing: this proves little"
+
+
+@pytest.mark.parametrize("kind", quant.KINDS)
+def test_the_run_keeps_the_bits(target, kind):
+    kept = load(target, dtype=torch.float32, device="cpu", quantize=kind)
+    exact = load(target, dtype=torch.float64, device="cpu", quantize=kind)
+    w = kept.weights
+    assert kept.quantised == ("int4 and int8" if kind == "int4" else kind) and exact.quantised is None
+    assert isinstance(w.head, Quantized) and isinstance(w.embed, torch.Tensor)
+    for name in ("qkv", "o", "gate_up", "down"):
+        for n in range(3):
+            one = getattr(w, name)[n]
+            assert one.kind == kind
+            assert torch.equal(one.dequantised(torch.float64), getattr(exact.weights, name)[n])
+    assert torch.equal(w.head.dequantised(torch.float64), exact.weights.head)
+    assert torch.equal(w.embed.double(), exact.weights.embed), "a tied embedding is not rounded"
+    elements = sum(stack[0].numel() for stack in (w.qkv, w.o, w.gate_up, w.down)) * 3
+    assert 0.6 * elements < kept.layer_bytes < 1.3 * elements
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"strategy": "draft", "draft_tokens": 3},
+        {"strategy": "draft", "tree": "3x3"},
+        {"strategy": "vocabtrim", "vocab_keep": "64"},
+        {"strategy": "easyspec", "layer_parallel": 2},
+        {"strategy": "del"},
+        {"strategy": "lookup"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_every_strategy_has_the_tokens_of_plain_decoding(target, draft, tmp_path, kind, how, temperature):
+    """In float64, where the rounded weights are restored, and through the kernels, which are batch-invariant for
+    chains."""
+    how = dict(how)
+    own = draft if how["strategy"] in ("draft", "vocabtrim", "easyspec") else None
+    if how["strategy"] == "vocabtrim":
+        how["load"] = "dummy"
+    chain = "tree" not in how and how["strategy"] != "lookup"
+    for dtype in ("float64", "float32") if chain else ("float64",):
+        both = {"dtype": dtype, "quantize": kind, "device": "cpu", "batch_size": 2}
+        if how.get("load"):
+            both["load"] = "dummy"
+        plain = specker.load(target, strategy="ar", **both)
+        fast = specker.load(target, own, draft_quantize=kind if own else None, **both | how)
+        if dtype == "float32" and own is not None:
+            assert fast.draft.quantised is not None
+        for prompt in (PROMPT, list(range(3, 60))):
+            got, want = (e.generate(prompt, 40, temperature=temperature, seed=1) for e in (fast, plain))
+            assert got.tokens == want.tokens
+
+
+def test_none_restores(target, tmp_path):
+    whole = load(target, dtype=torch.float32, device="cpu", quantize="none")
+    assert whole.quantised is None and torch.equal(
+        whole.weights.qkv, load(target, dtype=torch.float32, device="cpu").weights.qkv
+    )
+
+
+def test_a_cpu_without_the_kernels_restores(target, monkeypatch):
+    kept = load(target, dtype=torch.float32, device="cpu", quantize="int8")
+    monkeypatch.setattr("specker.runtime.model.buffers.native", lambda: None)
+    whole = load(target, dtype=torch.float32, device="cpu", quantize="int8")
+    assert whole.quantised is None
+    assert torch.equal(whole.weights.down[1], kept.weights.down[1].dequantised(torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_random_weights_are_rounded_too(target, kind):
+    ck = load(target, dtype=torch.float32, device="cpu", quantize=kind, random=0)
+    assert ck.weights.gate_up[2].kind == kind and ck.weights.norm.eq(1).all()
+    assert 0.015 < ck.weights.gate_up[2].dequantised(torch.float32).std() < 0.025
+
+
+def own_format(folder: Path, source: Path, kind: str, group: int) -> Path:
+    """`source` in specker's own format."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    tensors, modules = {}, {}
+    for name, x in load_file(source / "model.safetensors").items():
+        if "proj" in name:
+            w, module = quant.quantised(x, kind, group), name.removesuffix(".weight")
+            tensors |= {f"{module}.{part}": y for part, y in zip(("q", "scale", "shift"), w.parts, strict=False)}
+            modules[module] = (kind, group, "F16", w.shift is not None)
+        else:
+            tensors[name] = x
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "specker", "modules": modules}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 64), ("int8", 64), ("int8", 32)])
+def test_the_parts_of_a_split_model_are_slices(tmp_path, kind, group):
+    source = make(tmp_path / "source", **SIZES | {"ffn": 128})
+    folder = own_format(tmp_path / "own", source, kind, group)
+    whole = load(folder, dtype=torch.float64, device="cpu").weights
+    for rank in range(2):
+        part = load(folder, dtype=torch.float32, device="cpu", part=Part(rank, 2)).weights
+        rows = torch.cat([torch.arange(64) + 64 * rank, torch.arange(64) + 128 + 64 * rank])
+        assert torch.equal(part.gate_up[1].dequantised(torch.float64), whole.gate_up[1][rows])
+        assert torch.equal(part.down[1].dequantised(torch.float64), whole.down[1][:, 64 * rank : 64 * rank + 64])
+
+
+def test_groups_cannot_be_cut_by_ranks(target, tmp_path):
+    folder = own_format(tmp_path / "own", target, "int4", 32)
+    with pytest.raises(CheckpointError, match="has int4 weights, which cannot be split over so many ranks"):
+        load(folder, dtype=torch.float32, device="cpu", part=Part(0, 2))
+
+
+@pytest.mark.parametrize("requantised", [None, "int8", "none"])
+def test_quantised_checkpoints_may_be_rounded_again(target, tmp_path, requantised):
+    folder = own_format(tmp_path / "own", target, "int4", 32)
+    stored = load(folder, dtype=torch.float32, device="cpu")
+    assert stored.quantised == "int4" and isinstance(stored.weights.head, torch.Tensor)
+    assert read_config(folder).hidden_size == 64
+    got = load(folder, dtype=torch.float32, device="cpu", quantize=requantised)
+    assert got.quantised == {None: "int4", "int8": "int8", "none": None}[requantised]
+    want = stored.weights.o[0].dequantised(torch.float32)
+    one = got.weights.o[0]
+    one = one.dequantised(torch.float32) if isinstance(one, Quantized) else one
+    torch.testing.assert_close(one, want, atol=2e-3 if requantised == "int8" else 0, rtol=0)
+
+
+def test_a_damaged_own_format_is_refused(target, tmp_path):
+    folder = own_format(tmp_path / "own", target, "int8", 32)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules"] = {"model.layers.0.mlp.up_proj": ["int8", 20, "F16", False]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"the quantization_config of .* is damaged; convert the checkpoint again"
+    ):
+        load(folder, dtype=torch.float32, device="cpu")
+
+
+def test_sizes_that_cannot_be_rounded_are_named(tmp_path):
+    folder = make(tmp_path, **SIZES | {"ffn": 80})
+    with pytest.raises(CheckpointError, match=r"layers\.0.mlp.down_proj.weight cannot be quantised: int4 needs groups"):
+        load(folder, dtype=torch.float32, device="cpu", quantize="int4")
+    load(folder, dtype=torch.float32, device="cpu", quantize="int8")
