@@ -14,18 +14,20 @@ from torch import Tensor
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.kernels.quant import quantised
 from specker.kernels.topk import Noise, vocab_topk, vocab_topk_cost
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 E, KEPT, WHOLE = (4096, 32768, 128256) if DEVICE == "cuda" else (128, 1024, 4096)
 
 
-def build(T: int, k: int, noisy: bool = False) -> Built:
+def build(T: int, k: int, noisy: bool = False, kind: str | None = None) -> Built:
     g = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(T, E, dtype=DTYPE, device=DEVICE, generator=g)
     whole = torch.randn(WHOLE, E, dtype=DTYPE, device=DEVICE, generator=g) / E**0.5
     kept = torch.randperm(WHOLE, device=DEVICE, generator=g)[:KEPT].sort().values
-    weight = whole[kept].contiguous()
+    plain = whole[kept].contiguous()
+    weight = plain if kind is None else quantised(plain, kind)
     noise: Noise | None = (1, torch.arange(T, device=DEVICE), 0.7) if noisy else None
 
     def ours() -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +40,8 @@ def build(T: int, k: int, noisy: bool = False) -> Built:
 
     def check() -> None:
         ids, logits, lse = ours()
-        exact = hidden.double() @ weight.double().T
+        restored = weight if isinstance(weight, Tensor) else weight.dequantised(DTYPE)
+        exact = hidden.double() @ restored.double().T
         if noise is not None:
             from specker.kernels.noise import gumbel_ref
 
@@ -53,9 +56,11 @@ def build(T: int, k: int, noisy: bool = False) -> Built:
 
     ways: dict[str, Callable[[], Any]] = {
         "specker": ours,
-        "matmul + topk": lambda: matmul(weight, kept),
+        "matmul + topk": lambda: matmul(plain, kept),
         "whole head": lambda: matmul(whole, None),
     }
+    if kind is not None:
+        ways["bfloat16"] = lambda: vocab_topk(hidden, plain, kept, k, None, noise)
     return Built(ways, check, vocab_topk_cost(hidden, weight, kept, k, None, noise))
 
 
@@ -65,6 +70,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"T {T}, k 10", lambda T=T: build(T, 10), few)
     yield Case("T 1, k 1", lambda: build(1, 1))
     yield Case("T 8, k 10, noise", lambda: build(8, 10, noisy=True))
+    for kind, share in (("int8", 0.70), ("fp8", 0.65), ("int4", 0.40)):
+        goal = Goal(share=share, over=(("bfloat16", 1.3),))
+        yield Case(f"{kind}, T 8, k 10", lambda kind=kind: build(8, 10, kind=kind), goal)
     yield Case("T 64, k 64", lambda: build(64, 64), Goal(share=0.85))
 
 

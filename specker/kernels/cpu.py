@@ -35,7 +35,12 @@ def few(x: Tensor) -> bool:
 
 def plain(x: Tensor) -> bool:
     """Whether numpy may have x: a CPU tensor outside of autograd, torch.compile and torch.export (a fake tensor)."""
-    return type(x) is Tensor and x.is_cpu and x.dtype in _TYPES and not (x.requires_grad or is_dynamo_compiling())
+    return x.dtype in _TYPES and eager(x)
+
+
+def eager(x: Tensor) -> bool:
+    """Whether compiled kernels may read x: as for `plain`, in any dtype."""
+    return type(x) is Tensor and x.is_cpu and not (x.requires_grad or is_dynamo_compiling())
 
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:

@@ -15,7 +15,7 @@ float32 beside a bfloat16 weight: on a CPU with bfloat16 products x and the prod
 a bias SiLU and its product, too; the result is float32.
 
 The weight may be `Quantized` (quant.py): eight or four bits with scales. The result is that of the weight rounded to
-x's dtype, and on a CPU in few rows of float32, of the weight in float32. Traffic: the bytes of its parts.
+x's dtype. Traffic: the bytes of its parts.
 
 The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
 applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
-from specker.kernels.cpu import native, plain
+from specker.kernels.cpu import eager, native, plain
 from specker.kernels.quant import (
     Format,
     Matrix,
@@ -128,12 +128,12 @@ def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilog
 
 
 def _restored(x: Tensor, weight: Quantized) -> Tensor:
-    """The weight for a product with many rows x: in x's dtype; on a CPU with bfloat16 products in bfloat16."""
-    kernels = native()
-    if kernels is None or x.dtype != torch.float32 or weight.dim() != 2 or not plain(x) or not kernels.takes(weight):
+    """The weight in x's dtype."""
+    compiled = x.dtype in (torch.float32, torch.bfloat16) and weight.dim() == 2 and eager(x)
+    kernels = native() if compiled else None
+    if kernels is None or not kernels.takes(weight):
         return weight.dequantised(x.dtype)
-    many = len(x) > COMPILED_ROWS
-    return kernels.restored(weight, torch.bfloat16 if many and multiplies_bfloat16() else x.dtype)
+    return kernels.restored(weight, x.dtype)
 
 
 @cache

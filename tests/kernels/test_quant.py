@@ -107,6 +107,18 @@ def test_row_linear(form, epilogue, dtype):
         assert (got - want).abs().max() <= (0 if dtype == torch.float64 else most * want.abs().max())
 
 
+@pytest.mark.parametrize("T", [33, 65, 300])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_many_rows_are_as_exact_as_few(kind, T):
+    """A verify pass of many sequences, or a prefill."""
+    torch.manual_seed(0)
+    w, x = matrix(kind, 32, False, torch.float16, 600, 512), torch.randn(T, 512)
+    exact = x.double() @ w.dequantised(torch.float64).T
+    assert (row_linear(x, w) - exact).abs().max() < 2e-6 * float((x.abs() @ w.dequantised(torch.float32).abs().T).max())
+    half = row_linear(x.bfloat16(), w)
+    assert torch.equal(half, x.bfloat16() @ w.dequantised(torch.bfloat16).T)
+
+
 def test_layers_side_by_side_and_a_head():
     torch.manual_seed(0)
     w, x = matrix(*FORMATS[5], 3, 40, 96), torch.randn(3, 2, 96, dtype=torch.float64)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from specker.kernels.attention import tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import MAX_ROWS, row_linear
+from specker.kernels.linear import COMPILED_ROWS, MAX_ROWS, multiplies_bfloat16, row_linear
 from specker.kernels.merge import add_norm, residual_merge
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
@@ -99,6 +99,19 @@ def served(config: ModelConfig) -> bool:
     return kernels is not None and kernels.Stack.takes_sizes(*sizes)
 
 
+def _rounding(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`linear` for a bfloat16 run on a CPU, whose residual stream is float32: many rows are multiplied by a quantised
+    weight in bfloat16, as they are by a bfloat16 one."""
+
+    def rounded(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
+        if isinstance(weight, Tensor) or x.shape[-2] <= COMPILED_ROWS or not multiplies_bfloat16():
+            return linear(x, weight, bias, epilogue)
+        half = torch.bfloat16
+        return linear(x.to(half), weight, None if bias is None else bias.to(half), epilogue).to(x.dtype)
+
+    return rounded
+
+
 class Model:
     """Weights ready to run, the RoPE table, and one-position index tensors."""
 
@@ -120,6 +133,8 @@ class Model:
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5
         self.stack = self._stack()
+        if self.rounds and self.dtype == torch.float32:
+            self.linear = _rounding(linear)
 
     def _stack(self) -> Any:
         """The layers for the compiled CPU kernels; None if those do not serve this model."""
