@@ -44,6 +44,7 @@ SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
 NAMES = "qkv", "o", "gate_up", "down", "head"
 COLD = 1 << 28  # bytes of all copies of a weight
 IDLE = 0.01  # seconds before a way's turn: torch's threads spin for some milliseconds
+TURN = 8  # products in a turn: the first one wakes the threads
 KINDS = (None, "int8", "fp8", "int4")
 FILES = ("Q8_0", "Q4_0", "Q4_1")
 
@@ -119,7 +120,7 @@ def products(args: Args) -> list[dict[str, Any]]:
                     big.sum()
                     reads.append(time.perf_counter() - start)
                     for way, (_, _, run) in ways.items():
-                        some = [weights[way][(3 * n + i) % len(weights[way])] for i in range(3)]
+                        some = [weights[way][(TURN * n + i) % len(weights[way])] for i in range(TURN)]
                         time.sleep(IDLE)
                         start = time.perf_counter()
                         for w in some:

@@ -35,7 +35,8 @@ from specker.kernels.quant import LEAST, Matrix, Quantized
 
 MAX_ROWS = 256
 SPINS = 50_000  # checks before a waiting thread sleeps, so that another process may run
-PARTS = 32  # of a matrix, which the threads take one after the other
+PARTS = 2  # of a matrix for each thread
+ASKED = 2048  # bytes of the next part to prefetch
 AHEAD = {1: 1, 4: 4}  # tiles between the rows in use and the prefetched ones, by the rows of a tile
 _FEATURES = llvm.get_host_cpu_features()
 _WIDE, _HALVES = (bool(_FEATURES.get(name)) for name in ("avx512f", "f16c"))  # vectors of 16; float16 conversions
@@ -599,6 +600,17 @@ def _power(_, n):
 
 
 @intrinsic
+def _fetch(_, address):
+    """Start to read the cache line at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _prefetch(builder, builder.inttoptr(args[0], I8.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def _floats(_, address):
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], F32.as_pointer())
@@ -812,26 +824,46 @@ def _as_factor(m, x, T, E, row_x, room):
 
 
 @compiled
-def _share(sync, chunk, m, x, y, O, T, E, row_x, row_y, room):
-    """This thread's chunks of y [T, O] = x W^T; every thread takes the next one when it is done with the last."""
-    x, row_x = _as_factor(m, x, T, E, row_x, room)
-    while True:
-        first = _add(sync, 1) * chunk
-        if first >= O:
-            return
-        _times(m, first, x, y + first * 4, min(chunk, O - first), T, E, row_x, row_y, room)
+def _chunk(O, size):
+    """Rows of a matrix that one of `size` threads takes at once. Few parts, because each is a stream from memory that
+    starts with a wait; more than one per thread, because one may be slower. 16 rows at least, a multiple of TALL."""
+    parts = PARTS * size
+    return max(16, (O + parts * TALL - 1) // (parts * TALL) * TALL)
 
 
 @compiled
-def _chunk(O):
-    """Rows of a matrix that a thread takes at once: 1/PARTS of them, 16 at least, a multiple of TALL."""
-    return max(16, (O // PARTS + TALL - 1) // TALL * TALL)
+def _ask(m, row, O, E):
+    """Prefetch where the rows from `row` on of matrix m [O, E] begin: their numbers, scales and shifts."""
+    if row >= O:
+        return
+    place = m[PLACE] + row * m[LINE]
+    for i in range(0, min(ASKED, (O - row) * m[LINE]), 64):
+        _fetch(place + i)
+    if m[GROUP]:
+        groups = E // m[GROUP] * (4 if m[WIDE] else 2)
+        for i in range(0, min(UNFOLD, O - row) * groups, 64):
+            _fetch(m[SCALE] + row * groups + i)
+            if m[SHIFT]:
+                _fetch(m[SHIFT] + row * groups + i)
+
+
+@compiled
+def _share(me, size, sync, m, x, y, O, T, E, row_x, row_y, room):
+    """This thread's parts of y [T, O] = x W^T: part `me`, then those that no other thread has taken."""
+    x, row_x = _as_factor(m, x, T, E, row_x, room)
+    chunk = _chunk(O, size)
+    first = me * chunk
+    while first < O:
+        then = (size + _add(sync, 1)) * chunk
+        _ask(m, then, O, E)
+        _times(m, first, x, y + first * 4, min(chunk, O - first), T, E, row_x, row_y, room)
+        first = then
 
 
 @compiled
 def _product(me, size, sync, m, x, y, room, own, O, T, E):
     """room: address of `own` float32 for each thread."""
-    _share(sync, _chunk(O), m, x, y, O, T, E, E, O, room + me * own * 4)
+    _share(me, size, sync, m, x, y, O, T, E, E, O, room + me * own * 4)
     _meet(size, sync)
 
 
@@ -1026,7 +1058,7 @@ def _layers(
         for n in range(first, last):
             _normed(stream, normed, weights[n, NORM_IN], T, E, eps)
             at = qkv + (n - first) * T * H * D * 4
-            _share(sync, _chunk(H * D), matrices[n, QKV], normed, at, H * D, T, E, E, H * D, scales)
+            _share(me, size, sync, matrices[n, QKV], normed, at, H * D, T, E, E, H * D, scales)
             _meet(size, sync)
         for i in range(me, (last - first) * T * H, size):
             n, t, h = first + i // (T * H), i // H % T, i % H
@@ -1042,6 +1074,7 @@ def _layers(
                 b, c = _floats(head), _floats(kv[1] + n * kv[2] + (place + h - Hq - Hkv) * D * 4)
                 for d in range(D):
                     c[d] = b[d]
+        _ask(matrices[first, O], me * _chunk(E, size), E, Hq * D)
         _meet(size, sync)
         while True:
             i = _add(sync, 1)
@@ -1073,12 +1106,16 @@ def _layers(
         _meet(size, sync)
         for n in range(first, last):
             source, target = mixed + (n - first) * T * Hq * D * 4, added + (n - first) * T * E * 4
-            _share(sync, _chunk(E), matrices[n, O], source, target, E, T, Hq * D, Hq * D, E, scales)
+            _share(me, size, sync, matrices[n, O], source, target, E, T, Hq * D, Hq * D, E, scales)
+            _ask(matrices[n, GATE_UP], me * _chunk(F, size), F, E)
             _meet(size, sync)
         for n in range(first, last):
             _grow(stream, added + (n - first) * T * E * 4, weights[n, O_BIAS], T, E)
             _normed(stream, normed, weights[n, NORM_POST], T, E, eps)
-            _mlp(size, sync, weights[n], matrices[n], normed, gate, up, added, T, E, F, scales)
+            _mlp(me, size, sync, weights[n], matrices[n], normed, gate, up, added, T, E, F, scales)
+            if n + 1 < len(matrices):
+                _ask(matrices[n + 1, QKV], me * _chunk(H * D, size), H * D, E)
+            _meet(size, sync)
             _grow(stream, added, weights[n, DOWN_BIAS], T, E)
     if me == 0:
         out[0] = a
@@ -1089,16 +1126,17 @@ def _layers(
 
 
 @compiled
-def _mlp(size, sync, weights, matrices, x, gate, up, y, T, E, F, scales):
+def _mlp(me, size, sync, weights, matrices, x, gate, up, y, T, E, F, scales):
     """y = down(silu(gate(x)) * up(x)), without the last bias. x: this thread's copy."""
-    chunk, both = _chunk(F), matrices[GATE_UP]
+    chunk, both = _chunk(F, size), matrices[GATE_UP]
     rows, row_x = _as_factor(both, x, T, E, E, scales)
-    while True:
-        i = _add(sync, 1) * chunk
-        if i >= F:
-            break
+    i = me * chunk
+    while i < F:
+        then = (size + _add(sync, 1)) * chunk
         count = min(chunk, F - i)
+        _ask(both, F + i, 2 * F, E)
         _times(both, i, rows, gate + i * 4, count, T, E, row_x, F, scales)
+        _ask(both, then, F, E)
         _times(both, F + i, rows, up + i * 4, count, T, E, row_x, F, scales)
         for t in range(T):
             a, b = _floats(gate + (t * F + i) * 4), _floats(up + (t * F + i) * 4)
@@ -1109,9 +1147,10 @@ def _mlp(size, sync, weights, matrices, x, gate, up, y, T, E, F, scales):
                 z = a[j]
                 e = _exp(-abs(z))  # of a number that is not positive: no overflow
                 a[j] = z * b[j] * (np.float32(1) if z >= 0 else e) / (np.float32(1) + e)
+        i = then
+    _ask(matrices[DOWN], me * _chunk(E, size), E, F)
     _meet(size, sync)
-    _share(sync, _chunk(E), matrices[DOWN], gate, y, E, T, F, F, E, scales)
-    _meet(size, sync)
+    _share(me, size, sync, matrices[DOWN], gate, y, E, T, F, F, E, scales)
 
 
 @compiled
@@ -1119,7 +1158,7 @@ def _head(me, size, sync, x, norm, m, scratch, own, y, T, O, E, eps):
     """y [T, O] = RMSNorm(x) * norm W^T; scratch holds `own` float32 for each thread, a normalised copy [T, E] first."""
     copy = scratch + me * own * 4
     _normed(x, copy, norm, T, E, eps)
-    _share(sync, _chunk(O), m, copy, y, O, T, E, E, O, copy + T * E * 4)
+    _share(me, size, sync, m, copy, y, O, T, E, E, O, copy + T * E * 4)
     _meet(size, sync)
 
 
