@@ -1,0 +1,132 @@
+"""`python -m examples.adr --help`. Exit codes: 0; 2 for an error that the user can correct; 130 after Ctrl-C."""
+
+import sys
+from collections.abc import Callable
+from datetime import date
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Draft architecture decision records from those of a repository."
+)
+
+
+def told(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose ValueError and OSError are one line and exit code 2."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return run
+
+
+INDEX = Path("adr-index.npz")
+
+
+@app.command()
+@told
+def index(
+    folder: Annotated[Path, typer.Argument(help="Records in Markdown, at any depth.")],
+    out: Annotated[Path, typer.Option(help="The index file to write.")] = INDEX,
+    dense: Annotated[str | None, typer.Option(help="A sentence-transformers model instead of BM25.")] = None,
+) -> None:
+    """Read a folder of records and make them searchable."""
+    from examples.adr import records
+    from examples.adr.index import Index
+
+    found, skipped = records.read(folder)
+    for why in skipped:
+        print(f"skipped {why}", file=sys.stderr)
+    Index.build(found, dense).save(out)
+    for repository, count in sorted(records.counts(found).items()):
+        print(f"{count:5} {repository}")
+    print(f"{len(found)} records of {len(found) + len(skipped)} Markdown files in {out}")
+
+
+@app.command()
+@told
+def draft(
+    context: Annotated[str, typer.Option(help="The context to decide on, a file that holds it, or - for stdin.")],
+    title: Annotated[str, typer.Option(help="Default: from the decision.")] = "",
+    index: Annotated[Path, typer.Option(help="What `index` wrote.")] = INDEX,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of records: write the next one. Default: print only.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Model: folder or hub id. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Model that drafts, for strategies that need one.")] = None,
+    strategy: Annotated[str, typer.Option(help="As in `specker.run --list`: ar, lookup, vocabtrim, ...")] = "lookup",
+    examples: Annotated[int, typer.Option(min=0, help="Records to retrieve for the prompt.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 400,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8, int4 or fp8 weights.")] = None,
+) -> None:
+    """Write the decision for a new context."""
+    from examples.adr import drafting
+    from examples.adr.index import Index
+
+    text = asked(context)
+    searched = Index.load(index)
+    options = {name: value for name, value in {"quantize": quantize}.items() if value is not None}
+    engine = loaded(target, draft=draft, strategy=strategy, dtype=dtype, **options)
+
+    def show(piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    done = drafting.draft(
+        engine, searched, text, title, examples, max_new_tokens, show, temperature=temperature, seed=seed
+    )
+    print()
+    s = done.stats
+    print(f"{s.tokens_per_second:.0f} tokens/s, acceptance length {s.acceptance_length:.2f}", file=sys.stderr)
+    for record in done.examples:
+        print(f"example: {record.path}: {record.title}", file=sys.stderr)
+    if done.finished == "length":
+        print(f"the decision was cut off after {max_new_tokens} tokens", file=sys.stderr)
+    if out is not None:
+        if not done.decision:
+            raise ValueError("the model wrote nothing: no record was written")
+        path = drafting.write(out, title or drafting.title_of(done.decision), text, done.decision, date.today())
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def asked(context: str) -> str:
+    """The text that --context names."""
+    if context == "-":
+        text, where = sys.stdin.buffer.read(), "stdin"
+    elif len(context) < 256 and "\n" not in context and Path(context).is_file():
+        text, where = Path(context).read_bytes(), context
+    else:
+        text, where = context.encode(), "--context"
+    try:
+        decoded = text.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 at byte {error.start}") from None
+    if not decoded:
+        raise ValueError(f"{where}: the context is empty")
+    return decoded
+
+
+def loaded(target: str | None, **options: Any) -> Any:
+    """specker's engine; without `target` the small model that `python -m specker.zoo.real` fetches."""
+    import specker
+    from specker.zoo import real
+
+    return specker.load(target or str(real.fetch()), **options)
+
+
+if __name__ == "__main__":
+    app()
