@@ -62,9 +62,7 @@ def draft(
     out: Annotated[
         Path | None, typer.Option(help="Folder of records: write the next one. Default: print only.")
     ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Model: folder or hub id. Default: SmolLM2-135M-Instruct.")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="Model: folder or hub id. Default: SmolLM2-135M-Instruct.")] = None,
     draft: Annotated[str | None, typer.Option(help="Model that drafts, for strategies that need one.")] = None,
     strategy: Annotated[str, typer.Option(help="As in `specker.run --list`: ar, lookup, vocabtrim, ...")] = "lookup",
     examples: Annotated[int, typer.Option(min=0, help="Records to retrieve for the prompt.")] = 2,
@@ -103,6 +101,93 @@ def draft(
         print(f"wrote {path}", file=sys.stderr)
 
 
+@app.command()
+@told
+def finetune(
+    target: Annotated[str, typer.Option(help="Model to tune: folder or hub id, in Hugging Face format.")],
+    out: Annotated[Path, typer.Option(help="Folder for the tuned checkpoint; its state is in OUT.part until then.")],
+    index: Annotated[Path, typer.Option(help="What `index` wrote.")] = INDEX,
+    examples: Annotated[int, typer.Option(min=0, help="Retrieved records in each prompt; 2 for DRAFT.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1)] = 2,
+    rank: Annotated[int, typer.Option(min=1, help="Of the LoRA matrices.")] = 16,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 2e-4,
+    max_length: Annotated[int, typer.Option(min=16, help="Tokens of a prompt with its decision.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="Records in a step.")] = 4,
+    held_out: Annotated[str, typer.Option(help="A repository, or a share of the records.")] = "0.2",
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Tune a model on the records; run it again to resume it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from examples.adr.finetune import Settings
+    from examples.adr.finetune import finetune as tune
+    from examples.adr.index import Index
+
+    settings = Settings(examples, epochs, rank, rate, max_length, batch, held_out, seed)
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn()
+    with Progress("step", *columns) as bar:
+        task = bar.add_task("", total=None, loss="")
+
+        def tell(step: int, steps: int, loss: float) -> None:
+            bar.update(task, completed=step, total=steps, loss=f"{loss:.3f}")
+
+        split = tune(Index.load(index), target, out, settings, tell)
+    print(f"{len(split.training)} records to train on, {len(split.held_out)} held out: {out}")
+
+
+@app.command()
+@told
+def evaluate(
+    target: Annotated[str | None, typer.Option(help="The model before tuning.")] = None,
+    finetuned: Annotated[str | None, typer.Option(help="A checkpoint of `finetune --examples 0`.")] = None,
+    tuned: Annotated[str | None, typer.Option(help="A checkpoint of `finetune --examples 2`.")] = None,
+    index: Annotated[Path, typer.Option(help="What `index` wrote.")] = INDEX,
+    strategy: Annotated[str, typer.Option(help="As in `draft`.")] = "lookup",
+    examples: Annotated[int, typer.Option(min=1)] = 2,
+    count: Annotated[int, typer.Option(min=0, help="Held-out records to write; 0: all.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    held_out: Annotated[str, typer.Option(help="Without a tuned checkpoint: as in `finetune`.")] = "0.2",
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[str | None, typer.Option()] = None,
+    bertscore: Annotated[str | None, typer.Option(help="A local model for BERTScore.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write a JSON line for each approach, with its texts.")] = None,
+) -> None:
+    """Compare zero-shot, few-shot, retrieval, fine-tuning and DRAFT on held-out records."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from examples.adr import evaluate as module
+    from examples.adr.index import Index
+
+    searched = Index.load(index)
+    base = target or fetched()
+    split = module.split_of(searched, [finetuned, tuned], held_out, seed)
+    chosen = module.approaches(base, finetuned, tuned)
+    table = Table(title=f"{min(count or len(split.held_out), len(split.held_out))} held-out records")
+    for name in ("approach", "ROUGE-1", "ROUGE-L", "95%", "BLEU", "tokens/s", "acceptance length"):
+        table.add_column(name, justify="left" if name == "approach" else "right")
+    if bertscore:
+        table.add_column("BERTScore", justify="right")
+    rows = []
+
+    def tell(name: str, done: int, of: int) -> None:
+        print(f"\r{name}: {done} of {of}", end="" if done < of else "\n", file=sys.stderr, flush=True)
+
+    def load(name: str) -> Any:
+        return loaded(name, strategy=strategy, dtype=dtype)
+
+    args = examples, max_new_tokens, count, seed, bertscore, tell
+    for row in module.evaluate(searched, split, chosen, load, *args):
+        rows.append(row | {"strategy": strategy})
+        low, high = row["rougeL_interval"]
+        cells = [f"{row[key]:.1f}" for key in ("rouge1", "rougeL")] + [f"{low:.1f}-{high:.1f}", f"{row['bleu']:.1f}"]
+        cells += [f"{row['tokens_per_second']:.0f}", f"{row['acceptance_length']:.2f}"]
+        table.add_row(row["approach"], *cells, *([f"{row['bertscore']:.1f}"] if bertscore else []))
+        if json is not None:
+            module.save(json, rows)
+    Console().print(table)
+
+
 def asked(context: str) -> str:
     """The text that --context names."""
     if context == "-":
@@ -123,9 +208,14 @@ def asked(context: str) -> str:
 def loaded(target: str | None, **options: Any) -> Any:
     """specker's engine; without `target` the small model that `python -m specker.zoo.real` fetches."""
     import specker
+
+    return specker.load(target or fetched(), **options)
+
+
+def fetched() -> str:
     from specker.zoo import real
 
-    return specker.load(target or str(real.fetch()), **options)
+    return str(real.fetch())
 
 
 if __name__ == "__main__":

@@ -80,9 +80,10 @@ def _below(text: str) -> str:
 
 
 def title_of(decision: str) -> str:
-    """A title for a decision: its first sentence, up to eight words, without "We will"."""
+    """A title for a decision: its first sentence, up to eight words, without "We will" and the like."""
     plain = re.sub(r"[*_`#>]", "", decision).strip()
-    first = re.split(r"(?<=[.!?:])\s|\n", plain, maxsplit=1)[0].rstrip(".:!?")
-    first = re.sub(r"^(?:we (?:will|have decided to|decided to|should)|the decision is to)\s+", "", first, flags=re.I)
+    first = re.split(r"(?<=[.!?])\s|\n", plain, maxsplit=1)[0].rstrip(".:!?")
+    start = r"^(?:we (?:will|have decided to|decided to|should)|the decision is to|chosen option:)\s+"
+    first = re.sub(start, "", first, flags=re.IGNORECASE)
     short = " ".join(first.split()[:8])
     return short[:1].upper() + short[1:] or "Decision"

@@ -85,8 +85,7 @@ def parse(text: str, path: str, repository: str) -> Record:
     front, body = _front_matter(re.sub(r"<!--.*?-->", "", text.replace("\r\n", "\n"), flags=re.DOTALL))
     title, preamble, found = "", "", {}
     for level, heading, lines in _sections(body):
-        name = re.sub(r"[^a-z ]", "", heading.lower()).strip()
-        field = NAMES.get(name)
+        field = _field(heading)
         if field is None and not title and level <= 2:
             title, preamble = NUMBER.sub("", heading).strip(), lines
         elif field is not None:
@@ -117,6 +116,11 @@ def _front_matter(text: str) -> tuple[dict[str, object], str]:
     return values if isinstance(values, dict) else {}, text[match.end() :]
 
 
+def _field(heading: str) -> str | None:
+    """The field that a heading such as "Context" or "2. Decision Outcome:" begins."""
+    return NAMES.get(re.sub(r"^\d+\s+|[^a-z0-9 ]", "", re.sub(r"[.):]", "", heading.lower())).strip())
+
+
 def _sections(body: str) -> Iterator[tuple[int, str, str]]:
     """(level, heading, text) of each section. Headings below a known one that are not known themselves belong to its
     text, such as the options within a decision."""
@@ -129,7 +133,7 @@ def _sections(body: str) -> Iterator[tuple[int, str, str]]:
     within = 0  # the level of the known heading whose text this is
     kept: list[list] = []
     for level, heading, start, after in heads:
-        known = re.sub(r"[^a-z ]", "", heading.lower()).strip() in NAMES
+        known = _field(heading) is not None
         if known or not within or level <= within:
             kept.append([level, heading, start, after])
             within = level if known else 0

@@ -8,7 +8,26 @@ from examples.adr import index as module
 from examples.adr.index import Index
 from examples.adr.records import Record, trigrams
 
-WORDS = "queue event cache token route table disk shard retry image build deploy secret key user log alert node".split()
+WORDS = [
+    "queue",
+    "event",
+    "cache",
+    "token",
+    "route",
+    "table",
+    "disk",
+    "shard",
+    "retry",
+    "image",
+    "build",
+    "deploy",
+    "secret",
+    "key",
+    "user",
+    "log",
+    "alert",
+    "node",
+]
 
 
 def record(n: int, context: str, decision: str, repository: str = "r", title: str = "") -> Record:
@@ -98,6 +117,8 @@ def test_vectors_of_a_model(monkeypatch, tmp_path):
             return [[x / (sum(y * y for y in row) ** 0.5 or 1) for x in row] for row in rows]
 
     monkeypatch.setattr(module, "_encoder", lambda name: Encoder())
-    index = Index.build([record(1, "queue queue", "x"), record(2, "disk", "y"), record(3, "user user disk", "z")], "any")
+    index = Index.build(
+        [record(1, "queue queue", "x"), record(2, "disk", "y"), record(3, "user user disk", "z")], "any"
+    )
     index.save(tmp_path / "i")
     assert [r.path for r in Index.load(tmp_path / "i").search("user and disk", 2)] == ["r/003.md", "r/002.md"]

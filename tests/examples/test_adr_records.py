@@ -174,7 +174,12 @@ def test_a_folder_of_repositories(tmp_path):
     (tmp_path / "three/latin.md").write_bytes("# Ä".encode("latin-1"))
     found, skipped = records.read(tmp_path)
     assert [(r.path, r.repository) for r in found] == [("one/doc/0001-a.md", "one"), ("two/adr/copy.md", "two")]
-    assert [why.split(": ")[0] for why in skipped] == ["one/README.md", "three/bad.md", "three/latin.md", "two/adr/x.md"]
+    assert [why.split(": ")[0] for why in skipped] == [
+        "one/README.md",
+        "three/bad.md",
+        "three/latin.md",
+        "two/adr/x.md",
+    ]
     assert "not UTF-8 at byte 2" in skipped[2] and "as two/adr/copy.md" in skipped[3]
     assert {r.repository for r in records.read(tmp_path / "one")[0]} == {"one"}
 
