@@ -35,7 +35,7 @@ from specker.kernels.quant import LEAST, Matrix, Quantized
 
 MAX_ROWS = 256
 SPINS = 50_000  # checks before a waiting thread sleeps, so that another process may run
-PARTS = 2  # of a matrix for each thread
+PARTS = 2, 16  # of a matrix for each thread: its first one is 1/2 of its share, the others 1/16
 ASKED = 2048  # bytes of the next part to prefetch
 AHEAD = {1: 1, 4: 4}  # tiles between the rows in use and the prefetched ones, by the rows of a tile
 _FEATURES = llvm.get_host_cpu_features()
@@ -824,11 +824,16 @@ def _as_factor(m, x, T, E, row_x, room):
 
 
 @compiled
-def _chunk(O, size):
-    """Rows of a matrix that one of `size` threads takes at once. Few parts, because each is a stream from memory that
-    starts with a wait; more than one per thread, because one may be slower. 16 rows at least, a multiple of TALL."""
-    parts = PARTS * size
+def _chunk(O, parts):
+    """Rows in one of `parts` parts of a matrix: 16 at least, a multiple of TALL."""
     return max(16, (O + parts * TALL - 1) // (parts * TALL) * TALL)
+
+
+@compiled
+def _parts(O, size):
+    """Rows of a matrix that one of `size` threads takes first, and then at once. A part is a stream from memory that
+    starts with a wait, so the first is long; the others are short, because one thread may be slower."""
+    return _chunk(O, PARTS[0] * size), _chunk(O, PARTS[1] * size)
 
 
 @compiled
@@ -851,13 +856,13 @@ def _ask(m, row, O, E):
 def _share(me, size, sync, m, x, y, O, T, E, row_x, row_y, room):
     """This thread's parts of y [T, O] = x W^T: part `me`, then those that no other thread has taken."""
     x, row_x = _as_factor(m, x, T, E, row_x, room)
-    chunk = _chunk(O, size)
-    first = me * chunk
+    count, part = _parts(O, size)
+    first, rest = me * count, size * count
     while first < O:
-        then = (size + _add(sync, 1)) * chunk
+        then = rest + _add(sync, 1) * part
         _ask(m, then, O, E)
-        _times(m, first, x, y + first * 4, min(chunk, O - first), T, E, row_x, row_y, room)
-        first = then
+        _times(m, first, x, y + first * 4, min(count, O - first), T, E, row_x, row_y, room)
+        first, count = then, part
 
 
 @compiled
@@ -1074,7 +1079,7 @@ def _layers(
                 b, c = _floats(head), _floats(kv[1] + n * kv[2] + (place + h - Hq - Hkv) * D * 4)
                 for d in range(D):
                     c[d] = b[d]
-        _ask(matrices[first, O], me * _chunk(E, size), E, Hq * D)
+        _ask(matrices[first, O], me * _parts(E, size)[0], E, Hq * D)
         _meet(size, sync)
         while True:
             i = _add(sync, 1)
@@ -1107,14 +1112,14 @@ def _layers(
         for n in range(first, last):
             source, target = mixed + (n - first) * T * Hq * D * 4, added + (n - first) * T * E * 4
             _share(me, size, sync, matrices[n, O], source, target, E, T, Hq * D, Hq * D, E, scales)
-            _ask(matrices[n, GATE_UP], me * _chunk(F, size), F, E)
+            _ask(matrices[n, GATE_UP], me * _parts(F, size)[0], F, E)
             _meet(size, sync)
         for n in range(first, last):
             _grow(stream, added + (n - first) * T * E * 4, weights[n, O_BIAS], T, E)
             _normed(stream, normed, weights[n, NORM_POST], T, E, eps)
             _mlp(me, size, sync, weights[n], matrices[n], normed, gate, up, added, T, E, F, scales)
             if n + 1 < len(matrices):
-                _ask(matrices[n + 1, QKV], me * _chunk(H * D, size), H * D, E)
+                _ask(matrices[n + 1, QKV], me * _parts(H * D, size)[0], H * D, E)
             _meet(size, sync)
             _grow(stream, added, weights[n, DOWN_BIAS], T, E)
     if me == 0:
@@ -1128,12 +1133,13 @@ def _layers(
 @compiled
 def _mlp(me, size, sync, weights, matrices, x, gate, up, y, T, E, F, scales):
     """y = down(silu(gate(x)) * up(x)), without the last bias. x: this thread's copy."""
-    chunk, both = _chunk(F, size), matrices[GATE_UP]
+    both = matrices[GATE_UP]
+    most, part = _parts(F, size)
     rows, row_x = _as_factor(both, x, T, E, E, scales)
-    i = me * chunk
+    i, rest = me * most, size * most
     while i < F:
-        then = (size + _add(sync, 1)) * chunk
-        count = min(chunk, F - i)
+        then = rest + _add(sync, 1) * part
+        count = min(most, F - i)
         _ask(both, F + i, 2 * F, E)
         _times(both, i, rows, gate + i * 4, count, T, E, row_x, F, scales)
         _ask(both, then, F, E)
@@ -1147,8 +1153,8 @@ def _mlp(me, size, sync, weights, matrices, x, gate, up, y, T, E, F, scales):
                 z = a[j]
                 e = _exp(-abs(z))  # of a number that is not positive: no overflow
                 a[j] = z * b[j] * (np.float32(1) if z >= 0 else e) / (np.float32(1) + e)
-        i = then
-    _ask(matrices[DOWN], me * _chunk(E, size), E, F)
+        i, most = then, part
+    _ask(matrices[DOWN], me * _parts(E, size)[0], E, F)
     _meet(size, sync)
     _share(me, size, sync, matrices[DOWN], gate, y, E, T, F, F, E, scales)
 
