@@ -4,8 +4,9 @@
     python bench/e2e.py --target DIR --questions bench/spec_bench.jsonl --ways ar,lookup,del
     python bench/e2e.py --target DIR --draft DIR --questions FILE --categories summarization,rag
 
-One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`
-through the target's chat template. The configurations take turns at every prompt; medians of rounds are reported.
+One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
+its conversations (`messages`), through the target's chat template. The configurations take turns at every prompt;
+medians of rounds are reported.
 Configurations: `ar`, `draft`, chains and trees of it, every other strategy with its defaults, transformers' `generate`,
 its assisted generation with the models of `draft` and its prompt lookup, in the same dtype. A strategy that needs a
 checkpoint or a file that is neither given nor bundled is left out. Speedup over `ar` should be
@@ -63,7 +64,9 @@ class Given:
     deep_draft: str | None = field(default=None, metadata={"help": "its draft for easyspec; default: --draft"})
     diffusion_draft: str | None = field(default=None, metadata={"help": "its draft for diffuspec"})
     vocab_scores: str | None = field(default=None, metadata={"help": "its score file for vocabtrim"})
-    questions: str | None = field(default=None, metadata={"help": "JSON lines with `turns`, for --target"})
+    questions: str | None = field(
+        default=None, metadata={"help": "JSON lines with `turns` or `messages`, for --target"}
+    )
     categories: str = field(default="", metadata={"help": "comma-separated: only questions of these categories"})
     max_context: int | None = None
     max_new_tokens: int = 96
@@ -296,7 +299,8 @@ def prompts_of(args: Given, plain: Engine) -> list[list[int]]:
         lines = Path(args.questions).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         rows = [row for row in rows if not args.categories or row.get("category") in args.categories.split(",")]
-        chats = [[{"role": "user", "content": row["turns"][0]}] for row in rows[: args.prompts]]
+        first = [row.get("messages") or [{"role": "user", "content": row["turns"][0]}] for row in rows]
+        chats = first[: args.prompts]
         prompts = [plain.encode_chat(chat) for chat in chats]
     return [prompt[-(plain.max_context - args.max_new_tokens) :] for prompt in prompts[: args.prompts]]
 

@@ -103,6 +103,8 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     """Questions of the chosen category, through the chat template; only strategies for which there are files."""
     questions = tmp_path / "questions.jsonl"
     rows = [{"category": c, "turns": [f"What is {n}?", "Why?"]} for n, c in enumerate(("qa", "rag", "qa", "qa"))]
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2?"}]
+    rows[2] = {"category": "qa", "messages": said}
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(
         e2e, "SHAPES", {n: {"strategy": n} for n in ("ar", "draft", "vocabtrim", "diffuspec", "lookup")}
@@ -115,7 +117,7 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
         Engine, "encode_chat", lambda self, chat, f=Engine.encode_chat: asked.append(chat) or f(self, chat)
     )
     rows = run()
-    assert [turn["content"] for [turn] in asked] == ["What is 0?", "What is 2?"]
+    assert asked == [[{"role": "user", "content": "What is 0?"}], said]
     assert [r["way"] for r in rows] == ["ar", "draft", "lookup", *e2e.HF]
     assert all(r["target"] == "tiny-target" and r["categories"] == "qa,stem" and r["tokens"] > 2 for r in rows)
     assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0

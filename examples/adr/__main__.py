@@ -188,6 +188,32 @@ def evaluate(
     Console().print(table)
 
 
+@app.command()
+@told
+def prompts(
+    out: Annotated[Path, typer.Argument(help="File of JSON lines with `messages`.")],
+    index: Annotated[Path, typer.Option(help="What `index` wrote.")] = INDEX,
+    examples: Annotated[int, typer.Option(min=0)] = 2,
+) -> None:
+    """Write every record's prompt, with examples other than itself: for bench/e2e.py --questions."""
+    import json
+    import os
+
+    from examples.adr.index import Index
+    from examples.adr.prompts import messages
+
+    searched = Index.load(index)
+    lines = []
+    for record in searched.records:
+        found = searched.search(f"{record.title}\n{record.context}", examples, without=record)
+        said = messages(record.context, found, record.title)
+        lines.append(json.dumps({"category": record.repository, "messages": said}, ensure_ascii=False) + "\n")
+    part = out.with_name(out.name + ".part")
+    part.write_text("".join(lines), encoding="utf-8")
+    os.replace(part, out)
+    print(f"{len(lines)} prompts in {out}")
+
+
 def asked(context: str) -> str:
     """The text that --context names."""
     if context == "-":

@@ -1,5 +1,6 @@
 """The `index` and `draft` commands, and the files they write."""
 
+import json
 import re
 from datetime import date
 from pathlib import Path
@@ -96,6 +97,16 @@ def test_a_context_becomes_the_next_record(folder, model, tmp_path, strategy):
     own = Index.load(index)
     want = drafting.draft(engine, own, CONTEXT, "Cache builds", 1, 24)
     assert drafting._below(want.decision) == written.decision, "the tokens are those of plain decoding"
+
+
+def test_prompts_of_all_records(folder, tmp_path):
+    index, out = tmp_path / "i.npz", tmp_path / "prompts.jsonl"
+    run("index", folder, "--out", index)
+    assert "3 prompts in" in run("prompts", out, "--index", index, "--examples", 1).output
+    for line, record in zip(out.read_text().splitlines(), read(folder)[0], strict=True):
+        said = json.loads(line)["messages"]
+        assert [m["role"] for m in said] == ["system", "user", "assistant", "user"]
+        assert record.context in said[-1]["content"] and record.decision not in line
 
 
 def test_bad_input_is_one_sentence(folder, model, tmp_path):
