@@ -30,11 +30,21 @@ def test_a_record_is_whole(file):
     assert 80 <= len(text.split()) <= 400
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert (FOLDER / link).exists(), link
-    for path in re.findall(r"`([\w./]+/[\w./]+)`", text):
+    for path in re.findall(r"`([\w./-]+/[\w./-]+|[\w-]+\.(?:py|md))`", text):
         assert (ROOT / path).exists(), path
-    log = re.sub(r"\s+", " ", (ROOT / "bench" / "LOG.md").read_text(encoding="utf-8"))
-    for heading in re.findall(r'`bench/LOG.md`,\s+"([^"]+)"', text):
-        assert re.sub(r"\s+", " ", heading) in log, heading
+    log = (ROOT / "bench" / "LOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", log, re.MULTILINE)
+    for cited in re.findall(r'`bench/LOG.md`,((?:\s+(?:(?:and|below)\s+)?"[^"]+",?)+)', text):
+        for heading in re.findall(r'"([^"]+)"', cited):
+            assert any(h.startswith(" ".join(heading.split())) for h in headings), heading
+
+
+def test_a_superseded_record_names_one_that_is_not_older():
+    dates = {f.name: re.search(r"^Date: (\S+)$", f.read_text(encoding="utf-8"), re.MULTILINE).group(1) for f in FILES}
+    for r in records.read(FOLDER)[0]:
+        if r.status.startswith("Superseded"):
+            (later,) = re.findall(r"\]\(([^)]+)\)", r.status)
+            assert later != r.path and dates[later] >= dates[r.path], r.path
 
 
 def test_the_index_lists_each_with_its_status():
