@@ -24,7 +24,7 @@ from typing import Any
 from specker.config import DTYPES, Sampling
 from specker.flags import Parser, ended, make, opt, settle
 from specker.report import probe, write_file
-from specker.run import Job, read_talks
+from specker.run import Job, Talk, read_talks
 from specker.runtime.vocab_scores import Keep
 
 SAVE_EVERY = 5.0  # seconds
@@ -37,7 +37,7 @@ ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 class Calibration:
     target: str | None = opt(None, "model whose vocabulary to count (default: the bundled code-target)", "DIR|HUB_ID")
     draft: str | None = opt(None, "model that writes with --source draft; else it speeds up the target", "DIR|HUB_ID")
-    prompts: str | None = opt(None, "JSON lines with `prompt` or `turns`; a model continues them", "FILE|-")
+    prompts: str | None = opt(None, "JSON lines with `prompt`, `turns` or `messages`; a model continues them", "FILE|-")
     text: tuple[str, ...] = opt((), "count these files, without a model", "FILE")
     source: str = opt("target", "the model that continues the prompts: target or draft", choices=("target", "draft"))
     max_new_tokens: int = opt(128, "tokens to write after each prompt", least=1)
@@ -166,7 +166,8 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
             return list(tokenizer(files[n].decode(errors="replace"), add_special_tokens=False)["input_ids"])
 
         return raw, config.vocab_size, tokenizer, [str(target), *digests]
-    talks = [(turn, talk.where) for talk in read_talks(Job(prompts=job.prompts)) for turn in talk.turns]
+    read = read_talks(Job(prompts=job.prompts, chat=job.chat))
+    talks = [(turn, talk) for talk in read for turn in talk.turns]
     if job.source == "draft":
         if job.target is not None and job.draft is None:
             raise ValueError(f"--source draft needs --draft beside --target {job.target}")
@@ -176,21 +177,21 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
         engine = load(job.target, job.draft, "draft" if fast else "ar", device=job.device, dtype=job.dtype)
     vocab_size = read_config(target).vocab_size
 
-    def encode(turn: str, where: str) -> list[int]:
-        messages = [{"role": "user", "content": turn}]
+    def encode(turn: str, talk: Talk) -> list[int]:
+        messages = [*talk.before, {"role": "user", "content": turn}]
         try:
             return engine.validate(engine.encode_chat(messages) if job.chat else engine.encode(turn))
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{talk.where}: {error}") from None
 
-    prompts = [encode(turn, where) for turn, where in talks]  # check all before continuing the first
+    prompts = [encode(turn, talk) for turn, talk in talks]  # check all before continuing the first
 
     def written(n: int) -> list[int]:
         options = {**asdict(sampling), "seed": (sampling.seed + n) % 2**64}
         return engine.generate(prompts[n], job.max_new_tokens, **options).tokens
 
     models = f"{target} {job.source} {engine.target_name} {engine.dtype}"
-    return written, vocab_size, engine.tokenizer, [models, *(turn for turn, _ in talks)]
+    return written, vocab_size, engine.tokenizer, [models, *(json.dumps([*talk.before, turn]) for turn, talk in talks)]
 
 
 def _progress(texts: Any, done: int, total: int) -> Iterator[tuple[int, list[int]]]:

@@ -34,7 +34,8 @@ class Job:
     prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline")
     prompts: str | None = opt(
         None,
-        "JSON lines with `prompt` or Spec-Bench's `turns`: one conversation with --chat, else separate prompts",
+        "JSON lines with `prompt`, with Spec-Bench's `turns` (one conversation with --chat, else separate prompts) or, "
+        "with --chat, `messages`",
         "FILE|-",
     )
     chat: bool = opt(
@@ -91,7 +92,8 @@ class Talk:
     """One user's turns. Each turn is sent after the answer to the previous one."""
 
     turns: tuple[str, ...]
-    where: str  # for messages: the file and line, or the flag
+    where: str  # the file and line, or the flag, for error messages
+    before: tuple[dict[str, str], ...] = ()  # chat messages before the first turn
 
 
 def read_talks(job: Job) -> list[Talk]:
@@ -130,13 +132,31 @@ def _record(line: str, where: str, chat: bool) -> list[Talk]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
-        raise ValueError(f"{where}: expected an object with either `prompt` or `turns`")
+    if not isinstance(row, dict) or sum(name in row for name in ("prompt", "turns", "messages")) != 1:
+        raise ValueError(f"{where}: expected an object with one of `prompt`, `turns` and `messages`")
+    if "messages" in row:
+        return [_conversation(row["messages"], where, chat)]
     turns = row["turns"] if "turns" in row else [row["prompt"]]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise ValueError(f"{where}: `prompt` must be a string, `turns` a list of at least one")
     checked = tuple(_text(turn, where) for turn in turns)
     return [Talk(checked, where)] if chat else [Talk((turn,), where) for turn in checked]
+
+
+def _conversation(messages: Any, where: str, chat: bool) -> Talk:
+    """A conversation whose last message is to be answered."""
+    if not chat:
+        raise ValueError(f"{where}: `messages` need --chat")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: `messages` must be a list of at least one")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            raise ValueError(f"{where}: each of `messages` must have a `role` and a `content`, both strings")
+        _text(message["content"], where)
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"{where}: the last of `messages` must be the user's")
+    before = tuple({name: message[name] for name in ("role", "content")} for message in messages[:-1])
+    return Talk((messages[-1]["content"],), where, before)
 
 
 def _text(text: str, where: str) -> str:
@@ -207,7 +227,8 @@ def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
     first = 0
     for talk in talks:
         for n in range(job.samples):
-            lines.append(Line(talk, replace(sampling, seed=(sampling.seed + n) % 2**64), first))
+            seeded = replace(sampling, seed=(sampling.seed + n) % 2**64)
+            lines.append(Line(talk, seeded, first, list(talk.before)))
             first += len(talk.turns)
     return lines
 
@@ -373,7 +394,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
             raise ValueError(f"{line.talk.where}: {error}") from None
 
     for talk in talks:
-        encode(Line(talk, sampling, 0, [{"role": "user", "content": talk.turns[0]}]))
+        encode(Line(talk, sampling, 0, [*talk.before, {"role": "user", "content": talk.turns[0]}]))
     screen.remarks(engine.remarks)
     if bare:
         count = len(encode(Line(talks[0], sampling, 0)))

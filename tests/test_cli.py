@@ -177,9 +177,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("", ["contains no prompts"]),
         ('{"prompt": "a"}\n\n{"prompt": ', ["p.jsonl line 3", "not JSON"]),
-        ('{"prompt": "a"}\n["b"]', ["p.jsonl line 2", "`prompt` or `turns`"]),
-        ('{"text": "a"}', ["line 1", "`prompt` or `turns`"]),
-        ('{"prompt": "a", "turns": ["b"]}', ["line 1", "either"]),
+        ('{"prompt": "a"}\n["b"]', ["p.jsonl line 2", "one of `prompt`, `turns`"]),
+        ('{"text": "a"}', ["line 1", "one of `prompt`, `turns`"]),
+        ('{"prompt": "a", "turns": ["b"]}', ["line 1", "one of"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}', ["line 1", "`messages` need --chat"]),
         ('{"prompt": 3}', ["line 1", "`prompt` must be a string"]),
         ('{"turns": []}', ["line 1", "`turns` a list of at least one"]),
         ('{"turns": ["a", 1]}', ["line 1", "`turns`"]),
@@ -214,6 +215,32 @@ def test_turns(tmp_path: Path) -> None:
     assert apart == [("a",), ("b",), ("c\u2028d",)]
     together = run.read_talks(run.Job(prompts=str(path), chat=True))
     assert [talk.turns for talk in together] == [("a", "b"), ("c\u2028d",)]
+
+
+def test_messages(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a", "name": "ann"}]
+    path.write_text(json.dumps({"messages": said}))
+    (talk,) = run.read_talks(run.Job(prompts=str(path), chat=True))
+    assert talk.turns == ("a",)
+    (line,) = run.lines_of([talk], run.Job(), Sampling())
+    assert line.messages == said[:1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "a list of at least one"),
+        ([{"role": "user"}], "`role` and a `content`"),
+        (["hello"], "`role` and a `content`"),
+        ([{"role": "user", "content": ""}], "the prompt is empty"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "must be the user's"),
+    ],
+)
+def test_refused_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path, messages: Any, words: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    refused(capsys, ["--chat", "--prompts", str(path)], "line 1", words)
 
 
 def test_chat_grows(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
