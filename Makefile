@@ -10,7 +10,7 @@ QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format static ptx bench peers vllm plot gpu clean
+.PHONY: help setup run real test lint format static ptx bench peers vllm plot docs gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -69,6 +69,10 @@ vllm: $(STAMP)  ## install vLLM beside (.venv/peers), check specker's drafters i
 
 plot: $(STAMP)  ## draw bench/results/ (PNG, SVG) and list it
 	PYTHONPATH=. $(BIN)/python bench/plot.py $(ARGS)
+
+docs: $(STAMP)  ## build the pages with their API reference into build/site
+	$(BIN)/python -m mkdocs build --quiet
+	@echo "open build/site/index.html"
 
 gpu:  ## GPU tests and benches on this machine's own python3, installing nothing
 	@PYTHON="$(PYTHON)" bash bench/gpu.sh $(ARGS)
