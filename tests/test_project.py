@@ -310,8 +310,6 @@ def test_every_output_says_that_it_is_a_model(tmp_path, monkeypatch, capsys):
 def test_the_readme_quotes_the_committed_page():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     [told] = re.findall(r"^.*bench/results/projection\.md.*$", page, re.M)
-        r"^.*bench/results/projection\.md.*$", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"), re.M
-    )
     page = (ROOT / "bench/results/projection.md").read_text(encoding="utf-8")
     section = page.split("## h200, 70b+8b, graphs")[1].split("## ")[0]
     numbers = re.findall(r"\b\d+\.\d\d\b", told)
