@@ -1,9 +1,4 @@
-"""accept_walk: choose what a round keeps by following the draft as far as the target agrees.
-
-A draft of n tokens is a tree over verify rows 0..n. Row 0 is the root; draft j is in row j + 1 and its parent in
-row parents[j] <= j. From row r the walk goes to the child whose token is target[r], the first of equal siblings, and
-stops if there is none. The emitted tokens are the target's own, so the output is exact. All values are integers.
-"""
+"""accept_walk: what a round keeps, found by following the draft as far as the target agrees; all in integers."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,18 +15,38 @@ from specker.kernels.variant import TYPES, Variant, same_device, start_after_pre
 def accept_walk(
     tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the accepted path in each of B draft trees, which come in one of two forms, all int64.
+    """Follow each of B drafts as far as the target agrees.
 
-    Equal sizes: tokens [B, N], parents [B, N], target [B, N + 1], the target's token after each verify row. Row-strided
-    views are not copied.
-    Ragged: tokens, parents [N] hold the drafts of all trees, one tree after another; target [N + B]. Tree b's rows
-    start at cu_drafts[b] + b. cu_drafts [B + 1], int32 or int64: where each tree's drafts start, then N; None: one
-    tree. Parents are rows of the same tree; without parents, the trees are chains. N may be 0.
+        row 0 is the root, draft j is in row j + 1 below row parents[j] <= j
+        from row r the walk goes to the child whose token is target[r], the first of equal siblings, else it stops
 
-    Returns int64 path [B, N + 1], the tree's rows from the root on, padded with -1 (N bounds every tree and is known
-    without reading cu_drafts); count [B] = accepted + 1; next [B], the target after the path's last row.
-    Raises ValueError on other shapes and dtypes and, on a CPU, on values that are not trees. On CUDA the host reads
-    nothing: such values give a meaningless result, but no access out of bounds.
+    The emitted tokens are the target's own, so the output is exact. Drafts come in one of two forms. Equal sizes:
+    tokens [B, N]. Ragged: tokens [N] hold the drafts of all trees, one tree after another; tree b's rows start at
+    cu_drafts[b] + b.
+
+    Args:
+        tokens: [B, N] or [N] int64; N may be 0. Row-strided views are not copied.
+        parents: like tokens, rows of the same tree; None: chains.
+        target: [B, N + 1] or [N + B] int64, the target's token after each row.
+        cu_drafts: [B + 1] int32 or int64, ragged drafts only: where each tree's drafts start, then N; None: one tree.
+
+    Returns:
+        path [B, N + 1] int64, the tree's rows from the root on, padded with -1; count [B], accepted drafts + 1; next
+        [B], the target's token after the path's last row.
+
+    Raises:
+        ValueError: other shapes or dtypes and, on a CPU, values that are not trees. On CUDA the host reads nothing:
+            such values give a meaningless result, but no access out of bounds.
+
+    Source: Leviathan et al., arXiv 2211.17192, with a draw that is shared by draft and target; trees as in SpecInfer,
+    arXiv 2305.09781.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import accept_walk
+        >>> path, count, after = accept_walk(torch.tensor([[5, 6, 7]]), None, torch.tensor([[5, 6, 9, 1]]))
+        >>> path.tolist(), count.tolist(), after.tolist()
+        ([[0, 1, 2, -1]], [3], [9])
     """
     return _accept_walk(tokens, parents, target, cu_drafts)
 

@@ -16,8 +16,27 @@ _WORD = (1 << 64) - 1
 
 
 def ancestor_words(parents: Tensor) -> Tensor:
-    """parents [N] (rows, 0 = root, parents[n] <= n) -> [N + 1, W] int64, W = ceil((N + 1) / 64): row r sees itself and
-    its ancestors. Verify row r is at window column r. Raises ValueError on other parents and if W > 4."""
+    """The ancestor bits of a tree, for `tree_attention`.
+
+        bit j % 64 of word j // 64 of row r is set if window column j holds row r or an ancestor of it
+
+    Args:
+        parents: [N] integers; draft n is in row n + 1 below row parents[n] <= n, and row 0 is the root.
+
+    Returns:
+        [N + 1, W] int64 on parents' device, W = ceil((N + 1) / 64); row r is at window column r.
+
+    Raises:
+        ValueError: parents that are not rows of such a tree, or W > 4.
+
+    Source: the tree mask of SpecInfer, arXiv 2305.09781, as bits.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import ancestor_words
+        >>> [f"{words[0]:04b}" for words in ancestor_words(torch.tensor([0, 0, 1])).tolist()]
+        ['0001', '0011', '0101', '1011']
+    """
     bits = [1]
     for n, parent in enumerate(parents.tolist()):
         if not 0 <= parent <= n:

@@ -1,31 +1,17 @@
 """tree_attention: draft rows attend to [paged prefix | window], the window seen through an ancestor bit mask.
 
-Contract: q [T, Hq, D]; k_cache, v_cache [pages, page_size, Hkv, D]; block_table [B, max_pages] int32 (page ids);
-kv_len [B] int32, window included; window [B] int32; cu_rows [B + 1] int32: sequence b owns rows
-cu_rows[b]..cu_rows[b+1]; ancestors [T, W] int64, W <= 4 -> out [T, Hq, D], lse [T, Hq] float32 (float64 for float64).
-    out = softmax(scale * q k^T + mask) v,   lse = log(sum(exp(scale * q k^T + mask)))
-All rows of a sequence see the columns before kv_len - window. A row sees column kv_len - window + j if its bit j (bit j
-% 64 of word j // 64) is set; the set bits mark the row itself and its ancestors. The rows need not be the window's last
-columns, and their number may differ from the window's. The Hq / Hkv query heads from g * Hq / Hkv on share KV head g
-(GQA). A batch can hold the sequences of several layers: on the flattened cache, layer l has page ids l * num_pages +
-page. Every row must see at least one column. K and V before kv_len must be finite, because a masked column contributes
-0 times its V. If kv_len exceeds the table, the reference raises ValueError; the kernel, which must not make the host
-wait, gives NaN for that sequence's rows and reads only what the table holds. Other cache memory may hold anything.
-Traffic: K and V of each sequence are read from memory once per KV head; (row, query head) pairs of a KV head beyond 64
-read them again from L2. q and out move once. A sequence of several splits also writes and reads a float32 partial per
-split. Softmax runs in float32 (float64 for float64).
+The kernel's tiles and splits start at absolute columns for any length. Split boundaries are the numbers with four
+mantissa bits (0, 1, .. 31, 32, 34, .. 62, 64, 68, ..) times a unit set by the number of KV heads. A split is thus about
+1/16 of the columns before it, and each doubling of the context adds 16. The last, longest splits start first. A masked
+column adds exactly 0 to sum and accumulator, and so does a split of which a row sees nothing. Every tile runs through
+the same loop. The program that arrives last for a KV head of 64 (row, query head) pairs merges the splits, in split
+order, so that one launch is enough. A verify row of a chain therefore equals, bit for bit at any length, the row that
+plain decoding computes at its position.
 
-Determinism: the kernel is batch-invariant. A row's bits depend only on its query and on the K, V and positions of the
-columns it sees, not on other rows or sequences, kv_len or the width of block_table. Tiles and splits start at absolute
-columns for any length. Split boundaries are the numbers with four mantissa bits (0, 1, .. 31, 32, 34, .. 62, 64, 68,
-..) times a unit set by the number of KV heads. A split is thus about 1/16 of the columns before it, and each doubling
-of the context adds 16. The last, longest splits start first. A masked column adds exactly 0 to sum and accumulator, and
-so does a split of which a row sees nothing. Every tile runs through the same loop. The program that arrives last for a
-KV head of 64 (row, query head) pairs merges the splits, in split order, so that one launch is enough. A verify row of a
-chain therefore equals, bit for bit at any length, the row that plain decoding computes at its position.
-A block_table wider than needed costs scratch memory and, for one sequence, programs that stop at once. Where the
-lengths are known to stay below n * page_size, pass a narrower slice (`block_table[:, :n]`). For several sequences the
-launch has at most `PROGRAMS` an SM, which share the work that the lengths leave.
+A sequence of several splits also writes and reads a float32 partial per split. A masked column contributes 0 times its
+V, so V must be finite. A block_table wider than needed costs scratch memory and, for one sequence, programs that stop
+at once. Where the lengths are known to stay below n * page_size, pass a narrower slice (`block_table[:, :n]`). For
+several sequences the launch has at most `PROGRAMS` an SM, which share the work that the lengths leave.
 """
 
 import math
@@ -92,9 +78,54 @@ def tree_attention(
     *,
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, Hq, D], lse [T, Hq]; see the module for shapes. Raises ValueError on other shapes or dtypes.
+    """Attention of draft rows over a paged prefix and a window of drafts, in which a row sees itself and its ancestors.
 
-    Without `with_lse`, lse may be empty [0], which saves a tenth of a short call on a CPU.
+        out = softmax(scale * q k^T + mask) v
+        lse = log(sum(exp(scale * q k^T + mask)))
+
+    Sequence b has kv_len[b] columns, and the last window[b] of them are its window. Its rows see every column before
+    the window, and the window's column j where bit j % 64 of word j // 64 of their `ancestors` is set. The set bits
+    mark the row itself and its ancestors; each row must see a column. The rows need not be the window's last columns,
+    nor be as many. A batch can hold sequences of several layers: on the flattened cache, layer l has page ids l * pages
+    + page.
+
+    Softmax and sums run in float32 (float64 for float64). The op is batch-invariant: a row's bits depend on its query
+    and on the K, V and positions of the columns it sees, not on other rows or sequences, kv_len or the width of
+    block_table. Memory moves K and V of each sequence once per KV head, q and out once. (Row, query head) pairs of a KV
+    head beyond 64 read K and V again, from L2.
+
+    Args:
+        q: [T, Hq, D], the rows of all sequences, one sequence after another.
+        k_cache: [pages, page_size, Hkv, D], q's dtype. Query heads g * Hq / Hkv and following share KV head g. Columns
+            before kv_len must be finite, also those that a row does not see; other memory may hold anything.
+        v_cache: as k_cache.
+        block_table: [B, P] int32, page ids. A table wider than needed costs time: pass a slice.
+        kv_len: [B] int32, columns of each sequence, the window included.
+        window: [B] int32, columns of the window.
+        cu_rows: [B + 1] int32; sequence b owns rows cu_rows[b] to cu_rows[b + 1].
+        ancestors: [T, W] int64, W <= 4; see `ancestor_words`.
+        scale: positive, usually D ** -0.5.
+        with_lse: False allows lse to be empty [0], which saves a tenth of a short call on a CPU.
+
+    Returns:
+        out [T, Hq, D], and lse [T, Hq], float32 (float64 for float64).
+
+    Raises:
+        ValueError: other shapes or dtypes. On a CPU also kv_len beyond the table; on CUDA, where the host must not
+            wait, that sequence's rows are NaN.
+
+    Source: tree attention of SpecInfer, arXiv 2305.09781, section 4.2.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import ancestor_words, tree_attention
+        >>> keys = torch.zeros(1, 16, 1, 32)  # one page of 16 columns, one KV head
+        >>> values = torch.arange(16.0)[None, :, None, None].repeat(1, 1, 1, 32)  # column c holds c
+        >>> ints = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [6], [3], [0, 3])]
+        >>> tree = ancestor_words(torch.tensor([0, 0]))  # a root, in column 3, and two children of it
+        >>> out, lse = tree_attention(torch.zeros(3, 1, 32), keys, values, *ints, tree, 1.0)
+        >>> [round(x, 1) for x in out[:, 0, 0].tolist()]  # means of columns 0-3, 0-4, and 0-3 with 5
+        [1.5, 2.0, 2.2]
     """
     args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
     done = _few_rows(*args, with_lse)

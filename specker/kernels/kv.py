@@ -1,16 +1,6 @@
 """kv_calibrate: split qkv, normalise and rotate q and k, write K/V to their slots, in one pass. kv_commit: move rows.
 
-Contract of `kv_calibrate`: qkv [T, (Hq + 2 Hkv) * D] (q heads, then k, then v), positions [T] int64, slots [T] int64,
-rope [C, 2, D] (see `rope_table`), k_cache and v_cache [pages, page_size, Hkv, D] (mutated), q_norm and k_norm [G, D]
-or None -> q [T, Hq, D]. Row t belongs to group t // (T / G): G layers' rows run as one launch. A slot is
-page * page_size + offset. Heads are first RMS-normalised over D (Qwen3), then rotated:
-    out = x * cos + swap(x) * sin,   swap([a, b]) = [b, a] over the halves of D, the sign folded into the table.
-The kernel reads only cos[:D/2] and sin[D/2:], which determine the table. It rounds once; the reference also rounds
-after the norm. Traffic: qkv read once, q, k and v written once. A row's bits depend on that row alone.
-
-Contract of `kv_commit`: k_cache and v_cache [L, pages, page_size, Hkv, D] (mutated), src and dst [M] int64 slots of
-one layer. Row dst[i] becomes row src[i] in every layer, as if all were read before any is written (src and dst may
-overlap). Equal dst must have equal src. Traffic: each moved row read and written once.
+kv_calibrate's kernel reads only cos[:D/2] and sin[D/2:], which determine the table.
 """
 
 from collections.abc import Iterator
@@ -38,8 +28,44 @@ def kv_calibrate(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D]; writes the rows' K/V to `slots`. See the module for the contract.
-    Raises ValueError on other shapes and dtypes."""
+    """Split qkv, normalise and rotate q and k, and write K and V to their slots, in one pass.
+
+        out = x * cos + swap(x) * sin,  swap([a, b]) = [b, a] over the halves of D
+
+    for each head x of q and k, with the sign of RoPE folded into the table. With norms, a head is first RMS-normalised
+    over D (Qwen3). The kernel rounds once; the reference also rounds after the norm. A row's bits depend on that row
+    alone. Memory moves qkv, q, k and v once.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) * D]: query heads, then keys, then values.
+        positions: [T] int64, rows of `rope`.
+        slots: [T] int64, page * page_size + offset.
+        rope: [C, 2, D], see `rope_table`.
+        k_cache: [pages, page_size, Hkv, D] of qkv's dtype, contiguous; written in place.
+        v_cache: as k_cache.
+        q_norm: [G, D] or None; row t belongs to group t // (T / G), so G layers' rows can run as one launch.
+        k_norm: as q_norm; both or neither.
+        eps: of the norms.
+
+    Returns:
+        q [T, Hq, D], rotated.
+
+    Raises:
+        ValueError: other shapes, dtypes or layouts, or an odd D.
+
+    Source: RoFormer, arXiv 2104.09864, equation 34, in the halves of GPT-NeoX. One pass over accepted rows, bonus
+    calibration, is EasySpec's, arXiv 2502.02493.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import kv_calibrate, rope_table
+        >>> keys, values = torch.zeros(2, 1, 4, 1, 2)  # one page of 4 slots, one head of 2
+        >>> row, rope = torch.arange(6.0)[None], rope_table(torch.ones(1), 1.0, 8, torch.float32)
+        >>> kv_calibrate(row, torch.tensor([0]), torch.tensor([3]), rope, keys, values)  # position 0: no rotation
+        tensor([[[0., 1.]]])
+        >>> keys[0, 3].tolist(), values[0, 3].tolist()
+        ([[2.0, 3.0]], [[4.0, 5.0]])
+    """
     q = _kv_calibrate_few(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     if q is not None:
         return q
@@ -80,9 +106,31 @@ def _norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) -> Tensor:
-    """[length, 2, D] from inv_freq [D/2]: cos twice, and [-sin, sin], so that rotate_half needs no negation.
+    """The table of cosines and signed sines that `kv_calibrate` and `kv_project` rotate with.
+
+        table[p, 0] = [cos, cos] * scale,  table[p, 1] = [-sin, sin] * scale   of the angles p * inv_freq
 
     Angles, cos and sin are computed in float32, as in transformers; only float64 converts the table.
+
+    Args:
+        inv_freq: [D / 2], inverse frequencies.
+        scale: of attention (yarn); else 1.
+        length: the number of positions C.
+        dtype: of the model.
+
+    Returns:
+        [C, 2, D] float32, or float64 if dtype is float64.
+
+    Raises:
+        RuntimeError: as torch does, for an inv_freq that is no vector.
+
+    Source: RoFormer, arXiv 2104.09864, equation 34.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import rope_table
+        >>> rope_table(torch.ones(1), 1.0, 2, torch.float32)[0].tolist()
+        [[1.0, 1.0], [-0.0, 0.0]]
     """
     angles = torch.arange(length, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq.float()
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -394,8 +442,34 @@ _kv_calibrate = register(
 
 
 def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Move rows src [M] to dst [M], int64, in every layer of k_cache, v_cache [L, pages, page_size, Hkv, D], in place.
-    Raises ValueError on other shapes."""
+    """Move rows of every layer's K and V, in place: an accepted path, say, to the end of the text.
+
+        cache[l, dst[i]] = cache[l, src[i]] for every layer l and move i, as if all were read before any is written
+
+    Slots src and dst may overlap; equal dst must have equal src. Memory moves each row once in and once out.
+
+    Args:
+        k_cache: [L, pages, page_size, Hkv, D].
+        v_cache: as k_cache.
+        src: [M] int64 slots of one layer, page * page_size + offset.
+        dst: [M] int64.
+
+    Returns:
+        Nothing; the caches are written.
+
+    Raises:
+        ValueError: other shapes.
+
+    Source: the commit of a verified path, as in SpecInfer, arXiv 2305.09781.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import kv_commit
+        >>> keys = torch.arange(4.0).view(1, 1, 4, 1, 1).clone()  # slot s holds s
+        >>> kv_commit(keys, keys.clone(), torch.tensor([2, 3]), torch.tensor([1, 2]))
+        >>> keys.flatten().tolist()
+        [0.0, 2.0, 3.0, 3.0]
+    """
     _kv_commit(k_cache, v_cache, src, dst)
 
 

@@ -1,29 +1,9 @@
 """row_linear: y = x W^T (+ bias) for few rows (a decoding step, a verify pass), with an optional SiLU(gate) * up.
 
-Contract: x [T, E], weight [O, E], bias [O] or None, one dtype -> [T, O]. Epilogues:
-* "none".
-* "silu_mul": the weight's first O/2 rows are the gate and the rest the up projection; the result is
-  silu(x Wg^T) * (x Wu^T), [T, O/2].
-* "float32": the result is not rounded: [T, O] float32 (float64 for float64). For logits.
-* "split", without a bias: the sums of K's splits, [S, T, O] float32 (float64 for float64); their sum in order is the
-  product. `residual_merge` adds them up, which saves the launch that would. S depends on (G, O, E, device) alone, and
-  may be larger than the number of splits of the other epilogues.
-One call can run G layers side by side: x [G, T, E], weight [G, O, E], bias [G, O] -> [G, T, O] (split: [S, G, T, O]).
-Accumulation is in float32 (float64 for float64). Traffic: the weight once, G * O * E elements, plus G * T * (E + O). On
-a CPU a row's last bits may depend on the other rows: results agree to 1e-12 in float64. There x and bias may also be
-float32 beside a bfloat16 weight: on a CPU with bfloat16 products x and the product are rounded to bfloat16, and without
-a bias SiLU and its product, too; the result is float32.
-
-The weight may be `Quantized` (quant.py): eight or four bits with scales. The result is that of the weight rounded to
-x's dtype. Traffic: the bytes of its parts.
-
-The kernel serves up to 256 rows, in tiles of 64. The reference serves float64 and longer inputs (a prefill). The kernel
-applies bias and SiLU(gate) * up in float32, before its only rounding; the reference rounds the linear first.
-Determinism: the kernel is batch-invariant: a row's bits depend only on that row, the weight and the architecture. The
-matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only
-on (G, O, E, device), and a second kernel adds their float32 partials in order. No atomics.
-
-On a CPU, products of up to 32 float32 rows with a large matrix are batch-invariant too: kernels/native.py serves them.
+The matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only on
+(G, O, E, device), and a second kernel adds their float32 partials in order, without atomics; "split" may have more
+splits than the other epilogues. Traffic: the weight once, G * O * E elements or the bytes of a quantised one's parts,
+plus G * T * (E + O).
 """
 
 import math
@@ -74,9 +54,45 @@ MAX_ROWS = 256  # that the kernel serves
 def row_linear(
     x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none", *, out: Tensor | None = None
 ) -> Tensor:
-    """x [T, E], weight [O, E], bias [O] -> [T, O], or [T, O/2] with epilogue "silu_mul", or [S, T, O] float32 with
-    "split". All may have a leading dimension G; the weight may be `Quantized`. `out`, contiguous: the result is written
-    there and returned. Raises ValueError on other shapes and dtypes."""
+    """A linear layer over few rows (a decoding step, a verify pass), with the same bits for any number of rows.
+
+        y = x W^T + bias
+
+    Sums run in float32 (float64 for float64). The kernel serves up to 256 rows, in tiles of 64, and is batch-invariant:
+    a row's bits depend on that row, the weight and the architecture alone. It applies bias and SiLU before its only
+    rounding. The reference serves float64 and longer inputs, and rounds the linear first. Memory moves the weight once.
+    One call can run G layers side by side.
+
+    On a CPU, up to 32 float32 rows with a large matrix are batch-invariant too (kernels/native.py); elsewhere a row's
+    last bits may depend on the other rows. There x and bias may be float32 beside a bfloat16 weight, and the result is
+    float32: on a CPU with bfloat16 products, x and the product are rounded to bfloat16, and without a bias SiLU and its
+    product, too.
+
+    Args:
+        x: [T, E] or [G, T, E].
+        weight: [O, E] or [G, O, E] of x's dtype, or a `Quantized` matrix, whose product is that of the weight rounded
+            to x's dtype.
+        bias: [O] or [G, O], or None.
+        epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
+            the result is silu(x Wg^T) * (x Wu^T); "float32": the result is not rounded, for logits; "split", without a
+            bias: the sums over S splits of K, which `residual_merge` adds up.
+        out: contiguous, of the result's shape and dtype; the result is written there and returned.
+
+    Returns:
+        [T, O], with a leading G if x has one; [T, O / 2] for "silu_mul"; [T, O] float32 (float64 for float64) for
+        "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E, device) alone.
+
+    Raises:
+        ValueError: other shapes or dtypes, an unknown epilogue, or "split" with a bias.
+
+    Source: SwiGLU, arXiv 2002.05202, equation 6, for "silu_mul".
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import row_linear
+        >>> row_linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])).tolist()
+        [[1.0, 2.0, 3.0]]
+    """
     if out is not None:
         if x.is_cuda and x.dtype != torch.float64 and _fits(x, weight) and not is_compiling():
             _check(x, weight, bias, epilogue)

@@ -1,14 +1,7 @@
-"""residual_merge: y = x + deltas[0] + ... + deltas[P-1]; normed[q] = RMSNorm(y; norm_weight[q]), in one pass.
+"""residual_merge: the residual stream after P branches and its RMSNorms, in one pass.
 
-Contract: x [T, E], deltas [P, T, E], norm_weight [Q, E] or None, one dtype -> y [T, E], normed [Q, T, E] (Q = 0
-without weights). The last delta may be a separate tensor: deltas [P-1, T, E] and `last` [T, E]. With `split`, deltas
-[S, T, E] float32 are `row_linear`'s sums of K's splits: added up in order and rounded to x's dtype, they are one delta.
-(float64 x: float64 sums.) Sums run in float32
-(float64 for float64) in the order p = 0..P-1 and are rounded once, to y. The norm is taken of the rounded y, so a row's
-bits depend on that row alone. RMSNorm(y; w) = y / sqrt(mean(y^2) + eps) * w. P = 1, Q = 1 is a decoder layer's residual
-add and norm; P = 0 is a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a group of N layers that run side by side.
-Traffic: (1 + P + 1 + Q) * T * E elements. Each moves once for E up to 16,384, because the row stays in registers. A
-longer row is read back once from the cache, T * E more elements.
+A row of up to 16,384 elements stays in registers, so each element moves once: (1 + P + 1 + Q) * T * E in all. A longer
+row is read back once from the cache, T * E more elements.
 """
 
 from collections.abc import Iterator
@@ -42,9 +35,40 @@ def residual_merge(
     last: Tensor | None = None,
     split: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, E], deltas [P, T, E], norm_weight [Q, E] or None -> y [T, E], normed [Q, T, E]. Neither aliases x. `last`
-    [T, E] is one more delta, added after the others. `split`: deltas [S, T, E] float32 are the sums of one delta's
-    splits. Raises ValueError on other shapes and dtypes."""
+    """The residual stream after P branches, and its RMSNorms, in one pass.
+
+        y         = x + deltas[0] + ... + deltas[P - 1] (+ last)
+        normed[q] = y / sqrt(mean(y^2) + eps) * norm_weight[q]
+
+    P = 1, Q = 1 is a decoder layer's residual add and norm, P = 0 a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a
+    group of N layers that run side by side. Sums run in float32 (float64 for float64) in this order and are rounded
+    once, to y. The norms are of the rounded y. A row's bits depend on that row alone. Memory moves each element once,
+    rows longer than 16,384 twice.
+
+    Args:
+        x: [T, E].
+        deltas: [P, T, E] of x's dtype. With `split`: [S, T, E] float32 (float64 for float64), the sums that
+            `row_linear(..., epilogue="split")` returns; added up in order and rounded, they are one delta.
+        norm_weight: [Q, E] of x's dtype, or None for no norm.
+        eps: of the norms.
+        last: [T, E], one more delta, added after the others.
+        split: see deltas.
+
+    Returns:
+        y [T, E] and normed [Q, T, E] (Q = 0 without weights). Neither aliases x.
+
+    Raises:
+        ValueError: other shapes or dtypes.
+
+    Source: layers side by side are EasySpec's, arXiv 2502.02493.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import residual_merge
+        >>> y, normed = residual_merge(torch.ones(1, 4), torch.ones(2, 1, 4), torch.full((1, 4), 0.5), 0.0)
+        >>> y.tolist(), normed.tolist()
+        ([[3.0, 3.0, 3.0, 3.0]], [[[0.5, 0.5, 0.5, 0.5]]])
+    """
     given = x, deltas, norm_weight, eps, last, split
     return _residual_merge_few(*given) or _residual_merge(*given)
 

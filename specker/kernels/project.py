@@ -1,19 +1,9 @@
 """kv_project: the attention input of few rows in one launch: row_linear with W_qkv, then kv_calibrate.
 
-Contract: x [T, E], weight [(Hq + 2 Hkv) * D, E], bias [(Hq + 2 Hkv) * D] or None; positions, slots, rope, k_cache,
-v_cache, q_norm and k_norm as in `kv_calibrate` (the caches are mutated) -> q [T, Hq, D]. One call can run G layers side
-by side: x [G, T, E], weight [G, O, E], bias [G, O], positions and slots [G * T], norms [G, D] -> q [G * T, Hq, D].
-    q = kv_calibrate(row_linear(x, weight, bias), positions, slots, ...)
-The projection is rounded to x's dtype before norm and rotation, as there. Traffic: the weight once, G * O * E elements,
-plus G * T * (E + O), the table's rows and, if K is split, float32 sums of the splits, written and read once.
-
-The weight may be `Quantized`, as in row_linear.
-
-The kernel serves up to 256 rows a layer and heads of up to 256, of int4 128; the two ops, one after the other, serve
-the rest. A program computes one head of 64 rows over one split of K. The program that arrives last for a head and 64
-rows adds up the splits in order and finishes the head, so no second launch is needed.
-Determinism: the kernel is batch-invariant, as row_linear's is: a row's bits depend only on that row, the weights and
-the device. Which program arrives last changes nothing.
+A program computes one head of 64 rows over one split of K. The program that arrives last for a head and 64 rows adds up
+the splits in order and finishes the head, so no second launch is needed; which one arrives last changes nothing.
+Traffic: the weight once, G * O * E elements, plus G * T * (E + O), the table's rows and, if K is split, float32 sums of
+the splits, written and read once.
 """
 
 import math
@@ -70,8 +60,46 @@ def kv_project(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """x [T, E] -> q [T, Hq, D]; writes the rows' K/V to `slots`. See the module for the contract. Raises ValueError on
-    other shapes and dtypes."""
+    """The attention input of few rows in one launch: `row_linear` with W_qkv, then `kv_calibrate`.
+
+        q = kv_calibrate(row_linear(x, weight, bias), positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+
+    The projection is rounded to x's dtype before norm and rotation, as there. One call can run G layers side by side.
+    The op is batch-invariant: a row's bits depend on that row, the weights and the device alone. Memory moves the
+    weight once. The kernel serves up to 256 rows a layer and heads of up to 256 (128 with int4 weights); the two ops in
+    turn serve the rest.
+
+    Args:
+        x: [T, E] or [G, T, E].
+        weight: [(Hq + 2 Hkv) * D, E] or [G, .., E] of x's dtype, or a `Quantized` matrix.
+        bias: [(Hq + 2 Hkv) * D] or [G, ..], or None.
+        positions: [G * T] int64.
+        slots: [G * T] int64.
+        rope: [C, 2, D], see `rope_table`.
+        k_cache: [pages, page_size, Hkv, D], written in place.
+        v_cache: as k_cache.
+        q_norm: [G, D] or None.
+        k_norm: as q_norm; both or neither.
+        eps: of the norms.
+
+    Returns:
+        q [G * T, Hq, D], rotated.
+
+    Raises:
+        ValueError: other shapes or dtypes.
+
+    Source: as for `kv_calibrate`.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import kv_project, rope_table
+        >>> keys, values = torch.zeros(2, 1, 4, 1, 2)
+        >>> row, rope = torch.arange(6.0)[None], rope_table(torch.ones(1), 1.0, 8, torch.float32)
+        >>> kv_project(row, torch.eye(6), None, torch.tensor([0]), torch.tensor([3]), rope, keys, values)
+        tensor([[[0., 1.]]])
+        >>> keys[0, 3].tolist()
+        [[2.0, 3.0]]
+    """
     return _kv_project(x, weight, bias, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
 
 

@@ -1,23 +1,9 @@
 """sample_rows: the target's own token after each verify row.
 
-Sampling is greedy decoding of perturbed logits. Row t is at absolute position positions[t]:
-
-    z      = logits / temperature                                                          temperature > 0
-    top_k  > 0 keeps the ids with z >= the k-th largest z
-    top_p  < 1 keeps, with p = softmax over the ids that top_k keeps, the ids whose z is at least that of the token
-           where the descending cumulative mass first reaches top_p
-    token  = argmax over the kept ids of z + g(seed, positions[t], id)                     g: noise.py
-
-Ties at a boundary are kept, so the support does not depend on an order; the argmax gives a tie to the lower id. This is
-an exact draw from p (the Gumbel-max trick), whatever was drafted. temperature 0 is the argmax of the logits. z is fp32
-for fp16 and bf16 logits, float64 for float64. Rows are independent. Logits may be -inf, but not NaN: for a row of NaN,
-a kernel gives id 0 and the reference may raise.
-
-The kernels find the k-th largest exactly. They sum masses as integers, in units of 2^-40 of the largest, so the order
-of the sum does not matter; an id's own mass is an fp32 exponential. Where the cumulative mass is within 2^-20 of top_p,
-the edge may be the neighbour of the float64 reference's. z equals the CPU reference's bit for bit, g up to its last
-bits. Traffic: without a filter the logits once, otherwise three times, two of them from the cache if they fit, and of
-each tile one atomic a bin that it has logits in.
+Sampling is greedy decoding of perturbed logits. The kernels find the k-th largest exactly. They sum masses as integers,
+in units of 2^-40 of the largest, so the order of the sum does not matter; an id's own mass is a float32 exponential. z
+equals the CPU reference's bit for bit, g up to its last bits. Two of the three readings of filtered logits come from
+the cache if they fit, and each tile costs one atomic a bin that it has logits in.
 """
 
 import math
@@ -56,13 +42,47 @@ def sample_rows(
     positions: Tensor,
     draw: Tensor | None = None,
 ) -> Tensor:
-    """logits [T, V], positions [T] int64 -> the token after each row, [T] int64.
+    """The token after each row, drawn from its logits with noise that depends on seed, position and id alone.
 
-    temperature 0 or >= 1e-6, top_k >= 0 (0 keeps all), 0 < top_p <= 1, seed in [0, 2^64). Raises ValueError otherwise.
-    With `draw` [4] (noise.pack_draw, on the logits' device) the op reads the four numbers from memory; the arguments
-    only enable noise and filters. With `draw` [B, 4] rows come in B equal runs, one per sequence, each with its own
-    numbers: greedy, sampled and filtered sequences share a launch. In memory, temperature 0 is greedy; a top_k of 0 or
-    of V and more and a top_p of 1 keep all. A row's token does not depend on the other rows.
+        z     = logits / temperature                                       temperature > 0
+        top_k keeps the ids with z >= the k-th largest z
+        top_p keeps, with p the softmax over those, the ids whose z is at least that of the token
+              at which the descending cumulative mass first reaches top_p
+        token = argmax over the kept ids of z + g(seed, positions[t], id)  g: kernels/noise.py
+
+    This is an exact draw from p, whatever was drafted. Temperature 0 is the argmax of the logits. Ties at a boundary
+    are kept; the argmax gives a tie to the lower id. z is float32 for float16 and bfloat16 logits. Rows are
+    independent. Where the cumulative mass is within 2^-20 of top_p, the kernel's boundary may be the neighbour of the
+    float64 reference's. Memory moves the logits once without a filter, otherwise three times.
+
+    Args:
+        logits: [T, V], any floating dtype; -inf is allowed. A row of NaN gives id 0, or an error in the reference.
+        temperature: 0, or at least 1e-6.
+        top_k: 0 keeps all.
+        top_p: in (0, 1]; 1 keeps all.
+        seed: in [0, 2^64).
+        positions: [T] int64, the absolute position of each row.
+        draw: [4] or [B, 4] (`noise.pack_draw`, on the logits' device): the four numbers are read from memory, and the
+            arguments only enable noise and filters. With [B, 4] rows come in B equal runs, one per sequence, so greedy,
+            sampled and filtered sequences share a launch.
+
+    Returns:
+        [T] int64.
+
+    Raises:
+        ValueError: other shapes, dtypes or ranges.
+
+    Source: the Gumbel-max trick; the random numbers are Philox4x32-10's (Salmon et al., 2011).
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import sample_rows
+        >>> logits = torch.tensor([[0.0, 5.0, 1.0]])
+        >>> sample_rows(logits, 0.0, 0, 1.0, 7, torch.tensor([3])).tolist()
+        [1]
+        >>> draws = [sample_rows(logits, 1.5, 2, 1.0, 7, torch.tensor([n])).item() for n in range(50)]
+        >>> sorted(set(draws))  # top_k 2 never draws token 0
+        [1, 2]
     """
     return _sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
 

@@ -1,24 +1,10 @@
 """vocab_topk: LM head over the kept vocabulary rows: the k best tokens of each row and the log-sum-exp of all.
 
-Contract. Kept row c holds token id(c) = token_ids[c], or c without token_ids. For row t:
-
-    h        = hidden[t], or hidden[t] * rsqrt(mean(hidden[t]^2) + eps) * norm weight  (fp32, rounded once to the dtype)
-    z[c]     = h . weight[c]                                             noise None, or its temperature 0
-    z[c]     = h . weight[c] / temperature + g(seed, position, id(c))    noise (seed, positions, temperature): noise.py
-    logits   = the k largest z, descending, ties to the lower id(c); ids = their id(c)
-    lse      = log sum_c exp z[c]
-
-exp(logits - lse) is therefore a confidence over the kept rows, in the same ranking that chose the ids. A trimmed head
-uses the full head's noise, and the order of its rows does not matter. hidden [T, E] and weight [K, E] have one dtype;
-ids [T, k] are int64 in the full vocabulary; logits [T, k] and lse [T] are fp32, float64 for float64. Traffic: the
-weight once, K * E elements or the bytes of a `Quantized` one; the kernel does not write the full logits to memory. It
-ranks and returns the float32 sums; the reference rounds them to hidden's dtype, as `row_linear` does. The kernel takes
-up to 256 rows and ids below 2^32. More rows and float64 go to the reference. Determinism: a row's bits depend only on
-that row, weight, ids, k and the architecture. The products are row_linear's (64 rows for any T, K in order), and the
-selection runs row by row in tiles that do not depend on T. A norm is residual_merge's kernel, launched first. Otherwise
-every program would need the row's scale before its first product, or would round x * weight unscaled, which can
-overflow float16.
-Source of the trimmed head: VocabTrim, arXiv 2506.22694.
+The kernel does not write the full logits to memory. It ranks and returns the float32 sums; the reference rounds them to
+hidden's dtype, as `row_linear` does. The products are row_linear's (64 rows for any T, K in order), and the selection
+runs row by row in tiles that do not depend on T. A norm is residual_merge's kernel, launched first. Otherwise every
+program would need the row's scale before its first product, or would round x * weight unscaled, which can overflow
+float16.
 """
 
 import math
@@ -92,13 +78,49 @@ def vocab_topk(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, E], weight [K, E], token_ids [K] -> ids [T, k], logits [T, k], lse [T].
+    """LM head over kept vocabulary rows: each row's k best tokens and the log-sum-exp of all, without logits in memory.
 
-    token_ids are distinct, int32 or int64. 1 <= k <= min(64, K). norm = (weight [E], eps), noise = (seed, positions [T]
-    int64, temperature 0 or >= 1e-6) or a `Noise`, whose `draw` holds seed and temperature in memory. Without
-    `with_lse`, lse is empty [0]; on a CPU it costs as much as the search. `out` [T, k] int64, any view, such as a
-    column of a window of drafts: the ids are written there, and it is the first result.
-    Raises ValueError on other shapes, dtypes and ranges.
+    Kept row c holds token id(c) = token_ids[c], or c without token_ids. For row t:
+
+        h      = hidden[t], or with `norm` hidden[t] * rsqrt(mean(hidden[t]^2) + eps) * norm weight
+        z[c]   = h . weight[c]                                              without noise, or at temperature 0
+        z[c]   = h . weight[c] / temperature + g(seed, positions[t], id(c)) with noise
+        logits = the k largest z, descending, ties to the lower id(c)
+        ids    = their id(c)
+        lse    = log(sum_c exp(z[c]))
+
+    exp(logits - lse) is a confidence over the kept rows, in the ranking that chose the ids. A trimmed head uses the
+    whole head's noise g (kernels/noise.py), and the order of its rows does not matter. The op is batch-invariant: a
+    row's bits depend on that row, weight, ids, k and the architecture alone. Memory moves the weight once. The kernel
+    takes up to 256 rows and ids below 2^32; more rows and float64 run in plain torch.
+
+    Args:
+        hidden: [T, E].
+        weight: [K, E] of hidden's dtype, or a `Quantized` matrix.
+        token_ids: [K] distinct ids, int32 or int64; None: 0..K-1.
+        k: 1 to min(64, K).
+        norm: (weight [E], eps) of an RMSNorm before the product.
+        noise: (seed, positions [T] int64, temperature 0 or >= 1e-6), or a `Noise`, whose `draw` holds seed and
+            temperature in memory.
+        with_lse: False returns an empty lse [0]. On a CPU the sum costs as much as the search.
+        out: [T, k] int64, any view; the ids are written there, and it is the first result.
+
+    Returns:
+        ids [T, k] int64 in the full vocabulary, logits [T, k] and lse [T], float32 (float64 for float64).
+
+    Raises:
+        ValueError: other shapes, dtypes or ranges.
+
+    Source: the trimmed head is VocabTrim's, arXiv 2506.22694; the noise is the Gumbel-max trick.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import vocab_topk
+        >>> hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> head = torch.tensor([[1.0, 0.0], [5.0, 2.0], [0.0, 7.0]])  # the rows of tokens 10, 20 and 30
+        >>> ids, logits, lse = vocab_topk(hidden, head, torch.tensor([10, 20, 30]), 2)
+        >>> ids.tolist(), logits.tolist()
+        ([[20, 10], [30, 20]], [[5.0, 1.0], [7.0, 2.0]])
     """
     given = hidden, weight, token_ids, k, norm, noise, with_lse
     if out is None:
