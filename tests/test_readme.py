@@ -49,7 +49,7 @@ def test_command(line: str) -> None:
             run.parse(flags)
         case ["python", "-m", "specker.calibrate", *flags]:
             calibrate.parse(flags)
-        case ["pip", "install", "."] | ["source", ".venv/bin/activate"]:
+        case ["pip", "install", ".", "./models"] | ["source", ".venv/bin/activate"]:
             pass
         case _:
             pytest.fail(f"a command this test does not know: {line}")
@@ -99,7 +99,7 @@ def test_drawing_and_text_name_real_files() -> None:
     names = set(re.findall(r"\b([a-z0-9_]+\.(?:py|sh|md|txt|toml))\b", text))
     here = {
         path.name
-        for top in ("specker", "tests", "bench", "docs", "examples", "scripts")
+        for top in ("specker", "tests", "bench", "docs", "examples", "models", "scripts", "train")
         for path in (ROOT / top).rglob("*")
     }
     here |= {path.name for path in ROOT.iterdir()}

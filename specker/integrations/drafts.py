@@ -79,6 +79,8 @@ class Drafts:
         if draft is not None and not parts.needs_draft:
             raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
         config = _config(target, max_context)
+        if draft is None and parts.needs_draft:
+            zoo.require_for(config)
         family, source = zoo.family_of(config), draft
         if source is None and parts.needs_draft and family is not None:
             source = family.drafts.get(parts.name)
