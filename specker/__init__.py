@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # `import specker` stays light
     from specker.config import Options
     from specker.runtime.engine import Engine
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["load", "zoo"]
 
 # libgomp, which runs torch's threads on a CPU, reads this when torch is imported. By default a thread that waits for
