@@ -10,7 +10,7 @@ QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format static ptx bench peers vllm plot gpu clean
+.PHONY: help setup run real test lint format static ptx bench peers vllm plot gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -72,6 +72,9 @@ plot: $(STAMP)  ## draw bench/results/ (PNG, SVG) and list it
 
 gpu:  ## GPU tests and benches on this machine's own python3, installing nothing
 	@PYTHON="$(PYTHON)" bash bench/gpu.sh $(ARGS)
+
+dist: $(STAMP)  ## build sdists and wheels of specker and specker-models into dist/, and run them outside the repository
+	$(BIN)/python scripts/dist.py dist
 
 clean:  ## remove what the other targets made, .venv included
 	rm -rf $(VENV) build dist *.egg-info models/build models/*.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
