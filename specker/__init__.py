@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:  # `import specker` stays light
 
 __version__ = "0.2.0"
 __all__ = ["load", "zoo"]
+
+# The application decides where records go. Warnings: an engine's remarks when it is loaded, and captures that failed.
+logging.getLogger("specker").addHandler(logging.NullHandler())
 
 # libgomp, which runs torch's threads on a CPU, reads this when torch is imported. By default a thread that waits for
 # another spins for milliseconds, and keeps the other off the core if a process beside it computes: a sixth of the
