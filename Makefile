@@ -10,7 +10,7 @@ QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format static ptx bench peers vllm plot docs gpu clean
+.PHONY: help setup run real test lint format static ptx bench peers vllm plot docs gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -18,10 +18,10 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv and install the package with its pinned development set
 
 # The stamp is last, so that an interrupted install starts again.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make setup PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./models -e '.[dev]'
 	@touch $@
 
 run: $(STAMP)  ## decode built-in prompts with the bundled family and check them; ARGS='--strategy ar ...' for more
@@ -77,6 +77,9 @@ docs: $(STAMP)  ## build the pages with their API reference into build/site
 gpu:  ## GPU tests and benches on this machine's own python3, installing nothing
 	@PYTHON="$(PYTHON)" bash bench/gpu.sh $(ARGS)
 
+dist: $(STAMP)  ## build sdists and wheels of specker and specker-models into dist/, and run them outside the repository
+	$(BIN)/python scripts/dist.py dist
+
 clean:  ## remove what the other targets made, .venv included
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) build dist *.egg-info models/build models/*.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
 	find specker tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,7 @@ are appended to bench/results/<machine>/<name>.jsonl, each with its machine, ver
 """
 
 import json
+import logging
 import os
 import platform
 import re
@@ -24,6 +25,9 @@ from rich.table import Table
 
 from bench import plot
 from specker.report import write_file
+
+# A round that is not captured explains a slow row.
+logging.getLogger("specker.runtime.graphs").addHandler(logging.lastResort or logging.NullHandler())
 
 RESULTS = Path(__file__).parent / "results"
 

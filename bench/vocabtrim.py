@@ -30,7 +30,7 @@ from specker import calibrate
 from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
 from specker.runtime.strategies import vocabtrim
-from specker.zoo.corpus import is_held_out
+from train.code_family.corpus import is_held_out
 
 SOURCES = ("bundled", "target", "draft", "text")
 FOLLOWING = "bundled + text"

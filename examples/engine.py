@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from specker.kernels import accept_walk, kv_commit, row_linear, tree_attention, vocab_topk
 
 PAGE, CHUNK = 16, 32  # columns of a K/V page; prompt tokens of a prefill pass, a multiple of PAGE
-ZOO = Path(__file__).resolve().parents[1] / "specker" / "zoo"
+ZOO = Path(__file__).resolve().parents[1] / "models" / "specker_models"
 TARGET, DRAFT = ZOO / "code-target", ZOO / "code-draft"
 PROMPTS = "def moving_average(values, window):\n", "class Stack:\n    def push(self, item):", "import os\nimport sys\n"
 LAYER = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj mlp.up_proj",

@@ -1,10 +1,27 @@
 """specker: fused Triton ops for speculative decoding, and a slim runtime that composes them. See README.md."""
 
-import os
-from typing import Any
+from __future__ import annotations
 
-__version__ = "0.1.0"
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Unpack
+
+if TYPE_CHECKING:  # `import specker` stays light
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from specker import zoo
+    from specker.arguments import LoadOptions
+    from specker.config import Options
+    from specker.runtime.engine import Engine
+
+__version__ = "0.2.0"
 __all__ = ["load", "zoo"]
+
+# The application decides where records go. Warnings: an engine's remarks when it is loaded, and captures that failed.
+logging.getLogger("specker").addHandler(logging.NullHandler())
 
 # libgomp, which runs torch's threads on a CPU, reads this when torch is imported. By default a thread that waits for
 # another spins for milliseconds, and keeps the other off the core if a process beside it computes: a sixth of the
@@ -13,11 +30,19 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def load(target: Any = None, draft: Any = None, strategy: Any = "draft", **options: Any) -> Any:
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    strategy: str | Options = "draft",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    tell: Callable[[int, int], None] | None = None,
+    **options: Unpack[LoadOptions],
+) -> Engine:
     """Load an engine; see `specker.runtime.load.load`, which this calls (imported on use: it needs torch)."""
     from specker.runtime.load import load
 
-    return load(target, draft, strategy, **options)
+    return load(target, draft, strategy, device, dtype, tell, **options)
 
 
 def __getattr__(name: str) -> Any:

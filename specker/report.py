@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import io
+import logging
 import os
 import platform
 import sys
@@ -162,6 +163,16 @@ class Screen:
             self.note(f"{name}: {sentence}", "yellow")
 
     @contextlib.contextmanager
+    def records(self) -> Iterator[None]:
+        """Print the warnings of the logger `specker` as notes."""
+        handler, logger = _Notes(self, logging.WARNING), logging.getLogger("specker")
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+    @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A transient progress bar on a terminal. Yields a function to call with (done, of)."""
         with Progress(console=self.notes, transient=True, disable=not self.notes.is_terminal) as bar:
@@ -231,6 +242,15 @@ class Screen:
                 )
         if plain and engine.speculates and speedup < 1:
             self.note(f"warning: slower than plain decoding here ({speedup:.2f}x); try --strategy ar", "yellow")
+
+
+class _Notes(logging.Handler):
+    def __init__(self, screen: Screen, level: int) -> None:
+        super().__init__(level)
+        self.screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.screen.note(record.getMessage(), "yellow")
 
 
 def _column(stats: Stats) -> dict[str, str]:

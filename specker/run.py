@@ -400,7 +400,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         count = len(encode(Line(talks[0], sampling, 0)))
         screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
     if job.check or engine.captures:  # compiling must not slow a printed speed or the first token
-        with screen.progress("warming up") as tell:
+        with screen.records(), screen.progress("warming up") as tell:
             engine.warmup(tell)
     elif engine.model.stack is not None:
         said = "compiling the CPU kernels: about ten seconds, once on this machine"
@@ -420,10 +420,11 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")
     decoding = Decoding(engine, job, screen, encode, echo=not chatting)
     try:
-        if chatting:
-            converse(decoding, lines[0], screen)
-        else:
-            decoding.run(mine)
+        with screen.records():
+            if chatting:
+                converse(decoding, lines[0], screen)
+            else:
+                decoding.run(mine)
     except KeyboardInterrupt:
         interrupted = True
     results = [result for line in mine for result in line.results if result.stats.rounds or not interrupted]

@@ -1,11 +1,15 @@
 """The bundled family: small, lossless on its prompts, and with a good acceptance length."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import cases
 import pytest
 
 import specker
+from specker import run, zoo
+from specker.integrations.drafts import Drafts
 from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.stats import Stats
 
@@ -17,8 +21,67 @@ DIFFUSION = {0.0: 2.5, 0.7: 2.1}
 STRATEGIES = ("vocabtrim", "easyspec", "easyspec+vocabtrim", "del", "del+vocabtrim", "diffuspec", "diffuspec+vocabtrim")
 
 
+def test_path_names_the_known_folders():
+    assert zoo.path("code-draft") == Path(__file__).parents[1] / "models" / "specker_models" / "code-draft"
+    with pytest.raises(ValueError, match=r"expected one of code-target, .*smollm2-draft-deep, got 'llama'"):
+        zoo.path("llama")
+
+
+def test_the_models_module_knows_its_files():
+    import specker_models
+
+    assert specker_models.path("ngram.safetensors") == zoo.CODE.ngram and zoo.FOLDER == specker_models.FOLDER
+    assert all(specker_models.path(name).is_dir() for name in zoo.NAMES)
+    for name in ("llama", "", "../specker_models", "__init__.py"):
+        with pytest.raises(ValueError, match="specker_models has no"):
+            specker_models.path(name)
+
+
+def test_the_package_imports_neither_torch_nor_transformers():
+    code = "import sys, specker.zoo; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_committed_files():
+    assert 3 <= len(zoo.PROMPTS) <= 4
+    assert sum(f.stat().st_size for f in zoo.FOLDER.rglob("*") if f.is_file()) < 70e6
+    rows = zoo.heldout()
+    assert len(rows) == 96 and set(rows[0]) == {"prompt", "source", "licence"}
+    assert [read_config(zoo.path(name)).vocab_size for name in zoo.NAMES[:4]] == [8192] * 4
+
+
+@pytest.fixture
+def no_models(tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "FOLDER", tmp_path / "specker_models")
+
+
+@pytest.mark.usefixtures("no_models")
+def test_without_the_models_a_sentence_names_the_command(capsys):
+    assert run.main(["--prompt", "x", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == (
+        "specker: error: the bundled models are not installed: `pip install specker-models` (from a clone: `pip "
+        "install ./models`) brings them\n"
+    )
+    with pytest.raises(ValueError, match="the bundled models are not installed"):
+        zoo.heldout()
+
+
+@pytest.mark.usefixtures("no_models")
+def test_without_the_models_a_target_of_the_families_needs_its_own_drafts(tmp_path):
+    """A target with bundled drafts decodes without them; a strategy that would use them names the command."""
+    for file in (Path(__file__).parents[1] / "models" / "specker_models" / "code-target").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    own = {"device": "cpu", "dtype": "float32"}
+    assert specker.load(tmp_path, strategy="ar", **own).family is None
+    for strategy in ("draft", "easyspec", "diffuspec", "vocabtrim", "del+vocabtrim"):
+        with pytest.raises(ValueError, match="the bundled models are not installed"):
+            specker.load(tmp_path, strategy=strategy, **own)
+    with pytest.raises(ValueError, match="the bundled models are not installed"):
+        Drafts(tmp_path, **own)
+
+
 def test_the_code_family_is_at_most_40_megabytes():
-    folder = Path(specker.zoo.__file__).parent
+    folder = specker.zoo.FOLDER
     files = [f for f in folder.rglob("*.safetensors") if "smollm2" not in str(f.relative_to(folder))]
     assert len(files) == 6 and sum(f.stat().st_size for f in files) <= 40e6
 

@@ -59,7 +59,7 @@ def test_command(line: str) -> None:
             assert (ROOT / script).exists()  # tests of these scripts parse their flags
         case ["vllm", "serve", *_]:  # tests/integrations/test_vllm.py runs it
             pass
-        case ["pip", "install", "."] | ["source", ".venv/bin/activate"]:
+        case ["pip", "install", ".", "./models"] | ["source", ".venv/bin/activate"]:
             pass
         case _:
             pytest.fail(f"a command this test does not know: {line}")
@@ -129,7 +129,7 @@ def test_tree_names_every_file() -> None:
 def test_pages_name_real_files(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     names = set(re.findall(r"(?<![\w/.-])`?([a-z0-9_]+\.(?:py|sh|toml))\b", text))
-    tops = ("specker", "tests", "bench", "docs", "examples", "scripts", "train")
+    tops = ("specker", "tests", "bench", "docs", "examples", "models", "scripts", "train")
     here = {path.name for top in tops for path in (ROOT / top).rglob("*")} | {path.name for path in ROOT.iterdir()}
     assert names - {"build.toml"} <= here, names - here  # build.toml: of a Hugging Face kernel
 

@@ -1,9 +1,9 @@
 """Distil a draft for a chat model from text that the model wrote (train/corpus.py).
 
-    python train/draft.py --target DIR --corpus corpus --out smollm2-draft --layers 0,1 --ffn 768
-    python train/draft.py --target DIR --corpus corpus --out smollm2-draft-deep --layers 0,4,8,12,16,20,24,29 \\
+    python -m train.draft --target DIR --corpus corpus --out smollm2-draft --layers 0,1 --ffn 768
+    python -m train.draft --target DIR --corpus corpus --out smollm2-draft-deep --layers 0,4,8,12,16,20,24,29 \\
         --heads 3 --ffn 256
-    python train/draft.py --target DIR --corpus corpus --out smollm2-diffusion --layers 0,1,2 --heads 3 --ffn 512 \\
+    python -m train.draft --target DIR --corpus corpus --out smollm2-diffusion --layers 0,1,2 --heads 3 --ffn 512 \\
         --mask_token_id 16
 
 The draft is a Llama model with the target's hidden size. It starts as layers of the target, of which it keeps the
@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
-from specker.zoo.distill import NEAR, Rounds
+from train.code_family.distill import NEAR, Rounds
 
 BEST = 48  # the target's best tokens that the loss compares
 FREQUENT = 4096  # rows of the head that every step scores

@@ -1,6 +1,6 @@
 """Count the tokens of the answers that a chat model wrote (train/corpus.py).
 
-    python train/scores.py --target DIR --corpus corpus --out specker/zoo/smollm2
+    python -m train.scores --target DIR --corpus corpus --out models/specker_models/smollm2
 
 writes OUT-vocab_scores.safetensors for strategy vocabtrim and OUT-ngram.safetensors for diffuspec's path search. Every
 tenth conversation is held out of the ranking, to measure its coverage.

@@ -8,6 +8,7 @@ The draft model's K/V comes from a pool of pages. If the pool is full, the reque
 time lose their pages; a request that gets none is not drafted for.
 """
 
+import logging
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -37,6 +38,7 @@ from specker.runtime.sampling import Draws, pack
 from specker.runtime.state import Sequence, State
 from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext, device_costs
 
+log = logging.getLogger(__name__)
 GREEDY = Sampling()
 
 
@@ -79,6 +81,8 @@ class Drafts:
         if draft is not None and not parts.needs_draft:
             raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
         config = _config(target, max_context)
+        if draft is None and parts.needs_draft:
+            zoo.require_for(config)
         family, source = zoo.family_of(config), draft
         if source is None and parts.needs_draft and family is not None:
             source = family.drafts.get(parts.name)
@@ -96,7 +100,10 @@ class Drafts:
         if draft is None and parts.needs_draft and family is None:
             raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {target}: pass draft")
         o = parts.settled(o, family)
-        side, kept = drafting(main, source, o, kind, target, family, {})
+        notes: dict[str, str] = {}
+        side, kept = drafting(main, source, o, kind, target, family, notes)
+        for name, sentence in notes.items():
+            log.warning("%s: %s", name, sentence)
         if side is not None:
             room = Room((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
             o = replace(o, kv_tokens=room.pool(o.batch_size, kv_tokens)[0])

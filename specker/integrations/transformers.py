@@ -34,6 +34,7 @@ from transformers.generation import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from specker import zoo
 from specker.config import MAX_BATCH, Options, Sampling
 from specker.integrations.adopt import adopt, adoptable, files, state
 from specker.integrations.attention import register_attention
@@ -222,6 +223,8 @@ class Generate:
                 return None
             parts, family, notes = strategies.of(o), family_of(main), dict[str, str]()
             draft = self.draft
+            if draft is None and parts.needs_draft:
+                zoo.require_for(main.config)
             if draft is None and parts.needs_draft and family is not None:
                 draft = family.drafts.get(parts.name)
             if draft is None and parts.needs_draft:

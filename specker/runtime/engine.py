@@ -1,5 +1,6 @@
 """The engine that `specker.load` (load.py) returns: a target, a drafter if any, and the strategy that joins them."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -29,6 +30,8 @@ from specker.runtime.text import Chunk, Generation, Prompt
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Engine:
@@ -55,6 +58,8 @@ class Engine:
     def __post_init__(self) -> None:
         made = compose(self.target, self.draft, self.options, self.kept, self.family, self.ranks)
         self.model, self.cache, self.drafter, self.policies, self.plan, self.batch = made
+        for name, sentence in self.remarks.items():
+            log.warning("%s: %s", name, sentence)
 
     @property
     def captures(self) -> bool:
@@ -85,7 +90,7 @@ class Engine:
 
     @property
     def remarks(self) -> dict[str, str]:
-        """Caveats for a reader of the results: sentences by their keys in `--json`."""
+        """Caveats for a reader of the results: sentences by their keys in `--json`. Logged when the engine is made."""
         said = dict(self.notes)
         if self.options.stand_ins:
             earned = "text, acceptance" if self.options.acceptance is None else "text"

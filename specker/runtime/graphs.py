@@ -1,10 +1,12 @@
 """Pieces of work by key: captured and replayed as CUDA graphs on a GPU, run directly elsewhere."""
 
-import warnings
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 class Graphs:
@@ -41,11 +43,10 @@ class Graphs:
         except RuntimeError as error:  # CUDA's errors, also those of other libraries, and torch's lack of memory
             self._failed.add(key)
             reason = str(error).strip().splitlines()
-            warnings.warn(
-                f"a CUDA graph could not be captured, so its kernels are launched one by one ({key}): "
-                f"{reason[0] if reason else type(error).__name__}",
-                RuntimeWarning,
-                stacklevel=2,
+            log.warning(
+                "a CUDA graph could not be captured, so its kernels are launched one by one (%s): %s",
+                key,
+                reason[0] if reason else type(error).__name__,
             )
             return None
         self._pool = self._pool or graph.pool()

@@ -57,7 +57,9 @@ def load(
     target_source = zoo.path("code-target") if target is None else target
     lacks_draft = parts.needs_draft and draft is None
     if lacks_draft:  # before the weights are read
-        known = zoo.family_of(read_config(target_source))
+        config = read_config(target_source)
+        zoo.require_for(config)
+        known = zoo.family_of(config)
         if known is None or parts.name not in known.drafts:
             raise ValueError(_no_draft(opts, target_source))
     if dtype is None and where.type == "cpu":
@@ -147,6 +149,8 @@ def drafting(
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy)
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
+        if opts.trim.vocab_scores is None and not dummy:
+            zoo.require_for(main.config)
         vocabtrim.check(opts, target, family)
         side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes)
     return side, kept
@@ -162,9 +166,9 @@ def stored(checkpoint: Checkpoint) -> str | None:
 
 
 def family_of(target: Checkpoint) -> zoo.Family | None:
-    """The bundled files for the target. Sizes alone do not prove it: its embedding must be the one that the drafts
-    share."""
-    family = zoo.family_of(target.config)
+    """The bundled files for the target, if they are installed. Sizes alone do not prove it: its embedding must be the
+    one that the drafts share."""
+    family = zoo.family_of(target.config) if zoo.installed() else None
     return family if family is not None and made_for(family.drafts["draft"], target) else None
 
 

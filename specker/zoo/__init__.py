@@ -1,17 +1,30 @@
 """The bundled models: a small code model with its drafts and held-out prompts, and drafts for SmolLM2-135M-Instruct.
 
-`python -m specker.zoo.train` reproduces the code family; RECIPE.md, corpus.json and losses.json record how. train/
-makes the drafts for SmolLM2."""
+The files are a distribution of their own, specker-models. What needs none of them works without it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
+
+def _folder() -> Path:
+    """Where the models are: beside the package in a clone, else in the installed specker_models."""
+    beside = Path(__file__).parents[2] / "models" / "specker_models"
+    if not beside.is_dir() and (spec := find_spec("specker_models")) is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    return beside
+
+
+FOLDER = _folder()
+MISSING = (
+    "the bundled models are not installed: `pip install specker-models` (from a clone: `pip install ./models`) brings "
+    "them"
+)
 NAMES = (
     "code-target",
     "code-draft",
@@ -24,10 +37,22 @@ NAMES = (
 
 
 def path(name: str) -> Path:
-    """The folder of a bundled checkpoint. Raises ValueError for another name."""
+    """The folder of a bundled checkpoint. Raises ValueError for another name, or if the models are not installed."""
     if name not in NAMES:
         raise ValueError(f"expected one of {', '.join(NAMES)}, got {name!r}")
+    require()
     return FOLDER / name
+
+
+def installed() -> bool:
+    """Whether specker-models is here."""
+    return FOLDER.is_dir()
+
+
+def require() -> None:
+    """Raise ValueError, with the command to install them, if the models are not here."""
+    if not installed():
+        raise ValueError(MISSING)
 
 
 @dataclass(frozen=True)
@@ -48,18 +73,22 @@ class Family:
 CODE = Family(
     "code",
     {"hidden_size": 256, "num_layers": 12, "num_heads": 4, "intermediate_size": 704, "vocab_size": 8192},
-    {"draft": path("code-draft"), "easyspec": path("code-draft-deep"), "diffuspec": path("code-diffusion")},
+    {"draft": FOLDER / "code-draft", "easyspec": FOLDER / "code-draft-deep", "diffuspec": FOLDER / "code-diffusion"},
     FOLDER / "vocab_scores.safetensors",
     FOLDER / "ngram.safetensors",
     adl=(3, 8),
     vocab_keep=0.125,
-    target=path("code-target"),
+    target=FOLDER / "code-target",
 )
 
 SMOLLM2 = Family(
     "smollm2",
     {"hidden_size": 576, "num_layers": 30, "num_heads": 9, "intermediate_size": 1536, "vocab_size": 49152},
-    {"draft": path("smollm2-draft"), "easyspec": path("smollm2-draft-deep"), "diffuspec": path("smollm2-diffusion")},
+    {
+        "draft": FOLDER / "smollm2-draft",
+        "easyspec": FOLDER / "smollm2-draft-deep",
+        "diffuspec": FOLDER / "smollm2-diffusion",
+    },
     FOLDER / "smollm2-vocab_scores.safetensors",
     FOLDER / "smollm2-ngram.safetensors",
     adl=(3, 8),
@@ -99,14 +128,22 @@ def parse_version(text):
 
 
 def family_of(config: Any) -> Family | None:
-    """The family for a target with this ModelConfig, by its sizes; None if there is none."""
+    """The family for a target with this ModelConfig, by its sizes; None if there is none. Its files may be missing."""
     for family in (CODE, SMOLLM2):
         if all(getattr(config, name) == size for name, size in family.sizes.items()):
             return family
     return None
 
 
+def require_for(config: Any) -> None:
+    """Raise ValueError if there are bundled files for a target with this ModelConfig, but they are not installed."""
+    if family_of(config) is not None:
+        require()
+
+
 def heldout() -> list[dict[str, str]]:
-    """Function beginnings from modules never trained on, each {"prompt", "source" ("module:line"), "licence"}."""
+    """Function beginnings from modules never trained on, each {"prompt", "source" ("module:line"), "licence"}.
+    Raises ValueError if the models are not installed."""
+    require()
     text = (FOLDER / "heldout.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

@@ -1,4 +1,4 @@
-"""The bundled family: folders load in transformers, training survives a kill, the corpus excludes held-out files."""
+"""train/code_family: exports load in transformers, training survives a kill, the corpus excludes held-out files."""
 
 import json
 import subprocess
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from specker import zoo
-from specker.zoo import corpus, distill, sample
-from specker.zoo.export import export, hf_state, load
-from specker.zoo.fit import FitOptions, Windows, fit
-from specker.zoo.net import LinearLoss, Net, NetConfig, _head_chunk, _head_chunk_kl
-from specker.zoo.optim import lr_scale, orthogonal
+from train.code_family import corpus, distill, sample
+from train.code_family.export import export, hf_state, load
+from train.code_family.fit import FitOptions, Windows, fit
+from train.code_family.net import LinearLoss, Net, NetConfig, _head_chunk, _head_chunk_kl
+from train.code_family.optim import lr_scale, orthogonal
 
+ROOT = Path(__file__).parents[1]
 CAUSAL = NetConfig(48, 3, 4, 2, 80, vocab=320, head_dim=16, context=64)
 DIFFUSION = NetConfig(48, 2, 3, 1, 80, vocab=320, head_dim=16, context=64, diffusion=True, eps=1e-6)
 
@@ -39,21 +39,10 @@ def tokenizer(tmp_path_factory) -> Path:
 
 
 def run(*args: object) -> str:
-    command = [sys.executable, "-m", "specker.zoo.train", "--preset", "tiny", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "train.code_family.train", "--preset", "tiny", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_path_names_the_known_folders():
-    assert zoo.path("code-draft") == Path(zoo.__file__).parent / "code-draft"
-    with pytest.raises(ValueError, match=r"expected one of code-target, .*smollm2-draft-deep, got 'llama'"):
-        zoo.path("llama")
-
-
-def test_the_package_imports_neither_torch_nor_transformers():
-    code = "import sys, specker.zoo; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_llama_export_gives_the_same_logits_in_transformers(tmp_path, tokenizer):
@@ -271,16 +260,3 @@ def test_a_second_run_does_nothing(tiny):
     before = (tiny[0] / "target.pt").stat().st_mtime_ns
     out = run("--work", tiny[0])
     assert "step" not in out and (tiny[0] / "target.pt").stat().st_mtime_ns == before
-
-
-def test_the_bundled_family():
-    """The committed files."""
-    assert 3 <= len(zoo.PROMPTS) <= 4
-    if not zoo.path("code-target").exists():
-        pytest.skip("not trained yet")
-    total = sum(f.stat().st_size for f in Path(zoo.__file__).parent.rglob("*") if f.is_file())
-    assert total < 70e6
-    rows = zoo.heldout()
-    assert len(rows) == 96 and set(rows[0]) == {"prompt", "source", "licence"}
-    for name in zoo.NAMES[:4]:
-        assert load(zoo.path(name)).c.vocab == 8192

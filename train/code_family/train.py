@@ -1,4 +1,4 @@
-"""python -m specker.zoo.train: corpus, tokenizer, target, own text, drafters, export; skips finished stages."""
+"""python -m train.code_family.train: corpus, tokenizer, target, own text, drafters, export; skips finished stages."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def write_own_text(run: Run) -> None:
 STAGES = ("corpus", "tokenizer", "target", "own", "draft", "deep", "diffusion", "export")
 
 
-def do(run: Run, stage: str, out: Path) -> bool:
+def do(run: Run, stage: str, out: Path, records: Path) -> bool:
     """Run one stage unless it is done; returns False if `stop_after` ended it early."""
     made = {"corpus": "corpus.json", "tokenizer": "tokenizer.json", "own": "own.npy"}
     if stage in made:
@@ -218,7 +218,7 @@ def do(run: Run, stage: str, out: Path) -> bool:
             {"corpus": make_corpus, "tokenizer": make_tokenizer, "own": write_own_text}[stage](run)
         return True
     if stage == "export":
-        export_all(run, out)
+        export_all(run, out, records)
         return True
     which = list(MODELS).index(stage)
     saved = run.saved(stage)
@@ -231,8 +231,8 @@ def do(run: Run, stage: str, out: Path) -> bool:
     return distill.train_draft(run, run.teacher(), stage, which) is not None
 
 
-def export_all(run: Run, out: Path) -> None:
-    """Export the folders, prompts and records of what is trained so far."""
+def export_all(run: Run, out: Path, records: Path) -> None:
+    """Export what is trained so far: the checkpoints and prompts to `out`, corpus.json and losses.json to `records`."""
     logs = {}
     for name, folder in MODELS.items():
         if saved := run.saved(name):
@@ -250,15 +250,16 @@ def export_all(run: Run, out: Path) -> None:
             trigrams.add(text)
         ngram = NGram.fit(trigrams, run.p.ngram_least, tokenizer=digest, totals=about["totals"])
         (out / "ngram.safetensors").write_bytes(ngram.to_bytes())
-    for name in ("corpus.json", "heldout.jsonl"):
-        shutil.copyfile(run.work / name, out / name)
+    shutil.copyfile(run.work / "heldout.jsonl", out / "heldout.jsonl")
+    shutil.copyfile(run.work / "corpus.json", records / "corpus.json")
     rows = (f' "{k}": [\n  ' + ",\n  ".join(map(json.dumps, v)) + "\n ]" for k, v in logs.items())
-    (out / "losses.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    (records / "losses.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 def main(
     work: Annotated[Path, typer.Option(help="corpus, tokens and checkpoints")] = Path("~/.cache/specker/zoo"),
     out: Annotated[Path | None, typer.Option(help="folder of the export; default WORK/export")] = None,
+    records: Annotated[Path | None, typer.Option(help="folder of corpus.json and losses.json; default OUT")] = None,
     preset: Annotated[str, typer.Option(help=" or ".join(PRESETS))] = "base",
     device: str = "cpu",
     seed: int = 0,
@@ -289,8 +290,9 @@ def main(
     work = work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
     run = Run(p, work, device, compiled, seed, stop_after, workers)
+    out = out or work / "export"
     for stage in STAGES[: STAGES.index(until) + 1]:
-        if not do(run, stage, out or work / "export"):
+        if not do(run, stage, out, records or out):
             print(f"stopped within {stage}; the same command goes on from here")
             return
         print(f"{stage}: done", flush=True)

@@ -1,4 +1,4 @@
-"""python -m specker.zoo.report [FOLDER]: evaluate an exported family on the held-out prompts -> evaluation.json."""
+"""python -m train.code_family.report [FOLDER]: evaluate an export on held-out prompts -> evaluation.json."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .export import load
 from .net import Net
 from .sample import acceptance, block_accepted, distinct4, draft_right, generate
 from .train import MODELS
+
+MODELS_FOLDER = Path(__file__).parents[2] / "models" / "specker_models"
 
 
 def held_out_prompts(folder: Path, tok, length: int) -> Tensor:
@@ -80,8 +82,8 @@ layout, bidirectional, distilled). They exist so that every strategy runs, and i
 weak models: their text looks like Python and means little. `vocab_scores.safetensors` counts the tokens of text that
 the target wrote, `ngram.safetensors` its trigrams.
 
-    python -m specker.zoo.train --workers 2 --out specker/zoo
-    python -m specker.zoo.report
+    python -m train.code_family.train --workers 2 --out models/specker_models --records train/code_family
+    python -m train.code_family.report
 
 trains and evaluates them anew. A killed run goes on from its last checkpoint; a smaller `--target-tokens` starts
 the decay early. With one worker the weights are a function of corpus, options and machine; with two the order of
@@ -122,8 +124,8 @@ Cross-entropy after layer 1..{layers} on the prompts (what an early exit sees): 
 """
 
 
-def recipe(folder: Path, result: dict) -> str:
-    losses, made = (json.loads((folder / f"{n}.json").read_text()) for n in ("losses", "corpus"))
+def recipe(records: Path, result: dict) -> str:
+    losses, made = (json.loads((records / f"{n}.json").read_text()) for n in ("losses", "corpus"))
     say = {}
     for name, log in losses.items():
         size = result["parameters"][MODELS[name]] / 1e6
@@ -148,7 +150,8 @@ def recipe(folder: Path, result: dict) -> str:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="of the export; default: the package's own")] = Path(__file__).parent,
+    folder: Annotated[Path, typer.Argument(help="of the export; default: the bundled models")] = MODELS_FOLDER,
+    records: Annotated[Path, typer.Option(help="folder of corpus.json and losses.json")] = Path(__file__).parent,
     draft: str = "code-draft",
     fp32: Annotated[bool, typer.Option(help="instead of bf16")] = False,
 ) -> None:
@@ -157,8 +160,8 @@ def main(
     print("\n\n--------\n".join(samples))
     text = json.dumps(result, indent=1)
     print(text)
-    (folder / "evaluation.json").write_text(text + "\n")
-    (folder / "RECIPE.md").write_text(recipe(folder, result))
+    (records / "evaluation.json").write_text(text + "\n")
+    (records / "RECIPE.md").write_text(recipe(records, result))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""The options of `specker.load` as a type, so that a type checker knows their names and values. Nothing imports this at
+run time; tests/test_typing.py compares it with the dataclasses that define the options."""
+
+from typing import Literal, TypedDict
+
+from specker.config import Tree
+from specker.runtime.vocab_scores import Keep
+
+Bits = Literal["int8", "int4", "fp8", "none"]
+
+
+class LoadOptions(TypedDict, total=False):
+    """What --help says about each. An option that a flag's text is parsed for takes that text, too."""
+
+    draft_tokens: int | None
+    tree: Tree | str | None
+    policy: str | None
+    graphs: Literal["on", "off"] | None
+    load: Literal["weights", "dummy"]
+    quantize: Bits | None
+    draft_quantize: Bits | None
+    acceptance: float | str | None
+    linear: Literal["rows", "cublas"]
+    max_context: int | None
+    page_size: int
+    batch_size: int
+    kv_tokens: int | None
+    tp: int | None
+    dp: int
+    draft_ranks: int | None
+    reduce: Literal["fast", "ordered"]
+    # easyspec
+    layer_parallel: int | tuple[tuple[int, ...], ...] | str
+    calibrate: Literal["every", "mismatch", "never"]
+    # del
+    exit_layer: int | None
+    exit_cost: Literal["layers", "bytes", "measured"]
+    # diffuspec
+    cps: Literal["off", "chain", "tree"] | None
+    cps_paths: int | None
+    cps_candidates: int | None
+    cps_mass: float | None
+    cps_lambda: float | None
+    ngram: str | None
+    diffusion_prefix: Literal["reuse", "exact"]
+    shifted_logits: Literal["yes", "no"] | None
+    adl: tuple[int, int] | str | None
+    chunk: tuple[int, float] | str | None
+    # lookup
+    ngram_most: int
+    ngram_least: int
+    # vocabtrim
+    vocab_scores: str | None
+    vocab_keep: Keep | str | None
+    vocab_text: int

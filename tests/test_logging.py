@@ -1,0 +1,54 @@
+"""What specker has to say goes to the logger `specker`; the application decides whether it is seen."""
+
+import logging
+
+import specker
+from specker import run
+from specker.integrations.drafts import Drafts
+from specker.report import Screen
+from specker.runtime.engine import Engine
+
+LOGGER = logging.getLogger("specker")
+
+
+def test_the_library_adds_a_null_handler_alone():
+    assert [type(handler) for handler in LOGGER.handlers] == [logging.NullHandler]
+    assert LOGGER.level == logging.NOTSET and LOGGER.propagate
+
+
+def test_an_engines_remarks_are_logged_when_it_is_made(pair, caplog, capsys):
+    engine = specker.load(*pair, device="cpu", load="dummy", linear="cublas")
+    assert engine.remarks.keys() == {"sizing", "linear"}
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"{name}: {sentence}" for name, sentence in engine.remarks.items()]
+    caplog.clear()
+    assert specker.load(*pair, device="cpu").remarks == {} and not caplog.records
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_notes_of_a_drafter_for_another_engine_are_logged(pair, caplog):
+    Drafts(pair[0], pair[1], device="cpu", draft_quantize="int8")
+    assert [record.getMessage() for record in caplog.records] == ["draft_weights: in int8"]
+
+
+def test_a_screen_prints_warnings_while_it_listens(capsys):
+    screen = Screen(json_to_stdout=False)
+    with screen.records():
+        LOGGER.getChild("runtime.graphs").warning("a graph could not be captured (%s)", "a")
+        LOGGER.info("not for the user")
+    LOGGER.warning("later")
+    assert capsys.readouterr() == ("", "a graph could not be captured (a)\n")
+
+
+def test_the_command_prints_what_warming_up_and_decoding_log(pair, capsys, monkeypatch):
+    def warmup(self: Engine, tell: object) -> None:
+        LOGGER.warning("while warming up")
+
+    monkeypatch.setattr(Engine, "warmup", warmup)
+    argv = ["--target", pair[0], "--draft", pair[1], "--device", "cpu", "--prompt", "x", "--max-new-tokens", "2"]
+    assert run.main([*argv, "--linear", "cublas", "--check"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said.count("while warming up") == 1
+    # Before the text and below the table, as ever: remarks do not come twice because they are logged, too.
+    assert sum(line.startswith("linear: cublas") for line in said) == 2
+    assert [type(handler) for handler in LOGGER.handlers] == [logging.NullHandler]
