@@ -64,6 +64,7 @@ class Round:
     hidden: Tensor | None = None  # [n, size, E], rows 0..size-1 at the exit of a self-drafted chain
     taps: dict[int, Tensor] = field(default_factory=dict)  # depth of the target -> [n * rows, E]
     nodes: Tensor | None = None  # [n, size], which of the grown nodes of a tree the draft holds
+    scores: Tensor | None = None  # [n, grown nodes], cumulative log-probabilities of a tree outside captured rounds
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
 
     _kept: dict[str, Tensor] = field(default_factory=dict)
@@ -237,6 +238,8 @@ def send(r: Round, traced: bool) -> None:
         copies |= {"target": r.kept("target", n * (N + 1)).view(n, -1)} | (
             {"parents": s.parents[:, :N]} if r.tree else {}
         )
+        if r.scores is not None:
+            copies["scores"] = r.scores if r.nodes is None else r.scores.gather(1, r.nodes)
     if not s.length.is_cuda:
         r.host = {name: x.clone() if r.fixed or name in ("draft", "parents") else x for name, x in copies.items()}
         return

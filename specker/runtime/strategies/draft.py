@@ -165,6 +165,7 @@ class AutoregressiveDrafter(ModelDrafter):
                 final, positions = self._forward(rows, embedded), rows.positions
             grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at)
         r.forwarded = count - width
+        r.scores = None if r.fixed else scores  # a replayed graph runs no Python
         if r.size < count:
             r.nodes = prune(tokens, parents, scores, kept, up)
 
