@@ -1,0 +1,43 @@
+"""Write traces of `specker.run --trace` as one HTML page: `python -m specker.view --help`.
+
+Exit codes: 0; 2 for a file that cannot be read or is no trace, and for a page that cannot be written.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specker.flags import Parser, ended, make, opt
+from specker.report import probe, write_file
+from specker.view.page import html
+from specker.view.read import read
+
+
+@dataclass(frozen=True)
+class View:
+    out: str | None = opt(None, "the page (default: trace.html beside the first trace)", "FILE")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return ended(lambda: run(argv))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    top = Parser(prog="specker.view", description="The rounds of a run as one HTML page.", allow_abbrev=False)
+    top.add_argument("traces", nargs="+", metavar="TRACE", help="a file of specker.run --trace; several: side by side")
+    top.add(View, "page")
+    values = vars(top.parse_args(argv))
+    traces, view = values["traces"], make(View, values)
+    out = view.out or str(Path(traces[0]).with_name("trace.html"))
+    if any(Path(out).exists() and Path(trace).exists() and Path(out).samefile(trace) for trace in traces):
+        raise ValueError(f"--out {out}: would replace a trace")
+    found = [read(trace) for trace in traces]
+    probe(out, "--out")
+    write_file(out, html(found))
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
