@@ -2,6 +2,7 @@
 
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from specker.view.read import Traced, Turn
@@ -32,7 +33,7 @@ def data(trace: Traced) -> dict[str, Any]:
     """What page.js shows of a trace. `names`: text by id."""
     header = trace.header
     return {
-        "file": trace.name,
+        "file": Path(trace.name).name,
         "strategy": header["strategy"],
         "target": header["target"],
         "draft": header.get("draft"),
