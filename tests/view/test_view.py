@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import traces
 from traces import BEGIN, CHAIN, END, HEADER, TREE, write
 from transformers import AutoModelForCausalLM
