@@ -226,7 +226,9 @@ function section(trace, number) {
   const options = element("details");
   options.append(element("summary", "", "options"), element("p", "", Object.entries(trace.settings)
     .map(([name, value]) => `${name} ${value}`).join(", ")));
-  part.append(title, element("p", "about", `${models}, ${trace.device}, ${trace.file}`), element("p", "about", summary(trace)),
+  const about = element("p", "about", `${models}, ${trace.device}, ${trace.file}`);
+  about.title = about.textContent; // a narrow column cuts it
+  part.append(title, about, element("p", "about", summary(trace)),
     ...trace.remarks.map((remark) => element("p", "about remark", remark)), options, box, live, panel, charts);
   document.getElementById("traces").append(part);
   const view = { trace, panel, live, round: null, kept: false };

@@ -58,7 +58,7 @@ function layOut(trace, columns) {
     if (out.lines.length > 1) out.breakLine();
     out.add(turn.title, "title", -1, -1);
     out.breakLine();
-    out.add(turn.prompt, "prompt", -1, -1);
+    for (const word of turn.prompt.match(/\S+[^\S\n]*|\s+/g) ?? []) out.add(word, "prompt", -1, -1);
     out.breakLine();
     for (const r of turn.list) {
       const outside = new Set(r.outside ?? []);
@@ -68,7 +68,7 @@ function layOut(trace, columns) {
       });
     }
     out.add(turn.tail, "own", -1, -1);
-    out.breakLine();
+    if (out.used) out.breakLine();
     out.add(`(${ENDED[turn.finished] ?? "interrupted"})`, "title", -1, -1);
     out.breakLine();
   }
