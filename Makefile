@@ -10,7 +10,7 @@ QUESTIONS ?= 6
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format static ptx bench peers vllm plot docs gpu dist clean
+.PHONY: help setup run real test lint format browser static ptx bench peers vllm plot docs gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -43,6 +43,12 @@ format: $(STAMP)  ## let ruff fix what it can
 test: lint  ## lint, types and every test that needs no GPU; ARGS='tests/test_cli.py -k json' for less
 	@$(BIN)/python -m specker.zoo.real >/dev/null || echo "tests of the real model are skipped"
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+browser: $(STAMP)  ## test the page of specker.view in Chromium; installs nothing, says what is missing
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { echo "no Chromium here; on Debian and Ubuntu: apt-get install chromium"; exit 1; }
+	@$(BIN)/python -c "import playwright" || { echo "no playwright in $(VENV): make setup"; exit 1; }
+	$(BIN)/python -m pytest tests/view $(ARGS)
 
 static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); ARCH=gfx942,gfx950 for AMD, TRITON=3.6.0 with another version
 ifeq ($(TRITON),)

@@ -22,10 +22,13 @@ def opt(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
+    bare: Any = None,
 ) -> Any:
     """A dataclass field that becomes a flag. `settle` applies the arguments: `parse` converts a string (or a value
-    already parsed) to the field's type; `choices`, `least` and `most` limit the value."""
+    already parsed) to the field's type; `choices`, `least` and `most` limit the value. `bare`: the value of a flag
+    that is given without one."""
     about = {"help": help, "metavar": metavar, "parse": parse, "choices": choices, "least": least, "most": most}
+    about["bare"] = bare
     return field(default=default, metadata=about)
 
 
@@ -76,6 +79,8 @@ class Parser(argparse.ArgumentParser):
                 continue
             metavar = f.metadata["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
             several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(hints[f.name]) is tuple else {}
+            if f.metadata["bare"] is not None:
+                several = {"nargs": "?", "const": f.metadata["bare"]}
             about += "" if f.default in (None, ()) else f" (default: {f.default})"
             group.add_argument(
                 flag(f.name), type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about, **several

@@ -23,6 +23,7 @@ from specker.flags import Parser, ended, make, opt, settle
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
+from specker.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,12 @@ class Job:
     )
     device: str | None = opt(None, "cpu or cuda (default: cuda if available)")
     check: bool = opt(False, "also decode with ar, compare the tokens and print both speeds")
-    trace: str | None = opt(None, "write a JSON line per round and sequence: the draft and the target's tokens", "FILE")
+    trace: str | None = opt(
+        None, "write JSON lines: each round's draft and the target's tokens, for python -m specker.view", "FILE"
+    )
+    view: str | None = opt(
+        None, "write the trace as an HTML page (default: trace.html, beside --trace) and open it", "FILE", bare=""
+    )
     json: str | None = opt(None, "write the results as one JSON object; with -, stdout holds nothing else", "FILE|-")
 
     def __post_init__(self) -> None:
@@ -236,9 +242,19 @@ def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
 class Decoding:
     """Decodes up to --batch-size lines at once and prints them one after another."""
 
-    def __init__(self, engine: Any, job: Job, screen: Screen, encode: Callable[[Line], list[int]], echo: bool = True):
-        """`echo`: print the prompts; a user who typed them has seen them."""
+    def __init__(
+        self,
+        engine: Any,
+        job: Job,
+        screen: Screen,
+        encode: Callable[[Line], list[int]],
+        echo: bool = True,
+        trace: Trace | None = None,
+    ):
+        """`echo`: print the prompts; a user who typed them has seen them. `trace`: told where requests begin and
+        end."""
         self.engine, self.job, self.screen, self.encode, self.echo = engine, job, screen, encode, echo
+        self.trace = trace
 
     def run(self, lines: list[Line]) -> None:
         """Decode every turn of the lines; with --check, compare with plain decoding. After Ctrl-C, raises
@@ -267,6 +283,9 @@ class Decoding:
             ids = self.encode(line)
             line.results.append(Result([], "", Stats(), ids=ids, seed=line.sampling.seed))
             owners[number] = line
+            if self.trace is not None:
+                place = line.talk.where, len(line.results)
+                self.trace.begin(number, *place, turn, len(ids), line.sampling.seed)
             started.append((line, line.results[-1]))
             if self.echo:
                 line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
@@ -290,6 +309,8 @@ class Decoding:
                 result.stats, result.finished = chunk.stats, chunk.finished
                 line.shown += chunk.pieces
                 if chunk.finished:
+                    if self.trace is not None:
+                        self.trace.end(chunk.prompt, chunk.finished, chunk.stats)
                     line.shown.append(("\n", False))
                     line.messages.append({"role": "assistant", "content": result.text})
                     if turns is None and not line.done:
@@ -356,8 +377,10 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     chatting = job.chat and job.prompt is None and job.prompts is None and sys.stdin.isatty()
     if chatting and (world > 1 or job.samples > 1 or options.batch_size > 1):
         raise ValueError("a conversation in the terminal is one: leave out torchrun, --samples and --batch-size")
-    if options.dp > 1 and job.trace is not None:
-        raise ValueError("--trace records one replica only: leave out --dp")
+    for name in ("trace", "view"):
+        if options.dp > 1 and getattr(job, name) is not None:
+            raise ValueError(f"--{name} records one replica only: leave out --dp")
+    page = None if job.view is None else job.view or str(Path(job.trace or "trace").with_name("trace.html"))
     count = job.max_new_tokens or (1024 if chatting else 128)
     job = replace(job, max_new_tokens=count)
     talks = [] if chatting else read_talks(job)
@@ -366,6 +389,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     screen = Screen(job.json == "-", quiet=not first or options.dp > 1)
     if job.trace is not None:
         probe(job.trace, "--trace")
+    if page is not None:
+        probe(page, "--view")
 
     from specker.kernels.cpu import native
     from specker.runtime.dist import collect
@@ -408,17 +433,17 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
             engine.generate([0], 2)
     lines = [Line(Talk((), "this turn"), sampling, 0)] if chatting else lines_of(talks, job, sampling)
     mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
-    rounds: list[str] = []
-    sizing = {name: remark for name, remark in engine.remarks.items() if name == "sizing"}
-    if job.trace is not None:
-        engine.trace = lambda row: rounds.append(json.dumps({**row, **sizing}))
+    sizing = "sizing" in engine.remarks
+    trace = Trace(engine, sampling) if job.trace is not None or page is not None else None
+    if trace is not None:
+        engine.trace = trace.round
     interrupted = False
     if screen.terminal and engine.speculates and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
     if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.target.recommended):
         asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")
-    decoding = Decoding(engine, job, screen, encode, echo=not chatting)
+    decoding = Decoding(engine, job, screen, encode, echo=not chatting, trace=trace)
     try:
         with screen.records():
             if chatting:
@@ -439,8 +464,11 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if not first:
         return 130 if interrupted else int(any(r.check and not r.check.ok for r in results))
     screen.table(engine, results)
-    if job.trace is not None:
-        write_file(job.trace, "".join(f"{line}\n" for line in rounds))
+    if trace is not None:
+        if job.trace is not None:
+            write_file(job.trace, "".join(f"{line}\n" for line in trace.lines))
+        if page is not None:
+            _view(page, trace, screen)
     if job.json is not None:
         text = json.dumps(report(engine, results, sampling, interrupted), ensure_ascii=False) + "\n"
         if job.json == "-":
@@ -451,6 +479,18 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         screen.note("interrupted", "yellow")
         return 130
     return int(any(r.check and not r.check.ok for r in results))
+
+
+def _view(path: str, trace: Trace, screen: Screen) -> None:
+    """Write the trace as a page and open it in the user's browser."""
+    import webbrowser
+
+    from specker.view.page import html
+    from specker.view.read import parse as parse_trace
+
+    write_file(path, html([parse_trace(trace.lines, "this run")]))
+    screen.note(f"the rounds: {path}")
+    webbrowser.open(Path(path).resolve().as_uri())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 import specker
 from specker import calibrate, run
+from specker.view import __main__ as view
 
 ROOT = Path(__file__).parent.parent
 DESIGN = ROOT / "docs" / "design.md"
@@ -55,6 +56,8 @@ def test_command(line: str) -> None:
             run.parse(flags)
         case ["python", "-m", "specker.calibrate", *flags]:
             calibrate.parse(flags)
+        case ["python", "-m", "specker.view", *flags]:
+            view.parse(flags)
         case ["python", script, *_] if script != "-m":
             assert (ROOT / script).exists()  # tests of these scripts parse their flags
         case ["vllm", "serve", *_]:  # tests/integrations/test_vllm.py runs it

@@ -6,6 +6,7 @@ for an admitted sequence. Its prompt is prefilled before the next round. A reque
 the batch, the batch's size or the time of admission.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ class Batch:
     active: list[Sequence] = field(init=False, default_factory=list)
     launched: int = field(init=False, default=0)  # rounds of fixed shape
     host_seconds: float = field(init=False, default=0.0)  # that it took to launch those
+    finished: int = field(init=False, default=0)  # rounds
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
     _idle: set[int] = field(init=False, default_factory=set)  # slots that rounds may run over
@@ -247,8 +249,9 @@ class Batch:
             budget = self._clipped(budget)
         r = self.new_round(budget, fixed, ahead)
         r.asks = drafting and self.active[0].policy.confident
+        r.traced = self.trace is not None
         launch(r, self.target, self.cache, self.drafter if drafting else None)
-        send(r, self.trace is not None)
+        send(r, self.target.config.vocab_size)
         if fixed:
             self.launched += 1
             self.host_seconds += time.perf_counter() - began
@@ -328,15 +331,21 @@ class Batch:
         watched = self._watch(r, [path for _, path, _ in out], seconds) if r.taps else 0.0
         for slot, (sequence, path, tokens) in enumerate(out):
             if tokens and not sequence.finished:
-                self._account(r, slot, sequence, path, tokens)
+                self._account(r, slot, sequence, path)
         share = time.perf_counter() - start - watched
         for sequence in r.sequences:
             for stage, spent in {**seconds, "commit": share}.items():
                 sequence.stats.seconds[stage] += spent / n
+        if self.trace is not None:
+            spans = {**seconds, "watch": watched, "commit": share}
+            for slot, (sequence, path, tokens) in enumerate(out):
+                if tokens and not sequence.finished:
+                    self.trace(self._told(r, slot, sequence, path, tokens, len(each[slot][0]), spans))
+        self.finished += 1
         return out
 
-    def _account(self, r: Round, slot: int, sequence: Sequence, path: list[int], tokens: list[int]) -> None:
-        """Policy, stats and trace of one sequence's part of a round."""
+    def _account(self, r: Round, slot: int, sequence: Sequence, path: list[int]) -> None:
+        """Policy and stats of one sequence's part of a round."""
         drafted = r.drafted[slot] if r.drafted else r.size
         found = r.found[slot] if r.found else None
         confidence = [each[slot] for each in r.confidence]
@@ -345,24 +354,52 @@ class Batch:
         stats.observe_budget(drafted, r.budget.exit if drafted else 0)
         if found is not None:
             stats.observe_found(found, r.depth, len(path) - 1)
-        if self.trace is None:
-            return
-        N, rows = drafted, r.host
+
+    def _told(
+        self,
+        r: Round,
+        slot: int,
+        sequence: Sequence,
+        path: list[int],
+        tokens: list[int],
+        whole: int,
+        seconds: dict[str, float],
+    ) -> dict[str, Any]:
+        """One sequence's part of a round for the trace (specker/trace.py documents it). `whole`: rows of the path
+        before the text's limit cut it."""
+        N, rows = r.drafted[slot] if r.drafted else r.size, r.host
         parents = rows["parents"][slot, :N].tolist() if r.tree else list(range(N))
-        self.trace(
-            {
-                "prompt": sequence.index,
-                "position": len(sequence.text) - len(tokens),  # committed tokens before the round
-                "draft": rows["draft"][slot, :N].tolist(),
-                "parents": parents,
-                "confidence": confidence,
-                "target": rows["target"][slot, : N + 1].tolist(),
-                "path": path,
-                "tokens": tokens,
-                "exit": r.budget.exit,
-                **({} if found is None else {"diffusion": asdict(found)}),
-            }
-        )
+        if not N or whole > len(path):
+            last = "own"
+        else:
+            last = "recovered" if path[-1] in parents else "bonus"
+        confidence = [each[slot] for each in r.confidence]
+        told: dict[str, Any] = {
+            "prompt": sequence.index,
+            "round": self.finished,
+            "position": len(sequence.text) - len(tokens),  # committed tokens before the round
+            "draft": rows["draft"][slot, :N].tolist(),
+            "parents": parents,
+            "confidence": confidence,
+            "target": rows["target"][slot, : N + 1].tolist(),
+            "path": path,
+            "tokens": tokens,
+            "last": last,
+            "exit": r.budget.exit,
+            "sequences": len(r.sequences),
+            "seconds": seconds,
+        }
+        for name, count in (("probability", N), ("agreed", N), ("own", N + 1)):
+            if name in rows:
+                told[name] = [math.exp(min(0.0, x)) for x in rows[name][slot, :count].tolist()]
+        if "probability" not in told and len(confidence) >= N > 0:
+            told["probability"] = confidence[:N]
+        head = self.drafter.head if self.drafter is not None and sequence.drafting else None
+        if head is not None and head.kept is not None:
+            told["outside"] = [n for n, token in enumerate(tokens) if token not in head.known]
+        if r.found:
+            told["diffusion"] = asdict(r.found[slot])
+        return told
 
     def _watch(self, r: Round, paths: list[list[int]], stages: dict[str, float]) -> float:
         """Pass each policy the tapped layers' predictions after the accepted rows; later rows follow rejected tokens.

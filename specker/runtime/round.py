@@ -53,6 +53,7 @@ class Round:
     lengths: Lengths  # the texts' lengths, which place the rows
     bucket: int = 0  # columns that attention sees, 0 for all
     asks: bool = False  # whether policies end the draft by the confidence of each token
+    traced: bool = False  # whether a trace wants the draft and its probabilities
 
     size: int = 0  # draft tokens of each sequence in the window
     drafted: list[int] = field(default_factory=list)  # of them, each sequence's own; []: `size` for all
@@ -64,6 +65,9 @@ class Round:
     hidden: Tensor | None = None  # [n, size, E], rows 0..size-1 at the exit of a self-drafted chain
     taps: dict[int, Tensor] = field(default_factory=dict)  # depth of the target -> [n * rows, E]
     nodes: Tensor | None = None  # [n, size], which of the grown nodes of a tree the draft holds
+    scores: list[Tensor] = field(
+        default_factory=list
+    )  # for a trace: log-probabilities [n, ..] of draft tokens in order
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
 
     _kept: dict[str, Tensor] = field(default_factory=dict)
@@ -133,10 +137,16 @@ class Round:
     def extend(self, head: Head, final: Final, positions: Tensor, out: Tensor) -> None:
         """Write the best candidate of each row [n, E] at `positions` [n] to `out` [n, 1]. If policies ask, keep its
         log-probability for `goes_on`: the chain is a tree of width 1 that grows."""
-        if not self.asks:
+        scored = self.traced and not self.fixed  # a replayed graph runs no Python
+        if not self.asks and not scored:
             head.best(final, self.draws, positions, out[:, 0])
             return
         ids, logits, lse = head.ranked(final, 1, self.draws, positions)
+        if scored:
+            self.scores.append(logits - lse.unsqueeze(1))
+        if not self.asks:
+            out.copy_(ids)
+            return
         scores = self.room("confidence", self.n)
         scores = logits.new_empty(self.n) if scores is None else scores
         grow(ids, logits, lse, out, self.state.parents[:, :1], scores.unsqueeze(1), 0)
@@ -227,22 +237,41 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
     r.keep("target", drawn)
 
 
-def send(r: Round, traced: bool) -> None:
-    """Start copying the round's results to the host; `traced` adds the draft and the target's tokens."""
+def send(r: Round, vocab: int) -> None:
+    """Start copying the round's results to the host; a trace adds the draft, the target's tokens and probabilities.
+    `vocab`: the target's ids."""
     N, s, n = r.size, r.state, r.n
     copies = {"report": r.kept("report", n * (3 + 2 * N)).view(n, -1)}
-    if traced or r.generated:
+    if r.traced or r.generated:
         copies["draft"] = s.window[:, 1 : N + 1]
-    if traced:
-        copies |= {"target": r.kept("target", n * (N + 1)).view(n, -1)} | (
-            {"parents": s.parents[:, :N]} if r.tree else {}
-        )
+    if r.traced:
+        copies |= {"target": r.kept("target", n * (N + 1)).view(n, -1)} | _probabilities(r, vocab)
+        copies |= {"parents": s.parents[:, :N]} if r.tree else {}
     if not s.length.is_cuda:
         r.host = {name: x.clone() if r.fixed or name in ("draft", "parents") else x for name, x in copies.items()}
         return
     r.host = {name: to_host(x) for name, x in copies.items()}
     r.done = torch.cuda.Event()
     r.done.record()
+
+
+def _probabilities(r: Round, vocab: int) -> dict[str, Tensor]:
+    """For a trace, natural logarithms of probabilities: the draft's of its tokens [n, N], if its head computed them;
+    the target's, before temperature and filters, of its own token after each row [n, N + 1] and of each draft token
+    [n, N], unless a rank holds only a part of the logits."""
+    s, N, n = r.state, r.size, r.n
+    out = {"probability": torch.cat(r.scores, 1)} if N and sum(x.shape[1] for x in r.scores) == N else {}
+    logits = r.kept("logits", n * (N + 1))
+    if logits.shape[-1] != vocab:
+        return out
+    logits = logits.view(n, N + 1, vocab)
+    lse = logits.logsumexp(-1)
+    own = r.kept("target", n * (N + 1)).view(n, N + 1, 1)
+    out["own"] = logits.gather(-1, own).squeeze(-1) - lse
+    each = torch.arange(n, device=logits.device).unsqueeze(1)
+    rows = s.parents[:, :N] if r.tree else torch.arange(N, device=logits.device)
+    out["agreed"] = logits[each, rows, s.window[:, 1 : N + 1]] - lse[each, rows]
+    return out
 
 
 def collect(r: Round) -> tuple[list[tuple[list[int], list[int]]], dict[str, float]]:

@@ -167,6 +167,10 @@ class AutoregressiveDrafter(ModelDrafter):
         r.forwarded = count - width
         if r.size < count:
             r.nodes = prune(tokens, parents, scores, kept, up)
+        if r.traced and not r.fixed:  # a replayed graph runs no Python
+            best = scores if r.nodes is None else scores.gather(1, r.nodes)
+            above = torch.cat((torch.zeros_like(best[:, :1]), best), 1).gather(1, up)
+            r.scores.append(best - above)
 
     def _forward(self, rows: Rows, embedded: Tensor) -> Final:
         """The embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""

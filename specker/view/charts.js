@@ -1,0 +1,94 @@
+// Charts over the text: x is the token at which a round begins. uPlot draws them; a table in words is the figure's label.
+
+const RECENT = 32; // rounds that a line of means looks back on
+
+// Means over the last rounds that have a value.
+function smooth(values) {
+  const window = [], out = [];
+  let sum = 0;
+  for (const v of values) {
+    if (v !== null) {
+      window.push(v);
+      sum += v;
+      if (window.length > RECENT) sum -= window.shift();
+    }
+    out.push(window.length ? sum / window.length : null);
+  }
+  return out;
+}
+
+const mean = (values) => {
+  const known = values.filter((v) => v !== null);
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+};
+
+// The charts that this trace has data for: { title, unit, series: [[name, values, colour number, dash]] }.
+function chartsOf(trace) {
+  const rounds = trace.rounds, by = (f) => rounds.map(f);
+  const charts = [{
+    title: "tokens of a round", unit: "",
+    series: [["draft length", by((r) => r.draft.length), 2], ["accepted", by((r) => r.accepted), 0]],
+  }];
+  if (rounds.some((r) => r.draft.length))
+    charts.push({ title: "acceptance", unit: "%",
+      series: [["share accepted", by((r) => (r.draft.length ? (100 * r.accepted) / r.depth : null)), 0]] });
+  if (rounds.some((r) => r.exit))
+    charts.push({ title: "exit layer", unit: "", raw: true,
+      series: [["exit layer", by((r) => (r.draft.length ? r.exit : null)), 1]] });
+  if (rounds.some((r) => r.diffusion))
+    charts.push({ title: "diffusion block", unit: "", series: [
+      ["block length", by((r) => r.diffusion?.[0] ?? null), 2],
+      ["lattice width", by((r) => r.diffusion?.[1] ?? null), 1, [6, 3]]] });
+  if (rounds.some((r) => r.outside))
+    charts.push({ title: "tokens outside the head", unit: "%",
+      series: [["share outside", by((r) => (r.tokens.length ? (100 * (r.outside?.length ?? 0)) / r.tokens.length : null)), 1]] });
+  const used = trace.stages.map((name, n) => [name, by((r) => r.milliseconds[n]), n]).filter((s) => mean(s[1]) > 0.005);
+  charts.push({ title: "time of a round", unit: "ms",
+    series: used.map(([name, values, n]) => [name, values, n, DASHES[n]]) });
+  return charts;
+}
+
+const DASHES = [[], [2, 2], [8, 3], [1, 3], [5, 2, 1, 2], [10, 2]];
+const colour = (box, n) => getComputedStyle(box).getPropertyValue(`--line${n % 6}`).trim();
+const inWords = (chart) =>
+  `${chart.title}: ` + chart.series.map(([n, v]) => `${n} ${mean(v)?.toFixed(2) ?? "unknown"} ${chart.unit} on average`).join(", ");
+
+function drawCharts(box, trace, select) {
+  const x = trace.rounds.map((r) => r.at);
+  const made = [];
+  const draw = () => {
+    made.splice(0).forEach((plot) => plot.destroy());
+    box.replaceChildren();
+    const ink = getComputedStyle(box).getPropertyValue("--ink").trim();
+    const grid = getComputedStyle(box).getPropertyValue("--edge").trim();
+    for (const chart of chartsOf(trace)) {
+      const figure = element("figure", "chart");
+      figure.setAttribute("role", "img");
+      figure.setAttribute("aria-label", inWords(chart));
+      figure.append(element("figcaption", "", `${chart.title}${chart.unit && ` (${chart.unit})`}` +
+        (chart.raw ? "" : `, mean of ${RECENT} rounds`)));
+      box.append(figure);
+      const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid }, font: "12px system-ui" };
+      const plot = new uPlot({
+        width: Math.max(200, box.clientWidth), height: 130,
+        scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(high ?? 1, 1e-3) * 1.1] } },
+        cursor: { drag: { x: false, y: false } },
+        axes: [{ ...axis, size: 28 }, { ...axis, size: 48 }],
+        series: [{ label: "token" }, ...chart.series.map(([label, , n, dash]) => ({
+          label, stroke: colour(box, n), width: 2, dash, points: { show: false }, spanGaps: true,
+          value: (_, v) => (v === null || v === undefined ? "\u2013" : v.toFixed(2)),
+        }))],
+      }, [x, ...chart.series.map(([, values]) => (chart.raw ? values : smooth(values)))], figure);
+      plot.over.addEventListener("click", () => plot.cursor.idx !== null && select(plot.cursor.idx));
+      made.push(plot);
+    }
+  };
+  let wide = 0;
+  new ResizeObserver(() => {
+    if (box.clientWidth && box.clientWidth !== wide) {
+      wide = box.clientWidth;
+      draw();
+    }
+  }).observe(box);
+  return { draw, at: (n) => made.forEach((plot) => plot.setCursor({ left: plot.valToPos(x[n], "x"), top: 20 }, false)) };
+}

@@ -1,0 +1,106 @@
+"""Traces -> the page. Its data are columns by round, so that no field's name is repeated 100,000 times."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from specker.view.read import Traced, Turn
+
+STAGES = ("draft", "search", "verify", "accept", "watch", "commit")
+
+
+def html(traces: list[Traced]) -> str:
+    """One page with the traces side by side. It loads nothing."""
+    here = files("specker.view")
+    parts = {name: here.joinpath(name).read_text("utf-8") for name in FILES}
+    page = parts.pop("page.html")
+    parts["data"] = script_safe(json.dumps([data(trace) for trace in traces], separators=(",", ":")))
+    # One pass over the page: a text that looks like a mark stays a text.
+    pieces = page.split("@@")
+    return "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
+
+
+FILES = ("page.html", "page.css", "uplot.min.css", "uplot.min.js", "uplot.LICENSE", "text.js", "charts.js", "page.js")
+
+
+def script_safe(text: str) -> str:
+    """JSON that cannot end its <script> element or open a comment in it."""
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def data(trace: Traced) -> dict[str, Any]:
+    """What page.js shows of a trace. `names`: text by id."""
+    header = trace.header
+    return {
+        "file": Path(trace.name).name,
+        "strategy": header["strategy"],
+        "target": header["target"],
+        "draft": header.get("draft"),
+        "device": f"{header.get('device', '?')}, {header.get('dtype', '?')}",
+        "settings": {**header.get("settings", {}), **header.get("sampling", {})},
+        "remarks": list(header.get("remarks", {}).values()),
+        "stages": STAGES,
+        "names": trace.names,
+        "turns": [_turn(turn) for turn in trace.turns],
+    }
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    rounds, begin = turn.rounds, turn.begin
+    known = any("diffusion" in r for r in rounds)
+    columns = {
+        "position": [r["position"] for r in rounds],
+        "tokens": [r["tokens"] for r in rounds],
+        "pieces": [r["pieces"] for r in rounds],
+        "accepted": [r["accepted"] for r in rounds],
+        "last": [r["last"] for r in rounds],
+        "draft": [r["draft"] for r in rounds],
+        "parents": [None if r["parents"] == list(range(len(r["parents"]))) else r["parents"] for r in rounds],
+        "probability": [_rounded(r.get("probability"), 3) for r in rounds],
+        "agreed": [_rounded(r.get("agreed"), 3) for r in rounds],
+        "own": [_rounded(r.get("own"), 3) for r in rounds],
+        "target": [r["target"] for r in rounds],
+        "path": [r["path"] for r in rounds],
+        "exit": [r.get("exit", 0) for r in rounds],
+        "sequences": [r.get("sequences", 1) for r in rounds],
+        "milliseconds": [_rounded(_stages(r), 3) for r in rounds],
+        "outside": [r.get("outside") for r in rounds],
+        "diffusion": [_diffusion(r) for r in rounds] if known else None,
+    }
+    return {
+        "title": f"{begin.get('where', 'prompt')}, turn {begin.get('turn', 1)}, seed {begin.get('seed', 0)}",
+        "prompt": begin["text"],
+        "finished": turn.end.get("finished") if turn.end else None,
+        "tail": turn.end.get("tail", "") if turn.end else "",
+        "rounds": columns,
+    }
+
+
+def _stages(row: dict[str, Any]) -> list[float]:
+    """Milliseconds by stage. The search of a diffusion draft is part of `draft` in the trace."""
+    seconds = dict(row["seconds"])
+    if "diffusion" in row:
+        seconds["search"] = row["diffusion"].get("seconds", 0.0)
+        seconds["draft"] = seconds.get("draft", 0.0) - seconds["search"]
+    return [1e3 * seconds.get(stage, 0.0) for stage in STAGES]
+
+
+def _diffusion(row: dict[str, Any]) -> list[float] | None:
+    """[tokens of the block, mean candidates per position, score of the path per token, passes]."""
+    found = row.get("diffusion")
+    if found is None:
+        return None
+    return [_depth(row["parents"]), round(found.get("width", 1.0), 2), round(found.get("score", 0.0), 3),
+            found.get("passes", 1)]  # fmt: skip
+
+
+def _depth(parents: list[int]) -> int:
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+def _rounded(values: list[float] | None, digits: int) -> list[float] | None:
+    return None if values is None else [round(x, digits) for x in values]

@@ -1,0 +1,115 @@
+"""Read and check a trace. specker/trace.py documents its lines."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specker.trace import VERSION
+
+LISTS = ("tokens", "draft", "parents", "target", "path", "pieces")
+LASTS = ("recovered", "bonus", "own", "accepted")
+
+
+@dataclass
+class Turn:
+    """One request: a prompt and its rounds in order."""
+
+    begin: dict[str, Any]
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None  # None if the run was interrupted
+
+
+@dataclass
+class Traced:
+    name: str  # of the file
+    header: dict[str, Any]
+    turns: list[Turn]
+    names: dict[int, str]  # text of every id in the trace
+
+
+def read(path: str) -> Traced:
+    """Read a trace. Raises OSError, or ValueError with one sentence that names the file and the line."""
+    raw = Path(path).read_bytes()
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
+    return parse(text.split("\n"), path)
+
+
+def parse(lines: Iterable[str], name: str) -> Traced:
+    """The lines of a trace -> its turns. `name`: for messages and titles. Raises ValueError as `read` does."""
+    found: Traced | None = None
+    open_: dict[int, Turn] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{name} line {number}"
+        row = _object(line, where)
+        if found is None:
+            found = Traced(name, _header(row, where), [], {})
+        elif "path" in row:
+            _round(row, open_, found.names, where)
+        elif isinstance(row.get("begin"), int) and isinstance(row.get("text"), str):
+            open_[row["begin"]] = turn = Turn(row)
+            found.turns.append(turn)
+        elif row.get("end") in open_:
+            open_[row["end"]].end = row
+        else:
+            raise ValueError(f"{where}: not a line of a trace: it begins no request, ends none and is no round")
+    if found is None:
+        raise ValueError(f"{name}: the trace is empty")
+    found.turns = [turn for turn in found.turns if turn.rounds]
+    if not found.turns:
+        raise ValueError(f"{name}: the trace has no rounds")
+    return found
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object, not {type(row).__name__}")
+    return row
+
+
+def _header(row: dict[str, Any], where: str) -> dict[str, Any]:
+    if "specker_trace" not in row:
+        if {"prompt", "draft", "path"} <= set(row):
+            raise ValueError(f"{where}: an old trace, without text: run specker.run --trace again")
+        raise ValueError(f"{where}: not a trace of specker.run: its first line has no specker_trace")
+    if row["specker_trace"] != VERSION:
+        raise ValueError(f"{where}: a trace of version {row['specker_trace']}, but this specker reads {VERSION}")
+    if not isinstance(row.get("strategy"), str) or not isinstance(row.get("target"), str):
+        raise ValueError(f"{where}: the header has no strategy or no target")
+    return row
+
+
+def _round(row: dict[str, Any], turns: dict[int, Turn], names: dict[int, str], where: str) -> None:
+    """Check a round and add it to its turn."""
+    for key in LISTS:
+        if not isinstance(row.get(key), list):
+            raise ValueError(f"{where}: the round has no list {key!r}")
+    N = len(row["draft"])
+    chances = [(row.get(key, [0.0] * n), n) for key, n in (("probability", N), ("agreed", N), ("own", N + 1))]
+    fits = len(row["parents"]) == N and len(row["target"]) == N + 1 and len(row["pieces"]) == len(row["tokens"])
+    fits = fits and all(isinstance(values, list) and len(values) == n for values, n in chances)
+    fits = fits and all(isinstance(p, int) and 0 <= p <= n for n, p in enumerate(row["parents"]))
+    fits = fits and all(isinstance(n, int) and 0 <= n <= N for n in row["path"]) and row["path"][:1] == [0]
+    fits = fits and all(isinstance(t, int) for key in ("tokens", "draft", "target") for t in row[key])
+    fits = fits and all(isinstance(t, str) for t in row["pieces"])
+    fits = fits and row.get("accepted") in range(len(row["tokens"]) + 1) and row.get("last") in LASTS
+    fits = fits and isinstance(row.get("position"), int) and isinstance(row.get("seconds"), dict)
+    if not fits:
+        raise ValueError(f"{where}: the round's lists do not fit together, or it lacks a field")
+    if row.get("prompt") not in turns:
+        raise ValueError(f"{where}: a round of prompt {row.get('prompt')!r}, which has not begun")
+    turns[row["prompt"]].rounds.append(row)
+    try:
+        names.update((int(token), str(text)) for token, text in row.get("names", {}).items())
+    except (AttributeError, ValueError):
+        raise ValueError(f"{where}: `names` must hold a text for each id") from None

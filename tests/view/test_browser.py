@@ -1,0 +1,179 @@
+"""The page in headless Chromium: clicks, keys, colours, and 100,000 tokens."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+
+from specker.view import __main__ as view
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup installs it")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+         "--disable-sync", "--no-first-run"]  # fmt: skip
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Open a page of traces. At the end: nothing in the console, no error, no request."""
+    said: list[str] = []
+    pages = []
+
+    def made(*paths: str, **options: Any) -> Any:
+        assert view.main([*paths, "--out", str(tmp_path / "page.html")]) == 0
+        page = browser.new_page(**options)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda r: said.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
+        page.goto((tmp_path / "page.html").as_uri())
+        page.wait_for_selector(".panel h3")
+        pages.append(page)
+        return page
+
+    yield made
+    for page in pages:
+        page.close()
+    assert said == []
+
+
+def test_a_round_on_click_hover_and_key(show: Open, tmp_path: Path) -> None:
+    page = show(traces.small(tmp_path / "t"))
+    panel, text = page.locator(".panel"), page.locator(".text")
+    assert panel.locator("h3").inner_text() == "Round 1 of 2, at token 1"
+    order = panel.locator("tbody tr").all_inner_texts()
+    assert [" ".join(row.split()) for row in order] == [
+        "1 ␣a 0.75 0.60 ␣a 0.60 ✓ accepted", "2 └ ␣b 0.50 0.70 ␣b 0.70 ✓ accepted", "1 ␣x 0.20 0.010 ␣a 0.60 ✗ refused"
+    ]  # fmt: skip
+    page.locator("[data-round='1']").hover()
+    assert panel.locator("h3").inner_text().startswith("Round 2")
+    page.locator("[data-round='0']").first.click()
+    page.locator("[data-round='1']").hover()
+    assert panel.locator("h3").inner_text().startswith("Round 1"), "a clicked round stays"
+    text.focus()
+    page.keyboard.press("ArrowRight")
+    assert panel.locator("h3").inner_text().startswith("Round 2")
+    assert page.locator(".spoken").inner_text() == (
+        "Round 2 of 2. 2 drafted, 0 accepted. "
+        "Last, recovered: the target's own token where the draft was refused: “ y”."
+    )
+    assert panel.locator("tbody tr").last.inner_text().split()[-2:] == ["not", "reached"]
+    page.keyboard.press("Home")
+    assert "2 accepted: “ a” “ b”. Last, bonus" in page.locator(".spoken").inner_text()
+    page.keyboard.press("Escape")
+    page.locator("[data-round='1']").hover()
+    assert panel.locator("h3").inner_text().startswith("Round 2"), "Escape lets go"
+
+
+def test_kinds_differ_in_shape(show: Open, tmp_path: Path) -> None:
+    """Without colour, box shadows tell the kinds apart; the text is one tab stop."""
+    page = show(traces.small(tmp_path / "t"))
+    shapes = [
+        re.sub(
+            r"rgba?\([^)]*\)", "", page.locator(f".text .t.{kind}").first.evaluate("e => getComputedStyle(e).boxShadow")
+        )
+        for kind in ("accepted", "recovered", "bonus")
+    ]
+    assert len({*shapes, "none"}) == 4
+    assert page.locator(".text .outside").count() == 1
+    assert page.locator(".text [tabindex], .text a, .text button").count() == 0
+    seen = []
+    for _ in range(4):
+        page.keyboard.press("Tab")
+        seen.append(
+            page.evaluate(
+                "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
+            )
+        )
+    assert seen == ["linked", "theme", "SUMMARY", "text"]
+
+
+CONTRAST = """() => {
+  const light = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).slice(0, 3).map((x) => { x /= 255;
+    return x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const behind = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+    if (!/, 0\\)$/.test(c)) return c; } return "rgb(255, 255, 255)"; };
+  return [...document.querySelectorAll("body *")].filter((e) => !/SCRIPT|STYLE/.test(e.tagName) &&
+      [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim())).map((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(behind(e))].sort((x, y) => y - x);
+    return [(a + 0.05) / (b + 0.05), e.className || e.tagName]; }); }"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_and_narrow_windows(show: Open, tmp_path: Path, scheme: str) -> None:
+    page = show(traces.small(tmp_path / "t"), color_scheme=scheme, viewport={"width": 700, "height": 900})
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    for _ in range(2):
+        found = page.evaluate(CONTRAST)
+        assert len(found) > 30 and [each for each in found if each[0] < 4.5] == []
+        page.locator("#theme").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+
+
+def test_traces_side_by_side_move_together(show: Open, tmp_path: Path) -> None:
+    page = show(
+        traces.small(tmp_path / "a"), traces.small(tmp_path / "b", "lookup"), viewport={"width": 1400, "height": 900}
+    )
+    assert page.locator("h2").all_inner_texts() == ["draft", "lookup"]
+    left, right = page.locator("section").nth(0), page.locator("section").nth(1)
+    assert left.bounding_box()["y"] == right.bounding_box()["y"]
+    left.locator("[data-round='1']").click()
+    assert right.locator("h3").inner_text().startswith("Round 2")
+    page.locator("#linked").click()
+    left.locator("[data-round='0']").first.click()
+    assert left.locator("h3").inner_text().startswith("Round 1") and right.locator("h3").inner_text().startswith(
+        "Round 2"
+    )
+    assert left.locator("figure").count() == 4 and "draft length 2.50" in left.locator("figure").first.get_attribute(
+        "aria-label"
+    )
+    left.locator(".u-over").first.click(position={"x": 5, "y": 20})
+    assert left.locator("h3").inner_text().startswith("Round 1")
+
+
+def test_text_is_never_markup(show: Open, tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)></script><b>bold</b>"
+    rows = traces.HEADER, {**traces.BEGIN, "text": evil}, {**traces.CHAIN, "pieces": [evil], "names": {"9": evil}}
+    page = show(traces.write(tmp_path / "t", *rows))
+    assert page.locator("img, main b").count() == 0
+    assert "".join(page.locator(".text .prompt").all_inner_texts()) == evil
+    assert page.locator(".text .recovered").inner_text() == evil
+
+
+SCROLL = """async () => {
+  const box = document.querySelector(".text"), times = [];
+  for (let n = 0; n < 60; n++) {
+    const began = performance.now();
+    box.scrollTop += 997;
+    await new Promise(requestAnimationFrame);
+    await new Promise(requestAnimationFrame);
+    times.push(performance.now() - began);
+  }
+  return times.sort((a, b) => a - b)[54];
+}"""
+
+
+def test_a_long_text_scrolls(show: Open, tmp_path: Path) -> None:
+    """Of 100,000 tokens only the visible lines are elements. Two frames, which take 33 ms, stay below 150 ms."""
+    page = show(traces.long(tmp_path / "t", 100_000))
+    assert page.locator(".text .t").count() < 2000
+    assert page.evaluate(SCROLL) < 150
+    page.locator(".text").focus()
+    page.keyboard.press("End")
+    assert page.locator(".panel h3").inner_text().startswith("Round 25001 of 25001")
+    page.wait_for_selector(".text .marked")  # drawn in the next frame
+    assert page.locator(".text .marked").count() == 4
+    assert (tmp_path / "page.html").stat().st_size < 8_000_000
