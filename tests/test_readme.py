@@ -9,6 +9,7 @@ import pytest
 
 import specker
 from specker import calibrate, run
+from specker.view import __main__ as view
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md")
@@ -49,6 +50,8 @@ def test_command(line: str) -> None:
             run.parse(flags)
         case ["python", "-m", "specker.calibrate", *flags]:
             calibrate.parse(flags)
+        case ["python", "-m", "specker.view", *flags]:
+            view.parse(flags)
         case ["pip", "install", "."] | ["source", ".venv/bin/activate"]:
             pass
         case _:
