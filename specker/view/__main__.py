@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specker.flags import Parser, ended, make, opt
+from specker.flags import Parser, ended
 from specker.report import probe, write_file
 from specker.view.page import html
 from specker.view.read import read
@@ -16,20 +16,25 @@ from specker.view.read import read
 
 @dataclass(frozen=True)
 class View:
-    out: str | None = opt(None, "the page (default: trace.html beside the first trace)", "FILE")
+    traces: tuple[str, ...]
+    out: str | None
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[list[str], View]:
-    parser = Parser(prog="specker.view", description="The rounds of a run as one HTML page.", allow_abbrev=False)
-    parser.add_argument(
-        "traces", nargs="+", metavar="TRACE", help="a file of specker.run --trace; several: side by side"
-    )
-    parser.add(View, "page")
-    values = vars(parser.parse_args(argv))
-    return values["traces"], make(View, values)
+def parse(argv: Sequence[str] | None = None) -> View:
+    """Parse a command line. Raises ValueError with a sentence for the user."""
+    top = Parser(prog="specker.view", description="The rounds of a run as one HTML page.", allow_abbrev=False)
+    top.add_argument("traces", nargs="+", metavar="TRACE", help="a file of specker.run --trace; several: side by side")
+    top.add_argument("--out", metavar="FILE", help="the page (default: trace.html beside the first trace)")
+    values = vars(top.parse_args(argv))
+    return View(tuple(values["traces"]), values["out"])
 
 
-def run(traces: list[str], view: View) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    return ended(lambda: run(parse(argv)))
+
+
+def run(view: View) -> int:
+    traces = view.traces
     out = view.out or str(Path(traces[0]).with_name("trace.html"))
     if any(Path(out).exists() and Path(trace).exists() and Path(out).samefile(trace) for trace in traces):
         raise ValueError(f"--out {out}: would replace a trace")
@@ -38,10 +43,6 @@ def run(traces: list[str], view: View) -> int:
     write_file(out, html(found))
     print(out)
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return ended(lambda: run(*parse(argv)))
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_text_is_never_markup(show: Open, tmp_path: Path) -> None:
     rows = traces.HEADER, {**traces.BEGIN, "text": evil}, {**traces.CHAIN, "pieces": [evil], "names": {"9": evil}}
     page = show(traces.write(tmp_path / "t", *rows))
     assert page.locator("img, main b").count() == 0
-    assert "".join(page.locator(".text .prompt").all_inner_texts()) == evil
+    assert "".join(page.locator(".text .prompt").all_text_contents()) == evil
     assert page.locator(".text .recovered").inner_text() == evil
 
 
