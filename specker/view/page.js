@@ -75,9 +75,9 @@ function verdict(r, row) {
 
 function treeTable(trace, r) {
   const table = element("table");
-  table.append(element("caption", "", "Draft tree, depth first. A token's depth is its indentation."));
+  table.append(element("caption", "", "Draft tree, depth first; p is a token's probability after the one above it."));
   const head = element("tr");
-  for (const name of ["depth", "draft token", "draft's probability", "target's", "target said", "verdict"]) {
+  for (const name of ["depth", "draft token", "draft p", "target p", "target said", "verdict"]) {
     const cell = element("th", "", name);
     cell.scope = "col";
     head.append(cell);
