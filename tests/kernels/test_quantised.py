@@ -75,7 +75,7 @@ def close(got, want, dtype):
     return want.shape == got.shape and bool(((got.double() - want).abs() <= own + 1e-5 * scale).all())
 
 
-@pytest.mark.parametrize(("form", "dtype", "epilogue"), cases.one_in(2, FORMATS, HALF, ["none", "silu_mul"]))
+@pytest.mark.parametrize(("form", "dtype", "epilogue"), cases.one_in(5, FORMATS, HALF, ["none", "silu_mul"]))
 def test_row_linear(poisoned, form, dtype, epilogue):
     for (O, E), T in zip(SIZES, (0, 65, 7, 1), strict=True):
         x, weight, b = randn(T, E, dtype=dtype), a_weight(form, O, E), randn(O, dtype=dtype, seed=2)
@@ -136,7 +136,7 @@ def test_splits_add_up_and_results_go_where_they_are_wanted(poisoned, form):
     assert row_linear(x, weight, None, "float32", out=out) is out
 
 
-@pytest.mark.parametrize(("form", "dtype"), cases.one_in(2, FORMATS, HALF))
+@pytest.mark.parametrize(("form", "dtype"), cases.one_in(5, FORMATS, HALF))
 def test_a_row_is_the_same_alone_and_among_others(form, dtype):
     O, E = SIZES[2]
     x, weight = randn(65, E, dtype=dtype), a_weight(form, O, E)
@@ -214,7 +214,7 @@ def test_kv_project(poisoned, form, size, T, G, norm, bias):
         assert error <= 6 * torch.finfo(x.dtype).eps * expected.double().nan_to_num(0).abs().max()
 
 
-@pytest.mark.parametrize(("form", "dtype"), cases.one_in(2, FORMATS, HALF))
+@pytest.mark.parametrize(("form", "dtype"), cases.one_in(5, FORMATS, HALF))
 def test_vocab_topk(poisoned, form, dtype):
     for T, K, E, k, noisy in ((0, 70, 192, 1, False), (3, 300, 576, 10, True), (65, 70, 192, 1, False)):
         h, weight = randn(T, E, dtype=dtype), a_weight(form, K, E)
