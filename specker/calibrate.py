@@ -47,14 +47,17 @@ class Calibration:
     ngram_least: int = opt(2, "with --ngram: drop n-grams seen fewer times", least=1)
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
     vocab_keep: Keep | None = opt(
-        None, "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98", parse=Keep.parse
+        None,
+        "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98",
+        "ROWS|X|coverage:X",
+        parse=Keep.parse,
     )
     plot: str | None = opt(None, "draw the coverage curve as a PNG", "FILE")
     export: str | None = opt(
         None, "with --scores: the kept ids as .pt (FR-Spec), .npy or .safetensors (EAGLE-3)", "FILE"
     )
-    dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: as python -m specker.run)", choices=DTYPES)
-    device: str | None = opt(None, "cpu or cuda (default: cuda if available)")
+    dtype: str | None = opt(None, "of weights and K/V (default: as python -m specker.run)", choices=DTYPES)
+    device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
 
     def __post_init__(self) -> None:
         sources = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
@@ -74,11 +77,41 @@ class Calibration:
         settle(self)
 
 
+GROUPS = {
+    "text to count: one of --prompts, --text and --scores": ("prompts", "chat", "max_new_tokens", "text", "scores"),
+    "models": ("target", "draft", "source", "device", "dtype"),
+    "output": ("out", "ngram", "ngram_least", "export", "vocab_keep", "plot"),
+    "sampling of the text that a model writes; prompt n uses the seed SEED + n": (
+        *("temperature", "top_p", "top_k", "seed"),
+    ),
+}
+EPILOG = """\
+examples:
+  specker-calibrate --prompts questions.jsonl --out scores.safetensors
+  specker-calibrate --prompts questions.jsonl --source draft --out scores.safetensors
+  specker-calibrate --text corpus.txt --out scores.safetensors
+  specker-calibrate --prompts questions.jsonl --ngram ngram.safetensors
+  specker-calibrate --scores scores.safetensors --vocab-keep 8192 --export freq.pt
+
+exit codes: 0 success; 1 specker failed; 2 a mistake in the command or its files;
+130 after Ctrl-C: the same command resumes; 141 if the reader of stdout closed it
+"""
+
+
+def parser() -> Parser:
+    top = Parser(
+        "specker-calibrate",
+        "specker-calibrate [flags]",
+        "Count the tokens of text, for a trimmed LM head and for a path search.",
+        EPILOG,
+    )
+    top.arrange(GROUPS, Calibration, Sampling)
+    top.prints("more help", "-h", "--help", help="show every flag", text=lambda _: top.format_help())
+    return top
+
+
 def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
-    parser = Parser(prog="specker.calibrate", description="Count tokens for a trimmed LM head.", allow_abbrev=False)
-    parser.add(Calibration, "calibration")
-    parser.add(Sampling, "sampling of the text that a model writes; prompt n uses the seed SEED + n")
-    values = vars(parser.parse_args(argv))
+    values = vars(parser().parse_args(argv))
     return make(Calibration, values), make(Sampling, values)
 
 

@@ -4,11 +4,14 @@ import dataclasses
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import pytest
 from make_checkpoint import edit, make
 
-from specker import report, run
+from specker import calibrate, report, run
 from specker.config import Common, Sampling, Tree
 from specker.flags import opt, settle
 from specker.report import Result, Screen
@@ -158,15 +161,99 @@ def test_usage_reads_no_checkpoint() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+OWN_OPTIONS = [*(s.options for s in strategies.STRATEGIES.values() if s.options is not None), TrimOptions]
+
+
+def shown(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *argv: str) -> str:
+    """What a flag prints that ends the command."""
     with pytest.raises(SystemExit) as stop:
-        run.main(["--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    own = [s.options for s in strategies.STRATEGIES.values() if s.options is not None]
-    for cls in (run.Job, Common, *own, TrimOptions, Sampling):
+        main([*argv])
+    assert not stop.value.code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.mark.usefixtures("wide")
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The common flags first, then one line for each strategy; it fits two screens."""
+    out = shown(capsys, run.main, "--help")
+    common = [
+        "target",
+        "draft",
+        "strategy",
+        "prompt",
+        "prompts",
+        "chat",
+        "max-new-tokens",
+        "temperature",
+        "seed",
+        "check",
+    ]
+    assert flags_in(out)[: len(common)] == [f"--{name}" for name in common]
+    assert "--page-size" not in out and "--cps" not in out
+    for name in strategies.NAMES:
+        assert re.search(rf"^  {name} +\w", out, re.MULTILINE), name
+    assert f"--strategy {{{','.join(strategies.NAMES)}}}" in out and "NAME+vocabtrim" in out
+    assert out.count("\n") < 60
+    assert shown(capsys, run.main, "-h") == out
+
+
+@pytest.mark.usefixtures("wide")
+def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every flag once, in groups; no value is called TEXT that has a name."""
+    out = shown(capsys, run.main, "--help-all")
+    names = [f.name for cls in (run.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)]
+    listed = [flag for flag in flags_in(out) if flag not in ("--help", "--help-all")]
+    assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
+    titles = re.findall(r"^(\w.*):$", out, re.MULTILINE)
+    assert titles[0] == "common flags" and titles[-1] == "examples"
+    assert {"output", "batches and memory", "several GPUs, in a torchrun job"} < {*titles}
+    own = [name for name, s in strategies.STRATEGIES.items() if s.options is not None]
+    assert [t for t in titles if t.startswith("strategy ")] == [f"strategy {name}" for name in (*own, "vocabtrim")]
+    for cls in (run.Job, Common, *OWN_OPTIONS):
         for f in dataclasses.fields(cls):
-            assert "--" + f.name.replace("_", "-") in out
+            if values := f.metadata["choices"] or f.metadata["offers"]:
+                assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
+    assert re.findall(r"--[a-z-]+ TEXT\b.*", out) == [
+        next(line[2:] for line in out.splitlines() if line.startswith("  --prompt "))
+    ]
+    for policy in strategies.POLICIES:
+        assert policy in " ".join(out.split())
+
+
+@pytest.mark.parametrize("module", [run, calibrate])
+def test_examples_of_the_help_parse(module: Any) -> None:
+    lines = re.findall(r"^  (specker.*)$", module.EPILOG, re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        command, *argv = shlex.split(line, comments=True)
+        assert command == module.parser().prog
+        module.parse(argv)
+
+
+@pytest.mark.usefixtures("wide")
+def test_help_of_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, calibrate.main, "--help")
+    names = [f.name for cls in (calibrate.Calibration, Sampling) for f in dataclasses.fields(cls)]
+    assert sorted(flags_in(out)) == sorted(["--help", *("--" + name.replace("_", "-") for name in names)])
+    assert "--source {target,draft}" in out and "TEXT" not in out
+
+
+def test_help_into_a_closed_pipe() -> None:
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} -m specker.run --help | true"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 # --- prompts

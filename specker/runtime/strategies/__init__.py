@@ -12,7 +12,7 @@ from specker.flags import Parser, flag, make
 from specker.runtime.policy import GENERAL
 from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup
 from specker.runtime.strategies.base import Strategy
-from specker.runtime.strategies.vocabtrim import TRIM, TrimOptions
+from specker.runtime.strategies.vocabtrim import SUMMARY, TRIM, TrimOptions
 
 _ALL: tuple[Strategy, ...] = (
     ar.PlainDecoding(),
@@ -56,15 +56,31 @@ def options(**flat: Any) -> Options:
     return replace(made, policy=made.policy or strategy.default_policy(made))
 
 
-def add_flags(parser: Parser) -> None:
-    """Add the common flags, and a group for each strategy that has its own flags."""
+def words() -> dict[str, str]:
+    """The {names} in the help texts of `Common`."""
     defaults = ", ".join(f"{s.policies[0]} for {s.name}" for s in _ALL if s.policies)
-    words = {"strategies": ", ".join(NAMES), "policies": ", ".join(POLICIES), "defaults": defaults}
-    parser.add(Common, "strategy", **words)
+    names = f"{{{','.join(NAMES)}}}"
+    return {"strategies": names, "trim": TRIM, "policies": ", ".join(POLICIES), "defaults": defaults}
+
+
+def offers() -> dict[str, tuple[str, ...]]:
+    """The values of --strategy and --policy that a shell completes."""
+    joined = (f"{s.name}+{TRIM}" for s in _ALL if not s.no_head and s.name != Common.strategy)
+    return {"strategy": (*NAMES, *joined), "policy": POLICIES}
+
+
+def summaries() -> str:
+    """A line for each strategy: its name and summary."""
+    about = {**{s.name: s.summary for s in _ALL}, TRIM: SUMMARY}
+    return "\n".join(f"{name:<{max(map(len, about))}}  {summary}" for name, summary in about.items())
+
+
+def add_flags(parser: Parser) -> None:
+    """Add a group for each strategy that has its own flags."""
     for strategy in _ALL:
         if strategy.options is not None:
             parser.add(strategy.options, f"strategy {strategy.name}", strategy.summary)
-    parser.add(TrimOptions, f"strategy {TRIM}", "a smaller LM head for the drafter of another strategy")
+    parser.add(TrimOptions, f"strategy {TRIM}", SUMMARY)
 
 
 def _owners() -> dict[str, str]:

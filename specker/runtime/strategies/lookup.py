@@ -153,7 +153,7 @@ class LookupDrafter(Drafter):
 
 class Lookup(Strategy):
     name = "lookup"
-    summary = "copies the draft from the text: the tokens after an earlier occurrence of the longest suffix"
+    summary = "copies what followed an earlier occurrence of the last tokens"
     options = LookupOptions
     policies = ("matched",)
     no_head = "lookup runs no draft model, so it has no draft head"
