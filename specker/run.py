@@ -97,6 +97,8 @@ def parser(full: bool = True) -> Parser:
     more = "more help"
     top.prints(more, "-h", "--help", help="show the common flags", text=lambda _: parser(full=False).format_help())
     top.prints(more, "--help-all", help="show every flag", text=lambda _: parser().format_help())
+    about = "show what each strategy needs, its paper and its own flags"
+    top.prints(more, "--list-strategies", help=about, text=lambda _: strategies.table())
     if not full:
         top.group("strategies", strategies.summaries())
         return top

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -161,6 +162,7 @@ def test_usage_reads_no_checkpoint() -> None:
     assert done.stdout == "set()\n"
 
 
+MORE_HELP = ("--help", "--help-all", "--list-strategies")
 OWN_OPTIONS = [*(s.options for s in strategies.STRATEGIES.values() if s.options is not None), TrimOptions]
 
 
@@ -213,7 +215,7 @@ def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, in groups; no value is called TEXT that has a name."""
     out = shown(capsys, run.main, "--help-all")
     names = [f.name for cls in (run.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)]
-    listed = [flag for flag in flags_in(out) if flag not in ("--help", "--help-all")]
+    listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
     assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
     titles = re.findall(r"^(\w.*):$", out, re.MULTILINE)
     assert titles[0] == "common flags" and titles[-1] == "examples"
@@ -229,6 +231,38 @@ def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     for policy in strategies.POLICIES:
         assert policy in " ".join(out.split())
+
+
+def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    """A block for each strategy: name, summary, needs, paper and its own flags, in columns."""
+    out = shown(capsys, run.main, "--list-strategies")
+    assert all(len(line) <= 100 for line in out.splitlines())
+    titles, rule, *rest = out.splitlines()
+    starts = [match.start() for match in re.finditer("-+", rule)]
+    assert [titles[start:].split("  ")[0] for start in starts] == list(strategies.COLUMNS)
+    blocks = [block.splitlines() for block in "\n".join(rest).split("\n\n")]
+    found = {}
+    for block in blocks:
+        columns = [[line[a:b].strip() for line in block] for a, b in itertools.pairwise([*starts, None])]
+        found[columns[0][0]] = [" ".join(part for part in column if part) for column in columns[1:]]
+    assert tuple(found) == strategies.NAMES
+    for name, strategy in strategies.STRATEGIES.items():
+        own = [] if strategy.options is None else [f.name for f in dataclasses.fields(strategy.options)]
+        flags = ", ".join("--" + field.replace("_", "-") for field in own)
+        assert found[name] == [strategy.summary, strategy.needs, strategy.paper, flags]
+    needs = {name: columns[1] for name, columns in found.items()}
+    assert needs["ar"] == needs["del"] == needs["lookup"] == "nothing"
+    assert needs["draft"] == needs["easyspec"] == "a draft model"
+    assert needs["diffuspec"] == "a diffusion model"
+    assert found["vocabtrim"][2:] == ["VocabTrim (2506.22694)", "--vocab-scores, --vocab-keep, --vocab-text"]
+
+
+@pytest.mark.parametrize("name", strategies.NAMES)
+def test_papers_are_those_of_the_readme(name: str) -> None:
+    _, table = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Strategies\n")
+    (row,) = re.findall(rf"^\| `{name}` \|.*$", table, re.MULTILINE)
+    paper = strategies.PAPER if name == strategies.TRIM else strategies.STRATEGIES[name].paper
+    assert set(re.findall(r"\((\d+\.\d+)\)", paper)) == set(re.findall(r"arxiv\.org/abs/([\d.]+)", row))
 
 
 @pytest.mark.parametrize("module", [run, calibrate])

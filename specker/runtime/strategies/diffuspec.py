@@ -420,6 +420,7 @@ class DiffuSpecOptions:
 class DiffuSpec(Strategy):
     name = "diffuspec"
     summary = "a diffusion language model drafts a block in one pass"
+    paper = "DiffuSpec (2510.02358)"
     options = DiffuSpecOptions
     policies = ("adl", "chunk")
     needs_draft = True

@@ -67,6 +67,7 @@ class EasySpecOptions:
 class EasySpec(SmallModel):
     name = "easyspec"
     summary = "a small model drafts with groups of its layers side by side"
+    paper = "EasySpec (2502.02493)"
     options = EasySpecOptions
     needs_draft = True
     divides = True

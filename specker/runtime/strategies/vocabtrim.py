@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # engine.py imports this package
 
 TRIM = "vocabtrim"
 SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
+PAPER = "VocabTrim (2506.22694)"
+NEEDS = "token frequencies"
 VOCAB_KEEP = 0.125  # of the rows; the measured winner on the bundled code pair
 
 
