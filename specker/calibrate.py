@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from specker.config import DTYPES, Sampling
 from specker.flags import Parser, ended, make, opt, settle
@@ -343,5 +343,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ended(lambda: run(*parse(argv)))
 
 
-if __name__ == "__main__":
+def cli() -> NoReturn:
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,6 +289,32 @@ def test_help_into_a_closed_pipe() -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+def test_scripts_are_the_commands() -> None:
+    assert {name: entry.split(":")[0] for name, entry in SCRIPTS.items()} == {
+        module.parser().prog: module.__name__ for module in (run, calibrate)
+    }
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_the_modules(name: str, tmp_path: Path) -> None:
+    """As with `python -m`: same output and exit code."""
+    module, function = SCRIPTS[name].split(":")
+    script = tmp_path / name  # as pip writes it
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for argv, code, words in (["--help"], 0, f"usage: {name} "), (["--nonsense"], 2, "specker: error: unrecognized"):
+        one, other = (
+            subprocess.run([sys.executable, *start, *argv], env=env, cwd=ROOT, capture_output=True, text=True)
+            for start in ([str(script)], ["-m", module])
+        )
+        assert one.returncode == other.returncode == code
+        assert (one.stdout, one.stderr) == (other.stdout, other.stderr)
+        assert (one.stdout + one.stderr).startswith(words)
 
 
 # --- prompts
