@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specker.config import DTYPES, Sampling
-from specker.flags import Parser, ended, make, opt, settle
+from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
 from specker.report import probe, write_file
 from specker.run import Job, Talk, read_talks
 from specker.runtime.vocab_scores import Keep
@@ -92,6 +92,7 @@ examples:
   specker-calibrate --text corpus.txt --out scores.safetensors
   specker-calibrate --prompts questions.jsonl --ngram ngram.safetensors
   specker-calibrate --scores scores.safetensors --vocab-keep 8192 --export freq.pt
+  source <(specker-calibrate --print-completion bash)  # completion in this shell
 
 exit codes: 0 success; 1 specker failed; 2 a mistake in the command or its files;
 130 after Ctrl-C: the same command resumes; 141 if the reader of stdout closed it
@@ -106,7 +107,9 @@ def parser() -> Parser:
         EPILOG,
     )
     top.arrange(GROUPS, Calibration, Sampling)
-    top.prints("more help", "-h", "--help", help="show every flag", text=lambda _: top.format_help())
+    more, about = "more help", "print a script that completes this command in a shell"
+    top.prints(more, "-h", "--help", help="show every flag", text=lambda _: top.format_help())
+    top.prints(more, "--print-completion", help=about, text=lambda shell: completion(parser(), shell), choices=SHELLS)
     return top
 
 

@@ -3,6 +3,7 @@ uses it."""
 
 import argparse
 import os
+import re
 import sys
 import types
 import typing
@@ -153,6 +154,22 @@ class Parser(argparse.ArgumentParser):
         there are `choices`."""
         how: dict[str, Any] = {"choices": choices} if choices else {"nargs": 0}
         self.group(title).add_argument(*names, action=_Print, text=text, help=help, **how)
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion(parser: Parser, shell: str) -> str:
+    """A script with which `shell` completes the flags of `parser`, their values and file names. It changes the parser,
+    which must not parse afterwards."""
+    import shtab
+
+    for action, values in parser.offered.items():
+        if values:
+            action.choices = values
+        elif isinstance(action.metavar, str) and re.search("FILE|DIR", action.metavar):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return shtab.complete(parser, shell)
 
 
 def make(cls: type[T], values: dict[str, Any]) -> T:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from specker.chat import converse
 from specker.config import DTYPES, Common, Options, Sampling
-from specker.flags import Parser, ended, make, opt, settle
+from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -80,6 +80,7 @@ examples:
   specker --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
   specker --prompts questions.jsonl --batch-size 8 --json out.json
   specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
+  source <(specker --print-completion bash)                # completion in this shell
 
 exit codes: 0 success; 1 --check, specker or the job failed; 2 a mistake in the
 command or its files; 130 after Ctrl-C; 141 if the reader of stdout closed it
@@ -99,6 +100,8 @@ def parser(full: bool = True) -> Parser:
     top.prints(more, "--help-all", help="show every flag", text=lambda _: parser().format_help())
     about = "show what each strategy needs, its paper and its own flags"
     top.prints(more, "--list-strategies", help=about, text=lambda _: strategies.table())
+    about = "print a script that completes this command in a shell"
+    top.prints(more, "--print-completion", help=about, text=lambda shell: completion(parser(), shell), choices=SHELLS)
     if not full:
         top.group("strategies", strategies.summaries())
         return top

@@ -23,7 +23,7 @@ from make_checkpoint import edit, make
 
 from specker import calibrate, report, run
 from specker.config import Common, Sampling, Tree
-from specker.flags import opt, settle
+from specker.flags import SHELLS, opt, settle
 from specker.report import Result, Screen
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -163,7 +163,7 @@ def test_usage_reads_no_checkpoint() -> None:
     assert done.stdout == "set()\n"
 
 
-MORE_HELP = ("--help", "--help-all", "--list-strategies")
+MORE_HELP = ("--help", "--help-all", "--list-strategies", "--print-completion")
 OWN_OPTIONS = [*(s.options for s in strategies.STRATEGIES.values() if s.options is not None), TrimOptions]
 
 
@@ -274,13 +274,16 @@ def test_examples_of_the_help_parse(module: Any) -> None:
         command, *argv = shlex.split(line, comments=True)
         assert command == module.parser().prog
         module.parse(argv)
+    assert f"  source <({command} --print-completion bash) " in module.EPILOG
 
 
 @pytest.mark.usefixtures("wide")
 def test_help_of_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, calibrate.main, "--help")
     names = [f.name for cls in (calibrate.Calibration, Sampling) for f in dataclasses.fields(cls)]
-    assert sorted(flags_in(out)) == sorted(["--help", *("--" + name.replace("_", "-") for name in names)])
+    assert sorted(flags_in(out)) == sorted(
+        ["--help", "--print-completion", *("--" + name.replace("_", "-") for name in names)]
+    )
     assert "--source {target,draft}" in out and "TEXT" not in out
 
 
@@ -289,6 +292,58 @@ def test_help_into_a_closed_pipe() -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("module", [run, calibrate])
+def test_completion(capsys: pytest.CaptureFixture[str], module: Any, shell: str, tmp_path: Path) -> None:
+    """Each script names every flag and every value; bash accepts and uses it."""
+    script = shown(capsys, module.main, "--print-completion", shell)
+    words = set(re.findall(r"[\w+-]+", script.replace("\\+", "+")))
+    long = (lambda flag: flag.removeprefix("--")) if shell == "fish" else str
+    assert {long(flag) for flag in flags_in(module.parser().format_help())} <= words
+    classes = (run.Job, Common, *OWN_OPTIONS) if module is run else (calibrate.Calibration,)
+    for f in (f for cls in classes for f in dataclasses.fields(cls)):
+        values = f.metadata["choices"] or f.metadata["offers"]
+        assert not values or " ".join(values) in script, f.name
+    if module is run:
+        assert " ".join((*strategies.NAMES, "easyspec+vocabtrim")) in script
+        assert " ".join(strategies.POLICIES) in script and " ".join(SHELLS) in script
+        assert "ar+vocabtrim" not in words and "lookup+vocabtrim" not in words  # refused
+    if shell == "bash":
+        (tmp_path / "script").write_text(script)
+        subprocess.run(["bash", "-n", str(tmp_path / "script")], check=True)
+        (tmp_path / "a.jsonl").touch()
+        name = module.parser().prog
+        expected = {("--max-new", ""): ["--max-new-tokens"], ("bf", "--dtype"): ["bfloat16"]}
+        expected |= {("a", "--prompts"): ["a.jsonl"], ("c", "--device"): ["cpu", "cuda"]}
+        if module is run:
+            expected |= {
+                ("easy", "--strategy"): ["easyspec", "easyspec+vocabtrim"],
+                ("--list", ""): ["--list-strategies"],
+            }
+        for (word, before), completed in expected.items():
+            assert completions(tmp_path, name, before, word) == completed
+
+
+def completions(folder: Path, name: str, before: str, word: str) -> list[str]:
+    """What bash offers, in `folder` with its `script`, for `word` after the flag `before`."""
+    typed = [name, *([before] if before else []), word]
+    code = f"""source ./script
+        read -ra found <<< "$(complete -p {name})"
+        [[ "${{found[-1]}}" == {name} ]] || exit 3
+        COMP_WORDS=({shlex.join(typed)}); COMP_CWORD={len(typed) - 1}
+        "${{found[-2]}}" {name} {word} {before}
+        printf '%s\\n' "${{COMPREPLY[@]}}" """
+    done = subprocess.run(["bash", "--norc", "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("module", [run, calibrate])
+def test_completion_of_an_unknown_shell(capsys: pytest.CaptureFixture[str], module: Any) -> None:
+    assert module.main(["--print-completion", "ksh"]) == 2
+    assert "--print-completion: invalid choice: 'ksh'" in capsys.readouterr().err
 
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
