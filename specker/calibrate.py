@@ -1,11 +1,5 @@
 """Count the tokens of text, for a trimmed LM head and for a path search: `python -m specker.calibrate --help`.
 
-    python -m specker.calibrate --prompts FILE.jsonl --out scores.safetensors                the target writes the text
-    python -m specker.calibrate --prompts FILE.jsonl --source draft --out scores.safetensors the draft writes it
-    python -m specker.calibrate --text FILE... --out scores.safetensors                      count existing text
-    python -m specker.calibrate --prompts FILE.jsonl --ngram ngram.safetensors               fit an n-gram model
-    python -m specker.calibrate --scores FILE --vocab-keep 8192 --export freq_8192.pt        show, convert
-
 --draft makes the target faster and does not change the text. One run can write both --out and --ngram. OUT.part holds
 the counts while the command runs; after a kill, the same command resumes from it and ends in the same files. One
 block of text in ten is held out: coverage is printed in-sample, of all text, and held-out, of those blocks with a
