@@ -1,11 +1,5 @@
 """Count the tokens of text, for a trimmed LM head and for a path search: `python -m specker.calibrate --help`.
 
-    python -m specker.calibrate --prompts FILE.jsonl --out scores.safetensors                the target writes the text
-    python -m specker.calibrate --prompts FILE.jsonl --source draft --out scores.safetensors the draft writes it
-    python -m specker.calibrate --text FILE... --out scores.safetensors                      count existing text
-    python -m specker.calibrate --prompts FILE.jsonl --ngram ngram.safetensors               fit an n-gram model
-    python -m specker.calibrate --scores FILE --vocab-keep 8192 --export freq_8192.pt        show, convert
-
 --draft makes the target faster and does not change the text. One run can write both --out and --ngram. OUT.part holds
 the counts while the command runs; after a kill, the same command resumes from it and ends in the same files. One
 block of text in ten is held out: coverage is printed in-sample, of all text, and held-out, of those blocks with a
@@ -19,10 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from specker.config import DTYPES, Sampling
-from specker.flags import Parser, ended, make, opt, settle
+from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
 from specker.report import probe, write_file
 from specker.run import Job, Talk, read_talks
 from specker.runtime.vocab_scores import Keep
@@ -47,14 +41,17 @@ class Calibration:
     ngram_least: int = opt(2, "with --ngram: drop n-grams seen fewer times", least=1)
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
     vocab_keep: Keep | None = opt(
-        None, "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98", parse=Keep.parse
+        None,
+        "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98",
+        "ROWS|X|coverage:X",
+        parse=Keep.parse,
     )
     plot: str | None = opt(None, "draw the coverage curve as a PNG", "FILE")
     export: str | None = opt(
         None, "with --scores: the kept ids as .pt (FR-Spec), .npy or .safetensors (EAGLE-3)", "FILE"
     )
-    dtype: str | None = opt(None, f"{', '.join(DTYPES)} (default: as python -m specker.run)", choices=DTYPES)
-    device: str | None = opt(None, "cpu or cuda (default: cuda if available)")
+    dtype: str | None = opt(None, "of weights and K/V (default: as python -m specker.run)", choices=DTYPES)
+    device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
 
     def __post_init__(self) -> None:
         sources = [name for name in ("prompts", "text", "scores") if getattr(self, name)]
@@ -74,11 +71,44 @@ class Calibration:
         settle(self)
 
 
+GROUPS = {
+    "text to count: one of --prompts, --text and --scores": ("prompts", "chat", "max_new_tokens", "text", "scores"),
+    "models": ("target", "draft", "source", "device", "dtype"),
+    "output": ("out", "ngram", "ngram_least", "export", "vocab_keep", "plot"),
+    "sampling of the text that a model writes; prompt n uses the seed SEED + n": (
+        *("temperature", "top_p", "top_k", "seed"),
+    ),
+}
+EPILOG = """\
+examples:
+  specker-calibrate --prompts questions.jsonl --out scores.safetensors
+  specker-calibrate --prompts questions.jsonl --source draft --out scores.safetensors
+  specker-calibrate --text corpus.txt --out scores.safetensors
+  specker-calibrate --prompts questions.jsonl --ngram ngram.safetensors
+  specker-calibrate --scores scores.safetensors --vocab-keep 8192 --export freq.pt
+  source <(specker-calibrate --print-completion bash)  # completion in this shell
+
+exit codes: 0 success; 1 specker failed; 2 a mistake in the command or its files;
+130 after Ctrl-C: the same command resumes; 141 if the reader of stdout closed it
+"""
+
+
+def parser() -> Parser:
+    top = Parser(
+        "specker-calibrate",
+        "specker-calibrate [flags]",
+        "Count the tokens of text, for a trimmed LM head and for a path search.",
+        EPILOG,
+    )
+    top.arrange(GROUPS, Calibration, Sampling)
+    more, about = "more help", "print a script that completes this command in a shell"
+    top.prints(more, "-h", "--help", help="show every flag", text=lambda _: top.format_help())
+    top.prints(more, "--print-completion", help=about, text=lambda shell: completion(parser(), shell), choices=SHELLS)
+    return top
+
+
 def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
-    parser = Parser(prog="specker.calibrate", description="Count tokens for a trimmed LM head.", allow_abbrev=False)
-    parser.add(Calibration, "calibration")
-    parser.add(Sampling, "sampling of the text that a model writes; prompt n uses the seed SEED + n")
-    values = vars(parser.parse_args(argv))
+    values = vars(parser().parse_args(argv))
     return make(Calibration, values), make(Sampling, values)
 
 
@@ -310,5 +340,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ended(lambda: run(*parse(argv)))
 
 
-if __name__ == "__main__":
+def cli() -> NoReturn:
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()

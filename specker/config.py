@@ -56,16 +56,18 @@ def probability(value: str | float) -> float:
 class Common:
     """The options shared by all strategies; fixed when an engine is loaded."""
 
-    strategy: str = opt("draft", "{strategies}, or a combination joined by +")
+    strategy: str = opt("draft", "how to draft; NAME+{trim} also trims the draft's head", "{strategies}")
     draft_tokens: int | None = opt(
         None,
         "tokens in a draft chain (default 4) or a diffusion block, or a cap on the nodes of a --tree",
         least=1,
         most=255,
     )
-    tree: Tree | None = opt(None, "draft a tree instead of a chain: WIDTHxDEPTH, such as 4x5", parse=Tree.parse)
+    tree: Tree | None = opt(None, "draft a tree instead of a chain, such as 4x5", "WIDTHxDEPTH", parse=Tree.parse)
     policy: str | None = opt(
-        None, "how long to draft: {policies} (default: fixed, or the fastest with a bundled draft; {defaults})"
+        None,
+        "how long to draft: {policies} (default: fixed, or the fastest with a bundled draft; {defaults})",
+        "NAME",
     )
     graphs: str | None = opt(
         None,
@@ -89,6 +91,7 @@ class Common:
         None,
         "synthetic:0.8 accepts each draft token with this probability and ignores the models' tokens; for sizing "
         "only, the generated text is meaningless",
+        "synthetic:X",
         parse=probability,
     )
     linear: str = opt(

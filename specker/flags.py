@@ -3,10 +3,11 @@ uses it."""
 
 import argparse
 import os
+import re
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, NoReturn
 
@@ -20,15 +21,16 @@ def opt(
     *,
     parse: Callable[[Any], Any] | None = None,
     choices: tuple[str, ...] = (),
+    offers: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
     bare: Any = None,
 ) -> Any:
     """A dataclass field that becomes a flag. `settle` applies the arguments: `parse` converts a string (or a value
-    already parsed) to the field's type; `choices`, `least` and `most` limit the value. `bare`: the value of a flag
-    that is given without one."""
+    already parsed) to the field's type; `choices`, `least` and `most` limit the value. `offers` are values that help
+    and completion name although others are allowed. `bare`: the value of a flag that is given without one."""
     about = {"help": help, "metavar": metavar, "parse": parse, "choices": choices, "least": least, "most": most}
-    about["bare"] = bare
+    about |= {"offers": offers, "bare": bare}
     return field(default=default, metadata=about)
 
 
@@ -59,32 +61,118 @@ class JobError(RuntimeError):
     """The job's environment failed, not specker or the command line: one sentence, exit code 1."""
 
 
+class _Print(argparse.Action):
+    """Print a text and end with exit code 0."""
+
+    def __init__(self, *names: Any, text: Callable[[Any], str], **how: Any) -> None:
+        super().__init__(*names, **{**how, "default": argparse.SUPPRESS})
+        self.text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any) -> None:
+        sys.stdout.write(self.text(values))
+        sys.stdout.flush()  # a closed pipe must fail here, where `ended` handles it
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """One flag per dataclass field. transformers' HfArgumentParser does the same but takes a second to import."""
+    """One flag per dataclass field. transformers' HfArgumentParser does the same but takes a second to import.
+    `usage`, `description` and `epilog` are printed as they are."""
+
+    def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
+        )
+        self.offered: dict[argparse.Action, tuple[str, ...]] = {}  # flag -> its values for the completion
+        self._titled: dict[str, Any] = {}
 
     def error(self, message: str) -> NoReturn:  # argparse would also print the usage and exit
         raise ValueError(f"{message} (see --help)")
 
-    def add(self, cls: type, title: str, description: str | None = None, **words: str) -> None:
-        """Add the fields of `cls` as a group of flags. `words` replace their {names} in the help texts. An omitted flag
-        sets no value, because the dataclass owns the defaults."""
-        group = self.add_argument_group(title, description)
+    def group(self, title: str, description: str | None = None) -> Any:
+        """The group of flags with this title, made on the first call."""
+        if title not in self._titled:
+            self._titled[title] = self.add_argument_group(title, description)
+        return self._titled[title]
+
+    def add(
+        self,
+        cls: type,
+        title: str,
+        description: str | None = None,
+        *,
+        only: Sequence[str] | None = None,
+        offers: Mapping[str, tuple[str, ...]] | None = None,
+        **words: str,
+    ) -> None:
+        """Add the fields of `cls`, or `only` those named, to the group `title`. `words` replace their {names} in help
+        texts and metavars; `offers` adds to the fields' own. An omitted flag sets no value, because the dataclass owns
+        the defaults."""
+        group = self.group(title, description)
         hints = typing.get_type_hints(cls)
         for f in fields(cls):
+            if only is not None and f.name not in only:
+                continue
             types_ = (*typing.get_args(hints[f.name]), hints[f.name])
             kind = str if f.metadata["parse"] else next(t for t in types_ if t not in (types.NoneType, ...))
             about = f.metadata["help"].format(**words) if words else f.metadata["help"]
             if kind is bool:
                 group.add_argument(flag(f.name), action="store_true", default=argparse.SUPPRESS, help=about)
                 continue
-            metavar = f.metadata["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
+            values = f.metadata["choices"] or f.metadata["offers"]
+            named = f"{{{','.join(values)}}}" if values else {int: "N", float: "X"}.get(kind, "TEXT")
+            metavar = (f.metadata["metavar"] or "").format(**words) or named
             several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(hints[f.name]) is tuple else {}
             if f.metadata["bare"] is not None:
                 several = {"nargs": "?", "const": f.metadata["bare"]}
-            about += "" if f.default in (None, ()) else f" (default: {f.default})"
-            group.add_argument(
+            default = f"{f.default:g}" if isinstance(f.default, float) else f.default
+            about += "" if f.default in (None, ()) else f" (default: {default})"
+            action = group.add_argument(
                 flag(f.name), type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about, **several
             )
+            self.offered[action] = (offers or {}).get(f.name, values)
+
+    def arrange(
+        self,
+        groups: Mapping[str, Sequence[str]],
+        *classes: type,
+        offers: Mapping[str, tuple[str, ...]] | None = None,
+        **words: str,
+    ) -> None:
+        """Add fields of several classes in groups: title -> the names of its fields, in order."""
+        owner = {f.name: cls for cls in classes for f in fields(cls)}
+        for title, names in groups.items():
+            for name in names:
+                self.add(owner[name], title, only=(name,), offers=offers, **words)
+
+    def prints(
+        self, title: str, *names: str, help: str, text: Callable[[Any], str], choices: tuple[str, ...] = ()
+    ) -> None:
+        """Add a flag to the group `title` that prints `text(value)` and ends with exit code 0. It takes a value if
+        there are `choices`."""
+        how: dict[str, Any] = {"choices": choices} if choices else {"nargs": 0}
+        self.group(title).add_argument(*names, action=_Print, text=text, help=help, **how)
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion(parser: Parser, shell: str) -> str:
+    """A script with which `shell` completes the flags of `parser`, their values and file names. It changes the parser,
+    which must not parse afterwards."""
+    import shtab
+
+    for action, values in parser.offered.items():
+        if values:
+            action.choices = values
+        elif isinstance(action.metavar, str) and re.search("FILE|DIR", action.metavar):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return shtab.complete(parser, shell)
 
 
 def make(cls: type[T], values: dict[str, Any]) -> T:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specker.chat import converse
-from specker.config import DTYPES, Options, Sampling
-from specker.flags import Parser, ended, make, opt, settle
+from specker.config import DTYPES, Common, Options, Sampling
+from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -32,7 +32,7 @@ class Job:
 
     target: str | None = opt(None, "the model to decode (default: the bundled code-target)", "DIR|HUB_ID")
     draft: str | None = opt(None, "the model that drafts (default without --target: the bundled one)", "DIR|HUB_ID")
-    prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline")
+    prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline", "TEXT|-")
     prompts: str | None = opt(
         None,
         "JSON lines with `prompt`, with Spec-Bench's `turns` (one conversation with --chat, else separate prompts) or, "
@@ -47,9 +47,9 @@ class Job:
     )
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
-        None, f"{', '.join(DTYPES)} (default: bfloat16; on a CPU without kernels for it float32)", choices=DTYPES
+        None, "of weights and K/V (default: bfloat16; on a CPU without kernels for it float32)", choices=DTYPES
     )
-    device: str | None = opt(None, "cpu or cuda (default: cuda if available)")
+    device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
     check: bool = opt(False, "also decode with ar, compare the tokens and print both speeds")
     trace: str | None = opt(
         None, "write JSON lines: each round's draft and the target's tokens, for python -m specker.view", "FILE"
@@ -65,12 +65,56 @@ class Job:
         settle(self)
 
 
-def parser() -> Parser:
-    top = Parser(prog="specker", description="Speculative decoding that never changes the output.", allow_abbrev=False)
-    top.add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt - does")
-    top.add(Job, "job")
+COMMON = {
+    "common flags": (
+        *("target", "draft", "strategy", "prompt", "prompts", "chat", "max_new_tokens", "temperature", "seed", "check"),
+    )
+}
+MORE = {
+    "sampling": ("top_p", "top_k", "samples"),
+    "drafts": ("draft_tokens", "tree", "policy"),
+    "output": ("json", "trace"),
+    "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size"),
+    "device and precision": ("device", "dtype", "quantize", "draft_quantize", "linear", "graphs"),
+    "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
+    "sizing without trained weights": ("load", "acceptance"),
+}
+EPILOG = """\
+examples:
+  specker --check                                          # built-in prompts
+  specker --target Qwen/Qwen3-4B --strategy lookup --chat  # a conversation
+  specker --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
+  specker --prompts questions.jsonl --batch-size 8 --json out.json
+  specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
+  source <(specker --print-completion bash)                # completion in this shell
+
+exit codes: 0 success; 1 --check, specker or the job failed; 2 a mistake in the
+command or its files; 130 after Ctrl-C; 141 if the reader of stdout closed it
+"""
+
+
+def parser(full: bool = True) -> Parser:
+    """The parser of the command line. `full` False: with the flags that --help shows."""
+    usage = "specker [flags] [-]"
+    top = Parser("specker", usage, "Speculative decoding that never changes the output.", EPILOG)
+    words, offers = strategies.words(), strategies.offers()
+    top.arrange(COMMON, Job, Common, Sampling, offers=offers, **words)
+    (common,) = COMMON
+    top.group(common).add_argument("stdin", nargs="?", metavar="-", help="read one prompt from stdin, as --prompt -")
+    more = "more help"
+    top.prints(more, "-h", "--help", help="show the common flags", text=lambda _: parser(full=False).format_help())
+    top.prints(more, "--help-all", help="show every flag", text=lambda _: parser().format_help())
+    about = "show what each strategy needs, its paper and its own flags"
+    top.prints(more, "--list-strategies", help=about, text=lambda _: strategies.table())
+    about = "print a script that completes this command in a shell"
+    top.prints(more, "--print-completion", help=about, text=lambda shell: completion(parser(), shell), choices=SHELLS)
+    if not full:
+        top.group("strategies", strategies.summaries())
+        return top
+    top.arrange(MORE, Job, Common, Sampling, offers=offers, **words)
+    named = [name for names in (*COMMON.values(), *MORE.values()) for name in names]
+    top.add(Job, "output", only=[f.name for f in fields(Job) if f.name not in named])
     strategies.add_flags(top)
-    top.add(Sampling, "sampling")
     return top
 
 

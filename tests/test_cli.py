@@ -2,13 +2,18 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +21,9 @@ from typing import Any
 import pytest
 from make_checkpoint import edit, make
 
-from specker import report, run
+from specker import calibrate, report, run
 from specker.config import Common, Sampling, Tree
-from specker.flags import opt, settle
+from specker.flags import SHELLS, opt, settle
 from specker.report import Result, Screen
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -158,15 +163,213 @@ def test_usage_reads_no_checkpoint() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+MORE_HELP = ("--help", "--help-all", "--list-strategies", "--print-completion")
+OWN_OPTIONS = [*(s.options for s in strategies.STRATEGIES.values() if s.options is not None), TrimOptions]
+
+
+def shown(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *argv: str) -> str:
+    """What a flag prints that ends the command."""
     with pytest.raises(SystemExit) as stop:
-        run.main(["--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    own = [s.options for s in strategies.STRATEGIES.values() if s.options is not None]
-    for cls in (run.Job, Common, *own, TrimOptions, Sampling):
+        main([*argv])
+    assert not stop.value.code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.mark.usefixtures("wide")
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The common flags first, then one line for each strategy; it fits two screens."""
+    out = shown(capsys, run.main, "--help")
+    common = [
+        "target",
+        "draft",
+        "strategy",
+        "prompt",
+        "prompts",
+        "chat",
+        "max-new-tokens",
+        "temperature",
+        "seed",
+        "check",
+    ]
+    assert flags_in(out)[: len(common)] == [f"--{name}" for name in common]
+    assert "--page-size" not in out and "--cps" not in out
+    for name in strategies.NAMES:
+        assert re.search(rf"^  {name} +\w", out, re.MULTILINE), name
+    assert f"--strategy {{{','.join(strategies.NAMES)}}}" in out and "NAME+vocabtrim" in out
+    assert out.count("\n") < 60
+    assert shown(capsys, run.main, "-h") == out
+
+
+@pytest.mark.usefixtures("wide")
+def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every flag once, in groups; no value is called TEXT that has a name."""
+    out = shown(capsys, run.main, "--help-all")
+    names = [f.name for cls in (run.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)]
+    listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
+    assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
+    titles = re.findall(r"^(\w.*):$", out, re.MULTILINE)
+    assert titles[0] == "common flags" and titles[-1] == "examples"
+    assert {"output", "batches and memory", "several GPUs, in a torchrun job"} < {*titles}
+    own = [name for name, s in strategies.STRATEGIES.items() if s.options is not None]
+    assert [t for t in titles if t.startswith("strategy ")] == [f"strategy {name}" for name in (*own, "vocabtrim")]
+    for cls in (run.Job, Common, *OWN_OPTIONS):
         for f in dataclasses.fields(cls):
-            assert "--" + f.name.replace("_", "-") in out
+            if values := f.metadata["choices"] or f.metadata["offers"]:
+                assert f"--{f.name.replace('_', '-')} {{{','.join(values)}}}" in out
+    assert re.findall(r"--[a-z-]+ TEXT\b.*", out) == [
+        next(line[2:] for line in out.splitlines() if line.startswith("  --prompt "))
+    ]
+    for policy in strategies.POLICIES:
+        assert policy in " ".join(out.split())
+
+
+def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    """A block for each strategy: name, summary, needs, paper and its own flags, in columns."""
+    out = shown(capsys, run.main, "--list-strategies")
+    assert all(len(line) <= 100 for line in out.splitlines())
+    titles, rule, *rest = out.splitlines()
+    starts = [match.start() for match in re.finditer("-+", rule)]
+    assert [titles[start:].split("  ")[0] for start in starts] == list(strategies.COLUMNS)
+    blocks = [block.splitlines() for block in "\n".join(rest).split("\n\n")]
+    found = {}
+    for block in blocks:
+        columns = [[line[a:b].strip() for line in block] for a, b in itertools.pairwise([*starts, None])]
+        found[columns[0][0]] = [" ".join(part for part in column if part) for column in columns[1:]]
+    assert tuple(found) == strategies.NAMES
+    for name, strategy in strategies.STRATEGIES.items():
+        own = [] if strategy.options is None else [f.name for f in dataclasses.fields(strategy.options)]
+        flags = ", ".join("--" + field.replace("_", "-") for field in own)
+        assert found[name] == [strategy.summary, strategy.needs, strategy.paper, flags]
+    needs = {name: columns[1] for name, columns in found.items()}
+    assert needs["ar"] == needs["del"] == needs["lookup"] == "nothing"
+    assert needs["draft"] == needs["easyspec"] == "a draft model"
+    assert needs["diffuspec"] == "a diffusion model"
+    assert found["vocabtrim"][2:] == ["VocabTrim (2506.22694)", "--vocab-scores, --vocab-keep, --vocab-text"]
+
+
+@pytest.mark.parametrize("name", strategies.NAMES)
+def test_papers_are_those_of_the_readme(name: str) -> None:
+    _, table = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Strategies\n")
+    (row,) = re.findall(rf"^\| `{name}` \|.*$", table, re.MULTILINE)
+    paper = strategies.PAPER if name == strategies.TRIM else strategies.STRATEGIES[name].paper
+    assert set(re.findall(r"\((\d+\.\d+)\)", paper)) == set(re.findall(r"arxiv\.org/abs/([\d.]+)", row))
+
+
+@pytest.mark.parametrize("module", [run, calibrate])
+def test_examples_of_the_help_parse(module: Any) -> None:
+    lines = re.findall(r"^  (specker.*)$", module.EPILOG, re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        command, *argv = shlex.split(line, comments=True)
+        assert command == module.parser().prog
+        module.parse(argv)
+    assert f"  source <({command} --print-completion bash) " in module.EPILOG
+
+
+@pytest.mark.usefixtures("wide")
+def test_help_of_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, calibrate.main, "--help")
+    names = [f.name for cls in (calibrate.Calibration, Sampling) for f in dataclasses.fields(cls)]
+    assert sorted(flags_in(out)) == sorted(
+        ["--help", "--print-completion", *("--" + name.replace("_", "-") for name in names)]
+    )
+    assert "--source {target,draft}" in out and "TEXT" not in out
+
+
+def test_help_into_a_closed_pipe() -> None:
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} -m specker.run --help | true"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("module", [run, calibrate])
+def test_completion(capsys: pytest.CaptureFixture[str], module: Any, shell: str, tmp_path: Path) -> None:
+    """Each script names every flag and every value; bash accepts and uses it."""
+    script = shown(capsys, module.main, "--print-completion", shell)
+    words = set(re.findall(r"[\w+-]+", script.replace("\\+", "+")))
+    long = (lambda flag: flag.removeprefix("--")) if shell == "fish" else str
+    assert {long(flag) for flag in flags_in(module.parser().format_help())} <= words
+    classes = (run.Job, Common, *OWN_OPTIONS) if module is run else (calibrate.Calibration,)
+    for f in (f for cls in classes for f in dataclasses.fields(cls)):
+        values = f.metadata["choices"] or f.metadata["offers"]
+        assert not values or " ".join(values) in script, f.name
+    if module is run:
+        assert " ".join((*strategies.NAMES, "easyspec+vocabtrim")) in script
+        assert " ".join(strategies.POLICIES) in script and " ".join(SHELLS) in script
+        assert "ar+vocabtrim" not in words and "lookup+vocabtrim" not in words  # refused
+    if shell == "bash":
+        (tmp_path / "script").write_text(script)
+        subprocess.run(["bash", "-n", str(tmp_path / "script")], check=True)
+        (tmp_path / "a.jsonl").touch()
+        name = module.parser().prog
+        expected = {("--max-new", ""): ["--max-new-tokens"], ("bf", "--dtype"): ["bfloat16"]}
+        expected |= {("a", "--prompts"): ["a.jsonl"], ("c", "--device"): ["cpu", "cuda"]}
+        if module is run:
+            expected |= {
+                ("easy", "--strategy"): ["easyspec", "easyspec+vocabtrim"],
+                ("--list", ""): ["--list-strategies"],
+            }
+        for (word, before), completed in expected.items():
+            assert completions(tmp_path, name, before, word) == completed
+
+
+def completions(folder: Path, name: str, before: str, word: str) -> list[str]:
+    """What bash offers, in `folder` with its `script`, for `word` after the flag `before`."""
+    typed = [name, *([before] if before else []), word]
+    code = f"""source ./script
+        read -ra found <<< "$(complete -p {name})"
+        [[ "${{found[-1]}}" == {name} ]] || exit 3
+        COMP_WORDS=({shlex.join(typed)}); COMP_CWORD={len(typed) - 1}
+        "${{found[-2]}}" {name} {word} {before}
+        printf '%s\\n' "${{COMPREPLY[@]}}" """
+    done = subprocess.run(["bash", "--norc", "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("module", [run, calibrate])
+def test_completion_of_an_unknown_shell(capsys: pytest.CaptureFixture[str], module: Any) -> None:
+    assert module.main(["--print-completion", "ksh"]) == 2
+    assert "--print-completion: invalid choice: 'ksh'" in capsys.readouterr().err
+
+
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+def test_scripts_are_the_commands() -> None:
+    assert {name: entry.split(":")[0] for name, entry in SCRIPTS.items()} == {
+        module.parser().prog: module.__name__ for module in (run, calibrate)
+    }
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_the_modules(name: str, tmp_path: Path) -> None:
+    """As with `python -m`: same output and exit code."""
+    module, function = SCRIPTS[name].split(":")
+    script = tmp_path / name  # as pip writes it
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for argv, code, words in (["--help"], 0, f"usage: {name} "), (["--nonsense"], 2, "specker: error: unrecognized"):
+        one, other = (
+            subprocess.run([sys.executable, *start, *argv], env=env, cwd=ROOT, capture_output=True, text=True)
+            for start in ([str(script)], ["-m", module])
+        )
+        assert one.returncode == other.returncode == code
+        assert (one.stdout, one.stderr) == (other.stdout, other.stderr)
+        assert (one.stdout + one.stderr).startswith(words)
 
 
 # --- prompts

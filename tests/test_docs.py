@@ -58,6 +58,11 @@ def test_command(line: str) -> None:
             calibrate.parse(flags)
         case ["python", "-m", "specker.view", *flags]:
             view.parse(flags)
+        case ["specker" | "specker-calibrate" as name, *flags]:
+            module = {"specker": run, "specker-calibrate": calibrate}[name]
+            with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print
+                module.parse(flags)
+            assert not stop.value.code
         case ["python", script, *_] if script != "-m":
             assert (ROOT / script).exists()  # tests of these scripts parse their flags
         case ["vllm", "serve", *_]:  # tests/integrations/test_vllm.py runs it
@@ -143,6 +148,16 @@ def test_every_strategy_is_in_the_table(page: str) -> None:
 
     named = re.findall(r"^\| `([a-z]+)` \|", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
     assert set(NAMES) - {"ar"} <= set(named) <= set(NAMES) | {"peers"}
+
+
+def test_every_flag_is_on_its_page() -> None:
+    """docs/cli.md lists the groups of --help-all."""
+    text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z][^|`]+) \| (`--[^|]+) \|", text, re.MULTILINE)
+    listed = {title: re.findall(r"--[a-z-]+", cell) for title, cell in rows}
+    groups = re.findall(r"^(\w.*):\n((?:(?:  .*)?\n)+)", run.parser().format_help(), re.MULTILINE)
+    helped = {title: re.findall(r"^  (--[a-z-]+)", group, re.MULTILINE) for title, group in groups}
+    assert listed == {title: flags for title, flags in helped.items() if flags and title != "more help"}
 
 
 def test_every_op_is_in_the_reference() -> None:

@@ -64,7 +64,9 @@ def draft(
     ] = None,
     target: Annotated[str | None, typer.Option(help="Model: folder or hub id. Default: SmolLM2-135M-Instruct.")] = None,
     draft: Annotated[str | None, typer.Option(help="Model that drafts, for strategies that need one.")] = None,
-    strategy: Annotated[str, typer.Option(help="As in `specker.run --list`: ar, lookup, vocabtrim, ...")] = "lookup",
+    strategy: Annotated[
+        str, typer.Option(help="See `specker --list-strategies`: ar, lookup, vocabtrim, ...")
+    ] = "lookup",
     examples: Annotated[int, typer.Option(min=0, help="Records to retrieve for the prompt.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 400,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,

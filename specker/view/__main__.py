@@ -22,9 +22,11 @@ class View:
 
 def parse(argv: Sequence[str] | None = None) -> View:
     """Parse a command line. Raises ValueError with a sentence for the user."""
-    top = Parser(prog="specker.view", description="The rounds of a run as one HTML page.", allow_abbrev=False)
+    about = "Show the rounds of one or several runs as one HTML page."
+    top = Parser("specker.view", "python -m specker.view TRACE [TRACE ...] [--out FILE]", about, "")
     top.add_argument("traces", nargs="+", metavar="TRACE", help="a file of specker.run --trace; several: side by side")
     top.add_argument("--out", metavar="FILE", help="the page (default: trace.html beside the first trace)")
+    top.prints("help", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
     values = vars(top.parse_args(argv))
     return View(tuple(values["traces"]), values["out"])
 

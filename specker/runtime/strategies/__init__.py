@@ -4,7 +4,9 @@ To add one, write a file with a subclass of `base.Strategy` and add it here. Its
 from its options.
 """
 
+import textwrap
 from dataclasses import fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from specker.config import Common, Options, refuse_unknown
@@ -12,7 +14,7 @@ from specker.flags import Parser, flag, make
 from specker.runtime.policy import GENERAL
 from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup
 from specker.runtime.strategies.base import Strategy
-from specker.runtime.strategies.vocabtrim import TRIM, TrimOptions
+from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 
 _ALL: tuple[Strategy, ...] = (
     ar.PlainDecoding(),
@@ -25,6 +27,13 @@ _ALL: tuple[Strategy, ...] = (
 STRATEGIES = {strategy.name: strategy for strategy in _ALL}
 NAMES = (*STRATEGIES, TRIM)
 POLICIES = (*GENERAL, *(name for strategy in _ALL for name in strategy.policies))
+COLUMNS = {
+    "strategy": 9,
+    "how it drafts": 26,
+    "needs": 15,
+    "paper (arXiv)": 22,
+    "its own flags": 20,
+}  # widths, 100 in all
 
 
 def of(options: Options) -> Strategy:
@@ -56,15 +65,53 @@ def options(**flat: Any) -> Options:
     return replace(made, policy=made.policy or strategy.default_policy(made))
 
 
-def add_flags(parser: Parser) -> None:
-    """Add the common flags, and a group for each strategy that has its own flags."""
+def words() -> dict[str, str]:
+    """The {names} in the help texts of `Common`."""
     defaults = ", ".join(f"{s.policies[0]} for {s.name}" for s in _ALL if s.policies)
-    words = {"strategies": ", ".join(NAMES), "policies": ", ".join(POLICIES), "defaults": defaults}
-    parser.add(Common, "strategy", **words)
+    names = f"{{{','.join(NAMES)}}}"
+    return {"strategies": names, "trim": TRIM, "policies": ", ".join(POLICIES), "defaults": defaults}
+
+
+def offers() -> dict[str, tuple[str, ...]]:
+    """The values of --strategy and --policy that a shell completes."""
+    joined = (f"{s.name}+{TRIM}" for s in _ALL if not s.no_head and s.name != Common.strategy)
+    return {"strategy": (*NAMES, *joined), "policy": POLICIES}
+
+
+def summaries() -> str:
+    """A line for each strategy: its name and summary."""
+    about = {**{s.name: s.summary for s in _ALL}, TRIM: SUMMARY}
+    return "\n".join(f"{name:<{max(map(len, about))}}  {summary}" for name, summary in about.items())
+
+
+def table() -> str:
+    """The strategies with what they need, their papers and their own flags, in lines of at most 100 characters."""
+    about: list[tuple[str, ...]] = [(s.name, s.summary, s.needs, s.paper, _own_flags(s.options)) for s in _ALL]
+    about.append((TRIM, SUMMARY, NEEDS, PAPER, _own_flags(TrimOptions)))
+    rows = [tuple(COLUMNS), tuple("-" * width for width in COLUMNS.values()), *about]
+    lines = []
+    for row in rows:
+        cells = [
+            textwrap.wrap(cell, width, break_on_hyphens=False, break_long_words=False)
+            for cell, width in zip(row, COLUMNS.values(), strict=True)
+        ]
+        for parts in zip_longest(*cells, fillvalue=""):
+            padded = (f"{part:<{width}}" for part, width in zip(parts, COLUMNS.values(), strict=True))
+            lines.append("  ".join(padded).rstrip())
+        lines += [""] if row in about else []
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _own_flags(options: Any) -> str:
+    return "" if options is None else ", ".join(flag(f.name) for f in fields(options))
+
+
+def add_flags(parser: Parser) -> None:
+    """Add a group for each strategy that has its own flags."""
     for strategy in _ALL:
         if strategy.options is not None:
             parser.add(strategy.options, f"strategy {strategy.name}", strategy.summary)
-    parser.add(TrimOptions, f"strategy {TRIM}", "a smaller LM head for the drafter of another strategy")
+    parser.add(TrimOptions, f"strategy {TRIM}", SUMMARY)
 
 
 def _owners() -> dict[str, str]:

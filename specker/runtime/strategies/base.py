@@ -105,6 +105,7 @@ class Strategy:
 
     name: str  # as in --strategy
     summary: str = ""  # one sentence for --help
+    paper: str = ""  # for --list-strategies, with arXiv numbers in brackets
     options: type | None = None  # the strategy's own flags, a frozen dataclass whose fields are made by `opt`
     policies: tuple[str, ...] = ()  # its own policies, besides `policy.GENERAL`; the first is the default
     drafts: bool = True
@@ -113,6 +114,13 @@ class Strategy:
     needs_draft: bool = False  # drafts with a checkpoint of its own
     causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
     no_head: str = ""  # why there is no LM head to trim; empty if there is one
+
+    @property
+    def needs(self) -> str:
+        """The model that it needs besides the target, for --list-strategies."""
+        if not self.needs_draft:
+            return "nothing"
+        return "a draft model" if self.causal else "a diffusion model"
 
     # --- options and models: raise ValueError with a sentence for the user
 

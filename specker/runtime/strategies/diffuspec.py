@@ -372,7 +372,9 @@ class DiffuSpecOptions:
         None, "weight of the diffusion model against the n-gram model (default 0.85)", least=0, most=1
     )
     ngram: str | None = opt(
-        None, "the search's n-gram model (default: the bundled one for the target); see python -m specker.calibrate"
+        None,
+        "the search's n-gram model (default: the bundled one for the target); see python -m specker.calibrate",
+        "FILE",
     )
     diffusion_prefix: str = opt(
         "reuse",
@@ -380,16 +382,18 @@ class DiffuSpecOptions:
         choices=("reuse", "exact"),
     )
     shifted_logits: str | None = opt(
-        None, "whether row i predicts position i + 1: yes (default for Dream) or no (for others)", choices=("yes", "no")
+        None, "whether row i predicts position i + 1 (default: yes for Dream, no for others)", choices=("yes", "no")
     )
     adl: tuple[int, int] | None = opt(
         None,
         "shortest and longest block of --policy adl (default 20-30; with bundled drafts the fastest measured)",
+        "SHORTEST-LONGEST",
         parse=span,
     )
     chunk: tuple[int, float] | None = opt(
         None,
         "tokens per pass of --policy chunk, and the probability below which a token ends the draft (default 4:0.5)",
+        "TOKENS:X",
         parse=chunked,
     )
 
@@ -416,6 +420,7 @@ class DiffuSpecOptions:
 class DiffuSpec(Strategy):
     name = "diffuspec"
     summary = "a diffusion language model drafts a block in one pass"
+    paper = "DiffuSpec (2510.02358)"
     options = DiffuSpecOptions
     policies = ("adl", "chunk")
     needs_draft = True

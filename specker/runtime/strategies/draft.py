@@ -182,6 +182,7 @@ class AutoregressiveDrafter(ModelDrafter):
 class SmallModel(Strategy):
     name = "draft"
     summary = "a small model drafts a chain or a tree"
+    paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318)"
     needs_draft = True
 
     def default_policy(self, options: Options) -> str | None:

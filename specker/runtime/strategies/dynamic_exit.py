@@ -292,6 +292,7 @@ class DynamicExitOptions:
 class SelfDrafting(Strategy):
     name = "del"
     summary = "the target drafts with its own first layers"
+    paper = "DEL (2504.05598)"
     options = DynamicExitOptions
     policies = ("del", "del-length")
     self_drafting = True

@@ -52,7 +52,7 @@ def groups(value: Any) -> Groups:
 @dataclass(frozen=True)
 class EasySpecOptions:
     layer_parallel: Groups = opt(
-        4, "layers side by side in a group, or all groups, such as [[0],[1,2,3],[4]]", parse=groups
+        4, "layers side by side in a group, or all groups, such as [[0],[1,2,3],[4]]", "N|GROUPS", parse=groups
     )  # the paper recommends 4
     calibrate: str = opt(
         "every",
@@ -67,6 +67,7 @@ class EasySpecOptions:
 class EasySpec(SmallModel):
     name = "easyspec"
     summary = "a small model drafts with groups of its layers side by side"
+    paper = "EasySpec (2502.02493)"
     options = EasySpecOptions
     needs_draft = True
     divides = True

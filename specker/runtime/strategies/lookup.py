@@ -153,7 +153,8 @@ class LookupDrafter(Drafter):
 
 class Lookup(Strategy):
     name = "lookup"
-    summary = "copies the draft from the text: the tokens after an earlier occurrence of the longest suffix"
+    summary = "copies what followed an earlier occurrence of the last tokens"
+    paper = "prompt lookup (Saxena 2023), LLMA (2304.04487)"
     options = LookupOptions
     policies = ("matched",)
     no_head = "lookup runs no draft model, so it has no draft head"

@@ -28,18 +28,24 @@ if TYPE_CHECKING:  # engine.py imports this package
     from specker.runtime.engine import Engine
 
 TRIM = "vocabtrim"
+SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
+PAPER = "VocabTrim (2506.22694)"
+NEEDS = "token frequencies"
 VOCAB_KEEP = 0.125  # of the rows; the measured winner on the bundled code pair
 
 
 @dataclass(frozen=True)
 class TrimOptions:
     vocab_scores: str | None = opt(
-        None, "file with token frequencies (default: the bundled one for the target); see python -m specker.calibrate"
+        None,
+        "file with token frequencies (default: the bundled one for the target); see python -m specker.calibrate",
+        "FILE",
     )
     vocab_keep: Keep | None = opt(
         None,
         "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of the counted tokens (default: 0.125, "
         "2048 rows for SmolLM2-135M, or all ids of a file without counts)",
+        "ROWS|X|coverage:X",
         parse=Keep.parse,
     )
     vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
