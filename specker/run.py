@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from specker import zoo
 from specker.chat import converse
 from specker.config import DTYPES, Common, Options, Sampling
 from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
@@ -43,7 +44,9 @@ class Job:
         False, "wrap prompts in the target's chat template; in a terminal, without a prompt: a conversation"
     )
     max_new_tokens: int | None = opt(
-        None, "tokens to decode for each prompt (default: 128, in a conversation 1024)", least=1
+        None,
+        "tokens to decode for each prompt (default: 128; 1024 in a conversation; 56 for built-in prompts)",
+        least=1,
     )
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
@@ -63,6 +66,11 @@ class Job:
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("--prompt and --prompts exclude each other")
         settle(self)
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the toy model continues its own prompts."""
+        return self.target is None and self.prompt is None and self.prompts is None and not self.chat
 
 
 COMMON = {
@@ -129,7 +137,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
             raise ValueError("- reads the prompt from stdin and excludes --prompt and --prompts")
         values["prompt"] = "-"
 
-    job, sampling = make(Job, values), make(Sampling, values)
+    job = make(Job, values)
+    if job.built_in and not any(f.name in values for f in fields(Sampling)):
+        values |= zoo.SAMPLING
+    sampling = make(Sampling, values)
     others = {f.name for cls in (Job, Sampling) for f in fields(cls)}
     return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), sampling
 
@@ -158,9 +169,7 @@ def read_talks(job: Job) -> list[Talk]:
         return [Talk((_text(_read("-").removesuffix("\n"), "stdin"),), "stdin")]
     if job.prompt is not None:
         return [Talk((_text(job.prompt, "--prompt"),), "--prompt")]
-    from specker.zoo import PROMPTS
-
-    return [Talk((text,), f"built-in prompt {i}") for i, text in enumerate(PROMPTS, 1)]
+    return [Talk((text,), f"built-in prompt {i}") for i, text in enumerate(zoo.PROMPTS, 1)]
 
 
 def _read(path: str) -> str:
@@ -425,7 +434,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         if options.dp > 1 and getattr(job, name) is not None:
             raise ValueError(f"--{name} records one replica only: leave out --dp")
     page = None if job.view is None else job.view or str(Path(job.trace or "trace").with_name("trace.html"))
-    count = job.max_new_tokens or (1024 if chatting else 128)
+    count = job.max_new_tokens or (1024 if chatting else zoo.NEW_TOKENS if job.built_in else 128)
     job = replace(job, max_new_tokens=count)
     talks = [] if chatting else read_talks(job)
     if job.json is not None and job.json != "-":
@@ -484,6 +493,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     interrupted = False
     if screen.terminal and engine.speculates and not sizing:
         screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
+    if job.built_in and options.load != "dummy":
+        screen.note('a toy model writes this; for a real one: --target "$(python -m specker.zoo.real)" --chat\n')
     if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.target.recommended):
         asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")

@@ -67,7 +67,7 @@ def test_flags_are_the_dataclasses() -> None:
     assert options == strategies.options(strategy="draft", draft_tokens=7, tree="2x3", max_context=99, page_size=16)
     assert (options.base, options.draft_tokens, options.tree, options.policy) == ("draft", 7, Tree(2, 3), "fixed")
     assert sampling == Sampling(0.7, 0.9, 5, 3)
-    assert run.parse([]) == (run.Job(), strategies.options(), Sampling())
+    assert run.parse(["--prompt", "a"]) == (run.Job(prompt="a"), strategies.options(), Sampling())
     assert run.parse(["-"])[0].prompt == "-"
 
 
@@ -418,6 +418,19 @@ def test_turns(tmp_path: Path) -> None:
     assert apart == [("a",), ("b",), ("c\u2028d",)]
     together = run.read_talks(run.Job(prompts=str(path), chat=True))
     assert [talk.turns for talk in together] == [("a", "b"), ("c\u2028d",)]
+
+
+def test_built_in_prompts_have_sampling_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    from specker import zoo
+
+    assert run.parse([])[2] == Sampling(temperature=0.7, top_p=0.9, seed=7)
+    assert run.parse(["--top-k", "0"])[2] == run.parse(["--prompt", "a"])[2] == Sampling()
+    assert run.main(["--strategy", "ar"]) == 0
+    out, said = capsys.readouterr()
+    assert "a toy model writes this" in said and "specker.zoo.real" in said
+    assert len(out.splitlines()) > 20, "the toy writes lines of code"
+    assert run.main(["--prompt", zoo.PROMPTS[0], "--max-new-tokens", "2"]) == 0
+    assert "a toy model" not in capsys.readouterr().err
 
 
 def test_messages(tmp_path: Path) -> None:

@@ -98,33 +98,25 @@ SMOLLM2 = Family(
 
 PROMPTS = (
     '''\
-def moving_average(values, window):
-    """Return the means of every `window` consecutive values."""
-    if window < 1:''',
+def read_config(path):
+    """Read a configuration file and return a dictionary."""
+    with open(path) as f:''',
     '''\
-class Stack:
-    """A last-in, first-out collection."""
-
-    def __init__(self, items=()):
-        self._items = list(items)
-
-    def push(self, item):''',
+def is_number(value):
+    """Return True if value is a number."""
+    try:''',
     '''\
-import os
-import sys
-
-
-def read_lines(path, encoding="utf-8"):
-    """Yield the lines of a text file without their line ends."""
-    with open(path''',
+def get_version(name):
+    """Return the version of an installed package, or None."""
+    try:''',
     '''\
-def parse_version(text):
-    """Parse "1.2.3" into a tuple of integers.
-
-    Raises ValueError if a part is not a number.
-    """
-    parts =''',
+def merge(left, right):
+    """Merge two dictionaries."""
+    result = dict(left)''',
 )
+# With these settings the toy model writes about as well as it can; greedily it soon repeats itself.
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7}
+NEW_TOKENS = 56
 
 
 def family_of(config: Any) -> Family | None:
