@@ -73,7 +73,7 @@ vllm: $(STAMP)  ## install vLLM beside (.venv/peers), check specker's drafters i
 	$(BIN)/python -m pytest -m vllm tests/integrations/test_vllm.py
 	PYTHONPATH=. $(BIN)/python bench/in_vllm.py $(ARGS)
 
-plot: $(STAMP)  ## draw bench/results/ (PNG, SVG) and list it
+plot: $(STAMP)  ## draw bench/results/ (SVG) and list it
 	PYTHONPATH=. $(BIN)/python bench/plot.py $(ARGS)
 
 docs: $(STAMP)  ## build the pages with their API reference into build/site

@@ -3,7 +3,7 @@
 Search: off (argmax), chain (the best path), tree (the best paths as one trie). Length: ADL with the paper's 20..30 and
 with a range that suits small models, chunks, fixed blocks. For comparison: `ar`, the sequential `draft`, the exact
 prefix and a trimmed head. All take turns. MAT is the acceptance length without the target's own token, as in the paper.
-Rows and a picture go to bench/results/<machine>/diffuspec.jsonl, .png and .svg.
+Rows and a picture go to bench/results/<machine>/diffuspec.jsonl and .svg.
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,10 @@
-"""Plot the results: `python bench/plot.py [--readme] [FOLDER of bench/results ...]`.
+"""Plot the results: `python bench/plot.py [--docs] [FOLDER of bench/results ...]`.
 
 Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
-on each pair. `--readme` writes these runs and those of bench/peers.py in which the most engines ran into README.md's
-tables.
+on each pair. `--docs` writes these runs, and those of bench/peers.py in which the most engines ran, into the tables of
+README.md and docs/results.md.
 Kernels: the share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end:
-tokens/s and acceptance length. PNG and SVG files go next to the rows; a table of everything is printed.
+tokens/s and acceptance length. SVG files go next to the rows; a table of everything is printed.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from specker.report import write_file
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
+MARK = re.compile(r"<!-- results (\S+)(?: only: (.+?))? -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def read(folder: Path) -> list[Row]:
@@ -142,7 +144,7 @@ def draw_end_to_end(rows: list[Row], title: str) -> Any:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The README's table of one pair: a row for each configuration, the columns of each temperature side by side."""
+    """The table of one pair: a row for each configuration, the columns of each temperature side by side."""
     temperatures = sorted({row["temperature"] for row in rows})
     found = {(row["way"], row["temperature"]): row for row in rows}
     names = ("tokens/s", "over `ar`", "acceptance length")
@@ -161,7 +163,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def peers_markdown(rows: list[Row]) -> str:
-    """The README's table of one model in several engines; those that do not run come last."""
+    """The table of one model in several engines; those that do not run come last."""
     columns = ("engine", "version", "tokens/s", "after the first", "ms to the first", "over `transformers float32`")
     lines = [[*columns, "texts as `ar float32`"], ["---", "---", *["--:"] * 5]]
     for row in sorted(rows, key=lambda row: row.get("tokens_per_second", 0), reverse=True):
@@ -184,23 +186,39 @@ def with_origin(lines: list[list[str]], row: Row) -> str:
     return origin + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def fill(text: str, tables: dict[str, str]) -> str:
-    """`text` with each table between its markers `<!-- results NAME -->` and `<!-- end -->`. Raises ValueError if a
-    marker names no table."""
-    for name in re.findall(r"<!-- results (\S+) -->", text):
-        if name not in tables:
-            raise ValueError(f"the README asks for {name}, but bench/results has only {', '.join(tables)}")
-        place = re.compile(rf"(<!-- results {re.escape(name)} -->\n).*?<!-- end -->", re.DOTALL)
-        text = place.sub(lambda found, table=tables[name]: f"{found[1]}{table}\n<!-- end -->", text)
-    return text
+def tables(folders: Iterable[Path]) -> dict[str, list[Row]]:
+    """The newest runs of all machines, by the names of their tables."""
+    found: dict[str, list[Row]] = {}
+    for folder in folders:
+        rows = read(folder)
+        for name, run in (end_to_end(rows) | peers(rows)).items():
+            found[name] = max(found.get(name, run), run, key=lambda rows: rows[-1].get("date", ""))
+    return found
+
+
+def fill(text: str, runs: dict[str, list[Row]]) -> str:
+    """`text` with each table between its markers `<!-- results NAME -->`, or `<!-- results NAME only: WAY, WAY -->` for
+    some of its rows, and `<!-- end -->`. Raises ValueError if a marker names no run or a way that it lacks."""
+
+    def filled(mark: re.Match[str]) -> str:
+        name, only = mark[1], [way.strip() for way in (mark[2] or "").split(",") if way.strip()]
+        if name not in runs:
+            raise ValueError(f"a page asks for {name}, but bench/results has only {', '.join(runs)}")
+        if missing := set(only) - {row["way"] for row in runs[name]}:
+            raise ValueError(f"a page asks for {', '.join(sorted(missing))} of {name}, which has no such row")
+        rows = [row for row in runs[name] if not only or row["way"] in only]
+        table = (peers_markdown if name.startswith("peers") else markdown)(rows)
+        start = mark[0][: mark[0].index("\n") + 1]
+        return f"{start}{table}\n<!-- end -->"
+
+    return MARK.sub(filled, text)
 
 
 def save(figure: Any, path: Path) -> None:
-    """`path` without its ending -> PNG and SVG; the same rows give the same SVG."""
+    """`path` without its ending -> SVG; the same rows give the same file."""
     from matplotlib import rc_context
 
     with rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(path.with_name(f"{path.name}.png"), dpi=120)
         figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
 
 
@@ -229,11 +247,10 @@ def show(machine: str, cases: list[list[Row]], runs: dict[str, list[Row]]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw and list what stands in bench/results.")
     parser.add_argument("folders", nargs="*", type=Path, help="default: every machine's folder of bench/results")
-    parser.add_argument("--readme", action="store_true", help="fill README.md's tables with the newest runs")
+    parser.add_argument("--docs", action="store_true", help="fill the tables of README.md and docs/results.md")
     args = parser.parse_args()
-    folders = args.folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
-    newest_runs: dict[str, list[Row]] = {}  # the README's tables
-    for folder in folders:
+    every = sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    for folder in args.folders or every:
         try:
             rows = read(folder)
         except ValueError as error:
@@ -244,18 +261,16 @@ def main() -> None:
         machine = rows[-1]["machine"]
         timed = [ways for ways in cases if "share" in ways[0]]  # on a CPU there is no limit
         show(machine, cases, runs)
-        for name, run in (runs | peers(rows)).items():
-            newest_runs[name] = max(newest_runs.get(name, run), run, key=lambda rows: rows[-1].get("date", ""))
         drawn = {"kernels": draw_kernels(timed, machine)} if timed else {}
         drawn |= {name: draw_end_to_end(run, machine) for name, run in runs.items()}
         for name, figure in drawn.items():
             save(figure, folder / name)
-            print(folder / f"{name}.png", folder / f"{name}.svg", file=sys.stderr)
-    if args.readme:
+            print(folder / f"{name}.svg", file=sys.stderr)
+    if args.docs:
         try:
-            text = README.read_text(encoding="utf-8")
-            made = {n: (peers_markdown if n.startswith("peers") else markdown)(run) for n, run in newest_runs.items()}
-            write_file(README, fill(text, made))
+            found = tables(every)
+            for page in PAGES:
+                write_file(page, fill(page.read_text(encoding="utf-8"), found))
         except ValueError as error:
             parser.error(str(error))
 
