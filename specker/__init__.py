@@ -39,7 +39,33 @@ def load(
     tell: Callable[[int, int], None] | None = None,
     **options: Unpack[LoadOptions],
 ) -> Engine:
-    """Load an engine; see `specker.runtime.load.load`, which this calls (imported on use: it needs torch)."""
+    """Load an engine: a target, a strategy and what the strategy drafts with.
+
+    Args:
+        target: a local folder, a GGUF file or a hub id. None: the bundled model of Python code.
+        draft: the same for the model that drafts. None: the bundled one for the target.
+        strategy: a name as in `--strategy`, with the strategy's flags by name in `options`; or an `Options` with all of
+            them.
+        device: "cpu" or "cuda". None: cuda if available.
+        dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
+            has no compiled kernels for the target.
+        tell: called with (elements read, of all) of each checkpoint's weights.
+        options: fields of `specker.config.Common` and of the strategy, as strings or parsed values.
+
+    Returns:
+        The engine. It decodes one stream at a time; with `batch_size` several requests share its rounds.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: a checkpoint (`CheckpointError`) or a combination that cannot run, in one sentence.
+        RankLost: another process of the job failed.
+
+    Examples:
+        >>> import specker
+        >>> engine = specker.load(strategy="lookup", device="cpu")
+        >>> engine.generate("def fibonacci(n):", max_new_tokens=8).stats.tokens
+        8
+    """
     from specker.runtime.load import load
 
     return load(target, draft, strategy, device, dtype, tell, **options)

@@ -1,5 +1,6 @@
 """The pages are true: commands parse, make targets and links exist, code runs, and design.md lists the files."""
 
+import doctest
 import re
 import shlex
 import subprocess
@@ -93,6 +94,11 @@ def test_code_runs(
     assert page != "README.md" or "\nTrue\n" in out
 
 
+def test_the_example_of_load_is_true() -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(specker.load, "load", globs={})
+    assert not doctest.DocTestRunner().run(test).failed
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LINES
 
@@ -177,4 +183,5 @@ def test_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     page = (tmp_path / "ops.html").read_text(encoding="utf-8")
     assert 'id="specker.kernels.tree_attention"' in page
+    assert "<code>layer_parallel</code>" in (tmp_path / "api.html").read_text(encoding="utf-8")
     assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://[^"]+\.(?:js|css)', page)  # works offline

@@ -29,16 +29,7 @@ def load(
     tell: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Engine:
-    """Load an Engine. `target`, `draft`: local folders or hub ids in Hugging Face format. Without `target`: the bundled
-    code model. Without `draft`: the bundled one for the target.
-
-    `dtype` is a torch dtype or one of float32, bfloat16, float16, float64; default: bfloat16, but float32 on a CPU that
-    has no compiled kernels for the target. `strategy` is a name as in --strategy, with the other flags by name in
-    `options`, as strings or parsed values; or `strategy` is an `Options` with all of them. `tell` is called with
-    (elements read, of all) of each checkpoint's weights. Raises TypeError for an unknown option, ValueError
-    (CheckpointError) for a checkpoint or a combination that cannot run, and RankLost if another process of the job
-    fails.
-    """
+    """Load an Engine; `specker.load` documents the arguments."""
     if isinstance(strategy, Options) and options:
         raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
     opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)

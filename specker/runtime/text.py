@@ -53,14 +53,23 @@ def each(prompts: Any, options: dict[str, Any]) -> list[tuple[Prompt, dict[str, 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens and text that one round added to one prompt."""
+    """The tokens and text that one round added to one prompt.
 
-    prompt: int  # index of the prompt
+    Attributes:
+        prompt: index of the prompt.
+        tokens: ids.
+        accepted: the first so many tokens were draft tokens, the others are the target's own.
+        pieces: the new text in order, and whether it came from a draft token.
+        stats: running totals of this prompt.
+        finished: None, "stop" (a stop id) or "length".
+    """
+
+    prompt: int
     tokens: list[int]
-    accepted: int  # the first `accepted` tokens were draft tokens, the others are the target's own
-    pieces: list[tuple[str, bool]]  # the new text in order, and whether it came from a draft token
-    stats: Stats  # running totals of this prompt
-    finished: str | None  # None, "stop" (a stop id) or "length"
+    accepted: int
+    pieces: list[tuple[str, bool]]
+    stats: Stats
+    finished: str | None
 
     @property
     def text(self) -> str:
@@ -69,6 +78,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Generation:
+    """A whole decoded text.
+
+    Attributes:
+        tokens: ids, a stop id included.
+        text: without special tokens.
+        stats: counters and times.
+        finished: "stop" (a stop id) or "length".
+    """
+
     tokens: list[int]
     text: str
     stats: Stats

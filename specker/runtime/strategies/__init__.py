@@ -106,18 +106,20 @@ def _own_flags(options: Any) -> str:
     return "" if options is None else ", ".join(flag(f.name) for f in fields(options))
 
 
+def own_options() -> dict[str, Any]:
+    """The dataclass of each strategy that has options of its own."""
+    return {s.name: s.options for s in _ALL if s.options is not None} | {TRIM: TrimOptions}
+
+
 def add_flags(parser: Parser) -> None:
     """Add a group for each strategy that has its own flags."""
-    for strategy in _ALL:
-        if strategy.options is not None:
-            parser.add(strategy.options, f"strategy {strategy.name}", strategy.summary)
-    parser.add(TrimOptions, f"strategy {TRIM}", SUMMARY)
+    for name, cls in own_options().items():
+        parser.add(cls, f"strategy {name}", STRATEGIES[name].summary if name in STRATEGIES else SUMMARY)
 
 
 def _owners() -> dict[str, str]:
     """Map each strategy-specific option to its strategy's name."""
-    groups = [(s.name, s.options) for s in _ALL if s.options is not None] + [(TRIM, TrimOptions)]
-    return {f.name: name for name, cls in groups for f in fields(cls)}
+    return {f.name: name for name, cls in own_options().items() for f in fields(cls)}
 
 
 def _parts(asked: str) -> tuple[str, bool]:
