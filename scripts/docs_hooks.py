@@ -1,7 +1,7 @@
 """Hooks of `make docs`: pages that live outside docs/ join the site, and links that leave it are kept honest.
 
-README.md becomes the start page. `<!-- options NAME -->` becomes a table of a dataclass's flags. A link from a page to a
-file of the repository that is not in the site becomes the file's path as code, since a site does not know where the
+README.md becomes the start page. `<!-- options NAME -->` becomes a table of a dataclass's flags. A link from a page to
+a file of the repository that is not in the site becomes the file's path as code, since a site does not know where the
 repository is.
 """
 
