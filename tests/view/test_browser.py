@@ -1,5 +1,6 @@
 """The page in headless Chromium: clicks, keys, colours, and 100,000 tokens."""
 
+import io
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import traces
+from PIL import Image
 
 from specker.view import __main__ as view
 
@@ -121,6 +123,9 @@ def test_contrast_and_narrow_windows(show: Open, tmp_path: Path, scheme: str) ->
         assert len(found) > 30 and [each for each in found if each[0] < 4.5] == []
         page.locator("#theme").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 700
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    back, *drawn = (color for _, color in sorted(picture.getcolors(1 << 20), reverse=True))
+    assert (sum(back) > 380) == (scheme == "light") and len(drawn) > 30, "a page of text and charts"
 
 
 def test_traces_side_by_side_move_together(show: Open, tmp_path: Path) -> None:
