@@ -362,14 +362,13 @@ def test_scripts_are_the_modules(name: str, tmp_path: Path) -> None:
     script = tmp_path / name  # as pip writes it
     script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for argv, code, words in (["--help"], 0, f"usage: {name} "), (["--nonsense"], 2, "specker: error: unrecognized"):
-        one, other = (
-            subprocess.run([sys.executable, *start, *argv], env=env, cwd=ROOT, capture_output=True, text=True)
-            for start in ([str(script)], ["-m", module])
-        )
-        assert one.returncode == other.returncode == code
-        assert (one.stdout, one.stderr) == (other.stdout, other.stderr)
-        assert (one.stdout + one.stderr).startswith(words)
+    one, other = (
+        subprocess.run([sys.executable, *start, "--nonsense"], env=env, cwd=ROOT, capture_output=True, text=True)
+        for start in ([str(script)], ["-m", module])
+    )
+    assert one.returncode == other.returncode == 2
+    assert (one.stdout, one.stderr) == (other.stdout, other.stderr)
+    assert one.stderr.startswith("specker: error: unrecognized")
 
 
 # --- prompts

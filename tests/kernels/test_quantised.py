@@ -75,7 +75,7 @@ def close(got, want, dtype):
     return want.shape == got.shape and bool(((got.double() - want).abs() <= own + 1e-5 * scale).all())
 
 
-@pytest.mark.parametrize(("form", "dtype", "epilogue"), cases.one_in(5, FORMATS, HALF, ["none", "silu_mul"]))
+@pytest.mark.parametrize(("form", "dtype", "epilogue"), cases.one_in(8, FORMATS, HALF, ["none", "silu_mul"]))
 def test_row_linear(poisoned, form, dtype, epilogue):
     for (O, E), T in zip(SIZES, (0, 65, 7, 1), strict=True):
         x, weight, b = randn(T, E, dtype=dtype), a_weight(form, O, E), randn(O, dtype=dtype, seed=2)

@@ -64,7 +64,7 @@ def kept(z, k, p):
 def boundaries(z, k):
     """Values of top_p at which the edge moves, as near as fp32 comes, and their neighbours."""
     mass = np.sort(below_and_mass(z)[1][kept(z, k, 1.0)])[::-1].cumsum()
-    for at in (0, len(mass) // 50, len(mass) // 3):
+    for at in (0, len(mass) // 3):
         p = np.float32(mass[at] / mass[-1])
         yield from (float(x) for x in (np.nextafter(p, np.float32(0)), p, np.nextafter(p, np.float32(2))) if x < 1)
 
