@@ -19,6 +19,7 @@ class LoadOptions(TypedDict, total=False):
     load: Literal["weights", "dummy"]
     quantize: Bits | None
     draft_quantize: Bits | None
+    activations: Literal["int8", "bfloat16", "float32"] | None
     acceptance: float | str | None
     linear: Literal["rows", "cublas"]
     max_context: int | None

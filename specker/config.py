@@ -14,6 +14,7 @@ from specker.flags import opt, settle
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
+ACTIVATIONS = ("int8", "bfloat16", "float32")
 MAX_BATCH = 256
 
 
@@ -87,6 +88,11 @@ class Common:
         choices=QUANTIZE,
     )
     draft_quantize: str | None = opt(None, "the same for the draft checkpoint", choices=QUANTIZE)
+    activations: str | None = opt(
+        None,
+        "on a CPU, round what meets quantised weights to int8 (default; fastest), bfloat16 or float32",
+        choices=ACTIVATIONS,
+    )
     acceptance: float | None = opt(
         None,
         "synthetic:0.8 accepts each draft token with this probability and ignores the models' tokens; for sizing "

@@ -83,7 +83,7 @@ MORE = {
     "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size"),
-    "device and precision": ("device", "dtype", "quantize", "draft_quantize", "linear", "graphs"),
+    "device and precision": ("device", "dtype", "quantize", "draft_quantize", "activations", "linear", "graphs"),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
     "sizing without trained weights": ("load", "acceptance"),
 }
@@ -445,7 +445,6 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if page is not None:
         probe(page, "--view")
 
-    from specker.kernels.cpu import native
     from specker.runtime.dist import collect
     from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
@@ -481,9 +480,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         with screen.records(), screen.progress("warming up") as tell:
             engine.warmup(tell)
     elif engine.model.stack is not None:
-        said = "compiling the CPU kernels: about ten seconds, once on this machine"
-        with native().on_compile(lambda: screen.note(said)):
-            engine.generate([0], 2)
+        engine.generate([0], 2)
     lines = [Line(Talk((), "this turn"), sampling, 0)] if chatting else lines_of(talks, job, sampling)
     mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
     sizing = "sizing" in engine.remarks

@@ -28,9 +28,9 @@ from specker.runtime.draft import CATCH_UP_ROWS
 from specker.runtime.graphs import Graphs
 from specker.runtime.load import device_of, drafting, dtype_of, family_of
 from specker.runtime.model import checkpoint
+from specker.runtime.model.buffers import served
 from specker.runtime.model.checkpoint import Checkpoint, Weights, folder_of, read_config
 from specker.runtime.model.config import CheckpointError, ModelConfig, eos_ids, read_json, reason
-from specker.runtime.model.decoder import served
 from specker.runtime.model.memory import Room
 from specker.runtime.policy import Budget, Outcome
 from specker.runtime.round import Round, best_shape

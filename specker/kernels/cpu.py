@@ -20,12 +20,13 @@ _TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float1
 
 @cache
 def native() -> Any:
-    """The module of compiled CPU kernels; None if numba is not installed: torch's operators then serve, more slowly."""
+    """The CPU's compiled backend, specker.cpu; None if it is absent or cannot be compiled: torch's operators then
+    serve, more slowly."""
     try:
-        from specker.kernels import native
-    except ImportError:
+        from specker import cpu
+    except ImportError:  # these ops may be used without the package
         return None
-    return native
+    return cpu if cpu.available() else None
 
 
 def few(x: Tensor) -> bool:

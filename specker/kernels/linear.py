@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
-from specker.kernels.cpu import eager, native, plain
+from specker.kernels.cpu import native, plain
 from specker.kernels.quant import (
     Format,
     Matrix,
@@ -63,7 +63,7 @@ def row_linear(
     rounding. The reference serves float64 and longer inputs, and rounds the linear first. Memory moves the weight once.
     One call can run G layers side by side.
 
-    On a CPU, up to 32 float32 rows with a large matrix are batch-invariant too (kernels/native.py); elsewhere a row's
+    On a CPU, up to 32 float32 rows with a large plain matrix are batch-invariant too (specker/cpu); elsewhere a row's
     last bits may depend on the other rows. There x and bias may be float32 beside a bfloat16 weight, and the result is
     float32: on a CPU with bfloat16 products, x and the product are rounded to bfloat16, and without a bias SiLU and its
     product, too.
@@ -118,7 +118,7 @@ def row_linear(
 def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
     size = split_of(x, weight)[1] if epilogue == "split" else 0  # those of a quantised weight are its own
     if isinstance(weight, Quantized):
-        weight = _restored(x, weight)
+        weight = weight.dequantised(x.dtype)
     if epilogue == "split":
         parts = zip(x.split(size, -1), weight.split(size, -1), strict=True)
         sums = [row_linear_ref(a, w, None, "float32") for a, w in parts]
@@ -143,15 +143,6 @@ def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilog
     return _gated(y) if epilogue == "silu_mul" else y
 
 
-def _restored(x: Tensor, weight: Quantized) -> Tensor:
-    """The weight in x's dtype."""
-    compiled = x.dtype in (torch.float32, torch.bfloat16) and weight.dim() == 2 and eager(x)
-    kernels = native() if compiled else None
-    if kernels is None or not kernels.takes(weight):
-        return weight.dequantised(x.dtype)
-    return kernels.restored(weight, x.dtype)
-
-
 @cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products."""
@@ -170,7 +161,9 @@ def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilo
 
 def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor | None:
     """The CPU form for float32 rows and a large weight."""
-    if x.dim() != 2 or weight.dim() != 2 or weight.numel() < COMPILED_MIN or not plain(x) or x.dtype != torch.float32:
+    if x.dim() != 2 or not isinstance(weight, Tensor) or weight.dim() != 2 or weight.numel() < COMPILED_MIN:
+        return None
+    if not plain(x) or x.dtype != torch.float32:
         return None
     kernels = native()
     if kernels is None or not kernels.serves(x, weight):
@@ -180,8 +173,8 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         return None
     if len(x) <= COMPILED_ROWS:
-        y = kernels.product(x, weight, weight.dtype == torch.bfloat16)
-    elif isinstance(weight, Tensor) and weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
+        y = kernels.product(x, weight, "bfloat16" if weight.dtype == torch.bfloat16 else "float32")
+    elif weight.dtype == x.dtype and torch.backends.mkldnn.is_available():
         y = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
     else:
         return None

@@ -20,7 +20,7 @@ none in a kernel that computes it where it is used.
 are the same to the bit. Both logarithms are polynomials in FMAs (`_log_near`): near 1 the hardware's own has an
 absolute error of 2^-22, but log1p must keep the relative precision there. Errors against float64, over the whole range
 of u: log1p(-u) 2e-7, relative; g 2.5e-7, relative, or absolute where |g| < 1 (torch on a CPU: 1.2e-7). The compiled
-CPU form (native.py) uses the same polynomials.
+CPU form (specker/cpu) uses the same polynomials.
 """
 
 import operator
@@ -171,11 +171,10 @@ def _from_bits(x: Tensor) -> Tensor:
 def _rows(seed: int, positions: Any, padded: int) -> Tensor:
     """Noise [T, padded] of a numpy array of positions. Without compiled kernels numpy computes it: it multiplies 64-bit
     integers twice as fast as torch."""
+    if (kernels := native()) is not None:
+        return kernels.gumbel(seed, torch.from_numpy(positions.astype(np.int64)), padded)
     out: Any = np.empty((len(positions), padded // 4, 4), np.float32)
     positions = positions.astype(np.uint64)
-    if (kernels := native()) is not None:
-        kernels.gumbel(out, positions, np.uint64(STREAM), np.uint64(seed))
-        return torch.from_numpy(out).view(len(positions), padded)
     blocks: Any = np.arange(padded // 4, dtype=np.uint64)
     rows = max(1, TILE // len(blocks))
     for i in range(0, len(positions), rows):

@@ -67,6 +67,10 @@ class Quantized:
         return next(kind for kind, dtype in KINDS.items() if dtype == self.q.dtype)
 
     @property
+    def kinds(self) -> set[str]:
+        return {self.kind}
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.q.dtype
 

@@ -147,7 +147,13 @@ def vocab_topk_ref(
         done = normed(hidden, *norm)
         hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm) if done is None else done
     z = row_linear(hidden, weight)
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return largest_of(z.to(torch.promote_types(z.dtype, torch.float32)), token_ids, k, noise, with_lse)
+
+
+def largest_of(
+    z: Tensor, token_ids: Tensor | None, k: int, noise: Noisy | None = None, with_lse: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`vocab_topk` of given logits z [T, K] float32 or float64, which it overwrites."""
     if noise is not None and noise[2] > 0:
         seed, positions, temperature, draw = Noise(*noise)
         if draw is None:

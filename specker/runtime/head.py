@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specker.kernels.quant import Matrix
-from specker.kernels.topk import vocab_topk
+from specker.cpu.packed import Packed
+from specker.kernels.cpu import native
+from specker.kernels.topk import largest_of, vocab_topk
 from specker.runtime import state as states
+from specker.runtime.model.buffers import Matrix
 from specker.runtime.model.decoder import Final
 from specker.runtime.sampling import Draws
 
@@ -32,6 +34,7 @@ class Head:
     norm: Tensor  # [E]
     eps: float
     kept: Kept | None = None  # None: row i is id i
+    activations: str = "int8"  # for packed rows (cpu.ACTIVATIONS)
     token_ids: Tensor | None = field(init=False, default=None)  # [K] int64, current id of each row
     known: set[int] = field(init=False, default_factory=set)  # the same, on the host
     _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
@@ -91,7 +94,10 @@ class Head:
         if self.weight.is_cuda:  # the host does not wait for a pinned copy
             both = both.pin_memory().to(self.weight.device, non_blocking=True)
         at, tokens = both
-        self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
+        if isinstance(self.weight, Packed) and isinstance(self.kept.whole, Packed):
+            self.weight.copy(at, self.kept.whole, tokens)
+        else:
+            self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
         self.token_ids[at] = tokens
 
     def best(self, final: Final, draws: Draws, positions: Tensor, out: Tensor | None = None) -> Tensor:
@@ -119,4 +125,8 @@ class Head:
         self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         norm, noise = None if final.normed else (self.norm, self.eps), draws.noise(positions)
+        if isinstance(self.weight, Packed):
+            z = native().product(final.rows, self.weight, self.activations, *(norm or ()))
+            ids, values, lse = largest_of(z, self.token_ids, k, noise, with_lse)
+            return (ids if out is None else out.copy_(ids)), values, lse
         return vocab_topk(final.rows, self.weight, self.token_ids, k, norm, noise, with_lse, out=out)

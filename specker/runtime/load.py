@@ -13,9 +13,9 @@ from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
 from specker.runtime.head import Kept
+from specker.runtime.model.buffers import served
 from specker.runtime.model.checkpoint import WHOLE, Checkpoint, made_for, read_config
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.decoder import served
 from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import SCRATCH
 
@@ -68,6 +68,8 @@ def load(
         part=WHOLE if ranks is None else ranks.part,
         whole_head=parts.self_drafting or shares_head,
         quantize=opts.quantize,
+        activations=opts.activations,
+        pack=ranks is None and opts.linear != "cublas",
         tell=tell,
     )
     if ranks is not None:
@@ -124,6 +126,8 @@ def drafting(
             random=1 if dummy else None,
             owner=main,
             quantize=opts.draft_quantize,
+            activations=opts.activations,
+            pack=ranks is None and opts.linear != "cublas",
             tell=tell,
         )
         if (kinds := stored(side)) is not None:

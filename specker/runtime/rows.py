@@ -1,5 +1,6 @@
 """Begin a forward: its rows' places and embeddings, in one launch where the device places them."""
 
+import torch
 from torch import Tensor
 
 from specker.runtime.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
@@ -54,6 +55,9 @@ def _started(
     n, device = len(lengths), cache.device
     table = cache.table[:n]
     place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
-    hidden, positions, slots, kv_len, words = start_rows(model.embed, tokens, text, *place, ahead=ahead)
+    embed = model.embed if isinstance(model.embed, Tensor) else torch.arange(len(model.embed)).unsqueeze(1)
+    hidden, positions, slots, kv_len, words = start_rows(embed, tokens, text, *place, ahead=ahead)
+    if embed is not model.embed:  # packed: the ids themselves were looked up
+        hidden = model.embed_tokens(hidden[:, 0])
     window, bounds = window_sizes(first + count, device, n), sequence_bounds(count, device, n)
     return Rows(positions, slots, kv_len, window, words, bounds, table), hidden.to(model.dtype)

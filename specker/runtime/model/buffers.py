@@ -13,15 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.cpu import packed
+from specker.cpu.packed import Packed
 from specker.kernels import quant
 from specker.kernels.cpu import native
-from specker.kernels.quant import Matrix, Quantized
+from specker.kernels.quant import Quantized
 from specker.runtime.model.config import CheckpointError, ModelConfig
 from specker.runtime.model.parts import Part
 from specker.runtime.model.quantised import Get, Scheme
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of safetensors dtypes
 CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
+
+
+Matrix = Tensor | Quantized | Packed
+
+
+def served(c: ModelConfig) -> bool:
+    """Whether a CPU has compiled kernels for a model of these sizes, in float32, bfloat16 and quantised."""
+    kernels, sizes = native(), (c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
+    return kernels is not None and kernels.Stack.takes_sizes(*sizes)
 
 
 def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -102,18 +113,28 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Storage:
-    """How the run stores matrices: which stay or become `Quantized`."""
+    """How the run stores matrices: which stay or become quantised, as `Quantized` or, for the CPU's compiled layers, as
+    `Packed`."""
 
     scheme: Scheme | None  # of the checkpoint
     quantize: str | None  # see `load`
     dtype: torch.dtype  # of the others
     device: torch.device
+    packs: bool = False  # whether the CPU's compiled layers will run
 
     @property
     def keeps(self) -> bool:
-        """Whether `Quantized` matrices stay so, or are restored to `dtype`."""
-        kernels = self.device.type == "cuda" or ((cpu := native()) is not None and cpu.reads_halves())
-        return self.quantize != "none" and self.dtype != torch.float64 and kernels
+        """Whether quantised matrices stay so, or are restored to `dtype`."""
+        return self.quantize != "none" and self.dtype != torch.float64
+
+    def own(self, source: Quantized | Packed) -> Matrix:
+        """A quantised matrix as the run stores it."""
+        if self.packs:
+            made = source if isinstance(source, Packed) else packed.of_quantised(source)
+            return source.dequantised(self.dtype) if made is None else made
+        if isinstance(source, Packed):
+            source = quant.joined(source.quantised())
+        return source.to(self.device)
 
     def covers(self, name: str) -> bool:
         """Whether the checkpoint has the matrix `name` (a full name that ends in .weight) in eight or four bits."""
@@ -127,10 +148,13 @@ class Storage:
         return "int8" if head and self.quantize == "int4" else self.quantize
 
     def stays(self, pieces: dict[str, Piece], c: ModelConfig) -> set[tuple[str, int | None]]:
-        """The matrices (buffer, layer) that are `Quantized` in the run: those of which all pieces are."""
+        """The matrices (buffer, layer) that are quantised in the run: those of which all pieces are. An embedding stays
+        so only if it is `Packed`."""
         found: dict[tuple[str, int | None], bool] = {}
         for name, p in pieces.items():
-            if p.is_matrix or p.buffer == "head":
+            if p.buffer == "embed" and self.packs and self.keeps and self.covers(name):
+                found[p.buffer, p.layer] = True
+            elif p.is_matrix or p.buffer == "head":
                 whole = self.keeps and (self.covers(name) or self.rounding(p, c) is not None)
                 found[p.buffer, p.layer] = found.get((p.buffer, p.layer), True) and whole
         return {key for key, whole in found.items() if whole}
@@ -158,27 +182,33 @@ class Buffers:
         """`pieces`: all that will be put, by their full names."""
         self.c, self.storage, self.stays = c, storage, storage.stays(pieces, c)
         self.dense = _allocated(pieces.values(), c, storage, self.stays)
-        self._parts: dict[tuple[str, int | None], list[Quantized]] = {key: [] for key in self.stays}
+        self._parts: dict[tuple[str, int | None], list[Matrix]] = {key: [] for key in self.stays}
 
     def put(self, p: Piece, source: Matrix) -> None:
-        """Copy a piece to its place, rounded if the run wants that. The embedding of a tied model is never quantised;
-        its quantised form is the head."""
+        """Put a piece in its place, rounded if the run wants that. The embedding of a tied model is never rounded; its
+        rounded form is the head."""
         storage, given, kind = self.storage, source, self.storage.rounding(p, self.c)
         if kind is not None:
-            wide = source.dequantised(torch.float32) if isinstance(source, Quantized) else source
+            wide = source if isinstance(source, Tensor) else source.dequantised(torch.float32)
             try:
                 source = quant.quantised(wide.to(storage.device), kind)
             except ValueError as error:
                 raise CheckpointError(f"{p.name} cannot be quantised: {error}") from error
-        if isinstance(source, Quantized) and p.buffer == "embed":
+        stays = (p.buffer, p.layer) in self.stays
+        if not isinstance(source, Tensor) and p.buffer == "embed":
+            head = storage.own(source)
             if self.c.tied:
-                head = source.to(storage.device)
-                self.dense["head"] = head if storage.keeps else head.dequantised(storage.dtype)
+                kept = storage.keeps or isinstance(head, Tensor)
+                self.dense["head"] = head if kept else head.dequantised(storage.dtype)  # type: ignore[union-attr]
+            if stays:  # the same matrix as the head, or what was rounded to it
+                embed = given if isinstance(given, Tensor) else storage.own(given)
+                self._parts[p.buffer, p.layer].append(head if kind is None else embed)
+                return
             source = given
-        elif isinstance(source, Quantized) and (p.buffer, p.layer) in self.stays:
-            self._parts[p.buffer, p.layer].append(source.to(storage.device))
+        elif not isinstance(source, Tensor) and stays:
+            self._parts[p.buffer, p.layer].append(storage.own(source))
             return
-        if isinstance(source, Quantized):
+        if not isinstance(source, Tensor):
             source = source.dequantised(torch.float32)
         whole = self.dense[p.buffer] if p.layer is None else self.dense[p.buffer][p.layer]
         _copy(whole[p.row : p.row + p.shape[0]], source)
@@ -187,22 +217,34 @@ class Buffers:
         """All buffers. Raises CheckpointError if the quantised pieces of a matrix do not fit together."""
         for (buffer, layer), parts in self._parts.items():
             try:
-                whole = parts[0] if len(parts) == 1 else quant.joined(parts)
+                whole = _joined(parts, self.storage.dtype)
             except ValueError as error:
                 raise CheckpointError(f"the {buffer} matrix of layer {layer} cannot be read: {error}") from error
             parts.clear()
             if layer is None:
-                self.dense[buffer] = whole.contiguous()
+                self.dense[buffer] = whole
             else:
-                self.dense[buffer][layer] = whole.contiguous()
+                self.dense[buffer][layer] = whole
         return self.dense
 
 
-def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized:
-    """A piece of the matrix `name`, which the checkpoint has in eight or four bits."""
+def _joined(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
+    """Matrices one under the other: packed or quantised if all are, else in `dtype`."""
+    if all(isinstance(x, Packed) for x in parts) and not any(len(x) % packed.ROWS for x in parts[:-1]):
+        return packed.joined(parts)  # type: ignore[arg-type]
+    if all(isinstance(x, Quantized) for x in parts):
+        whole = parts[0] if len(parts) == 1 else quant.joined(parts)  # type: ignore[arg-type]
+        return whole.contiguous()  # type: ignore[union-attr]
+    return torch.cat([x.to(dtype) if isinstance(x, Tensor) else x.dequantised(dtype) for x in parts])
+
+
+def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed:
+    """A piece of the matrix `name`, which the checkpoint has in eight or fewer bits."""
     whole = scheme.read(name[: -len(".weight")], (p.stored[0], p.stored[1]), get)
     if p.whole:
         return whole
+    if isinstance(whole, Packed):
+        whole = quant.joined(whole.quantised())
     (row, column), (count, columns), group = p.first, p.shape, math.gcd(whole.group, p.first[1], p.shape[1])
     if group != whole.group:  # a rank begins within a group
         if group % quant.LEAST[whole.kind]:

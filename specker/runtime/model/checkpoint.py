@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.quant import Matrix, Quantized
+from specker.cpu.packed import Packed
 from specker.runtime.model import gguf, memory
-from specker.runtime.model.buffers import Buffers, Piece, Storage, part_of, pieces_of, random_weights
+from specker.runtime.model.buffers import Buffers, Matrix, Piece, Storage, part_of, pieces_of, random_weights, served
 from specker.runtime.model.config import (
     CheckpointError,
     ModelConfig,
@@ -47,9 +47,10 @@ Stacked = Matrix | Sequence[Matrix]
 class Weights:
     """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
     vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
-    [L, ..] may also be a list of the layers' tensors, and the layers' matrices and the head may be `Quantized`."""
+    [L, ..] may also be a list of the layers' tensors, and the layers' matrices and the head may be `Quantized` or
+    `Packed`."""
 
-    embed: Tensor  # [V, E]
+    embed: Tensor | Packed  # [V, E]
     qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
     q_norm: Tensor | None  # [L, D]
@@ -71,7 +72,7 @@ class Weights:
 def _matrices(w: Weights) -> list[Matrix]:
     """The layers' matrices, stacked or each."""
     stacks = w.qkv, w.o, w.gate_up, w.down
-    return [x for stack in stacks for x in ((stack,) if isinstance(stack, Tensor | Quantized) else stack)]
+    return [x for stack in stacks for x in ((stack,) if isinstance(stack, Matrix) else stack)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,7 @@ class Checkpoint:
     folder: Path
     part: Part = WHOLE
     restored: tuple[str, ...] = ()  # GGUF formats that were restored to the run's dtype
+    activations: str = "int8"  # on a CPU, to what products round the rows (cpu.ACTIVATIONS)
 
     @property
     def local(self) -> ModelConfig:
@@ -99,14 +101,14 @@ class Checkpoint:
         """Bytes of all layers' matrices, of the whole model."""
         w, c = self.weights, self.local
         if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
-            return layer_elements(self.config) * w.embed.element_size()
+            return layer_elements(self.config) * w.norm.element_size()
         return held * layer_elements(self.config) / layer_elements(c)
 
     @property
     def quantised(self) -> str | None:
         """The kinds of the quantised matrices, for reports: "int4 and int8"; None if there are none."""
         every = (*_matrices(self.weights), self.weights.head)
-        return " and ".join(sorted({x.kind for x in every if isinstance(x, Quantized)})) or None
+        return " and ".join(sorted({kind for x in every if not isinstance(x, Tensor) for kind in x.kinds})) or None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -151,6 +153,8 @@ def load(
     layers: bool = True,
     owner: Checkpoint | None = None,
     quantize: str | None = None,
+    activations: str | None = None,
+    pack: bool = True,
     tell: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
@@ -161,9 +165,10 @@ def load(
     is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the head are read:
     another engine runs the model. `owner`: the target of a draft that shares its embedding or head. `quantize`: int8,
     int4 or fp8, to which the layers' matrices and the head are rounded; none restores quantised ones to `dtype`; by
-    default they stay as they are stored. int4 keeps the head in int8. float64 runs restore the stored values, and so
-    does a CPU without kernels for them. `tell` is called with (elements read, of all). Raises CheckpointError, and
-    ValueError if memory is too small.
+    default they stay as they are stored. int4 keeps the head in int8. Weights are dequantised for float64 runs and on
+    CPUs without compiled kernels. `activations`: on a CPU, to what products with quantised weights round their rows:
+    int8 (default), bfloat16 or float32. Without `pack` a CPU keeps them `Quantized`, for models split over ranks.
+    `tell` is called with (elements read, of all). Raises CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -176,7 +181,8 @@ def load(
     if config.shares:
         _check_owner(source, config, owner)
     scheme = scheme_of(read_json(folder / "config.json"), str(source))
-    storage = Storage(scheme, quantize, dtype, device)
+    packs = pack and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and served(config)
+    storage = Storage(scheme, quantize, dtype, device, packs)
     pieces = [p for p in pieces_of(config, part, whole_head) if layers or p.layer is None]
     elements = sum(math.prod(p.shape) for p in pieces)
     size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
@@ -198,7 +204,8 @@ def load(
     if not layers:
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
     weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
-    return Checkpoint(config, weights, folder, part, getattr(scheme, "restored", ()))
+    restored = getattr(scheme, "restored", ())
+    return Checkpoint(config, weights, folder, part, restored, activations or "int8")
 
 
 def read_config(
@@ -276,7 +283,7 @@ def _read_weights(
                 source = part_of(p, name, storage.scheme, get)
             else:
                 source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
-            mapped += source.nbytes
+            mapped += 0 if isinstance(source, Packed) and storage.packs else source.nbytes  # the run keeps the map
             buffers.put(p, source)
             done += math.prod(p.shape)
             if tell is not None:
@@ -323,7 +330,9 @@ def _same_rows(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoi
         or not ((ids >= 0) & (ids < len(owner.weights.embed))).all()
     ):
         raise CheckpointError(f"{' and '.join(SHARED_ROWS)} of {source} do not fit together; export it again")
-    own = owner.weights.embed[ids.to(owner.weights.embed.device)].float().cpu()
+    embed = owner.weights.embed
+    own = embed[ids.to(embed.device)]
+    own = (own if isinstance(own, Tensor) else own.dequantised(torch.float32)).float().cpu()
     return bool((torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all())
 
 

@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from specker.kernels.attention import tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import COMPILED_ROWS, MAX_ROWS, multiplies_bfloat16, row_linear
+from specker.kernels.linear import MAX_ROWS, row_linear
 from specker.kernels.merge import add_norm, residual_merge
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
 from specker.runtime.dist import Ranks
-from specker.runtime.model.cache import KVCache, Rows
+from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
 from specker.runtime.model.checkpoint import Checkpoint, Weights
-from specker.runtime.model.config import ModelConfig
 from specker.runtime.sampling import Draws
 
 PREFILL_CHUNK = 1024
+PACKED_CHUNK = 256  # on a CPU with packed weights: its activations stay in the caches
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pages, page_size, Hkv, D] -> [T, Hq, D]
 
@@ -92,26 +92,6 @@ class Output(NamedTuple):
         return Final(self.hidden) if self.normed is None else Final(self.normed, True)
 
 
-def served(config: ModelConfig) -> bool:
-    """Whether a CPU has compiled kernels for a model of these sizes, in float32 and bfloat16."""
-    kernels, c = native(), config
-    sizes = c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size
-    return kernels is not None and kernels.Stack.takes_sizes(*sizes)
-
-
-def _rounding(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`linear` for a bfloat16 run on a CPU, whose residual stream is float32: many rows are multiplied by a quantised
-    weight in bfloat16, as they are by a bfloat16 one."""
-
-    def rounded(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-        if isinstance(weight, Tensor) or x.shape[-2] <= COMPILED_ROWS or not multiplies_bfloat16():
-            return linear(x, weight, bias, epilogue)
-        half = torch.bfloat16
-        return linear(x.to(half), weight, None if bias is None else bias.to(half), epilogue).to(x.dtype)
-
-    return rounded
-
-
 class Model:
     """Weights ready to run, the RoPE table, and one-position index tensors."""
 
@@ -128,13 +108,13 @@ class Model:
         self.embed, self.norm = weights.embed, weights.norm
         self.dtype, self.device = weights.norm.dtype, weights.norm.device  # of the activations and the K/V
         self.linear = linear
-        self.layers, self.head = _layers(weights, config.num_layers), checkpoint.own_head
+        self.layers = _layers(weights, config.num_layers)
+        self.head: Any = checkpoint.own_head  # a matrix of any kind
         self.rope = rope_table(weights.inv_freq.to(self.device), weights.rope_scale, config.max_context, self.dtype)
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5
+        self.activations = checkpoint.activations
         self.stack = self._stack()
-        if self.rounds and self.dtype == torch.float32:
-            self.linear = _rounding(linear)
 
     def _stack(self) -> Any:
         """The layers for the compiled CPU kernels; None if those do not serve this model."""
@@ -145,16 +125,14 @@ class Model:
         if kernels is None or not kernels.Stack.takes(layers, self.rope):
             return None
         c = self.config
-        return kernels.Stack(layers, (c.num_heads, c.num_kv_heads), self.rope, c.rms_norm_eps, self.rounds)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether a CPU's products round their rows to bfloat16."""
-        return self.embed.dtype == torch.bfloat16
+        heads = c.num_heads, c.num_kv_heads
+        return kernels.Stack(layers, heads, self.rope, c.rms_norm_eps, self.scale, self.activations)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E]."""
-        return torch.embedding(self.embed, tokens).to(self.dtype)
+        if isinstance(self.embed, Tensor):
+            return torch.embedding(self.embed, tokens).to(self.dtype)
+        return native().restored(self.embed, self.dtype, tokens)
 
     def logits(self, final: Final, out: Tensor | None = None) -> Tensor:
         """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
@@ -162,7 +140,7 @@ class Model:
         (x, normed), stack = final, self.stack
         few = stack is not None and len(x) <= stack.most and not normed
         if few and (kernels := native()).serves(x, self.head):
-            return kernels.head(x, self.norm, self.config.rms_norm_eps, self.head, self.rounds)
+            return kernels.product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps)
         if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
         if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
@@ -291,7 +269,7 @@ def compiled(
     """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end."""
     sequences = rows.cu_rows, rows.kv_len, rows.window
     places, kv = (rows.positions, rows.slots), (cache.k, cache.v)
-    out = model.stack.run(hidden, kv, groups, taps, places, sequences, rows.ancestors, rows.table, model.scale)
+    out = model.stack.run(hidden, kv, groups, taps, places, sequences, rows.ancestors, rows.table)
     return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)))
 
 
@@ -322,6 +300,8 @@ def prefill(
     called with (tokens done, of all) after each chunk."""
     kept: dict[int, Tensor] = {}
     count = len(tokens)
+    if model.stack is not None and model.stack.packed and model.config.causal:
+        chunk = min(chunk, PACKED_CHUNK)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
@@ -336,7 +316,12 @@ def _prefill_chunk(
 ) -> dict[int, Tensor]:
     T, start = len(tokens), cache.exact_len[slot]
     end = start + T
-    span, causal = cache.span(end, slot), model.config.causal
+    causal, hidden = model.config.causal, model.embed_tokens(tokens)
+    if model.stack is not None and model.stack.packed:
+        out = _compiled_chunk(model, cache, slot, hidden, start, taps)
+        cache.exact_len[slot] = end
+        return {n: x[-last:] for n, x in out.items()}
+    span = cache.span(end, slot)
     later = causal and start > 0
     split = later and splits(model.device)
     mask = after(T, end) if later and not split else None
@@ -357,9 +342,22 @@ def _prefill_chunk(
 
     batch = Batch(model.positions[start:end], cache.slots(slot, start, end), attend, model.summed)
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
-    kept = run_layers(model, steps, model.embed_tokens(tokens), taps=taps).taps
+    kept = run_layers(model, steps, hidden, taps=taps).taps
     cache.exact_len[slot] = end
-    return {n: hidden[-last:] for n, hidden in kept.items()}
+    return {n: x[-last:] for n, x in kept.items()}
+
+
+def _compiled_chunk(
+    model: Model, cache: KVCache, slot: int, hidden: Tensor, start: int, taps: tuple[int, ...]
+) -> dict[int, Tensor]:
+    """A chunk of a prompt by the compiled CPU kernels: the residual stream [T, E] at the depths `taps`."""
+    T, layers = len(hidden), [*range(len(model.layers) + 1)]
+    end, table = cache.lengths[start + T : start + T + 1], cache.block_table[slot : slot + 1]
+    places = model.positions[start : start + T], cache.slots(slot, start, start + T)
+    sequences = sequence_bounds(T, cache.device), end, end
+    full = not model.config.causal
+    out = model.stack.run(hidden, (cache.k, cache.v), layers, taps, places, sequences, None, table, full)
+    return dict(zip(taps, out[1:].unbind(0), strict=True))
 
 
 def splits(device: torch.device) -> bool:
@@ -395,7 +393,7 @@ def after(rows: int, end: int) -> Any:
 def _layers(weights: Weights, count: int) -> list[Group]:
     """Each layer's weights."""
 
-    def at(stack: Tensor | None, n: int) -> Tensor | None:
+    def at(stack: Any, n: int) -> Any:
         return None if stack is None else stack[n]
 
     def row(stack: Tensor | None, n: int) -> Tensor | None:
@@ -405,19 +403,19 @@ def _layers(weights: Weights, count: int) -> list[Group]:
         Group(
             Attention(
                 norm_in=weights.norm_in[n],
-                qkv=weights.qkv[n],
+                qkv=at(weights.qkv, n),
                 qkv_bias=at(weights.qkv_bias, n),
                 q_norm=row(weights.q_norm, n),
                 k_norm=row(weights.k_norm, n),
-                o=weights.o[n],
+                o=at(weights.o, n),
                 o_bias=at(weights.o_bias, n),
             ),
             (
                 FeedForward(
                     norm_post=weights.norm_post[n],
-                    gate_up=weights.gate_up[n],
+                    gate_up=at(weights.gate_up, n),
                     gate_up_bias=at(weights.gate_up_bias, n),
-                    down=weights.down[n],
+                    down=at(weights.down, n),
                     down_bias=at(weights.down_bias, n),
                 ),
             ),

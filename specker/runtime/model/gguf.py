@@ -1,15 +1,14 @@
 """A GGUF file as a checkpoint: it is converted once, into a folder of the cache.
 
 The folder has Hugging Face's format (config, tokenizer with chat template, safetensors), so everything after it is the
-same for both formats. Matrices whose blocks blocks.py reads stay in eight or four bits (quantised.Own); of other
-formats they become float32, with a note. A folder with all of them in float32 is for programs that read no other one.
+same for both formats. Matrices whose blocks blocks.py reads keep their bits (quantised.Own); of other formats they
+become float32, with a note. `dense=True` writes float32, for tools that cannot read our quantised format.
 It lies under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf) and is named by the file's SHA-256: another file never
 meets an old folder.
 """
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.kernels.quant import Quantized
+from specker.cache import root as cache_root
+from specker.cpu.packed import Numbers, pack
 from specker.runtime.model import blocks
 from specker.runtime.model.config import ARCHITECTURES, CheckpointError, reason
 
@@ -46,7 +46,7 @@ def converted(path: Path, dense: bool = False) -> Path:
     """The folder with the converted checkpoint, made on first use; with `dense` all in float32. Raises CheckpointError
     if packages or disk space are missing, or if the file is damaged or of an unsupported architecture."""
     digest = sha256(path)
-    folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}{'' if dense else '-quantised'}"
+    folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}{'' if dense else '-packed'}"
     if _complete(folder):
         return folder
     missing = [name for name in PACKAGES if find_spec(name) is None]
@@ -70,11 +70,6 @@ def converted(path: Path, dense: bool = False) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
-
-
-def cache_root() -> Path:
-    """Where specker keeps converted and fetched checkpoints."""
-    return Path(os.environ.get("SPECKER_CACHE") or Path.home() / ".cache" / "specker")
 
 
 def sha256(path: Path) -> str:
@@ -180,18 +175,17 @@ def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str,
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    for name, kind, x in _tensors(path, config):
+    for name, kind, x in _tensors(path, config, dense):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module = name.removesuffix(".weight")
-        if isinstance(x, Quantized) and not dense:
-            new = {f"{module}.{part}": y for part, y in zip(("q", "scale", "shift"), x.parts, strict=False)}
-            scales = "F16" if x.scale.dtype == torch.float16 else "F32"
-            modules[module] = x.kind, x.group, scales, x.shift is not None
+        if isinstance(x, Numbers):
+            new = {f"{module}.packed": pack(x).runs[0].data}
+            modules[module] = x.format
         else:
             if not dense and kind not in ("F32", "F16", "BF16", "F64"):
                 restored.add(kind)
-            new = {name: x.dequantised(torch.float32) if isinstance(x, Quantized) else x}
+            new = {name: x}
         shards[-1] |= {key: y.contiguous() for key, y in new.items()}
         size += sum(y.nbytes for y in new.values())
         if size >= SHARD:
@@ -206,8 +200,9 @@ def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str,
     return modules, sorted(restored)
 
 
-def _tensors(path: Path, config: Any) -> Iterator[tuple[str, str, Tensor | Quantized]]:
-    """Name, format and value of all tensors, in Hugging Face's names and orders: float32, or `Quantized`."""
+def _tensors(path: Path, config: Any, dense: bool) -> Iterator[tuple[str, str, Tensor | Numbers]]:
+    """Name, format and value of all tensors, in Hugging Face's names and orders: float32 or, without `dense`, the
+    numbers of its blocks."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -217,13 +212,16 @@ def _tensors(path: Path, config: Any) -> Iterator[tuple[str, str, Tensor | Quant
         if name is None:
             continue
         kind, rows = tensor.tensor_type.name, tensor.data
-        x: Tensor | Quantized
-        if kind in blocks.READERS and rows.ndim == 2:
+        x: Tensor | Numbers
+        if not dense and kind in blocks.READERS and rows.ndim == 2:
             x = blocks.read(kind, torch.from_numpy(rows.copy()))
         else:
             x = torch.from_numpy(dequantize(rows, tensor.tensor_type).copy())
         part = name.split(".")[-2]
         if part in heads and config.model_type in PERMUTED:
-            order = torch.arange(len(x)).view(heads[part], -1, 2).transpose(1, 2).flatten()
-            x = x[order]
+            order = torch.arange(len(rows)).view(heads[part], -1, 2).transpose(1, 2).flatten()
+            if isinstance(x, Numbers):
+                x = Numbers(x.format, *(None if y is None else y[order] for y in x[1:]))  # type: ignore[arg-type]
+            else:
+                x = x[order]
         yield name, kind, x

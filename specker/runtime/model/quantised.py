@@ -1,11 +1,12 @@
-"""How a checkpoint stores quantised matrices: from `quantization_config` in config.json to `Quantized`."""
+"""How a checkpoint stores quantised matrices: from `quantization_config` in config.json to `Quantized` or `Packed`."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specker.kernels.quant import LEAST, Quantized
+from specker.cpu.packed import FORMATS, ROWS, Packed, Run
+from specker.kernels.quant import Quantized
 from specker.runtime.model.compressed import compressed_tensors
 from specker.runtime.model.config import CheckpointError, reason
 from specker.runtime.model.schemes import Get, Stored, awq, fp8, gptq, refused
@@ -38,17 +39,17 @@ class Scheme(Protocol):
         """The names of further tensors that it may have."""
         ...
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantized:
+    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantized | Packed:
         """The matrix, on the CPU. Raises CheckpointError."""
         ...
 
 
 @dataclass(frozen=True)
 class Own:
-    """specker's own format, which GGUF files are converted to: <module>.q, .scale and .shift, as in kernels/quant.py.
-    config.json lists (kind, group, dtype of the scales, whether there are shifts) of each module."""
+    """specker's own format, which GGUF files are converted to: <module>.packed, as in cpu/packed.py, so that a CPU maps
+    the file and multiplies. config.json has the format of each module."""
 
-    modules: dict[str, tuple[str, int, str, bool]]
+    modules: dict[str, str]
     restored: tuple[str, ...] = ()  # GGUF formats of further matrices, which it holds in float32
     name: str = "specker"
 
@@ -56,31 +57,24 @@ class Own:
         return module in self.modules
 
     def stored(self, module: str, shape: tuple[int, int]) -> Stored:
-        kind, group, dtype, shifts = self.modules[module]
-        O, E = shape
-        columns, code = (E // 2, "U8") if kind == "int4" else (E, {"int8": "I8", "fp8": "F8_E4M3"}[kind])
-        scales = {f"{module}.{part}": ((O, E // group), (dtype,)) for part in ("scale", "shift")[: 1 + shifts]}
-        return {f"{module}.q": ((O, columns), (code,)), **scales}
+        (O, E), form = shape, FORMATS[self.modules[module]]
+        blocks = -(-O // ROWS)
+        return {f"{module}.packed": ((blocks, form.bytes_of(O, E) // blocks), ("U8",))}
 
     def optional(self, module: str) -> tuple[str, ...]:
         return ()
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantized:
-        q, scale, shift = (get(f"{module}.{part}") for part in ("q", "scale", "shift"))
-        assert q is not None and scale is not None
-        return Quantized(q, scale, shift)
+    def read(self, module: str, shape: tuple[int, int], get: Get) -> Packed:
+        data = get(f"{module}.packed")
+        assert data is not None
+        return Packed((Run(data, self.modules[module], shape[0]),), shape[1])
 
 
 def _own(settings: dict[str, Any], source: str) -> Own:
     modules = settings.get("modules")
-    try:
-        parsed = {name: (str(k), int(g), str(d), bool(s)) for name, (k, g, d, s) in modules.items()}  # type: ignore[union-attr]
-        fitting = all(g > 0 and g % LEAST[k] == 0 and d in ("F16", "F32") for k, g, d, _ in parsed.values())
-    except (AttributeError, KeyError, TypeError, ValueError):
-        fitting, parsed = False, {}
-    if not fitting:
+    if not isinstance(modules, dict) or not all(form in FORMATS for form in modules.values()):
         raise CheckpointError(f"the quantization_config of {source} is damaged; convert the checkpoint again")
-    return Own(parsed, tuple(map(str, settings.get("restored") or ())))
+    return Own(modules, tuple(map(str, settings.get("restored") or ())))
 
 
 def scheme_of(raw: dict[str, Any], source: str) -> Scheme | None:

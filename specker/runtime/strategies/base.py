@@ -13,10 +13,10 @@ from torch import Tensor
 
 from specker.config import Options
 from specker.kernels.linear import row_linear, row_linear_ref
-from specker.kernels.quant import Matrix
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head, Kept
+from specker.runtime.model.buffers import Matrix
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
@@ -60,7 +60,8 @@ class DraftContext:
 
     def head(self, model: Model, weight: Matrix | None = None) -> Head:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
-        return Head(model.head if weight is None else weight, model.norm, model.config.rms_norm_eps, self.kept)
+        rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
+        return Head(rows, model.norm, eps, self.kept, model.activations)
 
     def allocate(self, model: Model) -> KVCache:
         """A cache for a draft model."""

@@ -134,7 +134,8 @@ class LayerParallel:
         self.model, self.cache, self.schedule = model, cache, schedule
         self.ranks = ranks if ranks is not None and ranks.drafting > 1 else None
         self.kv = cache.k.flatten(0, 1), cache.v.flatten(0, 1)  # views: [L * pages, page, Hkv, D]
-        self.groups = [self._group(layers) for layers in schedule.groups]
+        packed = model.stack is not None and model.stack.packed
+        self.groups = [] if packed else [self._group(layers) for layers in schedule.groups]
 
     def forward(self, rows: Rows, hidden: Tensor) -> Output:
         """Run all layers of the schedule from the embedding `hidden` [T, E]. Writes the rows' K/V, fuzzy in groups of

@@ -1,0 +1,123 @@
+"""Compiles csrc/ for this processor, once: the library lies in specker's cache, named by the sources, the compiler and
+the level of instructions.
+
+Any C compiler with GNU's vector extensions serves: $CC, cc, gcc, clang, or the PyPI package ziglang. Without one the
+reference operators decode, more slowly.
+"""
+
+import atexit
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from specker.cache import root
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi", "-pthread")
+V3 = {"avx2", "fma", "f16c", "bmi2"}
+V4 = V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+# Levels from best to least: what /proc/cpuinfo must list, and what the compiler is told.
+LEVELS: dict[str, tuple[set[str], tuple[str, ...]]] = {
+    "avx512bf16": (V4 | {"avx512_vnni", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")),
+    "avx512vnni": (V4 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni")),
+    "avx512": (V4, ("-march=x86-64-v4",)),
+    "avxvnni": (V3 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
+    "avx2": (V3, ("-march=x86-64-v3",)),
+    "dotprod": ({"asimddp"}, ("-march=armv8.2-a+dotprod",)),
+    "portable": (set(), ()),
+}
+
+
+def level() -> str:
+    """The best level of this processor, or the one that SPECKER_CPU names. Raises ValueError for an unknown name."""
+    asked = os.environ.get("SPECKER_CPU")
+    if asked:
+        if asked not in LEVELS:
+            raise ValueError(f"SPECKER_CPU must be one of {', '.join(LEVELS)}, got {asked!r}")
+        return asked
+    has = _features()
+    return next(name for name, (needed, _) in LEVELS.items() if needed <= has)
+
+
+@cache
+def _features() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return {"asimddp"} if platform.machine() == "arm64" else set()  # macOS: every Apple processor has them
+    lines = (line.split(":", 1) for line in info.read_text(errors="replace").splitlines() if ":" in line)
+    return next((set(value.split()) for key, value in lines if key.strip() in ("flags", "Features")), set())
+
+
+def compiler() -> list[str] | None:
+    """The command of a C compiler; None if there is none."""
+    asked = os.environ.get("CC")
+    names = [asked] if asked else ["cc", "gcc", "clang"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is not None:
+        return [found]
+    return [sys.executable, "-m", "ziglang", "cc"] if importlib.util.find_spec("ziglang") else None
+
+
+def library(tell: Callable[[str], None] | None = None) -> Path | None:
+    """The compiled library; None if there is no compiler or it fails. `tell` gets a sentence if it has to compile."""
+    command = compiler()
+    name, files = level(), sorted(SOURCES.iterdir())
+    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
+    digest.update(repr((FLAGS, LEVELS[name])).encode())
+    folder = root() / "cpu"
+    path = folder / f"{name}-{digest.hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    if command is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            if not path.exists():
+                if tell is not None:
+                    tell(f"compiling the CPU kernels ({name}): some seconds, once on this machine")
+                _compile(command, name, path)
+    except OSError:  # the cache cannot be written: the library lives as long as this process
+        folder = Path(tempfile.mkdtemp(prefix="specker-cpu-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = folder / path.name
+        _compile(command, name, path)
+    return path if path.exists() else None
+
+
+def _compile(command: list[str], name: str, path: Path) -> None:
+    """Compile each source in a process of its own and link them. A failure leaves no file."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as there:
+        flags = [*FLAGS, *LEVELS[name][1]]
+        objects = {source: Path(there) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.c"))}
+        jobs = [
+            subprocess.Popen(
+                [*command, *flags, "-c", str(source), "-o", str(target)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for source, target in objects.items()
+        ]
+        errors = [job.communicate()[1] for job in jobs]
+        linked = Path(there) / path.name
+        if all(job.returncode == 0 for job in jobs):
+            link = [*command, *flags, "-shared", *map(str, objects.values()), "-lm", "-o", str(linked)]
+            done = subprocess.run(link, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                linked.rename(path)
+                return
+            errors.append(done.stderr)
+        said = next((line for text in errors for line in text.splitlines() if "error" in line), "no message")
+        logging.getLogger(__name__).warning("the CPU kernels could not be compiled with %s: %s", command[0], said)

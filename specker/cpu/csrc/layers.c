@@ -1,0 +1,336 @@
+// Whole decoder layers, in one call for a decoding step, a verify pass or a chunk of a prompt.
+//
+// Few rows: every thread keeps the residual stream and rounds its own copy of each product's input, which costs less than
+// a barrier. Many rows: the threads share both and divide the rows.
+#include "layers.h"
+#include "vector.h"
+#include <math.h>
+
+#define FEW 4        // rows up to which threads repeat each other's work on rows
+#define BLOCK_ROWS 16 // rows of a sequence that attend together
+
+typedef struct {
+    const member *m;
+    const forward *f;
+    int few;
+    int64_t wide;  // the longest sequence, rounded up to 16
+    float *stream; // [T, E]
+    float *normed; // [T, E]
+    char *forms;   // of rows in a product
+    float *room;   // for attention
+    float *qkv;    // [N, T, (Hq + 2 Hkv) D]
+    float *mixed;  // [N, T, Hq D]
+    float *added;  // [N, T, E]
+    float *gate, *up; // [T, F]
+} state;
+
+static int64_t longest(const places *p) {
+    int64_t most = 0;
+    for (int64_t b = 0; b < p->B; b++) most = p->kv_len[b] > most ? p->kv_len[b] : most;
+    return (most + 15) / 16 * 16;
+}
+
+static int64_t layout(const forward *f, int size, int me, char *base, state *s) {
+    const stack *d = f->model;
+    const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, heads = d->Hq / d->Hkv;
+    int64_t N = 1, at = 0, most = E > Q ? E : Q;
+    for (int64_t g = 0; g + 1 < f->group_count; g++)
+        if (f->groups[g + 1] - f->groups[g] > N) N = f->groups[g + 1] - f->groups[g];
+    most = most > d->F ? most : d->F;
+    state r = {.f = f, .few = T <= FEW, .wide = longest(f->rows)};
+    const int64_t rows = T < BLOCK_ROWS ? T : BLOCK_ROWS;
+    const int64_t own = (rows * heads * (2 * d->D + r.wide + 32) * 4 + 63) / 64 * 64;
+    const int64_t each = (2 * T * E * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
+#define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
+    char *private = TAKE(size * own), *copies = TAKE((r.few ? size : 1) * each);
+    r.room = (float *)(private + me * own);
+    r.stream = (float *)(copies + (r.few ? me * each : 0));
+    r.normed = r.stream + T * E;
+    r.forms = (char *)(r.normed + T * E);
+    r.qkv = (float *)TAKE(N * T * (Q + 2 * d->Hkv * d->D) * 4);
+    r.mixed = (float *)TAKE(N * T * Q * 4);
+    r.added = (float *)TAKE(N * T * E * 4);
+    r.gate = (float *)TAKE(T * d->F * 4);
+    r.up = (float *)TAKE(T * d->F * 4);
+#undef TAKE
+    if (s) *s = r;
+    return at + 64;
+}
+
+int64_t forward_bytes(const forward *f, int size) { return layout(f, size, 0, 0, 0); }
+
+// --- rows
+
+static float squares(const float *x, int64_t E) { // E is a multiple of 16
+    vf sum[PARTS];
+    for (int p = 0; p < PARTS; p++) sum[p] = splat(0);
+    for (int64_t e = 0; e < E; e += 16)
+        for (int p = 0; p < PARTS; p++) {
+            vf a = load(x + e + p * LANES);
+            sum[p] = fma_(a, a, sum[p]);
+        }
+    float a[16];
+    for (int p = 0; p < PARTS; p++) store(a + p * LANES, sum[p]);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) a[i] += a[i + n];
+    return a[0];
+}
+
+// y = RMSNorm(x) weight.
+void normalise(const float *x, const float *weight, float *y, int64_t E, float eps) {
+    const float factor = 1.0f / sqrtf(squares(x, E) / (float)E + eps);
+    for (int64_t e = 0; e < E; e++) y[e] = x[e] * factor * weight[e];
+}
+
+static void grow(float *x, const float *delta, const float *bias, int64_t E) {
+    if (bias)
+        for (int64_t e = 0; e < E; e++) x[e] += delta[e] + bias[e];
+    else
+        for (int64_t e = 0; e < E; e++) x[e] += delta[e];
+}
+
+// exp(x) for x <= 0 within 2e-7; 0 below -87. 2^f on [-0.5, 0.5] is a fit at Chebyshev nodes.
+INLINE vf power(vf x) {
+    const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer
+    vf t = largest(x * 1.4426950408889634f, splat(-127.0f)), n = t + magic;
+    vi whole = (vi)n - 0x4b400000;
+    vf f = t - (n - magic), p = splat(1.5469732e-4f);
+    p = fma_(p, f, splat(1.3400432e-3f));
+    p = fma_(p, f, splat(9.6180256e-3f));
+    p = fma_(p, f, splat(5.5503272e-2f));
+    p = fma_(p, f, splat(2.4022651e-1f));
+    p = fma_(p, f, splat(6.9314721e-1f));
+    p = fma_(p, f, splat(1.0f));
+    return p * (vf)((whole + 127) << 23);
+}
+
+// gate = silu(gate) up, for `count` numbers, a multiple of 16.
+static void gated(float *gate, const float *up, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf z = load(gate + i), e = power(-largest(z, -z)), one = splat(1);
+        vi positive = z >= splat(0);
+        vf top = (vf)(((vi)one & positive) | ((vi)e & ~positive));
+        store(gate + i, z * load(up + i) * top / (one + e));
+    }
+}
+
+// Normalise a head, unless `norm` is 0, and rotate it by `turn` [2, D] (kernels/kv.py).
+static void rotate(float *head, float *to, const float *norm, const float *turn, int64_t D, float eps) {
+    if (norm) normalise(head, norm, head, D, eps);
+    for (int64_t d = 0; d < D / 2; d++) {
+        float low = head[d], high = head[D / 2 + d];
+        to[d] = low * turn[d] + high * turn[D + d];
+        to[D / 2 + d] = high * turn[D / 2 + d] + low * turn[D + D / 2 + d];
+    }
+}
+
+// --- attention
+
+#define MIX_T (LANES == 16 ? 6 : 2)
+
+// y[t, 0..31] += sum over s < S of p[t, s] v[s, 0..31], one after the other, so that terms of 0 change nothing.
+INLINE void mixture(int T, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
+    vf acc[6][2 * PARTS];
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < 2 * PARTS; i++) acc[t][i] = load(y + t * row_y + i * LANES);
+    for (int64_t s = 0; s < S; s++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * PARTS; i++) {
+            vf a = load(v + s * row_v + i * LANES);
+#pragma GCC unroll 6
+            for (int t = 0; t < T; t++) acc[t][i] = fma_(a, splat(p[t * row_p + s]), acc[t][i]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < 2 * PARTS; i++) store(y + t * row_y + i * LANES, acc[t][i]);
+}
+
+static void mix(int64_t T, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
+    for (; T >= MIX_T; T -= MIX_T, p += MIX_T * row_p, y += MIX_T * row_y) mixture(MIX_T, p, row_p, v, row_v, y, row_y, S);
+    for (; T; T--, p += row_p, y += row_y) mixture(1, p, row_p, v, row_v, y, row_y, S);
+}
+
+// The rows first .. first + count - 1 of sequence b, for the query heads of KV head h of a group's layer n.
+//
+// A row's sums run over the columns in order, and masked columns add 0. So a tree's row has the bits of the same token in
+// a chain, although other nodes lie between its ancestors.
+static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, int64_t first, int64_t count) {
+    const stack *d = s->f->model;
+    const places *p = s->f->rows;
+    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv, heads = d->Hq / d->Hkv, rows = count * heads, wide = s->wide;
+    const int64_t row_k = d->Hkv * D, length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
+    const int64_t base = at * p->stride + h * D, t0 = p->cu_rows[b] + first;
+    const int64_t S = p->words || p->full ? length : length - own + first + count; // columns that any row sees
+    float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;
+    for (int64_t i = 0; i < rows; i++) {
+        const float *from = s->qkv + ((n * T + t0 + i / heads) * H + h * heads + i % heads) * D;
+        memcpy(q + i * D, from, D * 4);
+        memset(sums + i * D, 0, D * 4);
+    }
+    for (int64_t c = 0; c < S; c += p->page) {
+        const float *k = p->k + base + (int64_t)p->table[b * p->pages + c / p->page] * p->page * row_k;
+        plain_rows((const uint8_t *)k, 0, row_k, q, D, S - c < p->page ? S - c : p->page, rows, D, scores + c, wide);
+    }
+    const float scale = (float)d->scale;
+    for (int64_t i = 0; i < rows; i++) {
+        float *a = scores + i * wide;
+        int64_t end = S; // columns from here on are masked
+        if (p->words) {
+            const int64_t *bits = p->words + (t0 + i / heads) * p->W;
+            for (int64_t j = 0; j < w; j++)
+                if (!(bits[j / 64] >> (j % 64) & 1)) a[length - w + j] = -INFINITY;
+        } else if (!p->full) {
+            end = length - own + first + i / heads + 1;
+        }
+        for (int64_t j = end; j < (S + 15) / 16 * 16; j++) a[j] = -INFINITY;
+        vf top = splat(-INFINITY);
+        for (int64_t j = 0; j < end; j += LANES) top = largest(load(a + j), top);
+        const float most = highest(top);
+        for (int64_t j = 0; j < (S + 15) / 16 * 16; j += LANES) store(a + j, power((load(a + j) - most) * scale));
+    }
+    for (int64_t i = 0; i < rows; i += 8) { // in the order of the columns, as `mixture` adds; eight at once hide the latency
+        float one[8] = {0};
+        const int64_t n = rows - i < 8 ? rows - i : 8;
+        for (int64_t j = 0; j < S; j++)
+            for (int64_t r = 0; r < 8; r++) one[r] += scores[(i + (r < n ? r : 0)) * wide + j];
+        memcpy(ends + i, one, n * 4);
+    }
+    for (int64_t c = 0; c < S; c += p->page) {
+        const float *v = p->v + base + (int64_t)p->table[b * p->pages + c / p->page] * p->page * row_k;
+        for (int64_t i = 0; i < D; i += 32) mix(rows, scores + c, wide, v + i, row_k, sums + i, D, S - c < p->page ? S - c : p->page);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        float *to = s->mixed + ((n * T + t0 + i / heads) * d->Hq + h * heads + i % heads) * D, factor = 1.0f / ends[i];
+        for (int64_t e = 0; e < D; e++) to[e] = sums[i * D + e] * factor;
+    }
+}
+
+static void attend_all(const state *s, int64_t first, int64_t N) {
+    const places *p = s->f->rows;
+    const int64_t Hkv = s->f->model->Hkv;
+    int64_t before = 0, i = next(s->m);
+    for (int64_t b = 0; b < p->B; b++) { // later rows see more, so they come first
+        const int64_t own = p->cu_rows[b + 1] - p->cu_rows[b], blocks = (own + BLOCK_ROWS - 1) / BLOCK_ROWS, items = N * Hkv * blocks;
+        for (; i < before + items; i = next(s->m)) {
+            const int64_t block = blocks - 1 - (i - before) / (N * Hkv), n = (i - before) / Hkv % N;
+            const int64_t count = own - block * BLOCK_ROWS;
+            attend(s, n, first + n, b, (i - before) % Hkv, block * BLOCK_ROWS, count < BLOCK_ROWS ? count : BLOCK_ROWS);
+        }
+        before += items;
+    }
+}
+
+// --- layers
+
+static rows prepared(const state *s, const matrix *m, const float *x) {
+    const int64_t T = s->f->rows->T;
+    rows r = rows_at(x, m->E, s->forms, T, m->E);
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size) round_row(m, &r, t);
+    if (!s->few) meet(s->m);
+    return r;
+}
+
+static void grow_all(const state *s, const float *delta, const float *bias) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E;
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size) grow(s->stream + t * E, delta + t * E, bias, E);
+}
+
+static void normalise_all(const state *s, const float *weight) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E;
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size)
+        normalise(s->stream + t * E, weight, s->normed + t * E, E, (float)s->f->model->eps);
+}
+
+// gate = silu(gate(x)) up(x). The matrix has the rows of both, one after the other.
+static void gate_up(const state *s, const layer *l, const rows *x) {
+    const int64_t T = s->f->rows->T, F = s->f->model->F, size = s->m->size;
+    const int64_t most = chunk(F, 2 * size), part = chunk(F, 16 * size);
+    int64_t i = s->m->me * most, count = most;
+    while (i < F) {
+        const int64_t then = size * most + next(s->m) * part, n = count < F - i ? count : F - i;
+        ask(&l->gate_up, F + i);
+        product(&l->gate_up, x, T, i, n, s->gate + i, F);
+        ask(&l->gate_up, then);
+        product(&l->gate_up, x, T, F + i, n, s->up + i, F);
+        for (int64_t t = 0; t < T; t++) {
+            float *a = s->gate + t * F + i, *b = s->up + t * F + i;
+            if (l->gate_up_bias) grow(a, l->gate_up_bias + i, 0, n), grow(b, l->gate_up_bias + F + i, 0, n);
+            gated(a, b, n);
+        }
+        i = then, count = part;
+    }
+}
+
+// Rotates queries and keys, and writes keys and values to the cache.
+static void place(const state *s, int64_t first, int64_t N) {
+    const stack *d = s->f->model;
+    const places *p = s->f->rows;
+    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv;
+    for (int64_t i = s->m->me; i < N * T * H; i += s->m->size) {
+        const int64_t n = i / (T * H), t = i / H % T, h = i % H, to = (first + n) * p->stride + p->slots[t] * d->Hkv * D;
+        const layer *l = d->layers + first + n;
+        float *head = s->qkv + i * D;
+        const float *turn = d->rope + p->positions[t] * 2 * D;
+        if (l->qkv_bias) grow(head, l->qkv_bias + h * D, 0, D);
+        if (h < d->Hq)
+            rotate(head, head, l->q_norm, turn, D, (float)d->eps);
+        else if (h < d->Hq + d->Hkv)
+            rotate(head, p->k + to + (h - d->Hq) * D, l->k_norm, turn, D, (float)d->eps);
+        else
+            memcpy(p->v + to + (h - d->Hq - d->Hkv) * D, head, D * 4);
+    }
+}
+
+static void keep(const state *s, float *out) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E;
+    if (s->few && s->m->me) return;
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size) memcpy(out + t * E, s->stream + t * E, E * 4);
+}
+
+void run_forward(const member *m, const forward *f, char *scratch) {
+    state state_, *s = &state_;
+    layout(f, m->size, m->me, scratch, s);
+    s->m = m;
+    const stack *d = f->model;
+    const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, H = Q + 2 * d->Hkv * d->D;
+    for (int64_t t = s->few ? 0 : m->me; t < T; t += s->few ? 1 : m->size) memcpy(s->stream + t * E, f->x + t * E, E * 4);
+    for (int64_t g = 0; g + 1 < f->group_count; g++) {
+        const int64_t first = f->groups[g], N = f->groups[g + 1] - first;
+        const layer *l = d->layers + first;
+        for (int64_t i = 0; i < f->tap_count; i++)
+            if (f->taps[i] == first) keep(s, f->out + (1 + i) * T * E);
+        for (int64_t n = 0; n < N; n++) {
+            normalise_all(s, l[n].norm_in);
+            rows x = prepared(s, &l[n].qkv, s->normed);
+            share(m, &l[n].qkv, &x, T, s->qkv + n * T * H, H);
+            meet(m);
+        }
+        place(s, first, N);
+        ask(&l->o, m->me * chunk(E, 2 * m->size));
+        meet(m);
+        attend_all(s, first, N);
+        meet(m);
+        for (int64_t n = 0; n < N; n++) {
+            rows x = prepared(s, &l[n].o, s->mixed + n * T * Q);
+            share(m, &l[n].o, &x, T, s->added + n * T * E, E);
+            ask(&l[n].gate_up, m->me * chunk(d->F, 2 * m->size));
+            meet(m);
+        }
+        for (int64_t n = 0; n < N; n++) {
+            grow_all(s, s->added + n * T * E, l[n].o_bias);
+            normalise_all(s, l[n].norm_post);
+            rows x = prepared(s, &l[n].gate_up, s->normed);
+            gate_up(s, l + n, &x);
+            ask(&l[n].down, m->me * chunk(E, 2 * m->size));
+            meet(m);
+            x = prepared(s, &l[n].down, s->gate);
+            share(m, &l[n].down, &x, T, s->added + n * T * E, E);
+            if (first + n + 1 < f->groups[f->group_count - 1]) ask(&l[n + 1].qkv, m->me * chunk(H, 2 * m->size));
+            meet(m);
+            grow_all(s, s->added + n * T * E, l[n].down_bias);
+        }
+    }
+    keep(s, f->out);
+    for (int64_t i = 0; i < f->tap_count; i++)
+        if (f->taps[i] == f->groups[f->group_count - 1]) keep(s, f->out + (1 + i) * T * E);
+}

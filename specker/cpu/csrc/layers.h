@@ -1,0 +1,42 @@
+// Whole decoder layers.
+#pragma once
+#include "products.h"
+
+typedef struct {
+    const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
+    matrix qkv, o, gate_up, down;
+} layer;
+
+typedef struct {
+    int64_t E, Hq, Hkv, D, F;
+    const float *rope; // [C, 2, D]
+    const layer *layers;
+    double eps, scale; // of the norms; of attention's scores
+} stack;
+
+typedef struct { // T rows of B sequences
+    int64_t T, B, W;
+    const int64_t *positions, *slots;            // [T]
+    const int32_t *cu_rows, *kv_len, *window;    // [B + 1], [B], [B]
+    const int64_t *words;                        // [T, W]: kernels/attention.py; 0: see `full`
+    int64_t full;                                // without words a row sees its sequence up to itself, or all of it
+    const int32_t *table;                        // [B, pages]
+    int64_t pages, page;                         // of a sequence; positions of a page
+    float *k, *v;                                // [L, pages, page, Hkv, D]
+    int64_t stride;                              // floats from a layer to the next
+} places;
+
+typedef struct {
+    const stack *model;
+    const places *rows;
+    const int64_t *groups; // the first layer of each group, then the end
+    int64_t group_count;
+    const int64_t *taps; // depths
+    int64_t tap_count;
+    const float *x; // [T, E]
+    float *out;     // [1 + taps, T, E]
+} forward;
+
+int64_t forward_bytes(const forward *f, int size); // scratch of a team of `size`
+void run_forward(const member *m, const forward *f, char *scratch);
+void normalise(const float *x, const float *weight, float *y, int64_t E, float eps);

@@ -1,0 +1,117 @@
+// Tiles over weights in float32 and bfloat16, and attention's scores. Lanes run along the columns: 16 partial sums, added
+// up halves upon halves.
+#include "products.h"
+#include "vector.h"
+
+#define TALL 4 // rows of W in a tile
+#define WIDE_T (LANES == 16 ? 6 : LANES == 8 ? 2 : 1)
+
+INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
+                       float *y, int64_t row_y) {
+    vf acc[6][TALL][PARTS];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < PARTS; p++) acc[t][r][p] = splat(0);
+    for (int64_t e = 0; e < E; e += 16) {
+#pragma GCC unroll 4
+        for (int p = 0; p < PARTS; p++) {
+            vf a[TALL];
+            int64_t at = e + p * LANES;
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const uint8_t *line = w + (r * row_w + at) * (narrow_w ? 2 : 4);
+                a[r] = narrow_w ? wide(line) : load(line);
+                prefetch(line + (R == 1 ? 1 : 4) * R * row_w * (narrow_w ? 2 : 4));
+            }
+#pragma GCC unroll 6
+            for (int t = 0; t < T; t++) {
+                vf b = load(x + t * row_x + at);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) acc[t][r][p] = fma_(a[r], b, acc[t][r][p]);
+            }
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) {
+            float a[16];
+            for (int p = 0; p < PARTS; p++) store(a + p * LANES, acc[t][r][p]);
+            for (int n = 8; n; n /= 2)
+                for (int i = 0; i < n; i++) a[i] += a[i + n];
+            y[t * row_y + r] = a[0];
+        }
+}
+
+#if LANES == 16
+#define EACH_WIDE(X, R) X(R, 1) X(R, 2) X(R, 3) X(R, 4) X(R, 5) X(R, 6)
+#elif LANES == 8
+#define EACH_WIDE(X, R) X(R, 1) X(R, 2)
+#else
+#define EACH_WIDE(X, R) X(R, 1)
+#endif
+
+static void plain_tile(int R, int T, int narrow_w, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
+                       float *y, int64_t row_y) {
+#define CASE(R, T)                                                                                                       \
+    case R * 8 + T:                                                                                                      \
+        if (narrow_w) tile_plain(R, T, 1, w, row_w, x, row_x, E, y, row_y);                                              \
+        else tile_plain(R, T, 0, w, row_w, x, row_x, E, y, row_y);                                                       \
+        return;
+    switch (R * 8 + T) { EACH_WIDE(CASE, 1) EACH_WIDE(CASE, 4) }
+#undef CASE
+}
+
+// y[t, r] of R rows of W [.., row_w] and T rows of x, as float32; also attention's scores.
+void plain_rows(const uint8_t *w, int narrow_w, int64_t row_w, const float *x, int64_t row_x, int64_t R, int64_t T, int64_t E,
+                float *y, int64_t row_y) {
+    const int64_t tiles = (T + WIDE_T - 1) / WIDE_T, size = narrow_w ? 2 : 4;
+    for (int64_t r = 0; r < R;) { // with few rows of x the tile waits for memory, which likes one stream
+        const int64_t count = R - r >= TALL && T >= (narrow_w ? 6 : 3) ? TALL : 1;
+        for (int64_t n = 0; n < tiles; n++) {
+            const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
+            plain_tile((int)count, (int)(t1 - t0), narrow_w, w + r * row_w * size, row_w, x + t0 * row_x, row_x, E,
+                       y + t0 * row_y + r, row_y);
+        }
+        r += count;
+    }
+}
+
+#if defined(__AVX512BF16__)
+INLINE void tile_pairs(int R, int T, const uint16_t *w, int64_t row_w, const uint16_t *x, int64_t row_x, int64_t E, float *y,
+                       int64_t row_y) {
+    __m512 acc[6][TALL];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) acc[t][r] = _mm512_setzero_ps();
+    for (int64_t e = 0; e < E; e += 32) {
+        __m512bh a[TALL];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            a[r] = (__m512bh)_mm512_loadu_si512(w + r * row_w + e);
+            prefetch(w + (r + (R == 1 ? 1 : 4) * R) * row_w + e);
+        }
+#pragma GCC unroll 6
+        for (int t = 0; t < T; t++) {
+            __m512bh b = (__m512bh)_mm512_loadu_si512(x + t * row_x + e);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) acc[t][r] = _mm512_dpbf16_ps(acc[t][r], a[r], b);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) y[t * row_y + r] = total((vf)acc[t][r]);
+}
+
+void plain_pairs(const uint16_t *w, const uint16_t *x, int64_t R, int64_t T, int64_t E, float *y, int64_t row_y) {
+    const int64_t tiles = (T + 5) / 6;
+    for (int64_t r = 0; r < R;) {
+        const int64_t count = R - r >= TALL && T >= 2 ? TALL : 1;
+        for (int64_t n = 0; n < tiles; n++) {
+            const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
+            const uint16_t *from = w + r * E, *rows = x + t0 * E;
+            float *to = y + t0 * row_y + r;
+#define CASE(R, T) case R * 8 + T: tile_pairs(R, T, from, E, rows, E, E, to, row_y); break;
+            switch (count * 8 + t1 - t0) { EACH_WIDE(CASE, 1) EACH_WIDE(CASE, 4) }
+#undef CASE
+        }
+        r += count;
+    }
+}
+#endif

@@ -1,0 +1,231 @@
+// Products with few or many rows, over matrices whose rows may be stored in up to three formats.
+#include "products.h"
+#include "tiles.h"
+#include <math.h>
+
+#define FIRST_PART 2
+#define LATER_PARTS 16
+
+int64_t segment_bytes(int64_t format, int64_t rows, int64_t E) {
+    if (format <= BFLOAT16) return rows * E * (format == FLOAT32 ? 4 : 2);
+    int bits = KINDS[format].bits, scales = KINDS[format].scales;
+    return (rows + ROWS - 1) / ROWS * (E / unit_columns(scales)) * unit_bytes(bits, scales);
+}
+
+// --- rows of x
+
+int64_t rows_bytes(int64_t T, int64_t E) { return T * E * 7 + T * (E / GROUP) * 16 + 6 * 64; }
+
+static void *take(char **at, int64_t bytes) {
+    void *p = (void *)(((uintptr_t)*at + 63) / 64 * 64);
+    *at = (char *)p + bytes;
+    return p;
+}
+
+rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E) {
+    char *at = memory;
+    rows r = {.x = x, .row = row, .T = T};
+    r.q = take(&at, T * E);
+    r.scale = take(&at, T * (E / GROUP) * 4);
+    r.both = take(&at, T * (E / GROUP) * 4);
+    r.sum = take(&at, T * (E / GROUP) * 8);
+    r.h = take(&at, T * E * 2);
+    r.f = take(&at, T * E * 4);
+    return r;
+}
+
+// To int8 in groups of 32, scale = largest |x| / 127, to nearest, ties to even.
+static void round_int8(const rows *r, int64_t t, int64_t E) {
+    const float *x = r->x + t * r->row;
+    const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer, in the last bits
+    for (int64_t g = 0; g < E / GROUP; g++, x += GROUP) {
+        vf most = splat(0);
+        for (int i = 0; i < GROUP; i += LANES) {
+            vf a = load(x + i);
+            most = largest(most, largest(a, -a));
+        }
+        const float top = highest(most), scale = top / 127.0f, by = top > 0 ? 127.0f / top : 0;
+        int8_t *q = r->q + (g * r->T + t) * GROUP;
+        float sums[2] = {0, 0};
+        for (int i = 0; i < GROUP; i += LANES) {
+            vi n = (vi)(load(x + i) * by + magic) - 0x4b400000;
+            narrow_bytes(q + i, n);
+            sums[i / 16] += total(to_float(n)); // integers: exact in any order
+        }
+        r->scale[g * r->T + t] = scale;
+        r->both[g * r->T + t] = scale * (sums[0] + sums[1]);
+        for (int i = 0; i < 2; i++) r->sum[2 * (g * r->T + t) + i] = scale * sums[i];
+    }
+}
+
+static int in_pairs(const matrix *m, int64_t format) { // by bfloat16 instructions
+#if defined(__AVX512BF16__)
+    return format == BFLOAT16 && m->activations != AS_FLOAT32 && m->E % 32 == 0;
+#else
+    return (void)m, (void)format, 0;
+#endif
+}
+
+static int as_integers(const matrix *m, int64_t format) {
+    return format > BFLOAT16 && KINDS[format].bits != FP8 && m->activations == AS_INT8;
+}
+
+static int as_floats(const matrix *m, int64_t format) { // rounded to bfloat16, multiplied as float32
+    if (format <= BFLOAT16) return format == BFLOAT16 && m->activations != AS_FLOAT32 && !in_pairs(m, format);
+    return !as_integers(m, format) && m->activations != AS_FLOAT32;
+}
+
+void round_row(const matrix *m, const rows *r, int64_t t) {
+    int integers = 0, pairs = 0, floats = 0;
+    for (int i = 0; i < m->count; i++) {
+        int64_t format = m->parts[i].format;
+        integers |= as_integers(m, format), pairs |= in_pairs(m, format), floats |= as_floats(m, format);
+    }
+    if (integers) round_int8(r, t, m->E);
+    const float *x = r->x + t * r->row;
+    if (pairs)
+        for (int64_t e = 0; e < m->E; e++) r->h[t * m->E + e] = narrow(x[e]);
+    if (floats)
+        for (int64_t e = 0; e < m->E; e++) {
+            uint32_t u = (uint32_t)narrow(x[e]) << 16;
+            memcpy(r->f + t * m->E + e, &u, 4);
+        }
+}
+
+// Rows first .. first + count - 1 of an interleaved segment; `first` is a multiple of ROWS.
+static void interleaved(const matrix *m, const segment *s, const rows *x, int64_t T, int64_t first, int64_t count, float *y,
+                        int64_t row_y) {
+    const int64_t E = m->E, size = segment_bytes(s->format, ROWS, E), tiles = (T + MOST - 1) / MOST;
+    const int integer = as_integers(m, s->format), rounded = as_floats(m, s->format);
+    const float *f = rounded ? x->f : x->x;
+    const int64_t row_x = rounded ? E : x->row;
+    for (int64_t o = 0; o < count; o += ROWS) {
+        const uint8_t *w = s->data + (first + o) / ROWS * size;
+        const int whole = count - o >= ROWS;
+        for (int64_t n = 0; n < tiles; n++) { // of about equal height
+            const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
+            float room[MOST * ROWS], *to = whole ? y + t0 * row_y + o : room;
+            const int64_t row = whole ? row_y : ROWS;
+            if (integer)
+                INTEGER_TILES[s->format]((int)(t1 - t0), w, x, t0, E, to, row);
+            else
+                FLOAT_TILES[s->format]((int)(t1 - t0), w, f + t0 * row_x, row_x, E, to, row);
+            if (!whole)
+                for (int64_t t = t0; t < t1; t++)
+                    memcpy(y + t * row_y + o, room + (t - t0) * ROWS, (count - o) * 4);
+        }
+    }
+}
+
+// --- matrices
+
+// y[t, o - first] for rows first .. first + count - 1. `first` is a multiple of ROWS in its segment, and so is `count`
+// unless the segment ends there.
+void product(const matrix *m, const rows *x, int64_t T, int64_t first, int64_t count, float *y, int64_t row_y) {
+    int64_t before = 0;
+    for (int i = 0; i < m->count; i++) {
+        const segment *s = &m->parts[i];
+        int64_t from = first > before ? first : before, to = first + count < before + s->rows ? first + count : before + s->rows;
+        if (from < to) {
+            float *at = y + from - first;
+            int64_t o = from - before, n = to - from;
+            if (s->format > BFLOAT16) {
+                interleaved(m, s, x, T, o, n, at, row_y);
+#if defined(__AVX512BF16__)
+            } else if (in_pairs(m, s->format)) {
+                plain_pairs((const uint16_t *)s->data + o * m->E, x->h, n, T, m->E, at, row_y);
+#endif
+            } else {
+                const int rounded = as_floats(m, s->format), half = s->format == BFLOAT16;
+                plain_rows(s->data + o * m->E * (half ? 2 : 4), half, m->E, rounded ? x->f : x->x, rounded ? m->E : x->row, n, T,
+                           m->E, at, row_y);
+            }
+        }
+        before += s->rows;
+    }
+}
+
+// Rows of one of `parts` parts of a matrix, a multiple of ROWS.
+int64_t chunk(int64_t O, int64_t parts) {
+    int64_t n = (O + parts * ROWS - 1) / (parts * ROWS) * ROWS;
+    return n > ROWS ? n : ROWS;
+}
+
+void ask(const matrix *m, int64_t first) {
+    int64_t before = 0;
+    for (int i = 0; i < m->count && first >= before; before += m->parts[i].rows, i++) {
+        const segment *s = &m->parts[i];
+        if (first < before + s->rows) {
+            const uint8_t *p = s->data + segment_bytes(s->format, s->format > BFLOAT16 ? (first - before) / ROWS * ROWS : first - before, m->E);
+            for (int n = 0; n < 2048; n += 64) prefetch(p + n);
+        }
+    }
+}
+
+// This thread's part of y [T, O]: a long first part, since a part is a stream from memory that starts with a wait, then
+// short ones that no other thread has taken, since one thread may be slower.
+void share(const member *me, const matrix *m, const rows *x, int64_t T, float *y, int64_t row_y) {
+    const int64_t most = chunk(m->O, FIRST_PART * me->size), part = chunk(m->O, LATER_PARTS * me->size);
+    int64_t first = me->me * most, count = most;
+    while (first < m->O) {
+        const int64_t then = me->size * most + next(me) * part;
+        ask(m, then);
+        product(m, x, T, first, count < m->O - first ? count : m->O - first, y + first, row_y);
+        first = then, count = part;
+    }
+}
+
+// --- rows of W
+
+static float fp8_value(uint8_t code) {
+    return half_to_float((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
+}
+
+void restore_row(const matrix *m, int64_t o, float *y) {
+    const int64_t E = m->E;
+    const segment *s = m->parts;
+    for (; o >= s->rows; s++) o -= s->rows;
+    if (s->format == FLOAT32) {
+        memcpy(y, (const float *)s->data + o * E, E * 4);
+        return;
+    }
+    if (s->format == BFLOAT16) {
+        for (int64_t e = 0; e < E; e++) {
+            uint32_t u = (uint32_t)((const uint16_t *)s->data)[o * E + e] << 16;
+            memcpy(y + e, &u, 4);
+        }
+        return;
+    }
+    const int bits = KINDS[s->format].bits, scales = KINDS[s->format].scales, zero = zero_of(bits, scales), r = o % ROWS;
+    const int64_t columns = unit_columns(scales), size = unit_bytes(bits, scales);
+    const uint8_t *w = s->data + o / ROWS * (E / columns) * size;
+    for (int64_t u = 0; u < E / columns; u++, w += size) {
+        const uint8_t *p = w + code_bytes(bits) * (columns / GROUP);
+        for (int g = 0; g < columns / GROUP; g++) {
+            const uint8_t *q = w + g * code_bytes(bits);
+            for (int e = 0; e < GROUP; e++) {
+                const int i = e / 4, at = 4 * r + e % 4;
+                int code = bits >= 8 ? q[64 * i + at] : (i < 4 ? q[64 * i + at] & 15 : q[64 * (i - 4) + at] >> 4);
+                if (bits == 5) code |= (q[256 + at] >> i & 1) << 4;
+                if (bits == 6) code |= (q[256 + 64 * (i / 4) + at] >> 2 * (i % 4) & 3) << 4;
+                const float n = bits == FP8 ? fp8_value((uint8_t)code) : (float)(code - zero);
+                float scale, shift = 0;
+                uint16_t h[2];
+                if (scales == HALF || scales == HALF_SHIFT) {
+                    memcpy(h, p + 2 * r, 2), scale = half_to_float(h[0]);
+                    if (scales == HALF_SHIFT) memcpy(h, p + 32 + 2 * r, 2), shift = half_to_float(h[0]);
+                } else if (scales == FLOAT || scales == FLOAT_SHIFT) {
+                    memcpy(&scale, p + 4 * r, 4);
+                    if (scales == FLOAT_SHIFT) memcpy(&shift, p + 64 + 4 * r, 4);
+                } else if (scales == SUPER) {
+                    memcpy(h, p + 256 + 2 * r, 2), memcpy(h + 1, p + 288 + 2 * r, 2);
+                    scale = p[16 * g + r] * half_to_float(h[0]), shift = -(p[128 + 16 * g + r] * half_to_float(h[1]));
+                } else {
+                    memcpy(h, p + 256 + 2 * r, 2);
+                    scale = ((const int8_t *)p)[32 * g + 16 * (e / 16) + r] * half_to_float(h[0]);
+                }
+                y[(u * (columns / GROUP) + g) * GROUP + e] = fmaf(n, scale, shift);
+            }
+        }
+    }
+}

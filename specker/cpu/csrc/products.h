@@ -1,0 +1,68 @@
+// Products y = x W^T for any number of rows of x, with weights as packed.py lays them out.
+#pragma once
+#include "team.h"
+#include <stdint.h>
+
+// How a run of rows is stored. FLOAT32 and BFLOAT16 are plain [rows, E]. The others interleave 16 rows; the first word
+// is the bits of a number, the second how its scales are stored: one float16 or float32 for 32 columns, without or with
+// a shift; `super`: a byte for scale and shift of 32 columns, times a float16 each for 256; `sixteen`: a signed byte for
+// 16 columns, times a float16 for 256.
+enum format {
+    FLOAT32,
+    BFLOAT16,
+    FOUR_HALF,
+    FOUR_HALF_SHIFT,
+    FOUR_FLOAT_SHIFT,
+    FOUR_SUPER,
+    FIVE_HALF,
+    FIVE_HALF_SHIFT,
+    FIVE_SUPER,
+    SIX_SIXTEEN,
+    EIGHT_HALF,
+    EIGHT_HALF_SHIFT,
+    EIGHT_FLOAT,
+    EIGHT_FLOAT_SHIFT,
+    FP8_HALF,
+    FP8_FLOAT,
+    FORMATS
+};
+
+enum activations { AS_INT8, AS_BFLOAT16, AS_FLOAT32 };
+
+typedef struct {
+    const uint8_t *data;
+    int64_t rows, format;
+} segment; // a run of rows of a matrix
+
+typedef struct {
+    segment parts[3];
+    int64_t count, O, E;
+    int64_t activations; // for quantised parts; a bfloat16 part takes bfloat16 unless this is AS_FLOAT32
+} matrix;
+
+// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared. What is in eight bits has the rows of a
+// group of 32 columns side by side, because a tile reads them together.
+typedef struct {
+    const float *x; // [T, E], `row` floats apart
+    int64_t row, T;
+    int8_t *q;    // [E / 32, T, 32], rounded to eight bits
+    float *scale; // [E / 32, T]
+    float *both;  // [E / 32, T]: scale times the sum of q
+    float *sum;   // [E / 32, T, 2]: the same of each half
+    uint16_t *h;  // [T, E], rounded to bfloat16
+    float *f;     // the same as float32
+} rows;
+
+int64_t rows_bytes(int64_t T, int64_t E);                       // memory for `rows_at`
+rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E);
+void round_row(const matrix *m, const rows *x, int64_t t);      // fills the forms of row t that m needs
+void product(const matrix *m, const rows *x, int64_t T, int64_t first, int64_t count, float *y, int64_t row_y);
+void share(const member *me, const matrix *m, const rows *x, int64_t T, float *y, int64_t row_y);
+int64_t chunk(int64_t O, int64_t parts);
+void ask(const matrix *m, int64_t first); // prefetches where row `first` begins
+void restore_row(const matrix *m, int64_t o, float *y); // one row of W in float32
+// y[t, r] of R rows of W, `row_w` elements apart, and T rows of x; bfloat16 times float32, or both bfloat16.
+void plain_rows(const uint8_t *w, int narrow_w, int64_t row_w, const float *x, int64_t row_x, int64_t R, int64_t T, int64_t E,
+                float *y, int64_t row_y);
+void plain_pairs(const uint16_t *w, const uint16_t *x, int64_t R, int64_t T, int64_t E, float *y, int64_t row_y);
+int64_t segment_bytes(int64_t format, int64_t rows, int64_t E);

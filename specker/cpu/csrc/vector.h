@@ -1,0 +1,232 @@
+// Vector registers of 16, 8 or 4 float32 lanes, and the few instructions that C cannot express. The level is chosen by
+// the compiler flags (build.py): AVX-512, AVX2, NEON with dot products, or portable C.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define SIZE (4 * LANES)     // bytes of a register
+#define ROWS 16              // rows of a weight that are interleaved (packed.py)
+#define PARTS (ROWS / LANES) // registers for one number of each interleaved row
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(SIZE)));
+typedef int32_t vi __attribute__((vector_size(SIZE)));
+typedef uint32_t vu __attribute__((vector_size(SIZE)));
+typedef uint16_t vh __attribute__((vector_size(SIZE)));
+typedef vf vf_any __attribute__((aligned(1), may_alias));
+typedef vi vi_any __attribute__((aligned(1), may_alias));
+typedef vh vh_any __attribute__((aligned(1), may_alias));
+
+INLINE vf load(const void *p) { return *(const vf_any *)p; }
+INLINE void store(void *p, vf x) { *(vf_any *)p = x; }
+INLINE vh bytes(const void *p) { return *(const vh_any *)p; }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE int32_t word(const void *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
+// a b + c with one rounding where the processor can. Contraction is off, so every build rounds in the same places.
+INLINE vf fma_(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+
+INLINE vf largest(vf a, vf b) {
+#if LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    vi more = a > b;
+    return (vf)(((vi)a & more) | ((vi)b & ~more));
+#endif
+}
+
+// The sum of the lanes, halves upon halves.
+INLINE float total(vf x) {
+    float a[LANES];
+    store(a, x);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) a[i] += a[i + n];
+    return a[0];
+}
+
+INLINE float highest(vf x) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float a[LANES], top;
+    store(a, x);
+    top = a[0];
+    for (int i = 1; i < LANES; i++) top = a[i] > top ? a[i] : top;
+    return top;
+#endif
+}
+
+// The low bytes of the lanes.
+INLINE void narrow_bytes(int8_t *to, vi x) {
+#if LANES == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = (int8_t)x[i];
+#endif
+}
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    union { uint32_t u; float f; } x, scale = {.u = 0x77800000}; // 2^112 moves the exponent
+    x.u = rest;
+    x.f *= scale.f;
+    if ((h & 0x7c00) == 0x7c00) x.u |= 0x7f800000; // infinity and NaN
+    x.u |= sign;
+    return x.f;
+}
+
+// LANES float16 as float32.
+INLINE vf halves(const void *p) {
+#if LANES == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif LANES == 8
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vf x = {0};
+    uint16_t h[LANES];
+    memcpy(h, p, sizeof h);
+    for (int i = 0; i < LANES; i++) x[i] = half_to_float(h[i]);
+    return x;
+#endif
+}
+
+// LANES bytes as float32.
+INLINE vf unsigned_bytes(const void *p) {
+#if LANES == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    vf x = {0};
+    for (int i = 0; i < LANES; i++) x[i] = ((const uint8_t *)p)[i];
+    return x;
+#endif
+}
+
+INLINE vf signed_bytes(const void *p) {
+#if LANES == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    vf x = {0};
+    for (int i = 0; i < LANES; i++) x[i] = ((const int8_t *)p)[i];
+    return x;
+#endif
+}
+
+// LANES bfloat16 as float32.
+INLINE vf wide(const void *p) {
+#if LANES == 16
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif LANES == 8
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    vu x = {0};
+    uint16_t h[LANES];
+    memcpy(h, p, sizeof h);
+    for (int i = 0; i < LANES; i++) x[i] = (uint32_t)h[i] << 16;
+    return (vf)x;
+#endif
+}
+
+// To the nearest bfloat16, ties to even; NaN is not expected.
+INLINE uint16_t narrow(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+// acc + u s in each lane: four unsigned bytes u <= 63 times four signed bytes s, exact.
+#if LANES == 4 && !defined(__ARM_FEATURE_DOTPROD)
+__attribute__((noinline, unused))
+#else
+__attribute__((always_inline)) inline
+#endif
+static vi dot4(vi acc, vh u, vi s) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+#elif LANES == 16
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)u, (__m512i)s);
+    return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif LANES == 8 && defined(__AVXVNNI__)
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)u, (__m256i)s);
+#elif LANES == 8
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)u, (__m256i)s);
+    return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)u, (int8x16_t)s);
+#else
+    uint8_t a[SIZE];
+    int8_t b[SIZE];
+    memcpy(a, &u, SIZE), memcpy(b, &s, SIZE);
+    for (int i = 0; i < LANES; i++)
+        for (int c = 0; c < 4; c++) acc[i] += a[4 * i + c] * b[4 * i + c];
+    return acc;
+#endif
+}
+
+// The same for bytes q + 128 with -128 <= q <= 127, either of q + 128 (then ZERO8 is 128) or of q (then it is 0): not
+// every processor multiplies eight unsigned bits without saturation.
+#if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES == 8 && defined(__AVXVNNI__))
+#define ZERO8 128
+INLINE vi dot8(vi acc, vh u, vi s) { return dot4(acc, u, s); }
+#else
+#define ZERO8 0
+#if LANES == 4 && !defined(__ARM_FEATURE_DOTPROD)
+__attribute__((noinline, unused))
+#else
+__attribute__((always_inline)) inline
+#endif
+static vi dot8(vi acc, vh u, vi s) {
+    vh q = u ^ 0x8080;
+#if LANES == 16
+    __mmask64 negative = _mm512_movepi8_mask((__m512i)q);
+    __m512i t = _mm512_mask_sub_epi8((__m512i)s, negative, _mm512_setzero_si512(), (__m512i)s);
+    return dot4(acc, (vh)_mm512_abs_epi8((__m512i)q), (vi)t);
+#elif LANES == 8
+    __m256i t = _mm256_sign_epi8((__m256i)s, (__m256i)q);
+    return dot4(acc, (vh)_mm256_abs_epi8((__m256i)q), (vi)t);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return dot4(acc, q, s);
+#else
+    int8_t a[SIZE], b[SIZE];
+    memcpy(a, &q, SIZE), memcpy(b, &s, SIZE);
+    for (int i = 0; i < LANES; i++)
+        for (int c = 0; c < 4; c++) acc[i] += a[4 * i + c] * b[4 * i + c];
+    return acc;
+#endif
+}
+#endif
+
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }

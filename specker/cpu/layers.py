@@ -1,0 +1,200 @@
+"""Decoder layers, heads and single products by the compiled library.
+
+Determinism: the order of a sum depends only on its length, not on other rows, threads or tiles. A row has the same bits
+in any batch.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specker.cpu.library import (
+    MATRICES,
+    VECTORS,
+    Forward,
+    Layer,
+    Layers,
+    Matrix,
+    Places,
+    ProductCall,
+    RestoreCall,
+    available,
+    native,
+    team,
+)
+from specker.cpu.packed import Packed
+
+MAX_ROWS = 256  # beside plain weights
+BLOCK = 16  # sums run in steps of so many elements
+NAMES = (
+    "norm_in",
+    "qkv",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "o",
+    "o_bias",
+    "norm_post",
+    "gate_up",
+    "gate_up_bias",
+    "down",
+    "down_bias",
+)
+
+
+class Stack:
+    """A model's decoder layers on a CPU."""
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Any]],
+        heads: tuple[int, int],
+        rope: Tensor,
+        eps: float,
+        scale: float,
+        activations: str = "float32",
+    ):
+        """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], k_norm, o [E, Hq D], its bias,
+        norm_post, gate_up [2 F, E], its bias, down [E, F], its bias; None where it is absent. heads: Hq, Hkv; rope [C,
+        2, D]; `scale` of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else float32.
+        `activations`: see `Matrix.of`."""
+        self.layers, self.rope, self.heads = layers, rope, heads
+        self._layers = (Layer * len(layers))()
+        for struct, layer in zip(self._layers, layers, strict=True):
+            by = dict(zip(NAMES, layer, strict=True))
+            for name in VECTORS:
+                setattr(struct, name, None if by[name] is None else by[name].data_ptr())
+            for name in MATRICES:
+                setattr(struct, name, Matrix.of(by[name], activations))
+        # Torch multiplies many rows by plain weights faster, but cannot read packed ones.
+        self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
+        self.most = 1 << 30 if self.packed else MAX_ROWS
+        E, D, F = len(layers[0][0]), rope.shape[2], layers[0][NAMES.index("down")].shape[1]
+        address = ctypes.addressof(self._layers)
+        self._model = Layers(E, *heads, D, F, rope.data_ptr(), address, eps, scale)
+
+    @staticmethod
+    def takes(layers: Sequence[Sequence[Any]], rope: Tensor) -> bool:
+        """Whether the library serves such layers."""
+        by = [dict(zip(NAMES, layer, strict=True)) for layer in layers]
+        matrices = [layer[name] for layer in by for name in MATRICES]
+        others = [layer[name] for layer in by for name in VECTORS]
+        return (
+            available()
+            and all(w is not None and takes(w) for w in matrices)
+            and Stack.takes_sizes(rope.shape[2], *(w.shape[1] for w in matrices))
+            and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
+        )
+
+    @staticmethod
+    def takes_sizes(head_dim: int, *sizes: int) -> bool:
+        """Whether the library serves layers with rows of these numbers of elements: E, Hq D and F."""
+        return head_dim % (2 * BLOCK) == 0 and all(size % BLOCK == 0 for size in sizes)
+
+    def run(
+        self,
+        x: Tensor,
+        kv: tuple[Tensor, Tensor],
+        groups: Sequence[int],
+        taps: Sequence[int],
+        places: tuple[Tensor, Tensor],
+        sequences: tuple[Tensor, Tensor, Tensor],
+        words: Tensor | None,
+        table: Tensor,
+        full: bool = False,
+    ) -> Tensor:
+        """Run groups of layers, as decoder.run_layers does, over x [T, E]. kv: K and V [L, pages, page size, Hkv, D],
+        written at the rows' slots. groups: the first layer of each group, then the end. places: positions and slots [T]
+        int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
+        kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. Returns
+        [1 + taps, T, E]: the residual stream after the last layer, and at the depths `taps`."""
+        (T, E), (k, v) = x.shape, kv
+        held = [part.contiguous() for part in (x, *places, *sequences, table)]
+        x, positions, slots, bounds, lengths, windows, table = held
+        words = None if words is None else words.contiguous()
+        starts, depths = np.array(groups, np.int64), np.array(taps, np.int64)
+        out = torch.empty(1 + len(depths), T, E)
+        rows = Places(
+            T,
+            len(lengths),
+            0 if words is None else words.shape[1],
+            positions.data_ptr(),
+            slots.data_ptr(),
+            bounds.data_ptr(),
+            lengths.data_ptr(),
+            windows.data_ptr(),
+            None if words is None else words.data_ptr(),
+            int(full),
+            table.data_ptr(),
+            table.shape[1],
+            k.shape[2],
+            k.data_ptr(),
+            v.data_ptr(),
+            k.stride(0),
+        )
+        call = Forward(
+            ctypes.pointer(self._model),
+            ctypes.pointer(rows),
+            starts.ctypes.data,
+            len(starts),
+            depths.ctypes.data,
+            len(depths),
+            x.data_ptr(),
+            out.data_ptr(),
+        )
+        crew = team()
+        crew.run(native().layers, call, crew.size)
+        return out
+
+
+def product(
+    x: Tensor, weight: Any, activations: str = "float32", norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """x [T, E] float32 times weight [O, E]^T -> [T, O] float32, after an RMSNorm with weight `norm` [E] if given. The
+    weight is float32, bfloat16 or `Packed`, E a multiple of BLOCK. `activations`: see `Matrix.of`."""
+    x, y = x.contiguous(), torch.empty(len(x), len(weight))
+    matrix = Matrix.of(weight, activations)
+    place = None if norm is None else norm.data_ptr()
+    team().run(native().product_of, ProductCall(ctypes.pointer(matrix), x.data_ptr(), place, y.data_ptr(), len(x), eps))
+    return y
+
+
+def restored(weight: Any, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+    """The rows `ids` [n] int64 of a matrix (all without ids), in float32 and then rounded to `dtype`."""
+    count = len(weight) if ids is None else len(ids)
+    y = torch.empty(count, weight.shape[1])
+    ids = None if ids is None else ids.contiguous()
+    matrix = Matrix.of(weight, "float32")
+    place = None if ids is None else ids.data_ptr()
+    team().run(native().restore, RestoreCall(ctypes.pointer(matrix), place, count, y.data_ptr()))
+    return y.to(dtype)
+
+
+def gumbel(seed: int, positions: Tensor, padded: int) -> Tensor:
+    """[T, padded] float32, `padded` a multiple of 4: the noise of ids 0 .. padded - 1 at `positions` [T] int64; see
+    kernels/noise.py. In the calling thread: torch's own, once woken, spin for a while and slow down the team."""
+    positions, out = positions.contiguous(), torch.empty(len(positions), padded)
+    native().gumbel(seed, positions.data_ptr(), len(positions), padded // 4, out.data_ptr())
+    return out
+
+
+def fits(x: Tensor) -> bool:
+    """Whether the library may read x: a contiguous CPU tensor outside of autograd and torch.compile."""
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
+    return plain and x.layout is torch.strided and x.is_contiguous()
+
+
+def takes(weight: Any) -> bool:
+    """Whether the library can read a matrix."""
+    if isinstance(weight, Packed):
+        return True
+    return isinstance(weight, Tensor) and fits(weight) and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def serves(x: Tensor, weight: Any) -> bool:
+    """Whether `product` takes these arguments."""
+    return x.shape[1] == weight.shape[1] and len(x) > 0 and weight.shape[1] % BLOCK == 0 and takes(weight)

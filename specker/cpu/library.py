@@ -1,0 +1,195 @@
+"""The compiled library: its structs (csrc/*.h) and the team of threads."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specker.cpu import build
+from specker.cpu.packed import described
+
+ACTIVATIONS = {"int8": 0, "bfloat16": 1, "float32": 2}
+
+
+class Segment(Structure):
+    _fields_ = [("data", c_void_p), ("rows", c_int64), ("format", c_int64)]
+
+
+class Matrix(Structure):
+    _fields_ = [("parts", Segment * 3), ("count", c_int64), ("O", c_int64), ("E", c_int64), ("activations", c_int64)]
+
+    @classmethod
+    def of(cls, weight: Any, activations: str) -> "Matrix":
+        """weight: a tensor [O, E] in float32 or bfloat16, or `Packed`; it must outlive the struct. `activations`: to
+        what a product rounds its other factor, a key of ACTIVATIONS; for a bfloat16 tensor int8 means bfloat16."""
+        runs = described(weight)
+        parts = (Segment * 3)(*(Segment(*run) for run in runs))
+        return cls(parts, len(runs), *weight.shape, ACTIVATIONS[activations])
+
+
+VECTORS = "norm_in", "qkv_bias", "q_norm", "k_norm", "o_bias", "norm_post", "gate_up_bias", "down_bias"
+MATRICES = "qkv", "o", "gate_up", "down"
+
+
+class Layer(Structure):
+    _fields_ = [*((name, c_void_p) for name in VECTORS), *((name, Matrix) for name in MATRICES)]
+
+
+class Layers(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F")),
+        ("rope", c_void_p),
+        ("layers", c_void_p),
+        ("eps", c_double),
+        ("scale", c_double),
+    ]
+
+
+class Places(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("T", "B", "W")),
+        *((name, c_void_p) for name in ("positions", "slots", "cu_rows", "kv_len", "window", "words")),
+        ("full", c_int64),
+        ("table", c_void_p),
+        *((name, c_int64) for name in ("pages", "page")),
+        *((name, c_void_p) for name in ("k", "v")),
+        ("stride", c_int64),
+    ]
+
+
+class Forward(Structure):
+    _fields_ = [
+        ("model", POINTER(Layers)),
+        ("rows", POINTER(Places)),
+        ("groups", c_void_p),
+        ("group_count", c_int64),
+        ("taps", c_void_p),
+        ("tap_count", c_int64),
+        ("x", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
+class ProductCall(Structure):
+    _fields_ = [
+        ("m", POINTER(Matrix)),
+        *((name, c_void_p) for name in ("x", "norm", "y")),
+        ("T", c_int64),
+        ("eps", c_double),
+    ]
+
+
+class RestoreCall(Structure):
+    _fields_ = [("m", POINTER(Matrix)), ("ids", c_void_p), ("count", c_int64), ("y", c_void_p)]
+
+
+@cache
+def _loaded() -> Any:
+    path = build.library(_tell)
+    if path is None:
+        return None
+    lib = ctypes.CDLL(str(path))
+    lib.team_new.restype, lib.team_new.argtypes = c_void_p, [c_int, c_void_p, c_int]
+    lib.product_of.argtypes = [c_void_p, POINTER(ProductCall)]
+    lib.restore.argtypes = [c_void_p, POINTER(RestoreCall)]
+    lib.layers.argtypes = [c_void_p, POINTER(Forward), c_int]
+    lib.copy_rows.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64]
+    lib.copy_rows.restype = None
+    lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]
+    lib.gumbel.restype = None
+    return lib
+
+
+def available() -> bool:
+    """Whether the library is compiled or can be."""
+    return _loaded() is not None
+
+
+def native() -> Any:
+    lib = _loaded()
+    if lib is None:
+        raise RuntimeError("the CPU kernels are not compiled")
+    return lib
+
+
+_telling: list[Callable[[str], None]] = []
+
+
+def _tell(sentence: str) -> None:
+    for tell in _telling:
+        tell(sentence)
+
+
+@contextmanager
+def on_compile(tell: Callable[[str], None]) -> Iterator[None]:
+    """Context manager: `tell` gets a sentence if the library has to be compiled."""
+    _telling.append(tell)
+    try:
+        yield
+    finally:
+        _telling.remove(tell)
+
+
+# --- the team
+
+
+def _cpus() -> list[int]:
+    """The CPUs of all threads of this process; [] where the system does not tell. OpenMP may bind each of its threads,
+    and the calling one, to a CPU (OMP_PROC_BIND, KMP_AFFINITY), which new threads would inherit."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir() or not hasattr(os, "sched_getaffinity"):
+        return []
+    found: set[int] = set()
+    for task in tasks.iterdir():
+        with suppress(OSError):  # the thread has ended
+            found |= os.sched_getaffinity(int(task.name))
+    return sorted(found)
+
+
+class Team:
+    """Threads that run a function of the library together: the caller and `size` - 1 others."""
+
+    def __init__(self, size: int):
+        cpus = _cpus()
+        self.size = size
+        self.handle = native().team_new(size, (c_int * len(cpus))(*cpus), len(cpus))
+        if not self.handle:
+            raise ValueError(f"the system gives no {size} threads: lower OMP_NUM_THREADS")
+
+    def run(self, function: Any, *args: Any) -> None:
+        if not function(self.handle, *args):
+            raise MemoryError
+
+
+@cache
+def _team(size: int, pid: int) -> Team:
+    return Team(size)
+
+
+_asked = threading.local()
+
+
+def team() -> Team:
+    """The team of this process with torch's number of threads."""
+    return _team(getattr(_asked, "threads", 0) or torch.get_num_threads(), os.getpid())
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch's operators run in the calling thread only; the team keeps its size. Torch's other threads spin for
+    some milliseconds after each operator, on the cores that the team needs."""
+    before, outer = torch.get_num_threads(), getattr(_asked, "threads", 0)
+    _asked.threads = outer or before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _asked.threads = outer

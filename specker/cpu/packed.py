@@ -1,0 +1,302 @@
+"""Quantised matrices as the CPU's kernels read them: 16 rows side by side, so that a vector register holds the same
+column of 16 rows and a sum over columns needs no reduction.
+
+A block is 16 rows, padded with zeros. It consists of units of 32 columns (256 for the K formats), each with its codes
+and then its scales. In 32 columns register i holds columns 4 i .. 4 i + 3 of row r in its bytes 4 r .. 4 r + 3:
+
+    four bits    4 registers; the low halves of the bytes hold registers 0 to 3, the high halves 4 to 7
+    five bits    the same, then one register whose bit i is the fifth bit of register i
+    six bits     four bits, then two registers whose bits 2 i and 2 i + 1 are the fifth and sixth of registers 0-3, 4-7
+    eight bits   8 registers
+
+    w = (code - zero) scale              without shifts: zero is 2^(bits - 1)
+    w = code scale + shift               with shifts; eight bits: (code - 128) scale + shift
+
+A format keeps the numbers of its source: bytes and values are those of the GGUF file.
+
+    half, half shift     float16 for 32 columns          GGUF's Q4_0, Q5_0, Q8_0; Q4_1, Q5_1
+    float, float shift   float32 for 32 columns          scales that float16 cannot hold
+    super                d s and -m t for 32 columns     Q4_K, Q5_K: float16 d, m for 256 columns, bytes s, t for 32
+    sixteen              d s for 16 columns              Q6_K: float16 d for 256 columns, a signed byte s for 16
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specker.kernels.quant import Quantized, packed, unpacked
+
+ROWS, GROUP = 16, 32
+
+
+class Format(NamedTuple):
+    bits: int
+    scales: str
+    code: int  # in csrc/products.h
+
+    @property
+    def columns(self) -> int:
+        """Of a unit."""
+        return 256 if self.scales in ("super", "sixteen") else GROUP
+
+    @property
+    def coded(self) -> int:
+        """Bytes of the codes of 16 rows and 32 columns."""
+        return 64 * self.bits
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a unit of a block."""
+        sizes = {"half": 32, "half shift": 64, "float": 64, "float shift": 128, "super": 320, "sixteen": 320}
+        return self.columns // GROUP * self.coded + sizes[self.scales]
+
+    def bytes_of(self, rows: int, columns: int) -> int:
+        return -(-rows // ROWS) * (columns // self.columns) * self.unit
+
+
+FORMATS = {
+    "int4": Format(4, "half", 2),
+    "int4 shift": Format(4, "half shift", 3),
+    "int4 float shift": Format(4, "float shift", 4),
+    "int4 super": Format(4, "super", 5),
+    "int5": Format(5, "half", 6),
+    "int5 shift": Format(5, "half shift", 7),
+    "int5 super": Format(5, "super", 8),
+    "int6 sixteen": Format(6, "sixteen", 9),
+    "int8": Format(8, "half", 10),
+    "int8 shift": Format(8, "half shift", 11),
+    "int8 float": Format(8, "float", 12),
+    "int8 float shift": Format(8, "float shift", 13),
+    "fp8": Format(8, "half", 14),
+    "fp8 float": Format(8, "float", 15),
+}
+
+
+class Numbers(NamedTuple):
+    """A matrix [O, E] by rows, before it is packed and after it is unpacked."""
+
+    format: str
+    codes: Tensor  # [O, E] uint8
+    scale: Tensor  # [O, E / 32] float16 or float32; super: [O, E / 32] uint8; sixteen: [O, E / 16] int8
+    shift: Tensor | None = None  # like scale
+    d: Tensor | None = None  # super, sixteen: [O, E / 256] float16
+    m: Tensor | None = None  # super: likewise
+
+
+class Run(NamedTuple):
+    """Adjacent rows in one format."""
+
+    data: Tensor  # [blocks, bytes of a block] uint8, contiguous
+    format: str
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A matrix [O, E] for the CPU's kernels. Indexing selects rows: the first ones, or a tensor of ids."""
+
+    runs: tuple[Run, ...]
+    columns: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self), self.columns))
+
+    @property
+    def device(self) -> torch.device:
+        return self.runs[0].data.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.data.nbytes for run in self.runs)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Such as {"int4", "int6"}."""
+        return {run.format.split()[0] for run in self.runs}
+
+    is_cuda = False
+
+    def __len__(self) -> int:
+        return sum(run.rows for run in self.runs)
+
+    def numel(self) -> int:
+        return len(self) * self.columns
+
+    def dim(self) -> int:
+        return 2
+
+    def __getitem__(self, rows: slice | Tensor) -> "Packed":
+        (run,) = self.runs  # heads have one format
+        if isinstance(rows, slice):
+            assert rows.start is None and rows.step is None
+            count = min(rows.stop, run.rows)
+            return Packed((Run(run.data[: -(-count // ROWS)], run.format, count),), self.columns)
+        new = torch.zeros(-(-len(rows) // ROWS), run.data.shape[1], dtype=torch.uint8)
+        chosen = Packed((Run(new, run.format, len(rows)),), self.columns)
+        chosen.copy(torch.arange(len(rows)), self, rows)
+        return chosen
+
+    def copy(self, at: Tensor, source: "Packed", ids: Tensor) -> None:
+        """Row at[i] = row ids[i] of `source`, which has the same format."""
+        from specker.cpu.library import native
+
+        (run,), (other,) = self.runs, source.runs
+        if run.format != other.format or self.columns != source.columns:
+            raise ValueError(f"rows of {other.format} [{source.columns}] do not fit {run.format} [{self.columns}]")
+        at, ids = at.contiguous(), ids.contiguous()
+        for some, count in ((at, run.rows), (ids, other.rows)):
+            if len(some) and (int(some.min()) < 0 or int(some.max()) >= count):
+                raise ValueError(f"rows must be 0 to {count - 1}")
+        code = FORMATS[run.format].code
+        places = run.data.data_ptr(), at.data_ptr(), other.data.data_ptr(), ids.data_ptr(), len(at)
+        native().copy_rows(code, self.columns, *places)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weights [O, E], rounded to float32 and then to `dtype`."""
+        from specker.cpu.layers import restored
+
+        return restored(self, dtype)
+
+    def quantised(self) -> Sequence[Quantized]:
+        """The runs as `Quantized` matrices, without loss."""
+        return [_quantised(unpack(run, self.columns)) for run in self.runs]
+
+
+def joined(parts: Sequence[Packed]) -> Packed:
+    """Matrices with equal columns, one under the other. All but the last have a multiple of 16 rows."""
+    return Packed(tuple(run for part in parts for run in part.runs), parts[0].columns)
+
+
+def _blocks(x: Tensor, values: int) -> Tensor:
+    """[O, units * values] -> the bytes of [blocks, units, values, 16 rows]."""
+    O = len(x)
+    padded = x.new_zeros(-(-O // ROWS) * ROWS, x.shape[1])
+    padded[:O] = x
+    by = padded.view(len(padded) // ROWS, ROWS, -1, values).permute(0, 2, 3, 1).contiguous()
+    return by.view(torch.uint8).flatten(2)
+
+
+def _rows(x: Tensor, dtype: torch.dtype, values: int, rows: int) -> Tensor:
+    """The inverse of `_blocks`: [blocks, units, bytes] -> [rows, units * values] of `dtype`."""
+    by = x.contiguous().view(dtype).unflatten(-1, (values, ROWS))
+    return by.permute(0, 3, 1, 2).reshape(len(x) * ROWS, -1)[:rows]
+
+
+def pack(n: Numbers) -> Packed:
+    """Raises ValueError if the columns are no whole units."""
+    form, (O, E) = FORMATS[n.format], n.codes.shape
+    if E % form.columns:
+        raise ValueError(f"{n.format} needs a multiple of {form.columns} columns, got {E}")
+    codes = n.codes.new_zeros(-(-O // ROWS) * ROWS, E)
+    codes[:O] = n.codes
+    q = codes.view(-1, ROWS, E // GROUP, 8, 4).permute(0, 2, 3, 1, 4).flatten(3)  # [blocks, groups, register, 64]
+    if form.bits == 8:
+        body = q.flatten(2)
+    else:
+        low = q & 15
+        parts = [low[:, :, :4] | low[:, :, 4:] << 4]
+        if form.bits > 4:
+            each = 4 if form.bits == 6 else 8  # registers whose high bits share one
+            wide = form.bits - 4
+            for first in range(0, 8, each):
+                high = torch.zeros_like(q[:, :, 0])
+                for i in range(each):
+                    high |= (q[:, :, first + i] >> 4) << wide * i
+                parts.append(high.unsqueeze(2))
+        body = torch.cat([part.flatten(2) for part in parts], 2)
+    units = E // form.columns
+    body = body.reshape(len(body), units, -1)
+    if form.scales == "super":
+        assert n.shift is not None and n.d is not None and n.m is not None
+        scales = [_blocks(n.scale, 8), _blocks(n.shift, 8), _blocks(n.d, 1), _blocks(n.m, 1)]
+    elif form.scales == "sixteen":
+        assert n.d is not None
+        scales = [_blocks(n.scale, 16), _blocks(n.d, 1), body.new_zeros(len(body), units, 32)]
+    else:
+        scales = [_blocks(x, 1) for x in (n.scale, n.shift) if x is not None]
+    data = torch.cat([body, *scales], 2).flatten(1)
+    return Packed((Run(data, n.format, O),), E)
+
+
+def unpack(run: Run, E: int) -> Numbers:
+    """The inverse of `pack`."""
+    form, rows = FORMATS[run.format], run.rows
+    units = run.data.view(len(run.data), E // form.columns, form.unit)
+    per = form.columns // GROUP
+    body = units[..., : per * form.coded].reshape(len(units), -1, form.coded).unflatten(-1, (-1, 64))
+    if form.bits == 8:
+        q = body
+    else:
+        q = torch.cat((body[:, :, :4] & 15, body[:, :, :4] >> 4), 2)
+        wide, each = form.bits - 4, 4 if form.bits == 6 else 8
+        for i in range(8 if wide else 0):
+            q[:, :, i] |= (body[:, :, 4 + i // each] >> wide * (i % each) & (1 << wide) - 1) << 4
+    codes = q.unflatten(-1, (ROWS, 4)).permute(0, 3, 1, 2, 4).reshape(len(units) * ROWS, E)[:rows]
+    rest = units[..., per * form.coded :]
+    if form.scales == "super":
+        s, t, d, m = rest.split((128, 128, 32, 32), -1)
+        halves = (_rows(x, torch.float16, 1, rows) for x in (d, m))
+        return Numbers(run.format, codes, *(_rows(x, torch.uint8, 8, rows) for x in (s, t)), *halves)
+    if form.scales == "sixteen":
+        s, d, _ = rest.split((256, 32, 32), -1)
+        return Numbers(run.format, codes, _rows(s, torch.int8, 16, rows), None, _rows(d, torch.float16, 1, rows))
+    dtype = torch.float16 if form.scales.startswith("half") else torch.float32
+    each = ROWS * dtype.itemsize
+    scale = _rows(rest[..., :each], dtype, 1, rows)
+    shift = _rows(rest[..., each:], dtype, 1, rows) if form.scales.endswith("shift") else None
+    return Numbers(run.format, codes, scale, shift)
+
+
+def of_quantised(w: Quantized) -> Packed | None:
+    """A matrix [O, E] of kernels/quant.py in the same numbers; None if its groups do not consist of 32 columns."""
+    E = w.shape[-1]
+    if w.group % GROUP or E % GROUP:
+        return None
+    times = w.group // GROUP
+    scale, shift = (None if x is None else x.repeat_interleave(times, -1) for x in (w.scale, w.shift))
+    assert scale is not None
+    halves = scale.dtype == torch.float16
+    if w.kind == "int4":
+        if shift is None and not halves:
+            shift = scale * -8
+        name = "int4" if shift is None else "int4 shift" if halves else "int4 float shift"
+        return pack(Numbers(name, unpacked(w.q), scale, shift))
+    if w.kind == "fp8":
+        if shift is not None:
+            return None
+        return pack(Numbers("fp8" if halves else "fp8 float", w.q.view(torch.uint8), scale))
+    name = "int8" + ("" if halves else " float") + ("" if shift is None else " shift")
+    return pack(Numbers(name, w.q.view(torch.uint8) ^ 128, scale, shift))
+
+
+def _quantised(n: Numbers) -> Quantized:
+    """Four bits stay four, five and six become eight."""
+    form = FORMATS[n.format]
+    scale: Tensor
+    shift: Tensor | None
+    if form.scales == "super":
+        assert n.shift is not None and n.d is not None and n.m is not None
+        scale = n.scale.float() * n.d.float().repeat_interleave(8, -1)
+        shift = -(n.shift.float() * n.m.float().repeat_interleave(8, -1))
+    elif form.scales == "sixteen":
+        assert n.d is not None
+        scale, shift = n.scale.float() * n.d.float().repeat_interleave(16, -1), None
+    else:
+        scale, shift = n.scale, n.shift
+    if n.format.startswith("fp8"):
+        return Quantized(n.codes.view(torch.float8_e4m3fn), scale, shift)
+    if form.bits == 4:
+        return Quantized(packed(n.codes), scale, shift)
+    zero = 128 if form.bits == 8 else 0 if shift is not None else 1 << form.bits - 1
+    return Quantized((n.codes.to(torch.int16) - zero).to(torch.int8), scale, shift)
+
+
+def described(w: Any) -> list[tuple[int, int, int]]:
+    """(address, rows, format) of the runs of a matrix: a tensor in float32 or bfloat16, or `Packed`."""
+    if isinstance(w, Packed):
+        return [(run.data.data_ptr(), run.rows, FORMATS[run.format].code) for run in w.runs]
+    return [(w.data_ptr(), len(w), 0 if w.dtype == torch.float32 else 1)]
