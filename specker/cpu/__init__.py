@@ -9,6 +9,7 @@ arithmetic hides behind the memory.
 The same functions as the ops in kernels/; nothing there needs this package.
 """
 
+from specker.cpu.chain import Candidates, draft
 from specker.cpu.layers import BLOCK, Stack, fits, gumbel, product, restored, serves, takes
 from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, team
 from specker.cpu.packed import Packed
@@ -16,9 +17,11 @@ from specker.cpu.packed import Packed
 __all__ = [
     "ACTIVATIONS",
     "BLOCK",
+    "Candidates",
     "Packed",
     "Stack",
     "available",
+    "draft",
     "fits",
     "gumbel",
     "on_compile",

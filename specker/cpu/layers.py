@@ -75,7 +75,7 @@ class Stack:
         self.most = 1 << 30 if self.packed else MAX_ROWS
         E, D, F = len(layers[0][0]), rope.shape[2], layers[0][NAMES.index("down")].shape[1]
         address = ctypes.addressof(self._layers)
-        self._model = Layers(E, *heads, D, F, rope.data_ptr(), address, eps, scale)
+        self.struct = Layers(E, *heads, D, F, rope.data_ptr(), address, eps, scale)
 
     @staticmethod
     def takes(layers: Sequence[Sequence[Any]], rope: Tensor) -> bool:
@@ -112,32 +112,11 @@ class Stack:
         int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. Returns
         [1 + taps, T, E]: the residual stream after the last layer, and at the depths `taps`."""
-        (T, E), (k, v) = x.shape, kv
-        held = [part.contiguous() for part in (x, *places, *sequences, table)]
-        x, positions, slots, bounds, lengths, windows, table = held
-        words = None if words is None else words.contiguous()
-        starts, depths = np.array(groups, np.int64), np.array(taps, np.int64)
-        out = torch.empty(1 + len(depths), T, E)
-        rows = Places(
-            T,
-            len(lengths),
-            0 if words is None else words.shape[1],
-            positions.data_ptr(),
-            slots.data_ptr(),
-            bounds.data_ptr(),
-            lengths.data_ptr(),
-            windows.data_ptr(),
-            None if words is None else words.data_ptr(),
-            int(full),
-            table.data_ptr(),
-            table.shape[1],
-            k.shape[2],
-            k.data_ptr(),
-            v.data_ptr(),
-            k.stride(0),
-        )
+        x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(taps, np.int64)
+        out = torch.empty(1 + len(depths), *x.shape)
+        rows, held = placed(kv, places, sequences, words, table, full)
         call = Forward(
-            ctypes.pointer(self._model),
+            ctypes.pointer(self.struct),
             ctypes.pointer(rows),
             starts.ctypes.data,
             len(starts),
@@ -148,7 +127,37 @@ class Stack:
         )
         crew = team()
         crew.run(native().layers, call, crew.size)
+        del held
         return out
+
+
+def placed(
+    kv: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+    sequences: tuple[Tensor, Tensor, Tensor],
+    words: Tensor | None,
+    table: Tensor,
+    full: bool = False,
+) -> tuple[Places, list[Tensor]]:
+    """The struct of rows and what they see, and the tensors that must outlive it; the arguments of `Stack.run`."""
+    k, v = kv
+    held = [part.contiguous() for part in (*places, *sequences, table, *(() if words is None else (words,)))]
+    positions, slots, bounds, lengths, windows, table = held[:6]
+    rows = Places(
+        len(positions),
+        len(lengths),
+        0 if words is None else words.shape[1],
+        *(part.data_ptr() for part in (positions, slots, bounds, lengths, windows)),
+        None if words is None else held[6].data_ptr(),
+        int(full),
+        table.data_ptr(),
+        table.shape[1],
+        k.shape[2],
+        k.data_ptr(),
+        v.data_ptr(),
+        k.stride(0),
+    )
+    return rows, held
 
 
 def product(

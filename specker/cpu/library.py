@@ -90,6 +90,29 @@ class RestoreCall(Structure):
     _fields_ = [("m", POINTER(Matrix)), ("ids", c_void_p), ("count", c_int64), ("y", c_void_p)]
 
 
+class Rule(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("reach", "scales")),
+        *((name, c_int64) for name in ("reach_count", "scale_count")),
+        ("token", c_double),
+    ]
+
+
+class ChainCall(Structure):
+    _fields_ = [
+        ("model", POINTER(Layers)),
+        *((name, POINTER(Matrix)) for name in ("embed", "head")),
+        *((name, c_void_p) for name in ("norm", "ids")),
+        ("first", POINTER(Places)),
+        *((name, c_void_p) for name in ("tokens", "groups", "later_groups")),
+        *((name, c_int64) for name in ("group_count", "later_count")),
+        ("columns", c_void_p),
+        *((name, c_int64) for name in ("last_position", "steps")),
+        *((name, c_void_p) for name in ("temperature", "seed", "rules", "drafted", "probability")),
+        ("done", c_int64),
+    ]
+
+
 @cache
 def _loaded() -> Any:
     path = build.library(_tell)
@@ -100,6 +123,7 @@ def _loaded() -> Any:
     lib.product_of.argtypes = [c_void_p, POINTER(ProductCall)]
     lib.restore.argtypes = [c_void_p, POINTER(RestoreCall)]
     lib.layers.argtypes = [c_void_p, POINTER(Forward), c_int]
+    lib.draft_chain.argtypes = [c_void_p, POINTER(ChainCall), c_int]
     lib.copy_rows.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64]
     lib.copy_rows.restype = None
     lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]

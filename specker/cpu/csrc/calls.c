@@ -50,7 +50,12 @@ static void run_restore(const member *m, void *arg) {
         for (int64_t n = i; n < c->count && n < i + 16; n++) restore_row(c->m, c->ids ? c->ids[n] : n, c->y + n * c->m->E);
 }
 
-int restore(team *t, restore_call *c) { return team_run(t, run_restore, c, 0); }
+// A few rows by the calling thread alone.
+int restore(team *t, restore_call *c) {
+    if (c->count > 8) return team_run(t, run_restore, c, 0);
+    for (int64_t n = 0; n < c->count; n++) restore_row(c->m, c->ids ? c->ids[n] : n, c->y + n * c->m->E);
+    return 1;
+}
 
 static void run_layers(const member *m, void *arg) { run_forward(m, arg, m->scratch); }
 

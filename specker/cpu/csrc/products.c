@@ -181,6 +181,32 @@ static float fp8_value(uint8_t code) {
     return half_to_float((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
 }
 
+static float half_at(const uint8_t *p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return half_to_float(h);
+}
+
+// The scales of columns 0 to 15 and 16 to 31 of group g in row r, and their shift; p: where the unit's scales begin.
+static void row_scales(int scales, const uint8_t *p, int g, int r, float *scale, float *second, float *shift) {
+    *shift = 0;
+    switch (scales) {
+    case HALF_SHIFT: *shift = half_at(p + 32 + 2 * r); // fall through
+    case HALF: *scale = half_at(p + 2 * r); break;
+    case FLOAT_SHIFT: memcpy(shift, p + 64 + 4 * r, 4); // fall through
+    case FLOAT: memcpy(scale, p + 4 * r, 4); break;
+    case SUPER:
+        *scale = p[16 * g + r] * half_at(p + 256 + 2 * r);
+        *shift = -(p[128 + 16 * g + r] * half_at(p + 288 + 2 * r));
+        break;
+    default:
+        *scale = ((const int8_t *)p)[32 * g + r] * half_at(p + 256 + 2 * r);
+        *second = ((const int8_t *)p)[32 * g + 16 + r] * half_at(p + 256 + 2 * r);
+        return;
+    }
+    *second = *scale;
+}
+
 void restore_row(const matrix *m, int64_t o, float *y) {
     const int64_t E = m->E;
     const segment *s = m->parts;
@@ -197,34 +223,21 @@ void restore_row(const matrix *m, int64_t o, float *y) {
         return;
     }
     const int bits = KINDS[s->format].bits, scales = KINDS[s->format].scales, zero = zero_of(bits, scales), r = o % ROWS;
-    const int64_t columns = unit_columns(scales), size = unit_bytes(bits, scales);
+    const int64_t columns = unit_columns(scales), size = unit_bytes(bits, scales), groups = columns / GROUP;
     const uint8_t *w = s->data + o / ROWS * (E / columns) * size;
     for (int64_t u = 0; u < E / columns; u++, w += size) {
-        const uint8_t *p = w + code_bytes(bits) * (columns / GROUP);
-        for (int g = 0; g < columns / GROUP; g++) {
-            const uint8_t *q = w + g * code_bytes(bits);
-            for (int e = 0; e < GROUP; e++) {
-                const int i = e / 4, at = 4 * r + e % 4;
-                int code = bits >= 8 ? q[64 * i + at] : (i < 4 ? q[64 * i + at] & 15 : q[64 * (i - 4) + at] >> 4);
-                if (bits == 5) code |= (q[256 + at] >> i & 1) << 4;
-                if (bits == 6) code |= (q[256 + 64 * (i / 4) + at] >> 2 * (i % 4) & 3) << 4;
-                const float n = bits == FP8 ? fp8_value((uint8_t)code) : (float)(code - zero);
-                float scale, shift = 0;
-                uint16_t h[2];
-                if (scales == HALF || scales == HALF_SHIFT) {
-                    memcpy(h, p + 2 * r, 2), scale = half_to_float(h[0]);
-                    if (scales == HALF_SHIFT) memcpy(h, p + 32 + 2 * r, 2), shift = half_to_float(h[0]);
-                } else if (scales == FLOAT || scales == FLOAT_SHIFT) {
-                    memcpy(&scale, p + 4 * r, 4);
-                    if (scales == FLOAT_SHIFT) memcpy(&shift, p + 64 + 4 * r, 4);
-                } else if (scales == SUPER) {
-                    memcpy(h, p + 256 + 2 * r, 2), memcpy(h + 1, p + 288 + 2 * r, 2);
-                    scale = p[16 * g + r] * half_to_float(h[0]), shift = -(p[128 + 16 * g + r] * half_to_float(h[1]));
-                } else {
-                    memcpy(h, p + 256 + 2 * r, 2);
-                    scale = ((const int8_t *)p)[32 * g + 16 * (e / 16) + r] * half_to_float(h[0]);
+        for (int g = 0; g < groups; g++, y += GROUP) {
+            const uint8_t *q = w + g * code_bytes(bits) + 4 * r;
+            float scale, second, shift;
+            row_scales(scales, w + groups * code_bytes(bits), g, r, &scale, &second, &shift);
+            for (int i = 0; i < 8; i++) {
+                for (int c = 0; c < 4; c++) {
+                    int code = bits >= 8 ? q[64 * i + c] : q[64 * (i % 4) + c] >> (i < 4 ? 0 : 4) & 15;
+                    if (bits == 5) code |= (q[256 + c] >> i & 1) << 4;
+                    if (bits == 6) code |= (q[256 + 64 * (i / 4) + c] >> 2 * (i % 4) & 3) << 4;
+                    const float n = bits == FP8 ? fp8_value((uint8_t)code) : (float)(code - zero);
+                    y[4 * i + c] = fmaf(n, i < 4 ? scale : second, shift);
                 }
-                y[(u * (columns / GROUP) + g) * GROUP + e] = fmaf(n, scale, shift);
             }
         }
     }

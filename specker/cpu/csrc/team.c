@@ -6,10 +6,11 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
 #define SPINS 20000  // checks at a barrier before a thread gives up its processor
-#define AWAKE 2000   // checks for the next call before a thread sleeps
+#define AWAKE 1000000 // nanoseconds that a thread waits for the next call before it sleeps: waking it takes as long
 
 struct team {
     pthread_mutex_t turn, lock; // turn: one call at a time; lock: guards the fields below
@@ -36,6 +37,12 @@ static inline void pause_(void) {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
 void meet(const member *m) {
@@ -70,7 +77,10 @@ static void *serve(void *arg) {
 #endif
     member m = {t, s.me, t->size, 0};
     for (long seen = 0;; seen++) {
-        for (int n = 0; n < AWAKE && atomic_load_explicit(&t->call, memory_order_acquire) == seen; n++) pause_();
+        for (const int64_t end = now() + AWAKE; atomic_load_explicit(&t->call, memory_order_acquire) == seen;) {
+            for (int n = 0; n < 64 && atomic_load_explicit(&t->call, memory_order_acquire) == seen; n++) pause_();
+            if (now() > end) break;
+        }
         if (atomic_load_explicit(&t->call, memory_order_acquire) == seen) {
             pthread_mutex_lock(&t->lock);
             t->sleeping++;

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specker.config import Options
+from specker.kernels.cpu import native
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache, Lengths, Rows
@@ -70,7 +71,9 @@ class AutoregressiveDrafter(ModelDrafter):
         if self.head.kept is not None:
             self.head.follow(r.sequences)
         depth = r.depth = min(r.budget.depth, r.budget.nodes)
-        if self.width > 1:
+        if self.width == 1 and not r.fixed and self._compiles(r):
+            self._compiled_chain(r, depth)
+        elif self.width > 1:
             r.size, r.tree = min(r.budget.nodes, self.width * depth), True
             r.run(("draft", r.size, depth), lambda: self._tree(r, depth))
         elif r.asks:
@@ -104,6 +107,37 @@ class AutoregressiveDrafter(ModelDrafter):
     def reset(self, slot: int) -> None:
         self._calibrated[slot] = self.cache.exact_len[slot]
 
+    def _compiles(self, r: Round) -> bool:
+        """Whether the compiled library drafts the whole chain."""
+        stack = self.model.stack
+        few = stack is not None and len(r.sequences) * CATCH_UP_ROWS <= stack.most
+        return few and all(native().takes(w) for w in (self.model.embed, self.head.weight))
+
+    def _compiled_chain(self, r: Round, depth: int) -> None:
+        model, cache, head = self.model, self.cache, self.head
+        tokens, rows = self._missing_rows(r)
+        layers = [*range(len(model.layers) + 1)]
+        later = layers if self.parallel is None else [*(g[0] for g in self.parallel.schedule.groups), layers[-1]]
+        drafted, probability = native().draft(
+            model.stack,
+            native().Candidates(model.embed, head.weight, head.token_ids, head.norm, head.activations),
+            tokens,
+            ((cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table),
+            (layers, later),
+            self._lengths(r),
+            cache.last_position,
+            depth,
+            [(s.sampling.temperature, s.sampling.seed) for s in r.sequences],
+            [s.policy.rule for s in r.sequences] if r.asks else None,
+        )
+        r.size = r.depth = len(drafted)
+        r.forwarded = r.size - 1
+        r.window[: r.n, 1 : r.size + 1] = torch.from_numpy(drafted.T)
+        if r.asks:
+            r.confidence = probability.tolist()
+        if r.traced:
+            r.scores = [torch.from_numpy(probability.T).log()]
+
     def _lengths(self, r: Round) -> Lengths:
         """The texts' lengths for placing drafts, clamped to this model's context."""
         return r.lengths if isinstance(r.lengths, Tensor) else [min(n, self.limit) for n in r.lengths]
@@ -117,22 +151,27 @@ class AutoregressiveDrafter(ModelDrafter):
             rows, embedded = begin_text(self.model, cache, r.state.committed, r.state.length, R)
             last: slice | Tensor = slice(R - 1, None, R)
         else:
-            texts, starts = [], []
-            for slot, (sequence, end) in enumerate(zip(r.sequences, self._lengths(r), strict=True)):
-                if len(sequence.text) > self.limit:
-                    cache.exact_len[slot] = end - 1
-                elif end - cache.exact_len[slot] > CATCH_UP_ROWS:
-                    self.prefill(slot, sequence.text)
-                starts.append(cache.exact_len[slot])
-                texts.append(self.known(sequence.text[starts[-1] : end]))
-                if starts[-1] == self._calibrated[slot]:
-                    self._calibrated[slot] = end
-                cache.exact_len[slot] = end
-            rows = cache.after(starts, [len(text) for text in texts])
-            tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
+            tokens, rows = self._missing_rows(r)
             embedded = self.model.embed_tokens(tokens)
             last = slice(-1, None) if n == 1 else rows.cu_rows[1:].long() - 1
         return forward(self.model, cache, rows, embedded).final.at(last), rows.positions[last]
+
+    def _missing_rows(self, r: Round) -> tuple[Tensor, Rows]:
+        """The committed tokens that the cache lacks, including the roots, and their places."""
+        cache = self.cache
+        texts, starts = [], []
+        for slot, (sequence, end) in enumerate(zip(r.sequences, self._lengths(r), strict=True)):
+            if len(sequence.text) > self.limit:
+                cache.exact_len[slot] = end - 1
+            elif end - cache.exact_len[slot] > CATCH_UP_ROWS:
+                self.prefill(slot, sequence.text)
+            starts.append(cache.exact_len[slot])
+            texts.append(self.known(sequence.text[starts[-1] : end]))
+            if starts[-1] == self._calibrated[slot]:
+                self._calibrated[slot] = end
+            cache.exact_len[slot] = end
+        tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
+        return tokens, cache.after(starts, [len(text) for text in texts])
 
     def _chain(self, r: Round, depth: int) -> None:
         for n in range(depth):

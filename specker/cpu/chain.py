@@ -1,0 +1,96 @@
+"""A draft chain in one call of the compiled library: no Python runs between its tokens."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from specker.cpu.layers import Stack, placed
+from specker.cpu.library import ChainCall, Matrix, Rule, native, team
+
+
+class Ends(Protocol):
+    """When a chain ends: runtime/policy.py, StopRule."""
+
+    @property
+    def token(self) -> float: ...
+    @property
+    def reach(self) -> tuple[float, ...]: ...
+    @property
+    def scales(self) -> tuple[float, ...]: ...
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The drafter's LM head."""
+
+    embed: Any  # [V, E], a matrix as `Matrix.of` takes it
+    head: Any  # [K, E]
+    ids: Tensor | None  # [K] int64, of the head's rows
+    norm: Tensor  # [E]
+    activations: str
+
+
+def draft(
+    stack: Stack,
+    candidates: Candidates,
+    tokens: Tensor,
+    rows: tuple[Any, ...],
+    groups: tuple[Sequence[int], Sequence[int]],
+    columns: Sequence[int],
+    last_position: int,
+    steps: int,
+    sampling: Sequence[tuple[float, int]],
+    rules: Sequence[Ends] | None,
+) -> tuple[Any, Any]:
+    """Draft up to `steps` tokens of n sequences.
+
+    tokens [T] int64: the committed tokens that the cache lacks, each sequence's root last; `rows`: where they stand,
+    the arguments of `placed`. `groups`: of layers (`Stack.run`), for these rows and for draft tokens. columns: that of
+    each sequence's first draft token. sampling: temperature and seed of each sequence; the draft ranks its candidates
+    under the noise of the target's draws. rules: when a chain ends; it ends for all when most of them say so; None: not
+    before `steps`. Returns numpy ids [done, n] int64 and their probabilities among the candidates [done, n] float32."""
+    n, held = len(columns), [tokens.contiguous()]
+    first, more = placed(*rows)
+    groups_ = [np.array(each, np.int64) for each in groups]
+    at, drafted = np.array(columns, np.int64), np.empty((steps, n), np.int64)
+    probability = np.empty((steps, n), np.float32)
+    temperatures = np.array([t for t, _ in sampling], np.float64)
+    seeds = np.array([seed for _, seed in sampling], np.uint64)
+    numbers: list[Any] = []
+    ends = None
+    if rules is not None:
+        ends = (Rule * n)()
+        for struct, rule in zip(ends, rules, strict=True):
+            reach, scales = np.array(rule.reach, np.float32), np.array(rule.scales, np.float32)
+            numbers += [reach, scales]
+            struct.reach, struct.scales = reach.ctypes.data, scales.ctypes.data
+            struct.reach_count, struct.scale_count, struct.token = len(reach), len(scales), rule.token
+    embed, head = (Matrix.of(w, candidates.activations) for w in (candidates.embed, candidates.head))
+    call = ChainCall(
+        ctypes.pointer(stack.struct),
+        ctypes.pointer(embed),
+        ctypes.pointer(head),
+        candidates.norm.data_ptr(),
+        None if candidates.ids is None else candidates.ids.data_ptr(),
+        ctypes.pointer(first),
+        held[0].data_ptr(),
+        *(each.ctypes.data for each in groups_),
+        *map(len, groups_),
+        at.ctypes.data,
+        last_position,
+        steps,
+        temperatures.ctypes.data,
+        seeds.ctypes.data,
+        None if ends is None else ctypes.addressof(ends),
+        drafted.ctypes.data,
+        probability.ctypes.data,
+        0,
+    )
+    crew = team()
+    crew.run(native().draft_chain, call, crew.size)
+    del more, numbers
+    return drafted[: call.done], probability[: call.done]

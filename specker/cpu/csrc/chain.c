@@ -1,0 +1,192 @@
+// A draft chain in one call: for each token a forward, the final norm, the (trimmed) head, the best candidate under the
+// target's noise, and the rule that ends the draft.
+#include "layers.h"
+#include "noise.h"
+#include "vector.h"
+#include <math.h>
+
+typedef struct { // runtime/policy.py, StopRule
+    const float *reach, *scales;
+    int64_t reach_count, scale_count;
+    double token;
+} rule;
+
+typedef struct {
+    const stack *model;
+    const matrix *embed, *head;
+    const float *norm;   // the final norm
+    const int64_t *ids;  // of the head's rows; 0: their numbers
+    const places *first; // the committed tokens that the cache lacks, the root of each sequence last
+    const int64_t *tokens;                  // of `first`
+    const int64_t *groups, *later_groups;   // of layers, for the first forward and for the others
+    int64_t group_count, later_count;
+    const int64_t *columns;                 // [B], of each sequence's first draft token
+    int64_t last_position, steps;           // at most `steps` tokens
+    const double *temperature;              // [B]; 0: greedy
+    const uint64_t *seed;                   // [B]
+    const rule *rules;                      // [B]; 0: draft all tokens
+    int64_t *drafted;                       // [steps, B], ids
+    float *probability;                     // [steps, B], of each among the head's rows
+    int64_t done;                           // tokens drafted
+} chain;
+
+typedef struct {
+    float best, sum; // the largest value and the sum of exp(value - best)
+    int64_t id;
+} part;
+
+typedef struct {
+    char *forward, *forms;
+    float *x, *out, *normed, *logits;
+    int64_t *positions, *slots, *tokens;
+    int32_t *bounds, *lengths;
+    float *reach;
+    part *parts; // [B, size]
+    int64_t *more;
+} memory;
+
+static int64_t layout(const chain *c, int size, char *base, memory *to) {
+    const int64_t B = c->first->B, T = c->first->T > B ? c->first->T : B, E = c->model->E, K = c->head->O;
+    forward f = {.model = c->model, .rows = c->first, .groups = c->groups, .group_count = c->group_count};
+    forward g = {.model = c->model, .rows = c->first, .groups = c->later_groups, .group_count = c->later_count};
+    int64_t need = forward_bytes(&f, size), other = forward_bytes(&g, size), at = 0;
+    // Later forwards have fewer rows, or as many, over a context that is `steps` columns longer.
+    need = (need > other ? need : other) + size * (c->steps + 16) * 16 * (c->model->Hq / c->model->Hkv) * 8;
+#define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
+    memory m;
+    m.forward = TAKE(need);
+    m.forms = TAKE(rows_bytes(B, E));
+    m.x = (float *)TAKE(T * E * 4), m.out = (float *)TAKE(T * E * 4), m.normed = (float *)TAKE(B * E * 4);
+    m.logits = (float *)TAKE(B * (K + 16) * 4);
+    m.positions = (int64_t *)TAKE(B * 8), m.slots = (int64_t *)TAKE(B * 8), m.tokens = (int64_t *)TAKE(B * 8);
+    m.bounds = (int32_t *)TAKE((B + 1) * 4), m.lengths = (int32_t *)TAKE(B * 4), m.reach = (float *)TAKE(B * 4);
+    m.parts = (part *)TAKE(B * size * sizeof(part)), m.more = (int64_t *)TAKE(8);
+#undef TAKE
+    if (to) *to = m;
+    return at + 64;
+}
+
+// exp(x) for x <= 0; only probabilities of drafts come from it.
+static float sum_of_powers(const float *z, int64_t n, float top) {
+    float sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float t = (z[i] - top) * 1.4426950408889634f;
+        t = t > -126.0f ? t : -126.0f;
+        float magic = t + 12582912.0f, f = t - (magic - 12582912.0f);
+        int32_t e;
+        memcpy(&e, &magic, 4);
+        e = (e - 0x4b400000 + 127) << 23;
+        float scale, p = ((((0.0013400432f * f + 0.0096180256f) * f + 0.0555032720f) * f + 0.2402265100f) * f + 0.6931472100f) * f + 1.0f;
+        memcpy(&scale, &e, 4);
+        sum += p * scale;
+    }
+    return sum;
+}
+
+// This thread's part of the search for the best candidate of sequence b, whose row stands at `position`.
+static part search(const chain *c, float *z, int64_t first, int64_t count, int64_t b, int64_t position) {
+    float noise[256];
+    part p = {-INFINITY, 0, INT64_MAX};
+    if (c->temperature[b] > 0) {
+        const float by = (float)(1.0 / c->temperature[b]);
+        for (int64_t i = 0; i < count; i += 256) {
+            const int64_t n = count - i < 256 ? count - i : 256;
+            if (c->ids)
+                gumbel_ids(c->seed[b], position, c->ids + first + i, n, noise);
+            else
+                gumbel_run(c->seed[b], position, (first + i) / 4, (n + 3) / 4, noise);
+            for (int64_t j = 0; j < n; j++) z[i + j] = z[i + j] * by + noise[j];
+        }
+    }
+    for (int64_t i = 0; i < count; i++) p.best = z[i] > p.best ? z[i] : p.best;
+    for (int64_t i = 0; i < count; i++)
+        if (z[i] == p.best) {
+            const int64_t id = c->ids ? c->ids[first + i] : first + i;
+            p.id = id < p.id ? id : p.id;
+        }
+    p.sum = sum_of_powers(z, count, p.best);
+    return p;
+}
+
+// Joins the threads' parts, writes the tokens of step n and returns whether to draft another one.
+static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
+    const int64_t B = c->first->B;
+    int64_t votes = 0;
+    for (int64_t b = 0; b < B; b++) {
+        part all = {-INFINITY, 0, INT64_MAX};
+        for (int i = 0; i < size; i++) {
+            const part *p = s->parts + b * size + i;
+            if (p->id == INT64_MAX) continue;
+            const float top = p->best > all.best ? p->best : all.best;
+            all.sum = all.sum * expf(all.best - top) + p->sum * expf(p->best - top);
+            if (p->best > all.best || (p->best == all.best && p->id < all.id)) all.id = p->id;
+            all.best = top;
+        }
+        if (all.id == INT64_MAX) all.id = 0, all.sum = 1; // NaN: the target rejects what follows
+        const float probability = 1.0f / all.sum;
+        c->drafted[n * B + b] = s->tokens[b] = all.id;
+        c->probability[n * B + b] = probability;
+        if (c->rules) {
+            const rule *r = c->rules + b;
+            int64_t bucket = (int64_t)(probability * (float)r->scale_count);
+            bucket = bucket < r->scale_count ? bucket : r->scale_count - 1;
+            const float right = probability * r->scales[bucket];
+            s->reach[b] *= right < 1 ? right : 1;
+            const float least = r->reach_count ? r->reach[n < r->reach_count ? n : r->reach_count - 1] : 0;
+            votes += probability >= (float)r->token && s->reach[b] >= least;
+        }
+    }
+    return n + 1 < c->steps && (!c->rules || 2 * votes >= B);
+}
+
+static void run_chain(const member *m, void *arg) {
+    chain *c = arg;
+    memory s;
+    layout(c, m->size, m->scratch, &s);
+    const int64_t B = c->first->B, E = c->model->E, K = c->head->O;
+    places later = *c->first;
+    later.T = B, later.W = 0, later.words = 0, later.full = 0;
+    later.positions = s.positions, later.slots = s.slots, later.cu_rows = s.bounds, later.kv_len = s.lengths, later.window = s.lengths;
+    if (m->me == 0)
+        for (int64_t b = 0; b < B; b++) s.reach[b] = 1;
+    for (int64_t n = 0;; n++) {
+        const places *at = n ? &later : c->first;
+        const int64_t *tokens = n ? s.tokens : c->tokens;
+        if (n && m->me == 0)
+            for (int64_t b = 0; b < B; b++) {
+                const int64_t column = c->columns[b] + n - 1;
+                s.positions[b] = column < c->last_position ? column : c->last_position;
+                s.slots[b] = (int64_t)later.table[b * later.pages + column / later.page] * later.page + column % later.page;
+                s.lengths[b] = (int32_t)(column + 1);
+                s.bounds[b] = (int32_t)b, s.bounds[b + 1] = (int32_t)(b + 1);
+            }
+        for (int64_t t = m->me; t < at->T; t += m->size) restore_row(c->embed, tokens[t], s.x + t * E);
+        meet(m);
+        forward f = {.model = c->model, .rows = at, .x = s.x, .out = s.out};
+        f.groups = n ? c->later_groups : c->groups, f.group_count = n ? c->later_count : c->group_count;
+        run_forward(m, &f, s.forward);
+        meet(m);
+        rows h = rows_at(s.normed, E, s.forms, B, E);
+        for (int64_t b = m->me; b < B; b += m->size) {
+            const int64_t last = at->cu_rows[b + 1] - 1;
+            normalise(s.out + last * E, c->norm, s.normed + b * E, E, (float)c->model->eps);
+            round_row(c->head, &h, b);
+        }
+        meet(m);
+        share(m, c->head, &h, B, s.logits, K);
+        meet(m);
+        const int64_t each = (K / m->size + 3) / 4 * 4, first = m->me * each < K ? m->me * each : K;
+        const int64_t count = m->me + 1 < m->size && each < K - first ? each : K - first;
+        for (int64_t b = 0; b < B; b++)
+            s.parts[b * m->size + m->me] = search(c, s.logits + b * K + first, first, count, b, at->positions[at->cu_rows[b + 1] - 1]);
+        meet(m);
+        if (m->me == 0) {
+            *s.more = settle(c, &s, m->size, n);
+            c->done = n + 1;
+        }
+        meet(m);
+        if (!*s.more) return;
+    }
+}
+
+int draft_chain(team *t, chain *c, int size) { return team_run(t, run_chain, c, layout(c, size, 0, 0)); }
