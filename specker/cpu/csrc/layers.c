@@ -6,7 +6,7 @@
 #include "vector.h"
 #include <math.h>
 
-#define FEW 4        // rows up to which threads repeat each other's work on rows
+#define FEW 16384     // numbers in the rows up to which threads repeat each other's work on them
 #define BLOCK_ROWS 16 // rows of a sequence that attend together
 
 typedef struct {
@@ -37,7 +37,7 @@ static int64_t layout(const forward *f, int size, int me, char *base, state *s) 
     for (int64_t g = 0; g + 1 < f->group_count; g++)
         if (f->groups[g + 1] - f->groups[g] > N) N = f->groups[g + 1] - f->groups[g];
     most = most > d->F ? most : d->F;
-    state r = {.f = f, .few = T <= FEW, .wide = longest(f->rows)};
+    state r = {.f = f, .few = T == 1 || T * most <= FEW, .wide = longest(f->rows)};
     const int64_t rows = T < BLOCK_ROWS ? T : BLOCK_ROWS;
     const int64_t own = (rows * heads * (2 * d->D + r.wide + 32) * 4 + 63) / 64 * 64;
     const int64_t each = (2 * T * E * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
@@ -69,11 +69,7 @@ static float squares(const float *x, int64_t E) { // E is a multiple of 16
             vf a = load(x + e + p * LANES);
             sum[p] = fma_(a, a, sum[p]);
         }
-    float a[16];
-    for (int p = 0; p < PARTS; p++) store(a + p * LANES, sum[p]);
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) a[i] += a[i + n];
-    return a[0];
+    return total16(sum);
 }
 
 // y = RMSNorm(x) weight.

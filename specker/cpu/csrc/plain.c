@@ -32,13 +32,7 @@ INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row
         }
     }
     for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) {
-            float a[16];
-            for (int p = 0; p < PARTS; p++) store(a + p * LANES, acc[t][r][p]);
-            for (int n = 8; n; n /= 2)
-                for (int i = 0; i < n; i++) a[i] += a[i + n];
-            y[t * row_y + r] = a[0];
-        }
+        for (int r = 0; r < R; r++) y[t * row_y + r] = total16(acc[t][r]);
 }
 
 #if LANES == 16

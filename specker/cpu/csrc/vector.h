@@ -67,11 +67,31 @@ INLINE vf largest(vf a, vf b) {
 
 // The sum of the lanes, halves upon halves.
 INLINE float total(vf x) {
+#if LANES >= 8
+#if LANES == 16
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+#else
+    __m256 eight = (__m256)x;
+#endif
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float a[LANES];
     store(a, x);
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
+#endif
+}
+
+// The sum of 16 lanes in PARTS registers, in the same order.
+INLINE float total16(const vf *x) {
+    vf sum[PARTS];
+    for (int p = 0; p < PARTS; p++) sum[p] = x[p];
+    for (int n = PARTS / 2; n; n /= 2)
+        for (int p = 0; p < n; p++) sum[p] += sum[p + n];
+    return total(sum[0]);
 }
 
 INLINE float highest(vf x) {
