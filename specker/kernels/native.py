@@ -22,12 +22,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils, event
+from numba.core import cgutils, config, event
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -38,9 +38,9 @@ SPINS = 50_000  # checks before a waiting thread sleeps, so that another process
 PARTS = 2, 16  # of a matrix for each thread: its first one is 1/2 of its share, the others 1/16
 ASKED = 2048  # bytes of the next part to prefetch
 AHEAD = {1: 1, 4: 4}  # tiles between the rows in use and the prefetched ones, by the rows of a tile
-_FEATURES = llvm.get_host_cpu_features()
-_WIDE, _HALVES = (bool(_FEATURES.get(name)) for name in ("avx512f", "f16c"))  # vectors of 16; float16 conversions
-_BFLOATS = all(_FEATURES.get(name) for name in ("avx512bf16", "avx512bw"))  # products of bfloat16
+_FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
+_WIDE, _HALVES = (name in _FEATURES for name in ("+avx512f", "+f16c"))  # vectors of 16; float16 conversions
+_BFLOATS = all(name in _FEATURES for name in ("+avx512bf16", "+avx512bw"))  # products of bfloat16
 LANES = 16 if _WIDE else 8  # float32 in a vector register
 TALL, MOST = 4, 6 if _WIDE else 2  # rows of W and of x in a tile: TALL * MOST sums fit the registers
 BLOCK = 16  # sums run in steps of so many elements
