@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[part::of]
 
 
+@pytest.fixture(autouse=True)
+def random_numbers() -> None:
+    """Every test draws the same random numbers, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """New tensors hold NaN, or a large integer, until they are written."""

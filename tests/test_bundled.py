@@ -14,7 +14,9 @@ from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.stats import Stats
 
 CHAIN = {"draft_tokens": 4}
-# Acceptance lengths on the first held-out prompts, somewhat below the measured ones.
+# Acceptance lengths on the first held-out prompts, at least a tenth below the measured ones. In float32, because a
+# processor's bfloat16 products decide which of two near tokens the text continues with, and so what it is about.
+EXACT = {"device": "cpu", "dtype": "float32"}
 FLOOR = {0.0: 3.1, 0.7: 2.5}
 DEEP = {0.0: 3.3, 0.7: 2.5}
 DIFFUSION = {0.0: 2.5, 0.7: 2.1}
@@ -112,7 +114,7 @@ def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
     """With groups of four and calibration, at most 7% below the layers in sequence."""
     found = []
     for width in ("1", "4"):
-        engine = specker.load(strategy="easyspec", layer_parallel=width, device="cpu", **CHAIN)
+        engine = specker.load(strategy="easyspec", layer_parallel=width, **EXACT, **CHAIN)
         stats = Stats()
         for row in specker.zoo.heldout()[:8]:
             stats += engine.generate(row["prompt"], 56, temperature=temperature).stats
@@ -122,7 +124,7 @@ def test_the_deep_draft_is_accepted_with_its_layers_side_by_side(temperature):
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_draft_is_accepted(temperature):
-    engine = specker.load(device="cpu", **CHAIN)
+    engine = specker.load(**EXACT, **CHAIN)
     stats = Stats()
     for row in specker.zoo.heldout()[:12]:
         stats += engine.generate(row["prompt"], 64, temperature=temperature).stats
@@ -131,7 +133,7 @@ def test_the_draft_is_accepted(temperature):
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_the_diffusion_drafter_is_accepted(temperature):
-    engine = specker.load(strategy="diffuspec", device="cpu")
+    engine = specker.load(strategy="diffuspec", **EXACT)
     stats = Stats()
     for row in specker.zoo.heldout()[:8]:
         stats += engine.generate(row["prompt"], 56, temperature=temperature).stats

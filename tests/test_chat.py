@@ -52,6 +52,14 @@ class Terminal:
         text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return text
 
+    def waits(self, seconds: float = 60) -> None:
+        """Return once the main thread sleeps: it has printed all and reads the next key."""
+        deadline = time.monotonic() + seconds
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "S":
+            assert time.monotonic() < deadline, "it never waits for a key"
+            time.sleep(0.01)
+
     def type(self, text: str) -> None:
         os.write(self.main, text.encode())
 
@@ -82,7 +90,7 @@ def test_a_conversation(endless: str, tmp_path: Path) -> None:
     shell.until(r"one\r\n.+\r\n> ")
     shell.type("half a li")
     shell.until("half a li")
-    time.sleep(0.5)  # until readline waits again: it would see an earlier signal only with the next key
+    shell.waits()  # readline would see an earlier signal only with the next key
     os.killpg(shell.process.pid, signal.SIGINT)
     shell.until("> ")
     shell.type("two\n")

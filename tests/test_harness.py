@@ -1,7 +1,7 @@
 """bench/harness.py: statistics, taking turns, and rows."""
 
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,10 +40,16 @@ def test_configurations_take_turns_at_every_item() -> None:
         harness.measure_each(ways, [])
 
 
-def test_ratios_are_to_the_first() -> None:
-    timings = measure({"slow": lambda: time.sleep(0.02), "fast": lambda: time.sleep(0.001)}, rounds=3, warmup=0)
-    assert ratios(timings)["slow"] == 1.0 and ratios(timings)["fast"] > 2
-    assert 0.02 <= timings["slow"].median < 1
+def test_ratios_are_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+
+    def takes(seconds: float) -> Callable[[], None]:
+        return lambda: now.append(now[-1] + seconds)
+
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[-1])
+    timings = measure({"slow": takes(3.0), "fast": takes(0.75)}, rounds=3, warmup=0)
+    assert timings["slow"].seconds == (3.0, 3.0, 3.0) and timings["fast"].median == 0.75
+    assert ratios(timings) == {"slow": 1.0, "fast": 4.0}
 
 
 def test_rows_are_appended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

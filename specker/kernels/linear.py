@@ -145,8 +145,8 @@ def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilog
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16 products."""
-    return torch.cpu._is_avx512_bf16_supported()
+    """Whether torch may use this CPU's instructions for bfloat16 products: ATEN_CPU_CAPABILITY=avx2 forbids them."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
 
 
 def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> tuple[int, int]:
