@@ -284,7 +284,7 @@ def engines_of(args: Args) -> dict[str, Engine]:
             if needs_draft and draft is None:
                 continue
             options |= {"target": args.target, "draft": draft}
-            options |= {"vocab_scores": args.vocab_scores, "vocab_learn": "off"} if trims else {}
+            options |= {"vocab_scores": args.vocab_scores} if trims else {}
         engines[name] = specker.load(device=args.device, dtype=args.dtype, max_context=args.max_context, **options)
         share_target([engines["ar"], engines[name]])  # at once: memory need not hold a target for each
     return engines

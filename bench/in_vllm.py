@@ -75,8 +75,7 @@ def options_of(args: Args) -> dict[str, dict[str, Any]]:
         "vLLM ngram": {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}},
     }
     for strategy in STRATEGIES:
-        learn = {"vocab_learn": "off"} if "vocabtrim" in strategy else {}
-        own = {"specker": {"strategy": strategy, "dtype": args.dtype, **learn}}
+        own = {"specker": {"strategy": strategy, "dtype": args.dtype}}
         ways[f"specker {strategy}"] = {"speculative_config": {"model": PROPOSER}, "additional_config": own}
     parts = [part for part in args.ways.split(",") if part]
     kept = {n: w for n, w in ways.items() if n in (PLAIN, THEIRS) or not parts or any(part in n for part in parts)}

@@ -142,8 +142,7 @@ def settings_of(target: str, args: Args) -> dict[str, Any]:
     source, name = real.file(), Path(target).name
 
     def ours(strategy: str, dtype: str, **options: Any) -> dict[str, Any]:
-        own = {"vocab_learn": "off"} if "vocabtrim" in strategy else {}  # a run must not change the next one's drafts
-        return {"engine": "specker", "dtype": dtype, "options": {"strategy": strategy, **own, **options}}
+        return {"engine": "specker", "dtype": dtype, "options": {"strategy": strategy, **options}}
 
     def theirs(dtype: str, **options: Any) -> dict[str, Any]:
         return {"engine": "transformers", "dtype": dtype, "options": options}

@@ -53,4 +53,4 @@ class LoadOptions(TypedDict, total=False):
     vocab_scores: str | None
     vocab_keep: Keep | str | None
     vocab_text: int
-    vocab_learn: Literal["on", "off"]
+    vocab_learn: Literal["on", "off"] | None

@@ -1,8 +1,8 @@
 """The order in which a tokenizer learnt its tokens: a ranking by frequency before anything was counted.
 
 Byte-pair encoding merges the most frequent pair of its training text first, so an early merge makes a frequent token.
-On Python code and English answers the first quarter of Qwen2.5's order covers 95% of the tokens, and a count of 400,000
-tokens covers as much with half as many rows.
+The first quarter of Qwen2.5's order covers 95% of the tokens of Python code; after counting 400,000 tokens of code, an
+eighth covers as much.
 """
 
 import json

@@ -13,6 +13,7 @@ tokenizer learnt them (runtime/vocab_order.py). Counted ids go first however few
 once is more probable than one that never came, and the few ids of a short count only replace the last of the kept rows.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # engine.py imports this package
 TRIM = "vocabtrim"
 SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
 PAPER = "VocabTrim (2506.22694)"
-NEEDS = "what the other needs"
+NEEDS = "a draft model"
 VOCAB_KEEP = 0.125  # of the rows; the measured winner on the bundled code pair
 # Without a score file the ranking is worse. For Qwen2.5's 151,936 ids a quarter of the rows covers 2 to 3% more of the
 # text than an eighth. With a draft of 0.5B parameters that is worth more than the time that the rows take.
@@ -60,10 +61,11 @@ class TrimOptions:
         parse=Keep.parse,
     )
     vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
-    vocab_learn: str = opt(
-        "on",
+    vocab_learn: str | None = opt(
+        None,
         "without a score file: on ranks ids by what targets with this tokenizer wrote in earlier runs, and counts what "
-        "this one writes, in specker's cache; off does neither",
+        "this one writes, in specker's cache; off does neither (default: on, or the environment variable "
+        "SPECKER_VOCAB_LEARN)",
         choices=("on", "off"),
     )
 
@@ -121,8 +123,10 @@ def ranking(
         )
     if options.load == "dummy":
         return Ranking(VocabScores(torch.arange(vocab), None), Keep(fraction=VOCAB_KEEP), "id")
-    order, source, counts = vocab_order.learnt(tokenizer, vocab), "the tokenizer's order", None
-    if trim.vocab_learn == "on" and digest is not None and not options.stand_ins:
+    order, counts = vocab_order.learnt(tokenizer, vocab), None
+    source = "id" if tokenizer is None else "the tokenizer's order"
+    learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
+    if learn != "off" and digest is not None and not options.stand_ins:
         counts = VocabCounts(digest, notes)
         order = counts.first(order)
         if counts.earlier:
