@@ -89,7 +89,8 @@ class Given:
     @property
     def scores(self) -> str | Path | None:
         """The score file of the target, given or bundled."""
-        return self.vocab_scores or (None if self.family is None else self.family.vocab_scores)
+        bundled = None if self.family is None else self.family.vocab_scores
+        return self.vocab_scores or (bundled if bundled is not None and bundled.is_file() else None)
 
     @property
     def name(self) -> str:
@@ -280,7 +281,7 @@ def engines_of(args: Args) -> dict[str, Engine]:
         needs_draft, trims = parts[0] not in ("ar", "del", "lookup"), "vocabtrim" in parts
         if args.target is not None:
             draft = drafts.get("draft" if parts[0] == "vocabtrim" else parts[0]) if needs_draft else None
-            if (needs_draft and draft is None) or (trims and args.scores is None):
+            if needs_draft and draft is None:
                 continue
             options |= {"target": args.target, "draft": draft}
             options |= {"vocab_scores": args.vocab_scores} if trims else {}

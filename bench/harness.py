@@ -29,6 +29,8 @@ from specker.report import write_file
 # A round that is not captured explains a slow row.
 logging.getLogger("specker.runtime.graphs").addHandler(logging.lastResort or logging.NullHandler())
 
+os.environ["SPECKER_VOCAB_LEARN"] = "off"  # else a run would change the drafts of the next one
+
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -54,3 +54,4 @@ class LoadOptions(TypedDict, total=False):
     vocab_scores: str | None
     vocab_keep: Keep | str | None
     vocab_text: int
+    vocab_learn: Literal["on", "off"] | None

@@ -214,6 +214,7 @@ class Screen:
         if trim := engine.trim_report(stats):
             table.add_section()
             table.add_row("kept rows of the draft's head", f"{trim['kept_rows']} of {trim['vocab_size']}")
+            table.add_row("kept rows ranked by", trim["ranking"])
             table.add_row("kept rows that follow the text", str(trim["text_rows"]))
             table.add_row("emitted tokens in kept rows", f"{trim['coverage']:.1%}")
             table.add_row("rounds ended by a trimmed token", f"{trim['rounds_lost']} of {stats.rounds}")

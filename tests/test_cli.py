@@ -253,9 +253,10 @@ def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:
         assert found[name] == [strategy.summary, strategy.needs, strategy.paper, flags]
     needs = {name: columns[1] for name, columns in found.items()}
     assert needs["ar"] == needs["del"] == needs["lookup"] == "nothing"
-    assert needs["draft"] == needs["easyspec"] == "a draft model"
+    assert needs["draft"] == needs["easyspec"] == needs["vocabtrim"] == "a draft model"
     assert needs["diffuspec"] == "a diffusion model"
-    assert found["vocabtrim"][2:] == ["VocabTrim (2506.22694)", "--vocab-scores, --vocab-keep, --vocab-text"]
+    flags = "--vocab-scores, --vocab-keep, --vocab-text, --vocab-learn"
+    assert found["vocabtrim"][2:] == ["VocabTrim (2506.22694)", flags]
 
 
 @pytest.mark.parametrize("name", strategies.NAMES)

@@ -265,3 +265,31 @@ sys.exit(run.main(["--strategy", "draft", "--prompt", "def f(x):", "--max-new-to
     said = done.stderr.count("specker: error: another process of this job ended, or did not answer within 5 s")
     assert said == 1 if how == "hung" else said <= 1, done.stderr  # torchrun may end the other rank first
     assert "[rank0]" not in done.stderr  # no traceback
+
+
+@pytest.mark.parametrize("strategy", ["easyspec+vocabtrim", "del+vocabtrim"])
+def test_ranks_with_other_counts_keep_the_same_rows(tmp_path, strategy):
+    """Those of rank 0, which alone counts what is written."""
+    target = make(tmp_path / "target", "qwen2", layers=4, max_context=192, heads=4, kv_heads=2, tokenizer=True)
+    pair = [str(target)] if "del" in strategy else [str(target), str(perturbed(target, tmp_path / "draft"))]
+    script = tmp_path / "counts.py"
+    script.write_text(f"""
+import os, torch, specker
+from specker.runtime import vocab_scores
+from specker.runtime.model.checkpoint import read_tokenizer
+from specker.runtime.vocab_counts import VocabCounts
+rank = int(os.environ["RANK"])
+os.environ["SPECKER_CACHE"] = f"{tmp_path}/cache-{{rank}}"
+torch.set_num_threads(1)
+own = range(200, 210) if rank == 0 else range(220, 230)
+VocabCounts(vocab_scores.tokenizer_hash(read_tokenizer({str(target)!r})), {{}}).add([*own] * 9)
+how = dict(device="cpu", dtype="float64", vocab_keep="40", vocab_text=0, vocab_learn="on")
+engine = specker.load(*{pair!r}, strategy={strategy!r}, **how)
+out = engine.generate([5, 9, 40], 20)
+assert out.tokens == engine.generate_ar([5, 9, 40], 20).tokens
+assert set(range(200, 210)) <= set(engine.kept.ids.tolist()) and 220 not in engine.kept.ids
+assert (engine.kept.counts is not None) == (rank == 0)
+print(f"rank {{rank}} keeps {{len(engine.kept.ids)}} rows")
+""")
+    out = torchrun(2, str(script)).stdout
+    assert "rank 0 keeps 40 rows" in out and "rank 1 keeps 40 rows" in out

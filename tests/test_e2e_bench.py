@@ -101,7 +101,7 @@ def test_a_failed_warm_up_leaves_the_other_configurations(run, monkeypatch):
 
 
 def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
-    """Questions of the chosen category, through the chat template; only strategies for which there are files."""
+    """Questions of the chosen category, through the chat template; only strategies whose draft is given."""
     questions = tmp_path / "questions.jsonl"
     rows = [{"category": c, "turns": [f"What is {n}?", "Why?"]} for n, c in enumerate(("qa", "rag", "qa", "qa"))]
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2?"}]
@@ -119,7 +119,7 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     )
     rows = run()
     assert asked == [[{"role": "user", "content": "What is 0?"}], said]
-    assert [r["way"] for r in rows] == ["ar", "draft", "lookup", *e2e.HF]
+    assert [r["way"] for r in rows] == ["ar", "draft", "vocabtrim", "lookup", *e2e.HF]
     assert all(r["target"] == "tiny-target" and r["categories"] == "qa,stem" and r["tokens"] > 2 for r in rows)
     assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0
 

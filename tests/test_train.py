@@ -27,12 +27,12 @@ def script(name: str) -> ModuleType:
     return module
 
 
-corpus, draft, scores = script("corpus"), script("draft"), script("scores")
+corpus, draft, scores, prompts = (script(name) for name in ("corpus", "draft", "scores", "code_prompts"))
 
 
 def main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
     threads = torch.get_num_threads()
-    limit = () if module is scores else ("--threads", "1")
+    limit = () if module in (scores, prompts) else ("--threads", "1")
     monkeypatch.setattr("sys.argv", [module.__name__, *map(str, argv), *limit])
     module.main()
     torch.set_num_threads(threads)
@@ -152,3 +152,21 @@ def test_gradients_are_finite_where_every_token_is_scored():
         hidden, embed, best, torch.zeros(3, 2), torch.ones(3), 1.0, draft.Rows(column, torch.zeros(20), column)
     ).backward()
     assert hidden.grad.isfinite().all() and hidden.grad.abs().sum() > 0
+
+
+def test_prompts_for_a_code_model(tmp_path, monkeypatch):
+    """Every third is a general question, none is of the benches, and the same file comes again."""
+    for name in ("a", "b"):
+        main(prompts, monkeypatch, "--out", tmp_path / name, "--count", 90)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    texts = [json.loads(line)["prompt"] for line in (tmp_path / "a").read_text().splitlines()]
+    assert len(set(texts)) == 90
+    topics = [any(topic in text for topic in prompts.TOPICS) for text in texts[2::3]]
+    assert all(topics) and not any("```" in text for text in texts[2::3])
+    code = [text for n, text in enumerate(texts) if n % 3 < 2]
+    for request in prompts.REQUESTS:
+        assert sum(text.startswith(request.split("{")[0]) for text in code) >= 60 // len(prompts.REQUESTS)
+    bench = [json.loads(x)["turns"] for x in (ROOT / "bench" / "spec_bench.jsonl").read_text("utf-8").splitlines()]
+    assert not {turn for turns in bench for turn in turns} & set(texts)
+    names = {name for name, *_ in prompts.functions()}
+    assert "quoteattr" in names and not {"fill", "indent", "dedent"} & names  # of textwrap, which is held out

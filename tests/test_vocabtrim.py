@@ -155,7 +155,12 @@ def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
         ({"strategy": "vocabtrim", "vocab_text": -1}, "--vocab-text must be at least 0, got -1"),
         ({"strategy": "vocabtrim", "vocab_keep": "some"}, "--vocab-keep must be rows"),
         ({"strategy": "vocabtrim", "tree": "40x2", "vocab_keep": "16", "vocab_text": 0}, "wider than the 16 rows"),
-        ({"strategy": "vocabtrim", "vocab_scores": None}, "needs --vocab-scores"),
+        (
+            {"strategy": "vocabtrim", "vocab_scores": None, "vocab_keep": "coverage:0.9"},
+            "coverage:X needs a score file",
+        ),
+        ({"strategy": "vocabtrim", "vocab_learn": "maybe"}, "--vocab-learn must be one of on, off, got 'maybe'"),
+        ({"strategy": "draft", "vocab_learn": "off"}, "--vocab-learn is for strategy vocabtrim"),
         ({"strategy": "vocabtrim", "vocab_scores": "/nowhere.pt"}, "no such vocabulary score file"),
     ],
 )

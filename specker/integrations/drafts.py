@@ -176,7 +176,10 @@ class Drafts:
                 held.remove(found[i])
         self._observe({s: texts[i] for i, s in found.items()})
         for i, sequence in found.items():
-            sequence.text.extend(texts[i][len(sequence.text) :])
+            written = list(texts[i][len(sequence.text) :])
+            if self.drafter.head is not None:
+                self.drafter.head.count(written)
+            sequence.text.extend(written)
             self._truncate(self._slots.index(sequence), len(sequence.text) - 1)
         for i, text in enumerate(texts):  # after all texts that continue one: those must not lose their K/V
             if i not in found and (new := self._admitted(list(text), held)) is not None:

@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +125,9 @@ class Engine:
 
     def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
         """Run the warm-up plan, so no request waits for a compiler or a capture. Calls `tell` with (done, of)."""
-        warm_up(self, tell)
+        counts = None if self.kept is None else self.kept.counts
+        with nullcontext() if counts is None else counts.paused():
+            warm_up(self, tell)
 
     def request(
         self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any

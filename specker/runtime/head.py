@@ -17,6 +17,7 @@ from specker.runtime import state as states
 from specker.runtime.model.buffers import Matrix
 from specker.runtime.model.decoder import Final
 from specker.runtime.sampling import Draws
+from specker.runtime.vocab_counts import VocabCounts
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Kept:
     ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
     text: int = 0
     whole: Matrix | None = None  # [V, E], the untrimmed head, source of those rows
+    ranking: str = ""  # what the fixed rows were chosen by, for the user
+    counts: VocabCounts | None = None  # counts what the target writes, for the next run
 
 
 @dataclass
@@ -80,6 +83,11 @@ class Head:
             self._seen[sequence.index] = len(text)
         if moved:
             self._write(list(moved), moved.values())
+
+    def count(self, tokens: list[int]) -> None:
+        """The target has written these tokens."""
+        if self.kept is not None and self.kept.counts is not None:
+            self.kept.counts.add(tokens)
 
     def forget(self, sequence: states.Sequence) -> None:
         """The sequence has ended; its tokens keep their rows until other ones need them."""

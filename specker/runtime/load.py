@@ -144,10 +144,7 @@ def drafting(
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy)
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
-        if opts.trim.vocab_scores is None and not dummy:
-            zoo.require_for(main.config)
-        vocabtrim.check(opts, target, family)
-        side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes)
+        side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
     return side, kept
 
 
@@ -162,9 +159,11 @@ def stored(checkpoint: Checkpoint) -> str | None:
 
 def family_of(target: Checkpoint) -> zoo.Family | None:
     """The bundled files for the target, if they are installed. Sizes alone do not prove it: its embedding must be the
-    one that the drafts share."""
+    one that the drafts share. A family without drafts has a score file, which names its tokenizer."""
     family = zoo.family_of(target.config) if zoo.installed() else None
-    return family if family is not None and made_for(family.drafts["draft"], target) else None
+    if family is None or (family.drafts and not made_for(family.drafts["draft"], target)):
+        return None
+    return family
 
 
 def _no_draft(options: Options, target: object) -> str:

@@ -163,8 +163,11 @@ class Batch:
                 self.drafter.move(last, slot)
         self.active.pop()
         self._idle.discard(last)
-        if not self.active and self.drafter is not None and self.drafter.head is not None:
-            self.drafter.head.reset()
+        head = None if self.drafter is None else self.drafter.head
+        if head is not None and sequence.drafting:  # what plain decoding writes is often the same text again (--check)
+            head.count(sequence.text[len(sequence.text) - sequence.stats.tokens :])
+        if head is not None and not self.active:
+            head.reset()
 
     def _kept(self, sequence: Sequence) -> list[int]:
         """For each cache the columns that a new sequence takes over from the last one."""

@@ -114,11 +114,13 @@ class VocabScores:
         return torch.tensor(sorted(ids.tolist(), key=lambda i: (place.get(i, len(place)), i)), dtype=torch.int64)
 
     def check(self, vocab_size: int, tokenizer: str | None, path: object) -> None:
-        """Raise ValueError if the file shows that the ranking has another vocabulary. `path` is for the message."""
-        if self.vocab_size is not None and self.vocab_size != vocab_size:
-            raise ValueError(f"{path} ranks a vocabulary of {self.vocab_size} ids, the target's has {vocab_size}")
-        if self.tokenizer is not None and tokenizer is not None and self.tokenizer != tokenizer:
+        """Raise ValueError if the file shows that the ranking has another vocabulary. `path` is for the message. With
+        one tokenizer the sizes may differ: models of a family pad their vocabularies differently."""
+        known = self.tokenizer is not None and tokenizer is not None
+        if known and self.tokenizer != tokenizer:
             raise ValueError(f"{path} was counted with another tokenizer than the target's")
+        if not known and self.vocab_size is not None and self.vocab_size != vocab_size:
+            raise ValueError(f"{path} ranks a vocabulary of {self.vocab_size} ids, the target's has {vocab_size}")
         top = int(self.ids.max()) if len(self.ids) else -1
         if top >= vocab_size:
             raise ValueError(f"{path} has the id {top}, but the target's vocabulary ends at {vocab_size - 1}")
@@ -172,6 +174,19 @@ def read(path: str | Path) -> VocabScores:
     if not len(scores.ids):
         raise ValueError(f"{path} ranks no ids")
     return scores
+
+
+def tokenizer_of(path: Path) -> str | None:
+    """The tokenizer's hash in a file of specker's own format, without reading the scores; None if there is no such file
+    or hash."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = json.loads((file.metadata() or {})["specker"])["tokenizer"]
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _read_safetensors(path: Path) -> VocabScores:

@@ -1,4 +1,5 @@
-"""The bundled models: a small code model with its drafts and held-out prompts, and drafts for SmolLM2-135M-Instruct.
+"""The bundled files: a small code model with its drafts and held-out prompts, drafts for SmolLM2-135M-Instruct, and
+token counts for Qwen2.5-Coder-1.5B-Instruct.
 
 The files are a distribution of their own, specker-models. What needs none of them works without it."""
 
@@ -6,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,11 @@ class Family:
 
     name: str
     sizes: Mapping[str, int]  # of the target's ModelConfig, to recognise it
-    drafts: Mapping[str, Path]  # strategy -> the draft's checkpoint folder
     vocab_scores: Path  # counts of tokens that the target wrote; see specker/runtime/vocab_scores.py
-    ngram: Path  # trigrams of tokens that the target wrote; see specker/runtime/ngram.py
-    adl: tuple[int, int]  # shortest and longest block of diffuspec's policy adl
-    vocab_keep: float  # fraction of the head's rows that vocabtrim keeps
+    drafts: Mapping[str, Path] = field(default_factory=dict)  # strategy -> the draft's checkpoint folder
+    ngram: Path | None = None  # trigrams of tokens that the target wrote; see specker/runtime/ngram.py
+    adl: tuple[int, int] | None = None  # shortest and longest block of diffuspec's policy adl; None: as for any target
+    vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
     policy: str = "fixed"  # of chains that a model drafts token by token
     target: Path | None = None  # None: the user has it
 
@@ -73,8 +74,8 @@ class Family:
 CODE = Family(
     "code",
     {"hidden_size": 256, "num_layers": 12, "num_heads": 4, "intermediate_size": 704, "vocab_size": 8192},
-    {"draft": FOLDER / "code-draft", "easyspec": FOLDER / "code-draft-deep", "diffuspec": FOLDER / "code-diffusion"},
     FOLDER / "vocab_scores.safetensors",
+    {"draft": FOLDER / "code-draft", "easyspec": FOLDER / "code-draft-deep", "diffuspec": FOLDER / "code-diffusion"},
     FOLDER / "ngram.safetensors",
     adl=(3, 8),
     vocab_keep=0.125,
@@ -84,17 +85,26 @@ CODE = Family(
 SMOLLM2 = Family(
     "smollm2",
     {"hidden_size": 576, "num_layers": 30, "num_heads": 9, "intermediate_size": 1536, "vocab_size": 49152},
+    FOLDER / "smollm2-vocab_scores.safetensors",
     {
         "draft": FOLDER / "smollm2-draft",
         "easyspec": FOLDER / "smollm2-draft-deep",
         "diffuspec": FOLDER / "smollm2-diffusion",
     },
-    FOLDER / "smollm2-vocab_scores.safetensors",
     FOLDER / "smollm2-ngram.safetensors",
     adl=(3, 8),
     vocab_keep=1 / 24,
     policy="worthwhile",
 )
+
+# Its draft, Qwen2.5-Coder-0.5B-Instruct, is the user's.
+CODER = Family(
+    "qwen2.5-coder",
+    {"hidden_size": 1536, "num_layers": 28, "num_heads": 12, "intermediate_size": 8960, "vocab_size": 151936},
+    FOLDER / "qwen2.5-coder-vocab_scores.safetensors",
+)
+
+FAMILIES = (CODE, SMOLLM2, CODER)
 
 PROMPTS = (
     '''\
@@ -121,15 +131,15 @@ NEW_TOKENS = 56
 
 def family_of(config: Any) -> Family | None:
     """The family for a target with this ModelConfig, by its sizes; None if there is none. Its files may be missing."""
-    for family in (CODE, SMOLLM2):
+    for family in FAMILIES:
         if all(getattr(config, name) == size for name, size in family.sizes.items()):
             return family
     return None
 
 
 def require_for(config: Any) -> None:
-    """Raise ValueError if there are bundled files for a target with this ModelConfig, but they are not installed."""
-    if family_of(config) is not None:
+    """Raise ValueError if there are bundled drafts for a target with this ModelConfig, but they are not installed."""
+    if (family := family_of(config)) is not None and family.drafts:
         require()
 
 

@@ -175,12 +175,27 @@ def test_another_vocabulary_is_refused():
     s = scores()
     s.check(8, "abc", "f")
     s.check(8, None, "f")
+    s.check(9, "abc", "f")  # the same tokenizer, padded to another size
     with pytest.raises(ValueError, match="a vocabulary of 8 ids, the target's has 9"):
-        s.check(9, "abc", "f")
+        s.check(9, None, "f")
+    with pytest.raises(ValueError, match="the id 7, but the target's vocabulary ends at 6"):
+        s.check(7, "abc", "f")
     with pytest.raises(ValueError, match="another tokenizer"):
         s.check(8, "abd", "f")
     with pytest.raises(ValueError, match="the id 7, but the target's vocabulary ends at 4"):
         VocabScores(s.ids, None).check(5, None, "f")
+
+
+def test_the_tokenizer_of_a_file_is_read_without_its_scores(tmp_path):
+    path = tmp_path / "s.safetensors"
+    assert vocab_scores.tokenizer_of(path) is None
+    path.write_bytes(scores().to_bytes())
+    assert vocab_scores.tokenizer_of(path) == "abc"
+    path.write_bytes(VocabScores.from_counts(COUNTS).to_bytes())
+    assert vocab_scores.tokenizer_of(path) is None
+    for data in (save({"d2t": OFFSETS}), save({"d2t": OFFSETS}, {"specker": "[]"}), b"", b"nonsense"):
+        path.write_bytes(data)
+        assert vocab_scores.tokenizer_of(path) is None
 
 
 def test_special_ids_and_the_hash_follow_the_tokenizer():

@@ -414,7 +414,7 @@ class DiffuSpecOptions:
 
     def lengths(self, family: Family | None) -> tuple[int, int]:
         """The shortest and the longest block of --policy adl, in tokens."""
-        return self.adl or (ADL if family is None else family.adl)
+        return self.adl or (None if family is None else family.adl) or ADL
 
 
 class DiffuSpec(Strategy):

@@ -7,20 +7,28 @@ draft+vocabtrim. The paper's metric is the memory-bound speed-up
 
 with tau the acceptance length, c the bytes of a draft step over those of a target step and gamma the draft steps per
 round. Noise depends on a token's id in the full vocabulary, so trimming can cost acceptance but never changes the text.
-Beyond the paper, a few rows follow the text (runtime/head.py).
+Beyond the paper, a few rows follow the text (runtime/head.py), and no score file is needed. Without one, ids rank by
+what targets with this tokenizer wrote in earlier runs (runtime/vocab_counts.py), then in the order in which the
+tokenizer learnt them (runtime/vocab_order.py). Counted ids go first however few tokens were counted: an id that came
+once is more probable than one that never came, and the few ids of a short count only replace the last of the kept rows.
 """
 
+import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from specker import zoo
 from specker.config import Options
 from specker.flags import opt, settle
-from specker.runtime import vocab_scores
+from specker.runtime import vocab_order, vocab_scores
+from specker.runtime.dist import Ranks
 from specker.runtime.head import Kept
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.stats import Stats
+from specker.runtime.vocab_counts import VocabCounts
 from specker.runtime.vocab_scores import Keep, VocabScores
 from specker.zoo import Family
 
@@ -30,66 +38,128 @@ if TYPE_CHECKING:  # engine.py imports this package
 TRIM = "vocabtrim"
 SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
 PAPER = "VocabTrim (2506.22694)"
-NEEDS = "token frequencies"
+NEEDS = "a draft model"
 VOCAB_KEEP = 0.125  # of the rows; the measured winner on the bundled code pair
+# Without a score file the ranking is worse. For Qwen2.5's 151,936 ids a quarter of the rows covers 2 to 3% more of the
+# text than an eighth. With a draft of 0.5B parameters that is worth more than the time that the rows take.
+UNCOUNTED_KEEP = 0.25
 
 
 @dataclass(frozen=True)
 class TrimOptions:
     vocab_scores: str | None = opt(
         None,
-        "file with token frequencies (default: the bundled one for the target); see python -m specker.calibrate",
+        "file with token frequencies (default: the bundled one for the target's tokenizer, if any); see python -m "
+        "specker.calibrate",
         "FILE",
     )
     vocab_keep: Keep | None = opt(
         None,
-        "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of the counted tokens (default: 0.125, "
-        "2048 rows for SmolLM2-135M, or all ids of a file without counts)",
+        "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of a score file's tokens (default: "
+        "0.125, 0.25 without a score file, 2048 rows for SmolLM2-135M, or all ids of a file without counts)",
         "ROWS|X|coverage:X",
         parse=Keep.parse,
     )
     vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
+    vocab_learn: str | None = opt(
+        None,
+        "without a score file: on ranks ids by what targets with this tokenizer wrote in earlier runs, and counts what "
+        "this one writes, in specker's cache; off does neither (default: on, or the environment variable "
+        "SPECKER_VOCAB_LEARN)",
+        choices=("on", "off"),
+    )
 
     def __post_init__(self) -> None:
         settle(self)
+
+
+class Ranking(NamedTuple):
+    """Which rows to keep first."""
+
+    scores: VocabScores
+    keep: Keep  # the default of --vocab-keep
+    source: str  # for the user
+    counts: VocabCounts | None = None  # where to count what the target writes
 
 
 def default_keep(scores: VocabScores, family: Family | None) -> Keep:
     """All ids of a file without counts; else the fraction that was fastest with the target."""
     if scores.counts is None:
         return Keep(rows=len(scores.ids))
-    return Keep(fraction=VOCAB_KEEP if family is None else family.vocab_keep)
+    return Keep(fraction=VOCAB_KEEP if family is None or family.vocab_keep is None else family.vocab_keep)
 
 
-def check(options: Options, target: object, family: Family | None) -> None:
-    """Raise ValueError if there are no scores for the target; random weights need none."""
-    if options.trim.vocab_scores is None and family is None and options.load != "dummy":
+def bundled(tokenizer: str | None, family: Family | None) -> Path | None:
+    """The bundled score file for a target whose tokenizer has this hash, or None. Counts are statistics of text, so a
+    file serves every target with the tokenizer that it was counted with. Without a tokenizer: that of the family, if
+    the target's embedding has shown that it belongs to it."""
+    if tokenizer is None:
+        return family.vocab_scores if family is not None and family.drafts else None
+    files = (known.vocab_scores for known in zoo.FAMILIES)
+    return next((path for path in files if vocab_scores.tokenizer_of(path) == tokenizer), None)
+
+
+def ranking(
+    target: Checkpoint,
+    options: Options,
+    family: Family | None,
+    notes: dict[str, str],
+    ranks: Ranks | None,
+    every_rank: bool,
+) -> Ranking:
+    """The ranking of the target's ids: by the score file, else by what was counted in earlier runs and then by the
+    tokenizer. Random weights without a score file keep the first ids. Arguments and errors as of `trimmed`."""
+    trim: TrimOptions = options.trim
+    vocab, tokenizer = target.config.vocab_size, target.tokenizer_or_none
+    digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
+    if (path := trim.vocab_scores or bundled(digest, family)) is not None:
+        scores = vocab_scores.read(path)
+        scores.check(vocab, digest, path)
+        return Ranking(scores, default_keep(scores, family), Path(path).name)
+    if trim.vocab_keep is not None and trim.vocab_keep.coverage is not None:
         raise ValueError(
-            f"strategy {options.strategy!r} needs --vocab-scores for {target}: run python -m specker.calibrate"
+            "--vocab-keep coverage:X needs a score file (--vocab-scores); without one, keep a number of rows or a "
+            "fraction"
         )
+    if options.load == "dummy":
+        return Ranking(VocabScores(torch.arange(vocab), None), Keep(fraction=VOCAB_KEEP), "id")
+    order, counts = vocab_order.learnt(tokenizer, vocab), None
+    source = "id" if tokenizer is None else "the tokenizer's order"
+    learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
+    if learn != "off" and digest is not None and not options.stand_ins:
+        counts = VocabCounts(digest, notes)
+        order = counts.first(order)
+        if counts.earlier:
+            source = f"{counts.earlier.total():,} tokens of earlier runs"
+    if ranks is not None:  # all must keep the same rows, but a rank may see other counts than rank 0
+        order = order.to(ranks.device)
+        order = ranks.first(order) if every_rank else ranks.gather(order)[0]
+        order, counts = order.cpu(), counts if ranks.rank == 0 else None
+    return Ranking(VocabScores(order, None), Keep(fraction=UNCOUNTED_KEEP), source, counts)
 
 
 def trimmed(
-    target: Checkpoint, draft: Checkpoint, options: Options, family: Family | None, notes: dict[str, str]
+    target: Checkpoint,
+    draft: Checkpoint,
+    options: Options,
+    family: Family | None,
+    notes: dict[str, str],
+    ranks: Ranks | None = None,
+    every_rank: bool = False,
 ) -> tuple[Checkpoint, Kept]:
     """(draft with only the kept rows of its head, one contiguous copy; the kept rows: fixed ids ascending, then those
-    that follow the text). The embedding stays whole, because the text may contain any token. Random weights without a
-    score file keep the first ids. Adds a remark to `notes` if rows are kept that the file never counted. Raises
-    ValueError if the scores do not match the target."""
+    that follow the text). The embedding stays whole, because the text may contain any token. `every_rank`: all ranks of
+    a replica call this, not only those that draft. Adds remarks to `notes`: rows are kept that the score file never
+    counted, or the counts of earlier runs cannot be read or written. Raises ValueError if a score file does not match
+    the target, or if --vocab-keep needs one."""
     trim: TrimOptions = options.trim
-    vocab, has_tokenizer = target.config.vocab_size, target.vocabulary is not None
-    if (path := trim.vocab_scores or (None if family is None else family.vocab_scores)) is None:
-        scores = VocabScores(torch.arange(vocab), None)
-        keep = trim.vocab_keep or Keep(fraction=VOCAB_KEEP)
-    else:
-        scores = vocab_scores.read(path)
-        scores.check(vocab, vocab_scores.tokenizer_hash(target.tokenizer) if has_tokenizer else None, path)
-        keep = trim.vocab_keep or default_keep(scores, family)
+    scores, default, source, counts = ranking(target, options, family, notes, ranks, every_rank)
+    tokenizer = target.tokenizer_or_none
     whole = draft.weights.head
-    rows = min(vocab, len(whole))  # a draft may know fewer ids than a padded target
-    special = vocab_scores.special_ids(target.tokenizer) if has_tokenizer else set()
+    rows = min(target.config.vocab_size, len(whole))  # a draft may know fewer ids than a padded target
+    special = set() if tokenizer is None else vocab_scores.special_ids(tokenizer)
     always = {*target.config.eos_ids, *special}
-    fixed = scores.kept(keep, always, rows)
+    fixed = scores.kept(trim.vocab_keep or default, always, rows)
     unseen = [i for i in fixed[torch.isin(fixed, scores.ids, invert=True)].tolist() if i not in always]
     if unseen:
         notes["vocab_keep"] = (
@@ -103,8 +173,8 @@ def trimmed(
     ids = torch.cat((fixed, spare)).to(whole.device)
     if options.width > len(ids):
         raise ValueError(f"--tree {options.tree} is wider than the {len(ids)} rows that --vocab-keep leaves")
-    head = whole[ids]
-    return replace(draft, weights=replace(draft.weights, head=head)), Kept(ids, len(spare), whole if text else None)
+    kept = Kept(ids, len(spare), whole if text else None, source, counts)
+    return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
 
 
 def report(engine: "Engine", stats: Stats) -> dict[str, Any]:
@@ -114,6 +184,7 @@ def report(engine: "Engine", stats: Stats) -> dict[str, Any]:
     return {
         "kept_rows": len(engine.kept.ids),
         "text_rows": engine.kept.text,
+        "ranking": engine.kept.ranking,
         "vocab_size": engine.target.config.vocab_size,
         "coverage": stats.kept / max(1, stats.tokens),
         "rounds_lost": stats.lost,
