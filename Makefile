@@ -70,11 +70,11 @@ ptx: $(STAMP)  ## execute every compiled kernel's PTX in numpy (no GPU needed; s
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
 
-peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers
+peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers; ARGS='--model coder': beside llama.cpp's speculation
 	PYTHONPATH=. $(BIN)/python bench/peers.py $(ARGS)
 
 vllm: $(STAMP)  ## install vLLM beside (.venv/peers), check specker's drafters inside it and time them
-	PYTHONPATH=. $(BIN)/python -c "from bench import peers; peers.installed('vllm')"
+	PYTHONPATH=. $(BIN)/python -c "from bench import peer_settings; peer_settings.installed('vllm')"
 	$(BIN)/python -m pytest -m vllm tests/integrations/test_vllm.py
 	PYTHONPATH=. $(BIN)/python bench/in_vllm.py $(ARGS)
 
