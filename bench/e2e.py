@@ -3,7 +3,7 @@
     python bench/e2e.py                                                      # the bundled family, its held-out prompts
     python bench/e2e.py --target DIR --questions bench/spec_bench.jsonl --ways ar,lookup,del
     python bench/e2e.py --target DIR --draft DIR --questions FILE --categories summarization,rag
-    python bench/e2e.py --target FILE --draft FILE --questions bench/coder_prompts.jsonl --categories complete
+    python bench/e2e.py --target FILE.gguf --draft FILE.gguf --questions bench/coder_prompts.jsonl --transformers false
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
 its conversations (`messages`), through the target's chat template; a `prompt` is continued as it is. The configurations
@@ -94,8 +94,8 @@ class Given:
 
     @property
     def name(self) -> str:
-        """The target's name, "" for the bundled one. The folder of a converted GGUF file ends with its hash."""
-        return "" if self.target is None else re.sub("-[0-9a-f]{16}$", "", Path(self.target).name)
+        """The target's name, "" for the bundled one. A GGUF file has an ending, and its converted folder a hash."""
+        return "" if self.target is None else re.sub(r"(-[0-9a-f]{16}|\.gguf)$", "", Path(self.target).name)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,14 @@ def installed(engine: str) -> Path:
     return python
 
 
+def last_line(error: subprocess.CalledProcessError) -> str:
+    """The end of what a failed command said."""
+    said = error.stderr or error.stdout or ""
+    text = said if isinstance(said, str) else said.decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
+    return lines[-1][:160]
+
+
 def gguf_of(source: Path, target: str, kind: str) -> Path:
     """The GGUF file `source` with its matrices as F32, F16, BF16, Q8_0 or Q4_0: those of the checkpoint `target`, made
     from it."""
@@ -161,13 +169,15 @@ def smollm2() -> Model:
 
 
 def coder() -> Model:
+    """Raises CalledProcessError if llama-server cannot be built."""
     target, draft = map(str, real.fetched(tuple(real.CODER.values())))
     ways: dict[str, Any] = {}
+    program = str(llama_server.server())
     for name, flags in SPECULATION.items():
-        drafts = ["--model-draft", draft] if name.startswith("draft") else []
+        given = ["--model", target, *flags, *(["--model-draft", draft] if name.startswith("draft") else [])]
         # ngram-mod learns from all requests of a server; here no engine may keep an earlier prompt or answer.
-        server = {"engine": "llama_server", "flags": ["--model", target, *flags, *drafts], "fresh": name == "ngram-mod"}
-        ways[f"llama.cpp {name}"] = lambda server=server: {**server, "program": str(llama_server.server())}
+        own = {"engine": "llama_server", "program": program, "flags": given, "fresh": name == "ngram-mod"}
+        ways[f"llama.cpp {name}"] = own
     for strategy in ("ar", "lookup", "draft", "vocabtrim"):
         options = {"strategy": strategy} | ({"draft": draft} if strategy in ("draft", "vocabtrim") else {})
         ways[f"specker {strategy}"] = {"engine": "specker", "options": options}

@@ -33,7 +33,7 @@ from rich.table import Table
 from transformers import HfArgumentParser
 
 from bench import harness
-from bench.peer_settings import HERE, MODELS, PACKAGES, Model, installed
+from bench.peer_settings import HERE, MODELS, PACKAGES, Model, installed, last_line
 from specker.runtime.model.checkpoint import read_config, read_tokenizer
 
 
@@ -102,9 +102,7 @@ def started(name: str, settings: Any, folder: Path, args: Args) -> Peer:
         own = settings()
         python = installed(own["engine"]) if own["engine"] in PACKAGES else Path(sys.executable)
     except subprocess.CalledProcessError as error:
-        text = error.stderr if isinstance(error.stderr, str) else (error.stderr or b"").decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
-        return Peer(name, None, log, reason=f"not installed or not converted: {lines[-1][:160]}")
+        return Peer(name, None, log, reason=f"not installed or not converted: {last_line(error)}")
     file = folder / f"{name}.json"
     file.write_text(json.dumps(own))
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -220,7 +218,12 @@ def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     if args.model not in MODELS:
         sys.exit(f"bench: --model is {args.model}; there are {', '.join(MODELS)}")
-    model = MODELS[args.model]()
+    try:
+        model = MODELS[args.model]()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"bench: llama-server cannot be built: {last_line(error)}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"bench: {error}")
     count = args.max_new_tokens or model.new_tokens
     asked = prompts_of(model, args)
     with tempfile.TemporaryDirectory() as folder:

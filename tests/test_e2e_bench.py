@@ -125,6 +125,11 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0
 
 
+def test_a_gguf_file_and_its_folder_have_one_name():
+    names = {e2e.Args(target=path).name for path in ("a/M-1.5b.Q4_1.gguf", "b/M-1.5b.Q4_1-b179c9523d0e6a0f")}
+    assert names == {"M-1.5b.Q4_1"} and e2e.Args().name == ""
+
+
 def test_a_target_needs_questions(run, pair, monkeypatch):
     monkeypatch.setattr("sys.argv", f"bench/e2e.py --target {pair[0]} --ways ar".split())
     with pytest.raises(SystemExit, match="--target needs --questions"):

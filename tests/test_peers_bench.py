@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -185,6 +186,35 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "llama"])
     with pytest.raises(SystemExit, match=r"^bench: --model is llama; there are toy, smollm2$"):
         peers.main()
+
+
+def test_a_server_that_cannot_be_built_ends_the_bench(monkeypatch):
+    def fails():
+        raise subprocess.CalledProcessError(1, "cmake", "FAILED: a.cpp\na.cpp:1: no such file\n\n", "")
+
+    monkeypatch.setattr(peer_settings.real, "fetched", lambda sources: [Path("target.gguf"), Path("draft.gguf")])
+    monkeypatch.setattr(llama_server, "server", fails)
+    monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "coder"])
+    with pytest.raises(SystemExit, match=r"^bench: llama-server cannot be built: a.cpp:1: no such file$"):
+        peers.main()
+    monkeypatch.setattr(llama_server, "server", lambda: (_ for _ in ()).throw(ValueError("the disk is full")))
+    with pytest.raises(SystemExit, match=r"^bench: the disk is full$"):
+        peers.main()
+
+
+def test_the_configurations_of_the_pair(monkeypatch):
+    monkeypatch.setattr(peer_settings.real, "fetched", lambda sources: [Path("target.gguf"), Path("draft.gguf")])
+    monkeypatch.setattr(llama_server, "server", lambda: Path("llama-server"))
+    model = peer_settings.coder()
+    flags = {name: way["flags"] for name, way in model.ways.items() if way["engine"] == "llama_server"}
+    assert {name for name in flags if "--model-draft" in flags[name]} == {
+        "llama.cpp draft-simple",
+        "llama.cpp draft-simple 8",
+    }
+    assert all(given[:2] == ["--model", "target.gguf"] for given in flags.values())
+    assert [name for name, way in model.ways.items() if way.get("fresh")] == ["llama.cpp ngram-mod"]
+    assert model.ways["specker draft"]["options"]["draft"] == "draft.gguf"
+    assert {model.base, model.reference} <= set(model.ways)
 
 
 def test_amx_is_turned_off_where_it_is_refused(monkeypatch):
