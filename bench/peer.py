@@ -102,9 +102,10 @@ class LlamaServer:
         except (urllib.error.URLError, ConnectionError):  # 503 while it loads
             return False
 
-    def ask(self, path: str, **request: Any) -> dict[str, Any]:
-        body, kind = json.dumps(request).encode() if request else None, {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(self.address + path, body, kind)) as answer:
+    def complete(self, **request: Any) -> dict[str, Any]:
+        greedy = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
+        body, kind = json.dumps({**request, **greedy}).encode(), {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(f"{self.address}/completion", body, kind)) as answer:
             return json.load(answer)
 
     def end(self) -> None:
@@ -116,24 +117,26 @@ class LlamaServer:
 def llama_server(s: dict[str, Any]) -> Decode:
     """With `fresh`, each request has a server of its own, which starts before the clock does."""
     server = LlamaServer(s)
-    greedy = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
 
     def decode(ids: list[int], count: int) -> dict[str, Any]:
         nonlocal server
         if s["fresh"]:
             server.end()
             server = LlamaServer(s)
-            server.ask("/completion", prompt=ids[:4], n_predict=4, **greedy)  # warm, but too short for an n-gram
+            server.complete(prompt=ids[:4], n_predict=4)  # warm, but too short for an n-gram
         start = time.perf_counter()
-        done = server.ask("/completion", prompt=ids, n_predict=count, **greedy)
+        done = server.complete(prompt=ids, n_predict=count)
         seconds = time.perf_counter() - start
         times = done["timings"]
-        report = {"server_prefill_tokens_per_second": times["prompt_per_second"]}
-        report["server_decode_tokens_per_second"] = times["predicted_per_second"]
-        report["acceptance_length"] = times["predicted_n"] / (times["predicted_n"] - times.get("draft_n_accepted", 0))
+        decoded = times["predicted_n"] - 1  # the prompt's pass gives the first token
+        passes = decoded - times.get("draft_n_accepted", 0)
+        report = {
+            "server_prefill_tokens_per_second": times["prompt_per_second"],
+            "server_decode_tokens_per_second": 1000 * decoded / times["predicted_ms"],
+            "acceptance_length": decoded / passes if passes else 1.0,
+        }
         return {"tokens": done["tokens"], "seconds": seconds, "report": report}
 
-    s["version"] = server.ask("/props")["build_info"]
     return decode
 
 

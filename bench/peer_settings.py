@@ -176,8 +176,8 @@ def coder() -> Model:
     for name, flags in SPECULATION.items():
         given = ["--model", target, *flags, *(["--model-draft", draft] if name.startswith("draft") else [])]
         # ngram-mod learns from all requests of a server; here no engine may keep an earlier prompt or answer.
-        own = {"engine": "llama_server", "program": program, "flags": given, "fresh": name == "ngram-mod"}
-        ways[f"llama.cpp {name}"] = own
+        own = {"engine": "llama_server", "version": llama_server.VERSION, "program": program, "flags": given}
+        ways[f"llama.cpp {name}"] = {**own, "fresh": name == "ngram-mod"}
     for strategy in ("ar", "lookup", "draft", "vocabtrim"):
         options = {"strategy": strategy} | ({"draft": draft} if strategy in ("draft", "vocabtrim") else {})
         ways[f"specker {strategy}"] = {"engine": "specker", "options": options}

@@ -77,13 +77,13 @@ SERVER = """
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
         def do_GET(self):
-            self.answer({"build_info": "b1"} if self.path == "/props" else {})
+            self.answer({})
         def do_POST(self):
             global asked
             asked += 1
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert request["temperature"] == 0 and request["top_k"] == 1 and not request["cache_prompt"]
-            times = {"prompt_per_second": 7, "predicted_per_second": 5, "predicted_n": 6, "draft_n_accepted": 4}
+            times = {"prompt_per_second": 7, "predicted_ms": 1200, "predicted_n": 7, "draft_n_accepted": 4}
             tokens = [len(request["prompt"]), request["n_predict"], asked]
             self.answer({"tokens": tokens, "timings": times})
     flags = sys.argv[1:]
@@ -104,6 +104,7 @@ def server(tmp_path):
 
     def start(**changes):
         own = {"engine": "llama_server", "program": str(program), "flags": [str(tmp_path / "pids")], "fresh": False}
+        own["version"] = "b1"
         own |= {"threads": 3, "context": 99, "eos": [], **changes}
         running.append(peers.started("llama.cpp", lambda: own, tmp_path, Args()))
         return running[-1]
