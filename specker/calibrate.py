@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specker.config import DTYPES, Sampling
+from specker.config import DTYPES, MAX_BATCH, Sampling
 from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
 from specker.report import probe, write_file
 from specker.run import Job, Talk, read_talks
@@ -35,6 +35,7 @@ class Calibration:
     text: tuple[str, ...] = opt((), "count these files, without a model", "FILE")
     source: str = opt("target", "the model that continues the prompts: target or draft", choices=("target", "draft"))
     max_new_tokens: int = opt(128, "tokens to write after each prompt", least=1)
+    batch_size: int = opt(1, "prompts to continue at once; the text does not depend on it", least=1, most=MAX_BATCH)
     chat: bool = opt(False, "wrap prompts in the target's chat template")
     out: str | None = opt(None, "the score file to write, .safetensors", "FILE")
     ngram: str | None = opt(None, "the n-gram model to write, .safetensors (for --strategy diffuspec)", "FILE")
@@ -72,7 +73,14 @@ class Calibration:
 
 
 GROUPS = {
-    "text to count: one of --prompts, --text and --scores": ("prompts", "chat", "max_new_tokens", "text", "scores"),
+    "text to count: one of --prompts, --text and --scores": (
+        "prompts",
+        "chat",
+        "max_new_tokens",
+        "batch_size",
+        "text",
+        "scores",
+    ),
     "models": ("target", "draft", "source", "device", "dtype"),
     "output": ("out", "ngram", "ngram_least", "export", "vocab_keep", "plot"),
     "sampling of the text that a model writes; prompt n uses the seed SEED + n": (
@@ -198,13 +206,14 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
         return raw, config.vocab_size, tokenizer, [str(target), *digests]
     read = read_talks(Job(prompts=job.prompts, chat=job.chat))
     talks = [(turn, talk) for talk in read for turn in talk.turns]
+    how: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "batch_size": job.batch_size}
     if job.source == "draft":
         if job.target is not None and job.draft is None:
             raise ValueError(f"--source draft needs --draft beside --target {job.target}")
-        engine = load(job.draft or zoo.path("code-draft"), strategy="ar", device=job.device, dtype=job.dtype)
+        engine = load(job.draft or zoo.path("code-draft"), strategy="ar", **how)
     else:
         fast = job.draft is not None or job.target is None
-        engine = load(job.target, job.draft, "draft" if fast else "ar", device=job.device, dtype=job.dtype)
+        engine = load(job.target, job.draft, strategy="draft" if fast else "ar", **how)
     vocab_size = read_config(target).vocab_size
 
     def encode(turn: str, talk: Talk) -> list[int]:
@@ -216,9 +225,16 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
 
     prompts = [encode(turn, talk) for turn, talk in talks]  # check all before continuing the first
 
+    ahead: dict[int, list[int]] = {}  # texts of the batch that held the last one asked for
+
     def written(n: int) -> list[int]:
-        options = {**asdict(sampling), "seed": (sampling.seed + n) % 2**64}
-        return engine.generate(prompts[n], job.max_new_tokens, **options).tokens
+        if n not in ahead:
+            numbers = range(n, min(n + job.batch_size, len(prompts)))
+            options = {**asdict(sampling), "seed": [(sampling.seed + i) % 2**64 for i in numbers]}
+            done = engine.generate([prompts[i] for i in numbers], job.max_new_tokens, **options)
+            ahead.clear()
+            ahead.update((i, text.tokens) for i, text in zip(numbers, done, strict=True))
+        return ahead.pop(n)
 
     models = f"{target} {job.source} {engine.target_name} {engine.dtype}"
     return written, vocab_size, engine.tokenizer, [models, *(json.dumps([*talk.before, turn]) for turn, talk in talks)]

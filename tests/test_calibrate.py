@@ -61,6 +61,17 @@ def test_target_counts_do_not_depend_on_the_draft(pair, prompts, tmp_path):
     assert not list(tmp_path.glob("*.part")) and len(list(tmp_path.glob("*.png"))) == 1
 
 
+@pytest.mark.parametrize("together", [2, 16])
+def test_counts_do_not_depend_on_the_batch(pair, prompts, tmp_path, together):
+    found = []
+    for n in (1, together):
+        out = str(tmp_path / f"{n}.safetensors")
+        command = models(pair, "--prompts", prompts, "--temperature", "0.8", "--out", out, "--batch-size", str(n))
+        assert calibrate.main(command) == 0
+        found.append(Path(out).read_bytes())
+    assert found[0] == found[1]
+
+
 def test_one_block_in_ten_is_held_out(pair, tmp_path, capsys, monkeypatch):
     """The printed held-out coverage is that of the tenth blocks, with a ranking by the other blocks."""
     monkeypatch.setattr(calibrate, "BLOCK", 100)
