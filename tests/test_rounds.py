@@ -43,7 +43,7 @@ SHAPES = {
     "easyspec-tree": {"strategy": "easyspec", "layer_parallel": "2", "tree": "3x3"},
     "plus-minus-one": {"policy": "plus-minus-one"},
     "draft-and-verify": {"policy": "draft-and-verify"},
-    "worthwhile": {"policy": "worthwhile"},
+    "auto": {"policy": "auto"},
 }
 SAMPLING = {
     "greedy": {},

@@ -66,7 +66,6 @@ class Family:
     ngram: Path  # trigrams of tokens that the target wrote; see specker/runtime/ngram.py
     adl: tuple[int, int]  # shortest and longest block of diffuspec's policy adl
     vocab_keep: float  # fraction of the head's rows that vocabtrim keeps
-    policy: str = "fixed"  # of chains that a model drafts token by token
     target: Path | None = None  # None: the user has it
 
 
@@ -93,7 +92,6 @@ SMOLLM2 = Family(
     FOLDER / "smollm2-ngram.safetensors",
     adl=(3, 8),
     vocab_keep=1 / 24,
-    policy="worthwhile",
 )
 
 PROMPTS = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from specker.config import Common, Options, refuse_unknown
 from specker.flags import Parser, flag, make
-from specker.runtime.policy import GENERAL
+from specker.runtime.policy import AUTO, GENERAL
 from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup
 from specker.runtime.strategies.base import Strategy
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
@@ -26,7 +26,7 @@ _ALL: tuple[Strategy, ...] = (
 )
 STRATEGIES = {strategy.name: strategy for strategy in _ALL}
 NAMES = (*STRATEGIES, TRIM)
-POLICIES = (*GENERAL, *(name for strategy in _ALL for name in strategy.policies))
+POLICIES = (AUTO, *GENERAL, *(name for strategy in _ALL for name in strategy.policies))
 COLUMNS = {
     "strategy": 9,
     "how it drafts": 26,
@@ -143,7 +143,7 @@ def _check_policy(options: Options, strategy: Strategy) -> None:
         return
     if policy not in POLICIES:
         raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    if policy not in GENERAL and policy not in strategy.policies:
+    if policy not in (AUTO, *GENERAL, *strategy.policies):
         owner = next(s.name for s in _ALL if policy in s.policies)
         raise ValueError(f"--policy {policy} is for strategy {owner}, not {options.strategy!r}")
     if policy != "fixed" and options.tree is not None:
