@@ -50,6 +50,12 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specker.runtime.choose.PLAIN", 0)
 
 
+@pytest.fixture
+def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts cost next to nothing, so policies that rest draft whenever they can."""
+    monkeypatch.setattr("specker.runtime.compose.draft_cost", lambda budget, *_: 0.01 * budget.depth)
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Folders of a tiny random target and a draft of its family, both with the byte tokenizer and a chat template."""

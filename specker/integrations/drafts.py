@@ -112,15 +112,14 @@ class Drafts:
         if side is not None:
             room = Room((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
             o = replace(o, kv_tokens=room.pool(o.batch_size, kv_tokens)[0])
-        drafter = parts.drafter(DraftContext(o, main, None, None, side, kept, family))
+        drafter = strategies.drafter(DraftContext(o, main, None, None, side, kept, family))
         assert drafter is not None
-        head_cost = parts.head_cost(o, drafter)
         self.drafter = drafter
-        known = Experience(Costs(lambda budget: draft_cost(budget, main, side, head_cost)))
+        known = Experience(Costs(lambda budget: draft_cost(budget, main, side, 0.0)))
         self._chooser = Chooser(known.costs, learns=False)
-        self.policies = PolicyContext(o, config.num_layers, family, known, head_cost, where.type == "cpu")
+        self.policies = PolicyContext(o, config.num_layers, family, known, 0.0, where.type == "cpu")
         self.limit = config.max_context
-        largest, model = parts.plan(self.policies).largest, drafter.model
+        largest, model = strategies.plan(self.policies).largest, drafter.model
         self.state = State.empty(
             torch.float32 if model is None else model.dtype,
             where,
@@ -213,7 +212,7 @@ class Drafts:
             if (free := self._free_slot(held)) is None:
                 return None
             slot = free
-        policy = strategies.of(self.policies.options).policy(self.policies)
+        policy = strategies.policy(self.policies)
         sequence = self._slots[slot] = Sequence(next(self._numbers), text, self.limit, GREEDY, policy)
         self._truncate(slot, min(shared, len(text) - 1))
         self.drafter.reset(slot)

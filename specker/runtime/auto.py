@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specker.runtime.costs import Costs
-from specker.runtime.policy import LENGTHS, Budget, Outcome, Policy, StopRule
+from specker.runtime.policy import LENGTHS, TRIED, Budget, Outcome, Policy, StopRule
 
 AGREES = 0.75  # a_j before anything was drafted
 TEXT, ENGINE = 0.9, 0.98  # decay of a count at each draft: of one text, and of all texts of an engine
@@ -119,6 +119,9 @@ class Auto(Policy):
     def drafts(self, budget: Budget) -> float:
         return min(self._means()[1], budget.depth) if self.confident else budget.depth
 
+    def trial(self, budget: Budget) -> Budget:
+        return super().trial(budget) if self.confident else shorter(self.shapes, budget)
+
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         super().taken(budget, prices)
         if self.confident and prices:
@@ -142,6 +145,12 @@ class Auto(Policy):
             before = self.before
             self._first = before.tokens.mean(sum(reach[: best + 1])), before.drafted.mean(best)
         return self.seen.tokens.mean(self._first[0]), self.seen.drafted.mean(self._first[1])
+
+
+def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
+    """The longest of the shapes, ascending, for a trial instead of `budget`."""
+    most = min(TRIED, budget.depth)
+    return next((shape for shape in reversed(shapes) if shape.depth <= most), shapes[0])
 
 
 class Experience:

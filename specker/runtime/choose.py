@@ -8,7 +8,6 @@ from specker.runtime.policy import Budget, Policy
 
 # The losses that drafts may cause, in plain rounds: at first, as a share of the time, and at most at once.
 FIRST, SHARE, MOST = 5.0, 0.015, 12.0
-SHORT = 4  # tokens of the longest draft of a trial
 WAIT, DOUBLED = 8, 4  # plain rounds before a trial; how often losing trials double them
 REFRESH = 8  # rounds that prices are kept for
 PLAIN, AGAIN = 3, 128  # plain rounds to measure before the first draft; drafts in a row before another plain round
@@ -68,7 +67,7 @@ class Chooser:
         if rate > plain and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
             self._waited, self._in_row = 0, self._in_row + 1
             return best
-        trial = self._shortened(policies, drafts, rates)
+        trial = policies[0].trial(best)
         late = self._late(trial, behind)
         self._price = (self._seconds(policies, trial) + late) * plain / n - 1
         if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit and n < remaining:
@@ -114,11 +113,3 @@ class Chooser:
     def _late(self, shape: Budget, behind: int) -> float:
         """Seconds of prefill before a draft; only models of their own have any to do."""
         return 0.0 if shape.part or shape.exit else self.costs.prefill(behind)
-
-    def _shortened(self, policies: Sequence[Policy], drafts: list[Budget], rates: dict[Budget, float]) -> Budget:
-        """The shape of a trial."""
-        if policies[0].confident:
-            best = max(drafts, key=lambda shape: rates[shape])
-            return best.clip(SHORT, SHORT)
-        short = [shape for shape in drafts if shape.depth <= SHORT] or [min(drafts, key=lambda shape: shape.depth)]
-        return max(short, key=lambda shape: rates[shape])

@@ -53,16 +53,16 @@ def compose(
         raise ValueError("--graphs on needs kernels, and float64 has none: use --graphs off or another --dtype")
     cache = allocate(model, o)
     context = DraftContext(o, target, model, cache, draft, kept, family, ranks)
-    inner = strategy.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
+    inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
     drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
-    head_cost = 0.0 if inner is None else strategy.head_cost(o, inner)
+    head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)
     if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
         head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
     known = Experience(Costs(lambda budget: draft_cost(budget, target, draft, head_cost)))
     # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
     reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.self_drafting))
     policies = PolicyContext(o, target.config.num_layers, family, known, head_cost, reads)
-    plan = strategy.plan(policies)
+    plan = strategies.plan(policies)
     # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
     # collectives, so they need --graphs on.
     fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"

@@ -45,9 +45,9 @@ class Drafter:
         """Committed tokens that `catch_up` would prefill before a draft for the sequences in slots 0, 1, .."""
         return 0
 
-    def catch_up(self, slot: int, text: list[int], fixed: bool) -> int:
-        """Called before every draft: prefill what the draft of this sequence cannot forward itself. Returns the number
-        of tokens."""
+    def catch_up(self, r: "Round", slot: int) -> int:
+        """Called before every draft: prefill what the draft cannot forward itself of the sequence in `slot`. Returns
+        the number of tokens."""
         return 0
 
     def prefill(self, slot: int, text: list[int]) -> None:
@@ -97,8 +97,9 @@ class ModelDrafter(Drafter):
     def behind(self, sequences: "list[Sequence]") -> int:
         return sum(self._missing(slot, s.text, False) for slot, s in enumerate(sequences))
 
-    def catch_up(self, slot: int, text: list[int], fixed: bool) -> int:
-        if self._missing(slot, text, fixed) == 0:
+    def catch_up(self, r: "Round", slot: int) -> int:
+        text = r.sequences[slot].text
+        if self._missing(slot, text, r.fixed) == 0:
             return 0
         before = self.cache.exact_len[slot]
         self.prefill(slot, text)

@@ -257,7 +257,7 @@ class Batch:
         r.reason, r.trial = self.chooser.reason, self.chooser.trial
         launch(r, self.target, self.cache, self.drafter if drafting else None)
         send(r, self.target.config.vocab_size)
-        self._chain = fixed and r.size > 0
+        self._chain = fixed and r.size > 0 and not budget.part
         if fixed:
             self.launched += 1
             self.host_seconds += time.perf_counter() - began
@@ -376,6 +376,7 @@ class Batch:
         sequence.policy.observe(Outcome(drafted, path, confidence, found))
         stats = sequence.stats
         stats.observe_budget(drafted, r.budget.exit if drafted else 0, r.reason)
+        stats.copied += bool(drafted and r.budget.part)
         if found is not None:
             stats.observe_found(found, r.depth, len(path) - 1)
 
@@ -492,7 +493,13 @@ def _emitted(
     stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
     drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
-    lost = bool(head is not None and head.kept and tokens[-1] not in head.known and len(path) - 1 < r.depth)
+    lost = bool(
+        head is not None
+        and head.kept
+        and not r.budget.part
+        and tokens[-1] not in head.known
+        and len(path) - 1 < r.depth
+    )
     if stop is not None:
         del sequence.text[len(sequence.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]

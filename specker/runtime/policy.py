@@ -9,6 +9,7 @@ from specker.runtime.stats import DiffusionStats
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # of the drafts that policy `auto` chooses from, besides none
+TRIED = 4  # tokens of the longest draft of a trial
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
 
@@ -88,6 +89,10 @@ class Policy:
     def drafts(self, budget: Budget) -> float:
         """Expected draft tokens of a round of this shape."""
         return min(budget.depth, budget.nodes)
+
+    def trial(self, budget: Budget) -> Budget:
+        """The shape that finds out whether drafts like `budget`, one of this policy's, have come to pay."""
+        return budget.clip(TRIED, TRIED) if self.confident else budget
 
     def announced(self, matched: int, available: int) -> None:
         """Called by a drafter that copies text before each round: the tokens of the text's suffix that occurred before,

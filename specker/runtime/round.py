@@ -176,8 +176,8 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
     r.marks.append(now(capture))
     drafts = drafter is not None and min(r.budget.nodes, r.budget.depth) > 0
     if drafter is not None and drafts:
-        for slot, sequence in enumerate(r.sequences):
-            r.behind += drafter.catch_up(slot, sequence.text, r.fixed)
+        for slot in range(len(r.sequences)):
+            r.behind += drafter.catch_up(r, slot)
     r.marks.append(now(capture))
     if drafter is not None and drafts:
         drafter.draft(r)

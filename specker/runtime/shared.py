@@ -31,8 +31,8 @@ class SharedDrafter(Drafter):
     def behind(self, sequences: list[Sequence]) -> int:
         return 0 if self.inner is None else self.inner.behind(sequences)
 
-    def catch_up(self, slot: int, text: list[int], fixed: bool) -> int:
-        return 0 if self.inner is None else self.inner.catch_up(slot, text, fixed)
+    def catch_up(self, r: Round, slot: int) -> int:
+        return 0 if self.inner is None else self.inner.catch_up(r, slot)
 
     def prefill(self, slot: int, text: list[int]) -> None:
         if self.inner is not None:

@@ -30,6 +30,7 @@ class Stats:
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
     lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
     rests: dict[str, int] = field(default_factory=dict)  # rounds in which the policy drafted nothing, by its reason
+    copied: int = 0  # rounds whose draft copies text, of a drafter joined with lookup
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
     lost: int = 0  # rounds whose draft ended at a token outside it
@@ -122,6 +123,7 @@ class Stats:
             hits=[a + b for a, b in zip(*padded, strict=True)],
             lengths=_joined(self.lengths, other.lengths),
             rests=_joined(self.rests, other.rests),
+            copied=self.copied + other.copied,
             exits=_joined(self.exits, other.exits),
             kept=self.kept + other.kept,
             found=_joined(self.found, other.found),
@@ -140,6 +142,7 @@ class Stats:
             "accepted_per_position": self.accepted_per_position,
             "lengths": dict(sorted(self.lengths.items())),
             **({"rests": dict(sorted(self.rests.items()))} if self.rests else {}),
+            **({"copied": self.copied} if self.copied else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"diffusion": self.diffusion} if self.found else {}),
             "tokens_per_second": self.tokens_per_second,

@@ -6,7 +6,6 @@ own policies and the warm-up plan. The engine uses strategies only through this 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -143,7 +142,7 @@ class Strategy:
     def drafter(self, context: DraftContext) -> Drafter | None:
         raise NotImplementedError
 
-    def head_cost(self, options: Options, drafter: Any) -> float:
+    def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
         """The cost of a draft step besides its layers, in layers of the target, for policies that use it."""
         return 0.0
 

@@ -99,11 +99,6 @@ class EarlyExitDrafter(Drafter):
         match, confidence = shadows(self.head, taps, target, positions, draws)
         return match.cpu().numpy(), confidence.cpu().numpy()  # waits for the GPU
 
-    def head_cost(self) -> float:
-        """The cost of the LM head by its bytes, in layers of the target."""
-        layers = self.model.layers
-        return self.head.weight.nbytes / sum(_bytes(layer) for layer in layers) * len(layers)
-
 
 def _bytes(layer: Group) -> int:
     """Bytes of a layer's matrices."""
@@ -315,8 +310,11 @@ class SelfDrafting(Strategy):
             rows = context.target.weights.head  # the whole head, so a draft step needs no other rank
         return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows))
 
-    def head_cost(self, options: Options, drafter: EarlyExitDrafter) -> float:
-        return 0.0 if options.own.exit_cost == "layers" else drafter.head_cost()
+    def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
+        """The LM head's bytes, in layers of the target."""
+        if head is None or options.own.exit_cost == "layers":
+            return 0.0
+        return head.weight.nbytes / sum(_bytes(layer) for layer in model.layers) * len(model.layers)
 
     def policy(self, context: PolicyContext) -> Policy:
         layers, rule = context.layers, context.options.policy or "del"

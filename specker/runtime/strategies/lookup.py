@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from specker.config import Options
 from specker.flags import opt, settle
-from specker.runtime.auto import ENGINE, TEXT, Share
+from specker.runtime.auto import ENGINE, TEXT, Share, shorter
 from specker.runtime.draft import Drafter
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
 from specker.runtime.round import Round
@@ -97,6 +97,9 @@ class Copying(Policy):
             return ()
         enough = next((i for i, shape in enumerate(self.shapes) if shape.depth >= self.available), len(self.shapes))
         return self.shapes[: enough + 1]
+
+    def trial(self, budget: Budget) -> Budget:
+        return shorter(self.shapes, budget)
 
     def rate_of(self, matched: int) -> float:
         """a_n."""
