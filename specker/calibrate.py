@@ -231,7 +231,8 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
         if n not in ahead:
             numbers = range(n, min(n + job.batch_size, len(prompts)))
             options = {**asdict(sampling), "seed": [(sampling.seed + i) % 2**64 for i in numbers]}
-            done = engine.generate([prompts[i] for i in numbers], job.max_new_tokens, **options)
+            these: Any = [prompts[i] for i in numbers]
+            done = engine.generate(these, job.max_new_tokens, **options)
             ahead.clear()
             ahead.update((i, text.tokens) for i, text in zip(numbers, done, strict=True))
         return ahead.pop(n)

@@ -138,6 +138,7 @@ class Options(Common):
 
     base: str = "draft"  # the strategy that drafts: `strategy` without +vocabtrim
     own: Any = None  # that strategy's own options, a frozen dataclass; None if it has none
+    copy: Any = None  # strategies.lookup.LookupOptions if copied text joins another strategy, otherwise None
     trim: Any = None  # strategies.vocabtrim.TrimOptions if the drafter's head is trimmed, otherwise None
 
     @property

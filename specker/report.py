@@ -96,7 +96,10 @@ def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: 
 
 def settings(options: Options) -> dict[str, Any]:
     """The options in effect, by their names as flags; omitted ones without a default are left out."""
-    parts = [(options, fields(Common)), *((own, fields(own)) for own in (options.own, options.trim) if own is not None)]
+    parts = [
+        (options, fields(Common)),
+        *((own, fields(own)) for own in (options.own, options.copy, options.trim) if own is not None),
+    ]
     values = {f.name: getattr(part, f.name) for part, names in parts for f in names}
     plain = (bool, int, float, str, tuple)
     return {name: x if isinstance(x, plain) else str(x) for name, x in values.items() if x is not None}

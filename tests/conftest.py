@@ -50,6 +50,20 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
+    monkeypatch.setattr("specker.runtime.costs.Costs.observe", lambda *_: None)
+    monkeypatch.setattr("specker.runtime.costs.Costs.observe_prefill", lambda *_: None)
+    monkeypatch.setattr("specker.runtime.choose.PLAIN", 0)
+
+
+@pytest.fixture
+def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts cost next to nothing, so policies that rest draft whenever they can."""
+    monkeypatch.setattr("specker.runtime.compose.draft_cost", lambda budget, *_: 0.01 * budget.depth)
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Folders of a tiny random target and a draft of its family, both with the byte tokenizer and a chat template."""

@@ -35,6 +35,13 @@ STRATEGIES = {
     "chunk": {"strategy": "diffuspec", "policy": "chunk", "chunk": "3:0.1", "cps": "off"},
     "lookup": {"strategy": "lookup"},
     "lookup-tree": {"strategy": "lookup", "tree": "3x4", "ngram_most": 3},
+    "auto": {"policy": "auto"},
+    "draft+lookup": {"strategy": "draft+lookup", "draft_tokens": 4},
+    "auto+lookup": {"strategy": "draft+lookup"},
+    "tree+lookup": {"strategy": "lookup+draft", "tree": "3x3"},
+    "easyspec+lookup": {"strategy": "easyspec+lookup", "layer_parallel": "2"},
+    "del+lookup": {"strategy": "del+lookup"},
+    "diffuspec+lookup": {"strategy": "diffuspec+lookup", "adl": "2-5", "cps": "off"},
     "exact": {"strategy": "diffuspec", "draft_tokens": 3, "cps": "off", "diffusion_prefix": "exact"},
 }
 DRAWS = [
@@ -74,7 +81,7 @@ def load(world, name, **options):
     how = {**STRATEGIES[name], **options}
     strategy = how.get("strategy", "draft")
     drafts = {"ar": [], "del": [], "lookup": [], "diffuspec": [world["models"]["dream"]]}.get(
-        strategy, [world["models"]["draft"]]
+        strategy.removesuffix("+lookup"), [world["models"]["draft"]]
     )
     engine = specker.load(world["target"], *drafts, dtype="float64", device="cpu", **how)
     config = dataclasses.replace(engine.target.config, eos_ids=(world["stop"],))
@@ -96,7 +103,7 @@ def served(engine, requests, every=3, **options):
 
 
 @pytest.mark.parametrize(("name", "size"), cases.one_in(2, STRATEGIES, SIZES))
-def test_tokens_do_not_depend_on_the_batch(world, name, size):
+def test_tokens_do_not_depend_on_the_batch(world, name, size, cheap):
     engine = load(world, name, batch_size=size, page_size=16 if size == 5 else 256)
     assert served(engine, world["requests"]) == world["texts"]
     assert not engine.batch.active or engine.batch.size == 1
@@ -104,11 +111,23 @@ def test_tokens_do_not_depend_on_the_batch(world, name, size):
         assert size == 1 or cache.free_pages == cache.spare, "every page is back in the pool"
 
 
-FIXED = ("ar", "chain", "tree", "easyspec", "del", "diffuspec", "diffuspec-tree", "lookup-tree")
+FIXED = (
+    "ar",
+    "auto",
+    "auto+lookup",
+    "del+lookup",
+    "chain",
+    "tree",
+    "easyspec",
+    "del",
+    "diffuspec",
+    "diffuspec-tree",
+    "lookup-tree",
+)
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_host_and_device_placement_give_the_same_tokens(world, name):
+def test_host_and_device_placement_give_the_same_tokens(world, name, cheap):
     """Rounds of fixed shape, as a GPU captures them. With 5 to 7 sequences decoding, the batch is padded to 8."""
     engine = load(world, name, batch_size=5, graphs="on")
     assert served(engine, world["requests"]) == world["texts"] and engine.batch.launched > 5
@@ -217,7 +236,7 @@ REPLAYED = (*FIXED, "capped", "draft-and-verify", "easyspec-tree", "del-fixed")
 
 
 @pytest.mark.parametrize(("name", "size"), cases.one_in(2, REPLAYED, [1, 5]))
-def test_captured_work_replays_in_later_rounds(world, name, size):
+def test_captured_work_replays_in_later_rounds(world, name, size, cheap):
     """A CUDA graph replays the launches of its capture and runs no Python. So here the work of a key's second call
     replaces the work of every later call."""
     engine = load(world, name, batch_size=size, graphs="on")

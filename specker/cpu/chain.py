@@ -56,8 +56,9 @@ def draft(
     n, held = len(columns), [tokens.contiguous()]
     first, more = placed(*rows)
     groups_ = [np.array(each, np.int64) for each in groups]
-    at, drafted = np.array(columns, np.int64), np.empty((steps, n), np.int64)
-    probability = np.empty((steps, n), np.float32)
+    at = np.array(columns, np.int64)
+    drafted: Any = np.empty((steps, n), np.int64)
+    probability: Any = np.empty((steps, n), np.float32)
     temperatures = np.array([t for t, _ in sampling], np.float64)
     seeds = np.array([seed for _, seed in sampling], np.uint64)
     numbers: list[Any] = []

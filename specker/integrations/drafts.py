@@ -23,7 +23,10 @@ from specker import zoo
 from specker.config import MAX_BATCH, Sampling
 from specker.kernels.cpu import native
 from specker.runtime import strategies
-from specker.runtime.compose import round_cost
+from specker.runtime.auto import Experience
+from specker.runtime.choose import Chooser
+from specker.runtime.compose import draft_cost
+from specker.runtime.costs import Costs
 from specker.runtime.draft import CATCH_UP_ROWS
 from specker.runtime.graphs import Graphs
 from specker.runtime.load import device_of, drafting, dtype_of, family_of
@@ -32,11 +35,11 @@ from specker.runtime.model.buffers import served
 from specker.runtime.model.checkpoint import Checkpoint, Weights, folder_of, read_config
 from specker.runtime.model.config import CheckpointError, ModelConfig, eos_ids, read_json, reason
 from specker.runtime.model.memory import Room
-from specker.runtime.policy import Budget, Outcome
-from specker.runtime.round import Round, best_shape
+from specker.runtime.policy import AUTO, Outcome
+from specker.runtime.round import Round
 from specker.runtime.sampling import Draws, pack
 from specker.runtime.state import Sequence, State
-from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext, device_costs
+from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext
 
 log = logging.getLogger(__name__)
 GREEDY = Sampling()
@@ -72,6 +75,8 @@ class Drafts:
             raise ValueError(f"requests must be between 1 and {MAX_BATCH - 1}, got {requests}")
         if options.get("tree") is not None or options.get("cps") == "tree":
             raise ValueError("another engine verifies one path of each request: leave out draft trees")
+        if options.get("policy") is None and strategies.options(strategy=strategy, **options).policy == AUTO:
+            options["policy"] = "fixed"  # the engine does not say what its verify passes cost
         o = strategies.options(  # the last slot is a spare one
             strategy=strategy, batch_size=requests + 1, kv_tokens=kv_tokens, max_context=max_context, **options
         )
@@ -107,15 +112,14 @@ class Drafts:
         if side is not None:
             room = Room((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
             o = replace(o, kv_tokens=room.pool(o.batch_size, kv_tokens)[0])
-        drafter = parts.drafter(DraftContext(o, main, None, None, side, kept, family))
+        drafter = strategies.drafter(DraftContext(o, main, None, None, side, kept, family))
         assert drafter is not None
-        head_cost = parts.head_cost(o, drafter)
-        step = round_cost(Budget(1, 1), main, side, 0.0) - 1
         self.drafter = drafter
-        self.policies = PolicyContext(o, config.num_layers, family, head_cost, step, *device_costs(where))
+        known = Experience(Costs(lambda budget: draft_cost(budget, main, side, 0.0)))
+        self._chooser = Chooser(known.costs, learns=False)
+        self.policies = PolicyContext(o, config.num_layers, family, known, 0.0, where.type == "cpu")
         self.limit = config.max_context
-        self._cost = lambda budget: round_cost(budget, main, side, head_cost)
-        largest, model = parts.plan(self.policies).largest, drafter.model
+        largest, model = strategies.plan(self.policies).largest, drafter.model
         self.state = State.empty(
             torch.float32 if model is None else model.dtype,
             where,
@@ -211,7 +215,7 @@ class Drafts:
             if (free := self._free_slot(held)) is None:
                 return None
             slot = free
-        policy = strategies.of(self.policies.options).policy(self.policies)
+        policy = strategies.policy(self.policies)
         sequence = self._slots[slot] = Sequence(next(self._numbers), text, self.limit, GREEDY, policy)
         self._truncate(slot, min(shared, len(text) - 1))
         self.drafter.reset(slot)
@@ -274,11 +278,11 @@ class Drafts:
         """Draft for the sequences in slots 0..n-1."""
         n, policies = len(sequences), [s.policy for s in sequences]
         state, lengths = self.state.first(n), [len(s.text) for s in sequences]
-        budget = best_shape(
-            [p.budget() for p in policies], lambda b: sum(p.expected(b) for p in policies) / self._cost(b)
-        )
+        self.drafter.announce(sequences)
+        budget = self._chooser.choose(policies, sum(self.limit - length for length in lengths))
+        prices = self._chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
         for p in policies:
-            p.taken(budget)
+            p.taken(budget, prices)
         room = max(min(self.limit - length, self.drafter.room(length)) for length in lengths)
         budget = budget.clip(budget.nodes, min(most, room))
         draws = Draws.of([s.sampling for s in sequences], state.draw, False)

@@ -6,6 +6,8 @@ import torch
 
 from specker.config import Options
 from specker.runtime import strategies
+from specker.runtime.auto import Experience
+from specker.runtime.costs import Costs
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
@@ -17,8 +19,10 @@ from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget
 from specker.runtime.shared import SharedDrafter
-from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, device_costs, linear
+from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
 from specker.zoo import Family
+
+COPYING = 1e-3  # the cost of a draft that copies text, in steps of plain decoding, before it is measured
 
 
 class Composed(NamedTuple):
@@ -49,40 +53,38 @@ def compose(
         raise ValueError("--graphs on needs kernels, and float64 has none: use --graphs off or another --dtype")
     cache = allocate(model, o)
     context = DraftContext(o, target, model, cache, draft, kept, family, ranks)
-    inner = strategy.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
+    inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
     drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
-    head_cost = 0.0 if inner is None else strategy.head_cost(o, inner)
+    head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)
     if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
         head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
-    step = round_cost(Budget(1, 1), target, draft, 0.0) - 1
-    policies = PolicyContext(o, target.config.num_layers, family, head_cost, step, *device_costs(model.device))
-    plan = strategy.plan(policies)
+    known = Experience(Costs(lambda budget: draft_cost(budget, target, draft, head_cost)))
+    # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
+    reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.self_drafting))
+    policies = PolicyContext(o, target.config.num_layers, family, known, head_cost, reads)
+    plan = strategies.plan(policies)
     # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
     # collectives, so they need --graphs on.
     fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
-
-    def cost(budget: Budget) -> float:
-        return round_cost(budget, target, draft, head_cost)
-
     graphs = Graphs(fixed and gpu)
-    batch = Batch(model, cache, drafter, plan.largest, fixed, graphs, cost, SCRATCH, o.acceptance, ranks)
+    batch = Batch(model, cache, drafter, plan.largest, fixed, graphs, known, SCRATCH, o.acceptance, ranks)
     return Composed(model, cache, drafter, policies, plan, batch)
 
 
-def round_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_cost: float) -> float:
-    """The cost of a round of this shape, in steps of plain decoding, by the weights it reads. A verify pass reads the
-    same weights as one row. `head_cost`: the LM head's cost in a self-drafting step, in layers of the target."""
+def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_cost: float) -> float:
+    """The cost of a draft of this shape, in steps of plain decoding, by the weights it reads. `head_cost`: the LM
+    head's cost in a self-drafting step, in layers of the target."""
     steps = min(budget.nodes, budget.depth)
     if budget.exit:
-        return 1 + steps * (budget.exit + head_cost) / target.config.num_layers
-    if draft is None:
-        return 1.0
+        return steps * (budget.exit + head_cost) / target.config.num_layers
+    if draft is None or budget.part:
+        return COPYING
     own = draft.layer_bytes + draft.weights.head.nbytes
     passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
     head, c = target.weights.head, target.config  # empty if another engine runs the target
     each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
     whole = target.layer_bytes + each * c.vocab_size * c.hidden_size
-    return 1 + passes * own / whole
+    return passes * own / whole
 
 
 def room_of(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:

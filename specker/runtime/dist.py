@@ -118,11 +118,11 @@ class Ranks:
 
     def budget(self, own: Budget, layers: int) -> Budget:
         """Rank 0's budget on all ranks: policies that measure time differ by rank. `layers`: maximum taps."""
-        numbers = [own.nodes, own.depth, own.exit, own.block, len(own.taps), *own.taps]
-        message = torch.zeros(5 + layers, dtype=torch.int64)
+        numbers = [own.nodes, own.depth, own.exit, own.block, own.part, len(own.taps), *own.taps]
+        message = torch.zeros(6 + layers, dtype=torch.int64)
         message[: len(numbers)] = torch.tensor(numbers)
-        nodes, depth, exit, block, taps, *depths = self.first(message.to(self.device)).tolist()
-        return Budget(nodes, depth, exit, tuple(depths[:taps]), block)
+        nodes, depth, exit, block, part, taps, *depths = self.first(message.to(self.device)).tolist()
+        return Budget(nodes, depth, exit, tuple(depths[:taps]), block, part)
 
     def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
         """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""

@@ -16,6 +16,7 @@ from specker.runtime.sampling import Draws
 if TYPE_CHECKING:
     from specker.runtime.policy import Budget
     from specker.runtime.round import Round
+    from specker.runtime.state import Sequence
 
 
 CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
@@ -36,8 +37,21 @@ class Drafter:
         """Whether a request that follows another may keep this drafter's K/V of their common beginning."""
         return self.model is None
 
+    def announce(self, sequences: "list[Sequence]") -> None:
+        """Called before every round, also before those that draft nothing: tell the policies what the texts offer
+        (`Policy.announced`)."""
+
+    def behind(self, sequences: "list[Sequence]") -> int:
+        """Committed tokens that `catch_up` would prefill before a draft for the sequences in slots 0, 1, .."""
+        return 0
+
+    def catch_up(self, r: "Round", slot: int) -> int:
+        """Called before every draft: prefill what the draft cannot forward itself of the sequence in `slot`. Returns
+        the number of tokens."""
+        return 0
+
     def prefill(self, slot: int, text: list[int]) -> None:
-        """Called before a sequence's first round, after `reset`; `text` is its prompt."""
+        """Write the K/V of `text` but for its last token."""
 
     def room(self, length: int) -> int:
         """Draft tokens that may follow a text of `length` tokens; 0 or less if this drafter's context is full."""
@@ -77,22 +91,39 @@ class ModelDrafter(Drafter):
     def __init__(self, model: Model, cache: KVCache, head: Head, depth: int):
         """`depth`: length of the longest draft."""
         self.model, self.cache, self.head = model, cache, head
-        self.catch_up = depth + 1  # committed tokens that a round of fixed shape forwards
+        self.repeated = depth + 1  # committed tokens that a round of fixed shape forwards
         self.limit = min(model.config.max_context, cache.capacity)
 
+    def behind(self, sequences: "list[Sequence]") -> int:
+        return sum(self._missing(slot, s.text, False) for slot, s in enumerate(sequences))
+
+    def catch_up(self, r: "Round", slot: int) -> int:
+        text = r.sequences[slot].text
+        if self._missing(slot, text, r.fixed) == 0:
+            return 0
+        before = self.cache.exact_len[slot]
+        self.prefill(slot, text)
+        return self.cache.exact_len[slot] - before
+
+    def _missing(self, slot: int, text: list[int], fixed: bool) -> int:
+        """The tokens to prefill before a draft: a prompt, or more than a draft forwards. The drafter's first draft
+        prefills the prompt, so a text without drafts costs nothing."""
+        known = self.cache.exact_len[slot]
+        missing = len(text) - known
+        return missing if not known or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
+
     def prefill(self, slot: int, text: list[int]) -> None:
-        """Write the K/V of all tokens but the root, which the first draft forwards."""
         if len(text) <= self.model.config.max_context:
             prefill(self.model, self.cache, self.known(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
     def fixed(self, length: int, budget: "Budget") -> bool:
-        """A round of fixed shape forwards `catch_up` tokens: the text needs as many, and the context needs room for a
+        """A round of fixed shape forwards `repeated` tokens: the text needs as many, and the context needs room for a
         draft after a pending round."""
-        return self.catch_up <= length <= self.model.config.max_context - 2 * self.catch_up
+        return self.repeated <= length <= self.model.config.max_context - 2 * self.repeated
 
     def exact_after_fixed(self, length: int) -> int:
-        """The exact columns after a round of fixed shape: those before its catch-up rows."""
-        return max(0, min(length, self.limit) - self.catch_up)
+        """The exact columns after a draft of fixed shape: those before the rows of the next one."""
+        return max(0, min(length, self.limit) - self.repeated)
 
     def known(self, tokens: list[int]) -> list[int]:
         """Replace ids outside the draft's vocabulary by its last id. That can cost acceptance, not correctness."""

@@ -121,7 +121,7 @@ class Engine:
 
     def policy(self) -> Policy:
         """A fresh policy for one request."""
-        return strategies.of(self.options).policy(self.policies)
+        return strategies.policy(self.policies)
 
     def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
         """Run the warm-up plan, so no request waits for a compiler or a capture. Calls `tell` with (done, of)."""

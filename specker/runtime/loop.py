@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from specker.kernels.cpu import native
+from specker.runtime.auto import Experience
+from specker.runtime.choose import NONE, Chooser
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import Final, Model, prefill
 from specker.runtime.policy import Budget, Outcome
-from specker.runtime.round import Round, best_shape, collect, launch, send
+from specker.runtime.round import Round, collect, launch, send
 from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
@@ -54,7 +56,7 @@ class Batch:
     largest: Budget  # of the policies' drafts
     fixed: bool  # whether rounds have fixed shapes where they can (`--graphs on`)
     graphs: Graphs
-    cost: Callable[[Budget], float]  # of a round, in plain decoding steps
+    known: Experience  # what rounds cost and drafts achieve, for the policies
     scratch: int  # columns of a sequence beyond its text
     acceptance: float | None = None  # synthetic
     ranks: Ranks | None = None
@@ -69,6 +71,7 @@ class Batch:
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
     _idle: set[int] = field(init=False, default_factory=set)  # slots that rounds may run over
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
+    _chain: bool = field(init=False, default=False)  # whether the last round was of fixed shape and drafted
     _left: tuple[list[int], list[int]] | None = field(init=False, default=None)
     """In a batch of one, what the last sequence left: its text, and each cache's exact columns."""
 
@@ -93,6 +96,7 @@ class Batch:
         context = self.target.config.max_context
         self.buckets = (*(b for b in KV_BUCKETS if b + self.beyond < context), self.cache.capacity)
         self._bucket = 0
+        self.chooser = Chooser(self.known.costs)
 
     @property
     def size(self) -> int:
@@ -139,6 +143,8 @@ class Batch:
         self.active.append(sequence)
         if self.drafter is not None and sequence.drafting:
             self.drafter.reset(slot)
+            self.chooser.admitted()
+        self._chain = False
         self._prefill(slot, sequence)
         self.state.load(slot, sequence, self._agrees(sequence))
         seconds = time.perf_counter() - start
@@ -210,8 +216,6 @@ class Batch:
                 draws = Draws.of([sequence.sampling], self.state.draw, False)
                 target = self.target.draw(draws, self.target.logits(Final(last)), positions)
                 sequence.policy.learn(tuple(tapped), *drafter.watch(tapped, draws, target, positions))
-        if drafter is not None:
-            drafter.prefill(slot, sequence.text)
 
     def _agrees(self, sequence: Sequence) -> Tensor | None:
         if self.acceptance is None:
@@ -244,17 +248,19 @@ class Batch:
         rounds are pending and the host must know the texts' lengths."""
         began = time.perf_counter()
         drafting = self.drafter is not None and self.active[0].drafting
-        budget = self._shape() if drafting else Budget(0, 0)
+        budget = self._shape() if drafting else NONE
         fixed = self.fixed and self._can_be_fixed(budget, drafting)
+        if ahead and (not fixed or (budget.nodes and not self._chain)):
+            return None  # a drafter that missed tokens must first know them
         if not fixed:
-            if ahead:
-                return None
             budget = self._clipped(budget)
         r = self.new_round(budget, fixed, ahead)
         r.asks = drafting and self.active[0].policy.confident
         r.traced = self.trace is not None
+        r.reason, r.trial = self.chooser.reason, self.chooser.trial
         launch(r, self.target, self.cache, self.drafter if drafting else None)
         send(r, self.target.config.vocab_size)
+        self._chain = fixed and r.size > 0 and not budget.part
         if fixed:
             self.launched += 1
             self.host_seconds += time.perf_counter() - began
@@ -286,20 +292,22 @@ class Batch:
         return self._usual[1] / max(1.0, self._usual[0])
 
     def _shape(self) -> Budget:
-        """Each policy proposes; the round takes the shape with the most expected tokens, over all sequences, for its
-        cost. Rank 0 decides where a proposal depends on the time."""
-        policies = [s.policy for s in self.active]
-        budget = best_shape(
-            [p.budget() for p in policies], lambda b: sum(p.expected(b) for p in policies) / self.cost(b)
-        )
-        if self.ranks is not None and policies[0].layers:
+        """The shape that the chooser takes of the policies' proposals. Rank 0 decides, since measured times differ by
+        rank."""
+        drafter, policies = self.drafter, [s.policy for s in self.active]
+        assert drafter is not None
+        drafter.announce(self.active)
+        remaining = sum(s.limit - len(s.text) for s in self.active)
+        budget = self.chooser.choose(policies, remaining, drafter.behind(self.active))
+        if self.ranks is not None and (policies[0].rests or policies[0].layers or len(policies) > 1):
             budget = self.ranks.budget(budget, len(policies[0].layers))
+        prices = self.chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
         for p in policies:
-            p.taken(budget)
+            p.taken(budget, prices)
         return budget
 
     def _can_be_fixed(self, budget: Budget, drafting: bool) -> bool:
-        if not drafting:
+        if not drafting or not budget.nodes:
             return True
         assert self.drafter is not None
         return all(self.drafter.fixed(len(s.text), budget) for s in self.active)
@@ -336,6 +344,8 @@ class Batch:
             if tokens and not sequence.finished:
                 self._account(r, slot, sequence, path)
         share = time.perf_counter() - start - watched
+        if self.drafter is not None and r.sequences[0].drafting:
+            self._learn(r, out, seconds, share)
         for sequence in r.sequences:
             for stage, spent in {**seconds, "commit": share}.items():
                 sequence.stats.seconds[stage] += spent / n
@@ -347,6 +357,20 @@ class Batch:
         self.finished += 1
         return out
 
+    def _learn(
+        self, r: Round, out: list[tuple[Sequence, list[int], list[int]]], seconds: dict[str, float], share: float
+    ) -> None:
+        """Take the round's time and tokens into account. Rounds that differ from later ones teach nothing: those in
+        which layers were watched, and the last ones of texts, which their limits cut."""
+        n, costs = len(r.sequences), self.known.costs
+        if r.behind:
+            costs.observe_prefill(r.behind, seconds["prefill"])
+        if not r.taps:
+            rest = seconds["verify"] + seconds["accept"] + (0.0 if self.graphs.capture else share)
+            costs.observe(n, r.budget, r.size, seconds["draft"], rest)
+        tokens = sum(len(tokens) for _, _, tokens in out)
+        self.chooser.finished(n, r.budget, r.size, tokens, r.trial, r.behind)
+
     def _account(self, r: Round, slot: int, sequence: Sequence, path: list[int]) -> None:
         """Policy and stats of one sequence's part of a round."""
         drafted = r.drafted[slot] if r.drafted else r.size
@@ -354,7 +378,8 @@ class Batch:
         confidence = [each[slot] for each in r.confidence]
         sequence.policy.observe(Outcome(drafted, path, confidence, found))
         stats = sequence.stats
-        stats.observe_budget(drafted, r.budget.exit if drafted else 0)
+        stats.observe_budget(drafted, r.budget.exit if drafted else 0, r.reason)
+        stats.copied += bool(drafted and r.budget.part)
         if found is not None:
             stats.observe_found(found, r.depth, len(path) - 1)
 
@@ -471,7 +496,13 @@ def _emitted(
     stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
     drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
-    lost = bool(head is not None and head.kept and tokens[-1] not in head.known and len(path) - 1 < r.depth)
+    lost = bool(
+        head is not None
+        and head.kept
+        and not r.budget.part
+        and tokens[-1] not in head.known
+        and len(path) - 1 < r.depth
+    )
     if stop is not None:
         del sequence.text[len(sequence.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]

@@ -1,13 +1,15 @@
 """How much to draft each round: the budget, and the policies that any strategy can use. A policy from one paper is in
 that paper's strategy file."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specker.runtime.stats import DiffusionStats
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
-RECENT = 0.95  # decay of a count at each round
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # of the drafts that policy `auto` chooses from, besides none
+TRIED = 4  # tokens of the longest draft of a trial
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
 
@@ -18,6 +20,7 @@ class Budget:
     exit: int = 0  # layers of the target that draft; 0: another model drafts
     taps: tuple[int, ...] = ()  # depths of the target that `learn` watches this round
     block: int = 0  # tokens that a diffusion drafter guesses per pass; 0: all of `depth`
+    part: int = 0  # which of joined drafters drafts (strategies/join.py)
 
     def clip(self, nodes: int, depth: int) -> "Budget":
         """Limit the nodes and the path length."""
@@ -34,29 +37,76 @@ class Outcome:
     found: DiffusionStats | None = None  # of a diffusion drafter
 
 
-class Policy:
-    """Proposes how much to draft for one sequence. All sequences of a round share one shape: the proposal with the most
-    expected tokens for its cost (`expected`, round.best_shape)."""
+@dataclass(frozen=True)
+class StopRule:
+    """When a chain that is drafted token by token ends. Plain numbers, so that compiled code can apply it."""
 
-    confident: bool = False  # whether the round calls `keep_drafting` after each token of a chain
+    token: float = 0.0  # least probability of a token after which drafting continues
+    reach: tuple[float, ...] = ()  # least probability that all tokens so far are right, by length; the last: all longer
+    scales: tuple[float, ...] = (1.0,)
+    """What the draft's own probability of a token is multiplied by, in equal intervals of that probability."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain so far."""
+
+    tokens: int = 0
+    reach: float = 1.0  # probability that all of them are right
+
+
+def after(rule: StopRule, chain: Chain, probability: float) -> tuple[Chain, bool]:
+    """The chain with another token of this probability, and whether to draft one more."""
+    scale = rule.scales[min(int(probability * len(rule.scales)), len(rule.scales) - 1)]
+    longer = Chain(chain.tokens + 1, chain.reach * min(1.0, probability * scale))
+    least = rule.reach[min(chain.tokens, len(rule.reach) - 1)] if rule.reach else 0.0
+    return longer, probability >= rule.token and longer.reach >= least
+
+
+class Policy:
+    """Proposes how much to draft for one sequence. All sequences of a round share one shape (choose.py)."""
+
+    confident: bool = False  # whether drafts end by `rule`, token by token
+    rests: bool = False  # whether rounds draft nothing while that is faster
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch
+    rule: StopRule = StopRule()  # of this round
     rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path
+    _chain: Chain = Chain()
 
     def budget(self) -> Budget:
         """The shape that this sequence proposes."""
         raise NotImplementedError
 
-    def taken(self, budget: Budget) -> None:
-        """Called with the round's shape, which may be another sequence's proposal."""
+    def budgets(self) -> Sequence[Budget]:
+        """All shapes that this sequence proposes, perhaps none."""
+        return (self.budget(),)
 
     def expected(self, budget: Budget) -> float:
         """Expected tokens that a round of this shape commits for this sequence: 1 + a + a^2 + .. + a^depth, with a the
         smoothed acceptance rate (arXiv 2211.17192, equation 1)."""
         return sum(self.rate**i for i in range(min(budget.depth, budget.nodes) + 1))
 
-    def keep_drafting(self, confidence: float) -> bool:
+    def drafts(self, budget: Budget) -> float:
+        """Expected draft tokens of a round of this shape."""
+        return min(budget.depth, budget.nodes)
+
+    def trial(self, budget: Budget) -> Budget:
+        """The shape that finds out whether drafts like `budget`, one of this policy's, have come to pay."""
+        return budget.clip(TRIED, TRIED) if self.confident else budget
+
+    def announced(self, matched: int, available: int) -> None:
+        """Called by a drafter that copies text before each round: the tokens of the text's suffix that occurred before,
+        and how many tokens follow that occurrence; 0 without one."""
+
+    def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
+        """Called with the round's shape, which may be another sequence's proposal. `prices`: what the draft's second,
+        third, .. token costs, in tokens of this sequence (Costs.prices); empty if the shape has no alternative."""
+        self._chain = Chain()
+
+    def keep_drafting(self, probability: float) -> bool:
         """Whether to draft another token after one with this probability."""
-        return True
+        self._chain, more = after(self.rule, self._chain, probability)
+        return more
 
     def observe(self, outcome: Outcome) -> None:
         """Called once per round."""
@@ -104,8 +154,9 @@ class DraftAndVerify(Fixed):
     accepted: float = 0.9  # smoothed share
     confident = True
 
-    def keep_drafting(self, confidence: float) -> bool:
-        return confidence >= self.threshold
+    @property
+    def rule(self) -> StopRule:  # type: ignore[override]
+        return StopRule(token=self.threshold)
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
@@ -115,54 +166,15 @@ class DraftAndVerify(Fixed):
             self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
 
 
-@dataclass
-class Worthwhile(Fixed):
-    """Draft another token while it gains more tokens for its cost than the round does on average. With p_j the
-    probability that the target agrees with token j if it agrees with all before, P_i = p_1 .. p_i, a the smoothed
-    acceptance rate and c the cost of a token, a draft of i tokens grows while
-
-        P_i a / c > (1 + P_1 + .. + P_i) / (1 + c i)
-
-    p_j is the draft's own probability times the ratio of accepted to expected tokens so far."""
-
-    cost: float = 0.1  # c: drafting and verifying one token, in steps of plain decoding
-    right: float = 8.0  # accepted tokens and what the draft's probabilities promised, decayed
-    promised: float = 8.0
-    reach: float = 1.0  # P_i of this round
-    tokens: float = 1.0  # 1 + P_1 + .. + P_i
-    drafted: int = 0  # i
-    confident = True
-
-    def taken(self, budget: Budget) -> None:
-        self.reach, self.tokens, self.drafted = 1.0, 1.0, 0
-
-    def keep_drafting(self, confidence: float) -> bool:
-        self.reach *= min(1.0, confidence * self.right / self.promised)
-        self.tokens += self.reach
-        self.drafted += 1
-        return self.reach * self.rate * (1 + self.cost * self.drafted) > self.cost * self.tokens
-
-    def observe(self, outcome: Outcome) -> None:
-        super().observe(outcome)
-        if outcome.confidence:
-            right = len(outcome.path) - 1
-            compared = outcome.confidence[: right + 1]  # the tokens after a wrong one are not compared
-            self.right = RECENT * self.right + right
-            self.promised = RECENT * self.promised + sum(compared)
-
-
-GENERAL: dict[str, type[Fixed]] = {  # the policies that suit any strategy
+GENERAL: dict[str, type[Fixed]] = {  # the policies besides `auto` that suit any strategy
     "fixed": Fixed,
     "plus-minus-one": PlusMinusOne,
     "draft-and-verify": DraftAndVerify,
-    "worthwhile": Worthwhile,
 }
+AUTO = "auto"  # runtime/auto.py
 CONFIDENT = tuple(name for name, policy in GENERAL.items() if policy.confident)
 
 
-def general(rule: str, size: Budget, exit: int = 0, cost: float = 0.0) -> Policy:
-    """A fresh policy of GENERAL that starts from `size`. `cost`: of drafting and verifying one token, in steps of plain
-    decoding."""
-    if rule == "worthwhile":
-        return Worthwhile(size.nodes, size.depth, exit, cost)
+def general(rule: str, size: Budget, exit: int = 0) -> Policy:
+    """A fresh policy of GENERAL that starts from `size`."""
     return GENERAL[rule](size.nodes, size.depth, exit)

@@ -37,7 +37,7 @@ from specker.runtime.state import State
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.synthetic import synthetic
 
-STAGES = ("draft", "verify", "accept")
+STAGES = ("prefill", "draft", "verify", "accept")  # the prefill is of a drafter that missed tokens
 
 
 @dataclass(eq=False)
@@ -54,6 +54,9 @@ class Round:
     bucket: int = 0  # columns that attention sees, 0 for all
     asks: bool = False  # whether policies end the draft by the confidence of each token
     traced: bool = False  # whether a trace wants the draft and its probabilities
+    reason: str = ""  # why nothing is drafted (choose.py)
+    trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
+    behind: int = 0  # tokens that the drafter prefilled before it drafted
 
     size: int = 0  # draft tokens of each sequence in the window
     drafted: list[int] = field(default_factory=list)  # of them, each sequence's own; []: `size` for all
@@ -171,7 +174,12 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
     """Start the round: launch drafting, the verify pass and acceptance."""
     capture = r.graphs.capture
     r.marks.append(now(capture))
-    if drafter is not None and min(r.budget.nodes, r.budget.depth) > 0:
+    drafts = drafter is not None and min(r.budget.nodes, r.budget.depth) > 0
+    if drafter is not None and drafts:
+        for slot in range(len(r.sequences)):
+            r.behind += drafter.catch_up(r, slot)
+    r.marks.append(now(capture))
+    if drafter is not None and drafts:
         drafter.draft(r)
     r.marks.append(now(capture))
     verify(r, target, cache)
@@ -310,10 +318,3 @@ def now(events: bool) -> Any:
 
 def _seconds(a: Any, b: Any) -> float:
     return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
-
-
-def best_shape(proposals: Sequence[Budget], promise: Callable[[Budget], float]) -> Budget:
-    """The proposal with the most expected tokens for its cost; ties go to the first. `promise`: expected tokens of all
-    sequences over cost."""
-    distinct = list(dict.fromkeys(proposals))
-    return distinct[0] if len(distinct) == 1 else max(distinct, key=promise)

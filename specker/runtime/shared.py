@@ -9,6 +9,7 @@ from specker.runtime.draft import Drafter
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.sampling import Draws
+from specker.runtime.state import Sequence
 
 HEADER = 3  # numbers at the start of a message: size, depth, tree
 
@@ -22,6 +23,16 @@ class SharedDrafter(Drafter):
         if inner is not None:
             self.model, self.cache, self.head = inner.model, inner.cache, inner.head
         self.reads = True  # rank 0's message
+
+    def announce(self, sequences: list[Sequence]) -> None:
+        if self.inner is not None:
+            self.inner.announce(sequences)
+
+    def behind(self, sequences: list[Sequence]) -> int:
+        return 0 if self.inner is None else self.inner.behind(sequences)
+
+    def catch_up(self, r: Round, slot: int) -> int:
+        return 0 if self.inner is None else self.inner.catch_up(r, slot)
 
     def prefill(self, slot: int, text: list[int]) -> None:
         if self.inner is not None:

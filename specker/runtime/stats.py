@@ -29,6 +29,8 @@ class Stats:
     accepted: int = 0
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
     lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
+    rests: dict[str, int] = field(default_factory=dict)  # rounds in which the policy drafted nothing, by its reason
+    copied: int = 0  # rounds whose draft copies text, of a drafter joined with lookup
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
     lost: int = 0  # rounds whose draft ended at a token outside it
@@ -55,8 +57,11 @@ class Stats:
         for i in range(accepted):
             self.hits[i] += 1
 
-    def observe_budget(self, drafted: int, exit: int) -> None:
-        """Count one round: `drafted` tokens from the first `exit` layers of the target (0: from another drafter)."""
+    def observe_budget(self, drafted: int, exit: int, reason: str = "") -> None:
+        """Count one round: `drafted` tokens from the first `exit` layers of the target (0: from another drafter).
+        `reason`: why nothing was drafted, if the policy decided so."""
+        if reason and not drafted:
+            self.rests[reason] = self.rests.get(reason, 0) + 1
         self.lengths[drafted] = self.lengths.get(drafted, 0) + 1
         if exit:
             self.exits[exit] = self.exits.get(exit, 0) + 1
@@ -117,6 +122,8 @@ class Stats:
             accepted=self.accepted + other.accepted,
             hits=[a + b for a, b in zip(*padded, strict=True)],
             lengths=_joined(self.lengths, other.lengths),
+            rests=_joined(self.rests, other.rests),
+            copied=self.copied + other.copied,
             exits=_joined(self.exits, other.exits),
             kept=self.kept + other.kept,
             found=_joined(self.found, other.found),
@@ -134,6 +141,8 @@ class Stats:
             "acceptance_length": self.acceptance_length,
             "accepted_per_position": self.accepted_per_position,
             "lengths": dict(sorted(self.lengths.items())),
+            **({"rests": dict(sorted(self.rests.items()))} if self.rests else {}),
+            **({"copied": self.copied} if self.copied else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"diffusion": self.diffusion} if self.found else {}),
             "tokens_per_second": self.tokens_per_second,

@@ -1,7 +1,9 @@
 """Warm-up before the first request: compile every kernel and capture every graph, so that no request waits for them."""
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,21 +11,25 @@ import torch
 
 from specker.config import Sampling
 from specker.runtime import state as states
+from specker.runtime.choose import NONE
 from specker.runtime.model.decoder import PREFILL_CHUNK
 from specker.runtime.policy import Budget, Fixed
-from specker.runtime.round import Round, accept, launch, verify
+from specker.runtime.round import Round, accept, collect, launch, send, verify
 
 if TYPE_CHECKING:
     from specker.runtime.engine import Engine
     from specker.runtime.loop import Batch
 
+# To measure costs: the largest number of seconds that it takes, rounds of each kind, tokens of the texts, and the sizes
+# of drafts, the most informative first.
+LIMIT, REPEATS, MEASURED, SIZES = 0.8, 3, 32, (0, 4, 1, 8, 16, 2)
 DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5, top_k=2)  # one of each kind
 
 
 def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) -> None:
     """On a GPU, compile every kernel and capture every graph, except DEL's verify passes: there is one per exit and
-    length, captured at its second use. Then, on any device, decode a few tokens with and without the drafter.
-    `tell` is called with (done, of)."""
+    length, captured at its second use. Then, on any device, decode a few tokens with and without the drafter, and
+    measure what rounds cost, for policies that rest. `tell` is called with (done, of)."""
     batch = engine.batch
     if batch.fixed:
         plan = engine.plan
@@ -36,6 +42,13 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
     if engine.captures:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
             engine.generate([0] * min(length, engine.max_context - 2), 2)
+    batch.known.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
+    batch.chooser.clear()
+    if engine.drafter is not None and engine.policy().rests:
+        with engine.in_memory():
+            policy = engine.policy()
+            budgets = (*engine.plan.budgets, *policy.budgets()) or (batch.largest,)
+            measure(batch, budgets, policy.confident)
 
 
 @torch.inference_mode()
@@ -71,6 +84,64 @@ def warm_rounds(
     batch.clear()
 
 
+@torch.inference_mode()
+def measure(batch: "Batch", budgets: Sequence[Budget], asks: bool) -> None:
+    """Time rounds of one sequence, and of a full batch, with drafts of several sizes: the most informative first, as
+    many as fit into about LIMIT seconds. `budgets`: shapes whose ways to draft are timed; `asks`: as in
+    `warm_rounds`."""
+    start, most = time.perf_counter(), batch.largest.depth
+    ways = dict.fromkeys(replace(b, nodes=1, depth=1, taps=()) for b in budgets if b.nodes)
+    sizes = dict.fromkeys(min(size, most) for size in SIZES)
+    for n, size in itertools.product(sorted({1, batch.size}), sizes):
+        if len(batch.active) != n and not _admitted(batch, n):
+            break
+        for way in ways if size else (NONE,):
+            _time(batch, replace(way, nodes=size, depth=size), asks)
+            if time.perf_counter() - start > LIMIT:
+                batch.clear()
+                return
+    batch.clear()
+
+
+def _admitted(batch: "Batch", n: int) -> bool:
+    """Fill the batch with n texts that never grow. False if there is no memory for them."""
+    batch.clear()
+    for slot in range(n):
+        sequence = states.Sequence(
+            slot, [i % (MEASURED // 2) for i in range(MEASURED)], MEASURED, Sampling(), Fixed(0, 0)
+        )
+        if batch.target.config.max_context < 2 * MEASURED or not batch.admits(sequence):
+            return False
+        batch.admit(sequence)
+    return True
+
+
+def _time(batch: "Batch", budget: Budget, asks: bool) -> None:
+    """Learn the costs of rounds with drafts of this size: of each stage the shortest time, since interruptions only
+    lengthen it. The first of several rounds does not count."""
+    drafter, costs, n = batch.drafter, batch.known.costs, len(batch.active)
+    assert drafter is not None
+    own = drafter.cache if drafter.cache is not batch.cache else None
+    fixed = batch.fixed and (not budget.nodes or drafter.fixed(MEASURED, budget))
+    rounds, began = [], time.perf_counter()
+    for repeat in range(REPEATS + 1):
+        if own is not None:  # as before a first draft; then as after a round of which nothing was accepted
+            own.exact_len[:n] = [0 if repeat < 2 else MEASURED - 1] * n
+        r = batch.new_round(budget, fixed)
+        r.asks = asks and not budget.part
+        launch(r, batch.target, batch.cache, drafter)
+        send(r, batch.target.config.vocab_size)
+        _, stages = collect(r)
+        if r.behind and (repeat or not costs.prefill(1)):
+            costs.observe_prefill(r.behind, stages["prefill"])
+        rounds.append(stages)
+        if time.perf_counter() - began > LIMIT / 4:
+            break
+    counted = rounds[1:] or rounds
+    draft, verify, accept = (min(stages[name] for stages in counted) for name in ("draft", "verify", "accept"))
+    costs.measured(n, budget, r.size, draft, verify + accept)
+
+
 def _texts(batch: "Batch", n: int, length: int, sampling: Sampling) -> None:
     """Fill the batch with n texts of `length` tokens that never grow."""
     batch.clear()
@@ -79,6 +150,8 @@ def _texts(batch: "Batch", n: int, length: int, sampling: Sampling) -> None:
         if batch.size > 1:
             for cache in batch.caches:
                 cache.take(slot, 1)
+        for cache in batch.caches:
+            cache.exact_len[slot] = length - 1
         batch.active.append(sequence)
         batch.state.load(slot, sequence)
 

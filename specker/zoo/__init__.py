@@ -67,7 +67,6 @@ class Family:
     ngram: Path | None = None  # trigrams of tokens that the target wrote; see specker/runtime/ngram.py
     adl: tuple[int, int] | None = None  # shortest and longest block of diffuspec's policy adl; None: as for any target
     vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
-    policy: str = "fixed"  # of chains that a model drafts token by token
     target: Path | None = None  # None: the user has it
 
 
@@ -94,7 +93,6 @@ SMOLLM2 = Family(
     FOLDER / "smollm2-ngram.safetensors",
     adl=(3, 8),
     vocab_keep=1 / 24,
-    policy="worthwhile",
 )
 
 # Its draft, Qwen2.5-Coder-0.5B-Instruct, is the user's.

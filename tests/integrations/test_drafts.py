@@ -18,7 +18,6 @@ WAYS = {
     "easyspec": {"layer_parallel": "2"},
     "mismatch": {"strategy": "easyspec", "layer_parallel": "2", "calibrate": "mismatch"},
     "lookup": {},
-    "matched": {"strategy": "lookup"},
     "asks": {"strategy": "draft", "policy": "draft-and-verify"},
     "shorter": {"strategy": "draft", "policy": "plus-minus-one"},
 }
@@ -35,7 +34,7 @@ def options_of(way: str, draft: str, length: int = 4) -> dict:
     own = {"strategy": way, **WAYS[way]}
     if own["strategy"] != "lookup":
         own["draft"] = draft
-    if "policy" not in own and way != "matched":
+    if "policy" not in own:
         own["draft_tokens"] = length
     return own
 

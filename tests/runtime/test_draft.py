@@ -162,4 +162,4 @@ def test_catch_up_is_exact_after_any_acceptance(world, width, nodes, fixed):
         mine.cache.check()
         exact = mine.cache.exact_len[0]
         assert apart(model, mine.cache, text, exact) < 1e-12
-        assert exact == (len(text) - mine.catch_up if fixed else length + min(len(path) - 1, 3))
+        assert exact == (len(text) - mine.repeated if fixed else length + min(len(path) - 1, 3))

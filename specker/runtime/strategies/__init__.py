@@ -11,9 +11,11 @@ from typing import Any
 
 from specker.config import Common, Options, refuse_unknown
 from specker.flags import Parser, flag, make
-from specker.runtime.policy import GENERAL
+from specker.runtime.draft import Drafter
+from specker.runtime.policy import AUTO, GENERAL, Policy
 from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup
-from specker.runtime.strategies.base import Strategy
+from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 
 _ALL: tuple[Strategy, ...] = (
@@ -25,8 +27,9 @@ _ALL: tuple[Strategy, ...] = (
     lookup.Lookup(),
 )
 STRATEGIES = {strategy.name: strategy for strategy in _ALL}
+COPY = lookup.Lookup.name
 NAMES = (*STRATEGIES, TRIM)
-POLICIES = (*GENERAL, *(name for strategy in _ALL for name in strategy.policies))
+POLICIES = (AUTO, *GENERAL, *(name for strategy in _ALL for name in strategy.policies))
 COLUMNS = {
     "strategy": 9,
     "how it drafts": 26,
@@ -41,6 +44,27 @@ def of(options: Options) -> Strategy:
     return STRATEGIES[options.base]
 
 
+def drafter(context: DraftContext) -> Drafter | None:
+    """The drafter of the options."""
+    inner, copy = of(context.options).drafter(context), context.options.copy
+    return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.LookupDrafter(copy, 1))
+
+
+def policy(context: PolicyContext) -> Policy:
+    """A fresh policy for one text."""
+    model = of(context.options).policy(context)
+    if context.options.copy is None:
+        return model
+    assert context.known is not None
+    return JoinedPolicy(model, lookup.Copying(context.known.matches, COPIED))
+
+
+def plan(context: PolicyContext) -> Plan:
+    """The warm-up plan of the options."""
+    model = of(context.options).plan(context)
+    return model if context.options.copy is None else joined_plan(model)
+
+
 def options(**flat: Any) -> Options:
     """Parse options from flat names, such as `strategy="draft", tree="4x5"`. Values are strings as on the command line
     or parsed values; None means omitted. Raises TypeError for an unknown name, ValueError for invalid options."""
@@ -48,18 +72,19 @@ def options(**flat: Any) -> Options:
     refuse_unknown(flat, [f.name for f in fields(Common)] + list(owners))
     flat = {name: value for name, value in flat.items() if value is not None}
     asked: str = flat.get("strategy", Common.strategy)
-    base, trimmed = _parts(asked)
+    base, trimmed, copies = _parts(asked)
     for name in flat:
         owner = owners.get(name)
         if owner == TRIM and not trimmed:
             raise ValueError(f"{flag(name)} is for strategy {TRIM} or a combination with it, not {asked!r}")
-        if owner not in (None, TRIM, base):
+        if owner not in (None, TRIM, base) and not (copies and owner == COPY):
             raise ValueError(f"{flag(name)} is for strategy {owner}, not {asked!r}")
     strategy, common = STRATEGIES[base], make(Common, flat)
     own = None if strategy.options is None else make(strategy.options, flat)
     trim = make(TrimOptions, flat) if trimmed else None
+    copy = make(lookup.LookupOptions, flat) if copies else None
     shared = {f.name: getattr(common, f.name) for f in fields(Common)}
-    made = Options(**shared, base=base, own=own, trim=trim)
+    made = Options(**shared, base=base, own=own, copy=copy, trim=trim)
     _check_policy(made, strategy)
     strategy.check(made)
     return replace(made, policy=made.policy or strategy.default_policy(made))
@@ -122,19 +147,23 @@ def _owners() -> dict[str, str]:
     return {f.name: name for name, cls in own_options().items() for f in fields(cls)}
 
 
-def _parts(asked: str) -> tuple[str, bool]:
-    """(name of the strategy that drafts, whether its head is trimmed). Raises ValueError for an unknown name."""
+def _parts(asked: str) -> tuple[str, bool, bool]:
+    """(name of the strategy that drafts, whether its head is trimmed, whether copied text joins it). Raises ValueError
+    for an unknown name."""
     parts = asked.split("+")
     for part in parts:
         if part not in NAMES:
             raise ValueError(f"unknown strategy {part!r}; available: {', '.join(NAMES)}")
-    bases = [part for part in parts if part != TRIM]
+    copies = COPY in parts and len(parts) > 1
+    bases = [part for part in parts if part != TRIM and not (copies and part == COPY)]
     if len(bases) > 1 or len(set(parts)) < len(parts):
         raise ValueError(f"strategies {' and '.join(parts)} do not compose: each one drafts")
     base, trimmed = next(iter(bases), Common.strategy), TRIM in parts
     if trimmed and (reason := STRATEGIES[base].no_head):
         raise ValueError(f"strategies {base} and {TRIM} do not compose: {reason}")
-    return base, trimmed
+    if copies and not STRATEGIES[base].drafts:
+        raise ValueError(f"strategies {base} and {COPY} do not compose: {base} drafts nothing")
+    return base, trimmed, copies
 
 
 def _check_policy(options: Options, strategy: Strategy) -> None:
@@ -143,7 +172,7 @@ def _check_policy(options: Options, strategy: Strategy) -> None:
         return
     if policy not in POLICIES:
         raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    if policy not in GENERAL and policy not in strategy.policies:
+    if policy not in (AUTO, *GENERAL, *strategy.policies):
         owner = next(s.name for s in _ALL if policy in s.policies)
         raise ValueError(f"--policy {policy} is for strategy {owner}, not {options.strategy!r}")
     if policy != "fixed" and options.tree is not None:

@@ -6,13 +6,12 @@ own policies and the warm-up plan. The engine uses strategies only through this 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from specker.config import Options
 from specker.kernels.linear import row_linear, row_linear_ref
+from specker.runtime.auto import Auto, Experience
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head, Kept
@@ -20,18 +19,13 @@ from specker.runtime.model.buffers import Matrix
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
-from specker.runtime.policy import CONFIDENT, LONGEST, Budget, Policy, general
+from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
 from specker.runtime.vocab_scores import tokenizer_hash
 from specker.zoo import Family
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
-# The cost of one more row in the verify pass, in steps of plain decoding: measured in bfloat16 with SmolLM2
-# (bench/LOG.md); an estimate.
-ROW_CPU, ROW_GPU = 0.06, 0.01
-# The cost of a draft step besides reading its weights, likewise: 0.05 with SmolLM2, 0.2 with the bundled code pair.
-STEP_CPU, STEP_GPU = 0.1, 0.02
 
 
 @dataclass(frozen=True)
@@ -80,15 +74,9 @@ class PolicyContext:
     options: Options
     layers: int  # of the target
     family: Family | None  # the bundled files for the target
+    known: Experience | None = None  # what rounds cost and drafts achieve; None for the warm-up plan alone
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
-    step: float = 0.0  # cost of reading a draft model's weights, in steps of plain decoding
-    row: float = ROW_GPU  # likewise of one more row in the verify pass
-    start: float = STEP_GPU  # likewise of a draft step besides its weights
-
-    @property
-    def token(self) -> float:
-        """The cost of drafting and verifying one token, in steps of plain decoding."""
-        return self.step + self.start + self.row
+    confident: bool = False  # whether policy `auto` may end a draft by each token's probability: the host reads it
 
 
 @dataclass(frozen=True)
@@ -129,7 +117,11 @@ class Strategy:
         """Raise ValueError for options that do not fit together. An omitted policy is still None."""
 
     def default_policy(self, options: Options) -> str | None:
-        return self.policies[0] if self.policies else "fixed"
+        """The policy if none is asked for: a length or tree that is asked for is drafted every round, and stand-ins say
+        nothing about which length is best."""
+        if options.draft_tokens is not None or options.tree is not None or options.stand_ins:
+            return "fixed"
+        return self.policies[0] if self.policies else AUTO
 
     def settled(self, options: Options, family: Family | None) -> Options:
         """The options with the defaults that depend on the target. `family`: the bundled files for it."""
@@ -151,13 +143,19 @@ class Strategy:
     def drafter(self, context: DraftContext) -> Drafter | None:
         raise NotImplementedError
 
-    def head_cost(self, options: Options, drafter: Any) -> float:
+    def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
         """The cost of a draft step besides its layers, in layers of the target, for policies that use it."""
         return 0.0
 
     def policy(self, context: PolicyContext) -> Policy:
-        """A fresh policy for each request: statistics from one prompt must not leak into the next."""
-        return general(context.options.policy or "fixed", self.size(context.options), cost=context.token)
+        """A fresh policy for each request."""
+        rule, size = context.options.policy or "fixed", self.size(context.options)
+        return self.auto(context, size) if rule == AUTO else general(rule, size)
+
+    def auto(self, context: PolicyContext, size: Budget) -> Policy:
+        """Policy `auto` with drafts up to `size`."""
+        assert context.known is not None
+        return Auto(context.known.costs, context.known.drafts, size, context.confident)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A confidence policy drafts token by token, so warming up its longest draft covers the shorter ones."""
@@ -166,14 +164,17 @@ class Strategy:
             most = max(size.depth, LONGEST)
             lengths = tuple(Budget(most, n) for n in range(1, most + 1))
             return Plan(Budget(most, most), lengths, (0,), (0,))
-        sizes = tuple(range(size.nodes + 1)) if rule in CONFIDENT else (0,)
+        if rule == AUTO and not context.confident:
+            lengths = tuple(Budget(n, n) for n in (*(n for n in LENGTHS if n < size.depth), size.depth))
+            return Plan(size, lengths, (0,), (0,))
+        sizes = tuple(range(size.nodes + 1)) if rule == AUTO or rule in CONFIDENT else (0,)
         return Plan(size, (size,), sizes, sizes)
 
     def size(self, options: Options) -> Budget:
         """The budget that the general policies start from."""
         if (tree := options.tree) is not None:
             return Budget(options.draft_tokens or tree.width * tree.depth, tree.depth)
-        usual = LONGEST + 1 if options.policy in CONFIDENT else DRAFT_TOKENS
+        usual = LONGEST + 1 if options.policy in CONFIDENT else LENGTHS[-1] if options.policy == AUTO else DRAFT_TOKENS
         length = options.draft_tokens or usual
         return Budget(length, length)
 
@@ -182,11 +183,6 @@ def linear(options: Options) -> Callable[..., Tensor]:
     """The linear of a Model: the batch-invariant kernel, or torch's own. A drafter's head uses neither: it runs the
     fused top-k kernel."""
     return row_linear_ref if options.linear == "cublas" else row_linear
-
-
-def device_costs(device: torch.device) -> tuple[float, float]:
-    """PolicyContext's `row` and `start`."""
-    return (ROW_CPU, STEP_CPU) if device.type == "cpu" else (ROW_GPU, STEP_GPU)
 
 
 def allocate(model: Model, options: Options) -> KVCache:

@@ -39,7 +39,19 @@ from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Final, Model, forward, prefill
-from specker.runtime.policy import CONFIDENT, LONGEST, MAX_NODES, Budget, Fixed, Outcome, Policy, general
+from specker.runtime.policy import (
+    AUTO,
+    CONFIDENT,
+    LENGTHS,
+    LONGEST,
+    MAX_NODES,
+    Budget,
+    Fixed,
+    Outcome,
+    Policy,
+    StopRule,
+    general,
+)
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
@@ -83,7 +95,7 @@ class DiffusionDrafter(ModelDrafter):
 
     def fixed(self, length: int, budget: Budget) -> bool:
         """Whether the catch-up rows and the masks fit into the window of one pass."""
-        rows = self.catch_up + min(budget.depth, budget.nodes)
+        rows = self.repeated + min(budget.depth, budget.nodes)
         return not self.exact and not budget.block and rows <= WINDOW and super().fixed(length, budget)
 
     def draft(self, r: Round) -> None:
@@ -135,7 +147,7 @@ class DiffusionDrafter(ModelDrafter):
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
-        if r.fixed:
+        if r.fixed and r.size:
             self.cache.exact_len[slot] = self.exact_after_fixed(len(r.sequences[slot].text))
         if r.generated:
             r.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
@@ -188,7 +200,7 @@ class DiffusionDrafter(ModelDrafter):
 
     def _fixed_block(self, r: Round, k: int) -> None:
         """One pass, placed by the device, over the last committed tokens and the new masks."""
-        config, R, n = self.model.config, self.catch_up, r.n
+        config, R, n = self.model.config, self.repeated, r.n
         assert config.mask_token_id is not None
         text = r.last(R).clamp(max=config.vocab_size - 1)
         tokens = torch.cat((text, torch.full_like(text[:, :1], config.mask_token_id).expand(n, k)), 1)
@@ -302,6 +314,7 @@ class AdaptiveLength(Policy):
     step: int = 10
     rho: float = 0.5
     nodes: int = 255  # of all paths
+    rests = True
     length: int = field(init=False)  # k
     generated: float = field(default=0.0, init=False)  # smoothed
     accepted: float = field(default=0.0, init=False)
@@ -329,12 +342,14 @@ class Chunks(Fixed):
     block: int = 4
     threshold: float = 0.5
     confident = True
+    rests = True
 
     def budget(self) -> Budget:
         return Budget(self.nodes, self.depth, block=self.block)
 
-    def keep_drafting(self, confidence: float) -> bool:
-        return confidence >= self.threshold
+    @property
+    def rule(self) -> StopRule:  # type: ignore[override]
+        return StopRule(token=self.threshold)
 
 
 def span(value: str | tuple[int, int]) -> tuple[int, int]:
@@ -436,8 +451,8 @@ class DiffuSpec(Strategy):
             raise ValueError("strategy diffuspec drafts a block: --tree does not apply, but --cps tree does")
         if policy in CONFIDENT:
             raise ValueError(f"--policy {policy} ends a draft token by token, but diffuspec drafts a block")
-        if policy == "plus-minus-one" and own.search == "tree":
-            raise ValueError("--policy plus-minus-one is for chains: leave out --cps tree")
+        if policy in ("plus-minus-one", AUTO) and own.search == "tree":
+            raise ValueError(f"--policy {policy} is for chains: leave out --cps tree")
         for name in self.policies:
             if getattr(own, name) is not None and policy != name:
                 raise ValueError(f"--{name} is for --policy {name}")
@@ -479,12 +494,17 @@ class DiffuSpec(Strategy):
         if rule == "chunk":
             block, threshold = own.chunk or CHUNK
             return Chunks(MAX_NODES, options.draft_tokens or LONGEST_CHUNKS, block=block, threshold=threshold)
+        if rule == AUTO:
+            longest = options.draft_tokens or LENGTHS[-1]
+            return self.auto(replace(context, confident=False), Budget(longest, longest))
         return general(rule, Budget(MAX_NODES if rule == "fixed" else length, length))
 
     def plan(self, context: PolicyContext) -> Plan:
         """A searched path may end anywhere, so the warm-up verifies drafts of every size."""
         options, own = context.options, context.options.own
         rule, shortest, longest = options.policy, 1, options.draft_tokens or BLOCK
+        if rule == AUTO:
+            longest = options.draft_tokens or LENGTHS[-1]
         if rule == "adl":
             shortest, longest = own.lengths(context.family)
         elif rule == "plus-minus-one":

@@ -9,13 +9,11 @@ as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturb
 (runtime/head.py).
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specker.config import Options
 from specker.kernels.cpu import native
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head
@@ -26,7 +24,6 @@ from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.rows import begin, begin_text
 from specker.runtime.strategies.base import DraftContext, Strategy
-from specker.zoo import Family
 
 if TYPE_CHECKING:  # easyspec.py builds on this file
     from specker.runtime.strategies.easyspec import LayerParallel
@@ -90,9 +87,11 @@ class AutoregressiveDrafter(ModelDrafter):
         """Keep the exact K/V of accepted draft nodes; the last level has none yet. Drop fuzzy K/V: the next catch-up
         forwards those tokens in sequence, with the bonus token (bonus calibration)."""
         length = len(r.sequences[slot].text)
+        if not r.size:
+            return
         if r.fixed:  # the columns before the catch-up rows are exact
             self.cache.exact_len[slot] = self._calibrated[slot] = self.exact_after_fixed(length)
-        elif not r.size or self.cache.exact_len[slot] > self.limit:
+        elif self.cache.exact_len[slot] > self.limit:
             return
         elif self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < r.depth:
             self.cache.truncate(self._calibrated[slot], slot)
@@ -111,7 +110,8 @@ class AutoregressiveDrafter(ModelDrafter):
         """Whether the compiled library drafts the whole chain."""
         stack = self.model.stack
         few = stack is not None and len(r.sequences) * CATCH_UP_ROWS <= stack.most
-        return few and all(native().takes(w) for w in (self.model.embed, self.head.weight))
+        alone = self.parallel is None or self.parallel.ranks is None
+        return few and alone and all(native().takes(w) for w in (self.model.embed, self.head.weight))
 
     def _compiled_chain(self, r: Round, depth: int) -> None:
         model, cache, head = self.model, self.cache, self.head
@@ -147,7 +147,7 @@ class AutoregressiveDrafter(ModelDrafter):
         positions [n] int64."""
         cache, n = self.cache, r.n
         if r.fixed:
-            R = self.catch_up
+            R = self.repeated
             rows, embedded = begin_text(self.model, cache, r.state.committed, r.state.length, R)
             last: slice | Tensor = slice(R - 1, None, R)
         else:
@@ -223,13 +223,6 @@ class SmallModel(Strategy):
     summary = "a small model drafts a chain or a tree"
     paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318)"
     needs_draft = True
-
-    def default_policy(self, options: Options) -> str | None:
-        return None if options.tree is None and options.draft_tokens is None else "fixed"
-
-    def settled(self, options: Options, family: Family | None) -> Options:
-        usual = "fixed" if family is None else family.policy
-        return replace(options, policy=options.policy or usual)
 
     def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
         model = context.draft_model()

@@ -11,13 +11,14 @@ loads g * l + L layers:
 
     TPL(l, g) = ((1 - a_l^(g+1)) / (1 - a_l)) / (L + g * (l + c_head))       g in 0..17
 
-c_head is the cost of the LM head in layers. The paper sets it to 0; here it counts by default, because a draft step
-also reads the head. With --exit-cost measured it includes the cost of one more row in the verify pass.
+c_head is the cost of the LM head in layers. The paper sets it to 0; here it counts, because a draft step also reads the
+head. By default (--exit-cost measured) the denominator is the measured seconds of such a round (costs.py), once rounds
+were measured, and a round drafts nothing while plain rounds are faster (choose.py).
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,17 +27,19 @@ from torch import Tensor
 
 from specker.config import Options
 from specker.flags import opt, settle
+from specker.runtime.costs import Costs
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.decoder import Final, Group, Model, forward
-from specker.runtime.policy import GENERAL, LONGEST, Budget, Outcome, Policy, general
+from specker.runtime.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Chain, Outcome, Policy, StopRule, general
 from specker.runtime.round import Round
 from specker.runtime.rows import begin, begin_step
-from specker.runtime.sampling import GREEDY, Draws
+from specker.runtime.sampling import Draws
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 DECAY = 0.95  # of a layer's statistics at each update of that layer
+REFRESH = 32  # uses of the costs of rounds before they are asked for again
 PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
 ELIGIBLE = 8  # maximum number of exit layers
 
@@ -96,45 +99,10 @@ class EarlyExitDrafter(Drafter):
         match, confidence = shadows(self.head, taps, target, positions, draws)
         return match.cpu().numpy(), confidence.cpu().numpy()  # waits for the GPU
 
-    @torch.inference_mode()
-    def price(self, how: str) -> float:
-        """The cost of a draft token besides its layers, in layers of the target. `how`: "layers" for 0 as in the paper;
-        "bytes" for the LM head's bytes; "measured" for the seconds of the head and of one more row in the verify pass
-        (that row costs almost nothing on a GPU)."""
-        model, cache, layers = self.model, self.cache, self.model.config.num_layers
-        if how == "layers":
-            return 0.0
-        if how == "bytes":
-            return self.head.weight.nbytes / sum(_bytes(layer) for layer in model.layers) * layers
-        more = 4
-        hidden = model.embed_tokens(torch.tensor([0], device=model.device))
-        position, rows = model.positions[:1], cache.after([0], [1])
-
-        def passed(count: int) -> None:
-            several = cache.after([0], [count])
-            model.logits(forward(model, cache, several, hidden.expand(count, -1).contiguous()).final)
-
-        one_pass = _seconds(lambda: forward(model, cache, rows, hidden), model.device)
-        head = _seconds(lambda: self.head.best(Final(hidden), GREEDY, position), model.device)
-        longer, shorter = (_seconds(lambda n=n: passed(n), model.device) for n in (1 + more, 1))  # type: ignore[misc]
-        return (head + max(0.0, (longer - shorter) / more)) * layers / one_pass
-
 
 def _bytes(layer: Group) -> int:
     """Bytes of a layer's matrices."""
     return sum(w.nbytes for w in (layer.attention.qkv, layer.attention.o, layer.mlps[0].gate_up, layer.mlps[0].down))
-
-
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median of seven timings of `call`, in seconds."""
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[3]
 
 
 def shadows(
@@ -163,19 +131,22 @@ class DynamicExit(Policy):
     A round without a draft yields no statistics, so a few bad rows could stop drafting for a long time. Therefore g = 0
     must win by PATIENCE; otherwise at least one token is drafted."""
 
+    rests = True
     layers: tuple[int, ...] = field()  # eligible exit layers, ascending, below `total`
     total: int = field()  # L
     head_cost: float = 0.0  # c_head
     by_length: bool = False
-    overhead: float = 0.01  # maximum share of the time spent on watching layers
+    overhead: float = 0.005  # maximum share of the time spent on watching layers
+    costs: Costs | None = None  # measured seconds of rounds; None: TPL counts layers
     chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
     threshold: float | None = field(default=None, init=False)
+    _seconds: Any = field(default=None, init=False, repr=False)  # of rounds [layers, 18], or layers that they load
+    _asked: int = field(default=0, init=False)  # how often those were used
     _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
     _sums: Any = field(init=False, repr=False)  # sums of confidence, [layers, (match, mismatch)], decayed
     _watching: float = field(default=0.0, init=False)  # seconds spent on watching
     _last: float = field(default=0.0, init=False)  # seconds of the last watch
     _since: float | None = field(default=None, init=False)  # start time of the first round
-    _sure: float = field(default=1.0, init=False)  # product of the confidences of this round's draft
 
     def __post_init__(self) -> None:
         self._counts, self._sums = np.zeros((2, len(self.layers), 2))
@@ -193,14 +164,15 @@ class DynamicExit(Policy):
             table[:, 0] *= 1 - PATIENCE
             best = divmod(int(table.argmax()), table.shape[1])
             self.chosen, self.threshold = best, self._threshold(best[0])
-        self._sure = 1.0
+        self._chain = Chain()
         index, g = self.chosen
         longest = LONGEST + 1 if self.threshold is not None and g else g
         watched = tuple(n for i, n in enumerate(self.layers) if i != index or not g)
         return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
 
-    def taken(self, budget: Budget) -> None:
+    def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         """If the round uses another sequence's exit layer, use that layer's threshold."""
+        super().taken(budget, prices)
         index = self.layers.index(budget.exit)
         if index != self.chosen[0]:
             self.chosen, self.threshold = (index, budget.depth), self._threshold(index)
@@ -208,10 +180,13 @@ class DynamicExit(Policy):
     def expected(self, budget: Budget) -> float:
         """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most that of
         this layer's best TPL."""
-        index = self.layers.index(budget.exit)
-        a = float(self.match_rates()[index])
-        g = budget.depth if self.by_length else min(budget.depth, int(self.tokens_per_layer()[index].argmax()))
-        return sum(a**i for i in range(g + 1))
+        a = float(self.match_rates()[self.layers.index(budget.exit)])
+        return sum(a**i for i in range(int(self.drafts(budget)) + 1))
+
+    def drafts(self, budget: Budget) -> float:
+        if self.by_length:
+            return budget.depth
+        return min(budget.depth, int(self.tokens_per_layer()[self.layers.index(budget.exit)].argmax()))
 
     def _affordable(self) -> bool:
         """Whether another watch, at the last one's cost, keeps watching within its share of the time."""
@@ -220,9 +195,10 @@ class DynamicExit(Policy):
             self._since = now
         return self._watching + self._last <= self.overhead * (now - self._since)
 
-    def keep_drafting(self, confidence: float) -> bool:
-        self._sure *= confidence
-        return self.threshold is None or self._sure >= self.threshold
+    @property
+    def rule(self) -> StopRule:  # type: ignore[override]
+        """The draft ends when the product of its confidences falls below the threshold."""
+        return StopRule(reach=() if self.threshold is None else (self.threshold,))
 
     def observe(self, outcome: Outcome) -> None:
         """Update the exit layer from its own rows: the accepted tokens and the first rejected one."""
@@ -252,7 +228,19 @@ class DynamicExit(Policy):
         """TPL(l, g) of the module docstring, [layers, 18] for g = 0..17."""
         a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
         tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
-        return tokens / (self.total + g * (np.array(self.layers)[:, None] + self.head_cost))
+        return tokens / self._round_costs()
+
+    def _round_costs(self) -> Any:
+        """The cost of a round for each exit and g, [layers, 18]: its layers, or measured seconds."""
+        if self._seconds is None or (self.costs is not None and self._asked % REFRESH == 0):
+            g = np.arange(LONGEST + 1)
+            if self.costs is None or not self.costs.plain_rounds:
+                self._seconds = self.total + g * (np.array(self.layers)[:, None] + self.head_cost)
+            else:
+                rounds = [[self.costs.round(1, Budget(n, n, exit)) for n in g.tolist()] for exit in self.layers]
+                self._seconds = np.array(rounds)
+        self._asked += 1
+        return self._seconds
 
     def _threshold(self, index: int) -> float | None:
         """The midpoint of a layer's mean confidences for matches and for mismatches. None if one of them has no data or
@@ -275,9 +263,8 @@ class DynamicExitOptions:
         None, "layers that draft, for policies with a fixed exit layer (default: half)", least=1
     )
     exit_cost: str = opt(
-        "bytes",
-        "cost of a draft token besides its layers: layers (0, as in the paper), bytes (those of the LM head) or "
-        "measured (seconds of the LM head and of one more row in the verify pass)",
+        "measured",
+        "what DEL compares: measured seconds of rounds, bytes of the layers and the LM head, or layers as in the paper",
         choices=("layers", "bytes", "measured"),
     )
 
@@ -303,6 +290,9 @@ class SelfDrafting(Strategy):
         if options.own.exit_layer is not None and options.policy in (None, *self.policies):
             raise ValueError(f"--exit-layer is for --policy {', '.join(GENERAL)}: del chooses the layer")
 
+    def default_policy(self, options: Options) -> str:
+        return self.policies[0]
+
     def check_target(self, options: Options, layers: int) -> None:
         exit_layer = options.own.exit_layer
         if exit_layer is not None and exit_layer >= layers:
@@ -320,17 +310,20 @@ class SelfDrafting(Strategy):
             rows = context.target.weights.head  # the whole head, so a draft step needs no other rank
         return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows))
 
-    def head_cost(self, options: Options, drafter: EarlyExitDrafter) -> float:
-        return drafter.price(options.own.exit_cost)
+    def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
+        """The LM head's bytes, in layers of the target."""
+        if head is None or options.own.exit_cost == "layers":
+            return 0.0
+        return head.weight.nbytes / sum(_bytes(layer) for layer in model.layers) * len(model.layers)
 
     def policy(self, context: PolicyContext) -> Policy:
         layers, rule = context.layers, context.options.policy or "del"
         if rule in self.policies:
             eligible = eligible_layers(layers, context.head_cost)
-            return DynamicExit(eligible, layers, context.head_cost, by_length=rule == "del-length")
-        exit = context.options.own.exit(layers)
-        cost = (exit + context.head_cost) / layers + context.start + context.row
-        return general(rule, self.size(context.options), exit, cost)
+            costs = context.known.costs if context.known and context.options.own.exit_cost == "measured" else None
+            return DynamicExit(eligible, layers, context.head_cost, rule == "del-length", costs=costs)
+        exit, size = context.options.own.exit(layers), self.size(context.options)
+        return self.auto(context, replace(size, exit=exit)) if rule == AUTO else general(rule, size, exit)
 
     def plan(self, context: PolicyContext) -> Plan:
         """Draft steps are captured one by one, so the plan holds a whole draft only for a fixed length."""
@@ -340,6 +333,9 @@ class SelfDrafting(Strategy):
             exits, size = eligible_layers(context.layers, context.head_cost), Budget(LONGEST + 1, LONGEST + 1)
         elif rule == "plus-minus-one":
             size = Budget(max(size.depth, LONGEST), max(size.depth, LONGEST))
+        if rule == AUTO and not context.confident:
+            lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
+            return Plan(size, tuple(Budget(n, n, exits[0]) for n in lengths), (0,), (0,))
         length = size.depth if rule == "fixed" else 1
         sizes = (0,) if rule == "fixed" else tuple(range(size.nodes + 1))
         return Plan(size, tuple(Budget(length, length, exit) for exit in exits), (0,), sizes)

@@ -8,29 +8,29 @@ The draft continues the longest recent suffix of the text that occurred before. 
 A tree takes the latest occurrences with different continuations, longest suffix first, and merges common prefixes.
 
 The published method always drafts the same k. But a match of one token is right in a third of the cases, one of eight
-tokens in four of five, and a wrong token costs its row in the verify pass. Policy `matched` therefore takes the k with
-the most expected tokens for its cost. With a_n the share of right tokens after matches of n tokens and c the cost of a
-row over a step of plain decoding,
+tokens in four of five, and a wrong token costs its row in the verify pass. Policy `auto` takes the k with the most
+expected tokens for its measured cost (choose.py), or none. With a_n the share of right tokens after matches of n
+tokens, a draft of k tokens is expected to commit
 
-    k = argmax (1 + a_n + .. + a_n^k) / (1 + c k)
+    E(k) = 1 + a_n + .. + a_n^k
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from specker.config import Options
 from specker.flags import opt, settle
+from specker.runtime.auto import ENGINE, TEXT, Share, shorter
 from specker.runtime.draft import Drafter
-from specker.runtime.policy import CONFIDENT, Budget, Outcome, Policy
+from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
 from specker.runtime.round import Round
-from specker.runtime.state import Sequence
+from specker.runtime.state import Sequence as Request
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
-LONGEST_MATCHED = 12  # tokens of the longest draft of policy `matched`
+NOTHING = Share(TEXT)  # of a match that was never tried
 # a_n before a text has shown its own, for n = 1, 2, ..; the last one for all longer matches.
 RATES = (0.3, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8)
-PRIOR, DECAY = 8.0, 0.9  # tokens that RATES count for; the decay of a_n's counts at each draft after such a match
 
 
 @dataclass(frozen=True)
@@ -75,39 +75,49 @@ class Index:
                 yield tuple(text[end : end + length])
 
 
-@dataclass
-class Matched(Policy):
-    """The length of a chain by the length of the match (the module's docstring has the equation)."""
+class Copying(Policy):
+    """Policy `auto` for copied text: a_n by the length of the match, in this text and in the engine's earlier ones."""
 
-    row: float  # c
-    matched: int = 0  # tokens of the last match
-    counts: dict[int, tuple[float, float]] = field(default_factory=dict)  # n -> (right tokens, tokens), decayed
+    rests = True
 
-    def budget(self) -> Budget:
-        return Budget(LONGEST_MATCHED, LONGEST_MATCHED)
+    def __init__(self, known: dict[int, Share], size: Budget):
+        """`known`: the engine's counts, by the length of a match. `size`: the longest draft."""
+        self.known = known
+        self.shares: dict[int, Share] = {}
+        lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
+        self.shapes = tuple(replace(size, nodes=n, depth=n) for n in lengths)
+        self.matched = self.available = 0
 
-    def length(self, matched: int) -> int:
-        """Tokens to draft after a match of `matched` tokens."""
-        self.matched = matched
-        right, seen = self._counts(matched)
-        a, tokens, best, found = right / seen, 1.0, 1.0, 0
-        for k in range(1, LONGEST_MATCHED + 1):
-            tokens += a**k
-            if tokens / (1 + self.row * k) > best:
-                best, found = tokens / (1 + self.row * k), k
-        return max(1, found)  # a draft of one token keeps the statistics alive
+    def announced(self, matched: int, available: int) -> None:
+        self.matched, self.available = matched, available
+
+    def budgets(self) -> Sequence[Budget]:
+        """Drafts up to what there is to copy."""
+        if not self.matched:
+            return ()
+        enough = next((i for i, shape in enumerate(self.shapes) if shape.depth >= self.available), len(self.shapes))
+        return self.shapes[: enough + 1]
+
+    def trial(self, budget: Budget) -> Budget:
+        return shorter(self.shapes, budget)
+
+    def rate_of(self, matched: int) -> float:
+        """a_n."""
+        prior = self.known.get(matched, NOTHING).mean(RATES[min(matched, len(RATES)) - 1])
+        return self.shares.get(matched, NOTHING).mean(prior)
+
+    def expected(self, budget: Budget) -> float:
+        if not self.matched:
+            return 1.0
+        a, k = self.rate_of(self.matched), min(budget.depth, self.available)
+        return k + 1.0 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
 
     def observe(self, outcome: Outcome) -> None:
-        super().observe(outcome)
-        if outcome.drafted:
-            right, seen = self._counts(self.matched)
-            accepted = len(outcome.path) - 1
-            compared = min(accepted + 1, outcome.drafted)  # what follows a wrong token is not compared
-            self.counts[self.matched] = DECAY * right + accepted, DECAY * seen + compared
-
-    def _counts(self, matched: int) -> tuple[float, float]:
-        prior = RATES[min(matched, len(RATES)) - 1] * PRIOR, PRIOR
-        return self.counts.get(matched, prior)
+        if outcome.drafted and self.matched:
+            right = len(outcome.path) - 1
+            seen = min(right + 1, outcome.drafted)  # what follows a wrong token is not compared
+            for shares, decay in ((self.shares, TEXT), (self.known, ENGINE)):
+                shares.setdefault(self.matched, Share(decay)).add(right, seen)
 
 
 class LookupDrafter(Drafter):
@@ -115,25 +125,36 @@ class LookupDrafter(Drafter):
 
     def __init__(self, options: LookupOptions, width: int):
         self.options, self.width = options, width
-        self._indices: dict[Sequence, Index] = {}
+        self._indices: dict[Request, Index] = {}
 
     def fixed(self, length: int, budget: Budget) -> bool:
         return True
 
+    def announce(self, sequences: list[Request]) -> None:
+        self._follow(sequences)
+        for sequence in sequences:
+            index, text = self._indices[sequence], sequence.text
+            matched = index.match(text)
+            longest = next(index.continuations(text, MAX_NODES), ()) if matched else ()
+            sequence.policy.announced(matched, len(longest))
+
+    def _follow(self, sequences: list[Request]) -> None:
+        """Index the texts of the batch."""
+        new = Index(self.options.ngram_least, self.options.ngram_most)
+        self._indices = {s: self._indices.get(s) or replace(new, ends={}) for s in sequences}
+        for sequence, index in self._indices.items():
+            index.follow(sequence.text)
+
     def draft(self, r: Round) -> None:
         """Draft for all sequences. A text without a match drafts nothing; shorter drafts are padded."""
-        depth, new = min(r.budget.depth, r.budget.nodes), Index(self.options.ngram_least, self.options.ngram_most)
-        self._indices = {s: self._indices.get(s) or replace(new, ends={}) for s in r.sequences}
+        self._follow(r.sequences)
+        depth = min(r.budget.depth, r.budget.nodes)
         found = [self._tree(sequence, depth, r.budget.nodes) for sequence in r.sequences]
         r.write([tokens for tokens, _ in found], [parents for _, parents in found])
 
-    def _tree(self, sequence: Sequence, depth: int, nodes: int) -> tuple[list[int], list[int]]:
+    def _tree(self, sequence: Request, depth: int, nodes: int) -> tuple[list[int], list[int]]:
         """The tokens and parents (rows) of a sequence's draft."""
-        text = sequence.text
-        index = self._indices[sequence]
-        index.follow(text)
-        if isinstance(sequence.policy, Matched) and (matched := index.match(text)):
-            depth = min(depth, sequence.policy.length(matched))
+        text, index = sequence.text, self._indices[sequence]
         row_of: dict[tuple[int, ...], int] = {(): 0}
         tokens: list[int] = []
         parents: list[int] = []
@@ -156,25 +177,18 @@ class Lookup(Strategy):
     summary = "copies what followed an earlier occurrence of the last tokens"
     paper = "prompt lookup (Saxena 2023), LLMA (2304.04487)"
     options = LookupOptions
-    policies = ("matched",)
     no_head = "lookup runs no draft model, so it has no draft head"
 
-    def default_policy(self, options: Options) -> str:
-        return "matched" if options.draft_tokens is None and options.tree is None else "fixed"
-
     def check(self, options: Options) -> None:
-        if options.policy == "matched" and options.draft_tokens is not None:
-            raise ValueError("--policy matched chooses the length of a draft: --draft-tokens does not apply")
         if options.policy in CONFIDENT:
             raise ValueError(f"--policy {options.policy} needs the confidence of a model, but lookup runs none")
 
     def drafter(self, context: DraftContext) -> LookupDrafter:
         return LookupDrafter(context.options.own, context.options.width)
 
-    def policy(self, context: PolicyContext) -> Policy:
-        if context.options.policy == "matched":
-            return Matched(context.row)
-        return super().policy(context)
+    def auto(self, context: PolicyContext, size: Budget) -> Policy:
+        assert context.known is not None
+        return Copying(context.known.matches, size)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A continuation may be short, so the warm-up verifies drafts of every size."""
@@ -183,8 +197,6 @@ class Lookup(Strategy):
         return Plan(largest, (), sizes, sizes)
 
     def size(self, options: Options) -> Budget:
-        if options.policy == "matched":
-            return Budget(LONGEST_MATCHED, LONGEST_MATCHED)
-        if options.tree is None and options.draft_tokens is None:
+        if options.tree is None and options.draft_tokens is None and options.policy != AUTO:
             return Budget(LENGTH, LENGTH)
         return super().size(options)

@@ -1,0 +1,168 @@
+"""Policy `auto`: the length of each draft, zero included, from measured costs and from the acceptance seen.
+
+A round with k draft tokens takes C(k) seconds (costs.py) and commits E(k) tokens. With a_j the probability that the
+target agrees with draft token j if it agrees with all before,
+
+    E(k) = 1 + a_1 + a_1 a_2 + .. + a_1 .. a_k
+
+and the round takes the k with the largest E(k) / C(k) (choose.py). If the host sees the draft's own probability of each
+token, the chain ends by a rule instead: with P_i the probability that all of its i tokens are right and R the best
+rate of tokens per second, it goes on while
+
+    P_i a >= R (C(i + 1) - C(i))
+
+The draft's probabilities are corrected by the ratio of right to promised tokens so far.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from specker.runtime.costs import Costs
+from specker.runtime.policy import LENGTHS, TRIED, Budget, Outcome, Policy, StopRule
+
+AGREES = 0.75  # a_j before anything was drafted
+TEXT, ENGINE = 0.9, 0.98  # decay of a count at each draft: of one text, and of all texts of an engine
+PRIOR = 4.0  # drafts that the earlier texts count for in a new one
+BUCKETS = 4  # intervals of the draft's probabilities that are corrected apart
+
+
+@dataclass
+class Share:
+    """A decayed mean."""
+
+    decay: float
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, total: float, count: float = 1.0) -> None:
+        self.total = self.decay * self.total + total
+        self.count = self.decay * self.count + count
+
+    def mean(self, prior: float, weight: float = PRIOR) -> float:
+        """The mean, with a prior that counts for `weight`."""
+        return (self.total + weight * prior) / (self.count + weight)
+
+
+@dataclass
+class Acceptance:
+    """What drafts have achieved, in one text or in all texts of an engine."""
+
+    decay: float
+    before: "Acceptance | None" = None  # of the earlier texts
+    agrees: list[Share] = field(default_factory=list)  # by position, among drafts that were right so far
+    compared: Share = field(init=False)  # agreement at all positions
+    tokens: Share = field(init=False)  # that a round with a draft committed
+    drafted: Share = field(init=False)  # tokens of a draft
+    buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
+
+    def __post_init__(self) -> None:
+        self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
+        self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one draft."""
+        right, drafted = len(outcome.path) - 1, outcome.drafted
+        seen = min(right + 1, drafted)  # the tokens after a wrong one were not compared
+        self.agrees += [Share(self.decay) for _ in range(seen - len(self.agrees))]
+        for j, share in enumerate(self.agrees):
+            share.add(j < right, j < seen)
+        self.compared.add(right, seen)
+        self.tokens.add(1 + right)
+        self.drafted.add(drafted)
+        for j, probability in enumerate(outcome.confidence[:seen]):
+            self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
+
+    def agreement(self) -> float:
+        """The share of compared draft tokens that were right."""
+        return self.compared.mean(AGREES if self.before is None else self.before.agreement())
+
+    def at(self, j: int) -> float:
+        """a_{j + 1}. A position that few drafts reached is like the others."""
+        overall = self.agreement()
+        prior = overall if self.before is None else 0.5 * (overall + self.before.at(j))
+        return self.agrees[j].mean(prior) if j < len(self.agrees) else prior
+
+    def scales(self) -> tuple[float, ...]:
+        """Right over promised tokens, by the draft's probability."""
+        prior = (1.0,) * BUCKETS if self.before is None else self.before.scales()
+        return tuple(share.mean(p) for share, p in zip(self.buckets, prior, strict=True))
+
+
+class Auto(Policy):
+    """For drafts of a model. One object serves one text; `before` is shared by all texts of an engine."""
+
+    rests = True
+
+    def __init__(self, costs: Costs, before: Acceptance, size: Budget, confident: bool):
+        """`size`: the longest draft. `confident`: drafts end by the draft's own probabilities."""
+        self.costs, self.before, self.confident = costs, before, confident
+        self.seen = Acceptance(TEXT, before)
+        lengths = [n for n in LENGTHS if n < size.depth] if not confident else []
+        self.shapes = tuple(replace(size, nodes=n, depth=n) for n in (*lengths, size.depth))
+        self._first: tuple[float, float] | None = None
+        self._table: list[float] = []
+
+    def budgets(self) -> Sequence[Budget]:
+        return self.shapes
+
+    def expected(self, budget: Budget) -> float:
+        if self.confident:
+            return self._means()[0]
+        while len(self._table) <= budget.depth:
+            if not self._table:
+                self._table, self._reach = [1.0], 1.0
+            else:
+                self._reach *= self.seen.at(len(self._table) - 1)
+                self._table.append(self._table[-1] + self._reach)
+        return self._table[budget.depth]
+
+    def drafts(self, budget: Budget) -> float:
+        return min(self._means()[1], budget.depth) if self.confident else budget.depth
+
+    def trial(self, budget: Budget) -> Budget:
+        return super().trial(budget) if self.confident else shorter(self.shapes, budget)
+
+    def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
+        super().taken(budget, prices)
+        if self.confident and prices:
+            agreement = max(self.seen.agreement(), 1e-6)
+            self.rule = StopRule(reach=tuple(p / agreement for p in (*prices, 2.0)), scales=self.seen.scales())
+
+    def observe(self, outcome: Outcome) -> None:
+        if outcome.drafted:
+            self.seen.add(outcome)
+            self.before.add(outcome)
+            self._table = []
+
+    def _means(self) -> tuple[float, float]:
+        """Mean committed and draft tokens of rounds whose drafts end by the rule. Before the first draft of an engine:
+        those of the best fixed length at the assumed agreement."""
+        if self._first is None:
+            [size] = self.shapes
+            reach = [AGREES**i for i in range(size.depth + 1)]
+            lengths = range(1, size.depth + 1)
+            best = max(lengths, key=lambda k: sum(reach[: k + 1]) / self.costs.round(1, size, k))
+            before = self.before
+            self._first = before.tokens.mean(sum(reach[: best + 1])), before.drafted.mean(best)
+        return self.seen.tokens.mean(self._first[0]), self.seen.drafted.mean(self._first[1])
+
+
+def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
+    """The longest of the shapes, ascending, for a trial instead of `budget`."""
+    most = min(TRIED, budget.depth)
+    return next((shape for shape in reversed(shapes) if shape.depth <= most), shapes[0])
+
+
+class Experience:
+    """What an engine knows of its drafts: their costs, and how the drafts of all its texts did. It decides only how
+    much is drafted, never which tokens are emitted."""
+
+    def __init__(self, costs: Costs):
+        self.costs = costs
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, such as a warm-up's texts."""
+        self.costs.clear()
+        self.drafts = Acceptance(ENGINE)  # of a model
+        self.matches: dict[int, Share] = {}  # of copied text: right tokens, by the length of the match

@@ -1,0 +1,115 @@
+"""Choose the shape of each round: how much to draft, or nothing while that is faster."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specker.runtime.costs import Costs
+from specker.runtime.policy import Budget, Policy
+
+# The losses that drafts may cause, in plain rounds: at first, as a share of the time, and at most at once.
+FIRST, SHARE, MOST = 5.0, 0.015, 12.0
+WAIT, DOUBLED = 8, 4  # plain rounds before a trial; how often losing trials double them
+REFRESH = 8  # rounds that prices are kept for
+PLAIN, AGAIN = 3, 128  # plain rounds to measure before the first draft; drafts in a row before another plain round
+NONE = Budget(0, 0)
+
+
+class Chooser:
+    """Takes the shape with the most expected tokens per second over all sequences.
+
+    Policies that rest draft nothing while plain rounds are expected to be faster. From time to time a trial finds out
+    whether that has changed: a short draft, ever less often while trials lose. Expectations can be wrong, so drafts
+    also spend a credit: it grows with the time and with what drafts gain, and without credit nothing is drafted.
+    """
+
+    def __init__(self, costs: Costs, learns: bool = True):
+        """`learns`: every round's seconds are measured. Otherwise nobody knows whether drafts pay, and none rest."""
+        self.costs, self.learns = costs, learns
+        self.reason = ""  # why the last choice drafts nothing; empty if it drafts
+        self.trial = False  # whether the last choice is a trial
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the past, such as a warm-up's."""
+        self.credit, self._waited, self._lost, self.trial = FIRST, 0, 0, False
+        self._in_row = 0  # drafts
+        self._price = 0.0  # of the next trial, in plain rounds
+        self._prices: tuple[float, ...] = ()
+        self._priced: tuple[int, Budget, bool] | None = None
+        self._kept = 0
+
+    def admitted(self) -> None:
+        """A new text may suit the drafts better than the last one: try again soon."""
+        self._lost = min(self._lost, 1)
+
+    def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
+        """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
+        tokens of all texts that a model must prefill before it can draft."""
+        shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
+        self.reason, self.trial = "", False
+        if not policies[0].rests or not self.learns:
+            return NONE if not shapes else max(shapes, key=lambda shape: self.rate(policies, shape))
+        drafts = [shape for shape in shapes if shape.nodes]
+        none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
+        if not drafts:
+            self.reason = "slower" if shapes else "nothing found"
+            self._waited += 1
+            return none
+        n = len(policies)
+        if self.costs.plain_rounds < PLAIN or self._in_row >= AGAIN:
+            self.reason, self._in_row = "measured", 0
+            return none
+        plain = n / self.costs.plain(n)
+        rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
+        best = max(drafts, key=lambda shape: rates[shape])
+        # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
+        rate = self.rate(policies, best)
+        if rate > plain and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
+            self._waited, self._in_row = 0, self._in_row + 1
+            return best
+        trial = policies[0].trial(best)
+        late = self._late(trial, behind)
+        self._price = (self._seconds(policies, trial) + late) * plain / n - 1
+        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit and n < remaining:
+            self.trial, self._waited = True, 0
+            return trial
+        self.reason, self._in_row = "slower", 0
+        self._waited += 1
+        return none
+
+    def rate(self, policies: Sequence[Policy], shape: Budget, late: float = 0.0) -> float:
+        """Expected tokens per second of a round of this shape that begins with `late` seconds of other work."""
+        return sum(p.expected(shape) for p in policies) / (self._seconds(policies, shape) + late)
+
+    def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
+        """What further tokens of a draft cost, for policies that end it (`Policy.taken`)."""
+        n = len(policies)
+        key = n, shape, self.trial
+        if self._priced != key or self._kept >= REFRESH:
+            plain = n / self.costs.plain(n)
+            best = plain if self.trial else max(plain, self.rate(policies, shape))
+            self._prices, self._priced, self._kept = self.costs.prices(n, shape, best), key, 0
+        self._kept += 1
+        return self._prices
+
+    def finished(self, n: int, shape: Budget, drafted: int, tokens: int, trial: bool, behind: int = 0) -> None:
+        """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all. `behind`:
+        tokens that were prefilled for it."""
+        plain = self.costs.plain(n)
+        took = self.costs.round(n, shape, drafted) / plain
+        self.credit += SHARE * took
+        if drafted:
+            gained = tokens / n - took
+            if trial:
+                gained -= self._late(shape, behind) / plain
+                self._lost = 0 if gained > 0 else self._lost + 1
+            self.credit += gained
+        self.credit = min(self.credit, max(MOST, self._price))
+
+    def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
+        n = len(policies)
+        return self.costs.round(n, shape, sum(p.drafts(shape) for p in policies) / n)
+
+    def _late(self, shape: Budget, behind: int) -> float:
+        """Seconds of prefill before a draft; only models of their own have any to do."""
+        return 0.0 if shape.part or shape.exit else self.costs.prefill(behind)

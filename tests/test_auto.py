@@ -1,0 +1,262 @@
+"""Policy `auto` on simulated rounds: known costs, known acceptance, no clock."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from specker.runtime.auto import Acceptance, Auto, Experience
+from specker.runtime.choose import FIRST, SHARE, Chooser
+from specker.runtime.costs import Costs, Curve
+from specker.runtime.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
+from specker.runtime.strategies.lookup import RATES, Copying
+
+STEP = 0.030  # seconds of a plain round
+
+
+class World:
+    """Rounds of a machine: a draft step takes `step` plain rounds and a further verify row `row`; the target agrees
+    with each draft token with the probability that `agrees(n)` gives for round n."""
+
+    def __init__(self, step, row, agrees, confident=False, noise=0.0, seed=1, sequences=1, known=None):
+        self.known = known or Experience(Costs(lambda budget: step * budget.nodes))
+        self.chooser = Chooser(self.known.costs)
+        self.policies = [Auto(self.known.costs, self.known.drafts, Budget(16, 16), confident) for _ in range(sequences)]
+        self.step, self.row, self.agrees, self.confident, self.noise = step, row, agrees, confident, noise
+        self.random, self.n = random.Random(seed), 0
+        self.seconds = self.tokens = 0.0
+        self.drafted, self.spent = [], []  # of each round: draft tokens; plain rounds beyond its tokens
+
+    def true(self, k):
+        """(seconds of the draft, of the rest)."""
+        return STEP * self.step * k, STEP * (1 + self.row * k)
+
+    def rate(self, k, a):
+        """Expected tokens per second of rounds with k draft tokens."""
+        return sum(a**i for i in range(k + 1)) / sum(self.true(k))
+
+    def round(self):
+        n, a = len(self.policies), self.agrees(self.n)
+        shape = self.chooser.choose(self.policies, 10_000)
+        trial = self.chooser.trial
+        prices = self.chooser.prices(self.policies, shape) if shape.nodes else ()
+        for p in self.policies:
+            p.taken(shape, prices)
+        k, confidences = 0, [[] for _ in self.policies]
+        while k < shape.nodes:
+            k += 1
+            for c in confidences:
+                c.append(min(0.99, max(0.01, self.random.gauss(a, 0.1))))
+            if (
+                self.confident
+                and 2 * sum(p.keep_drafting(c[-1]) for p, c in zip(self.policies, confidences, strict=True)) < n
+            ):
+                break
+        tokens = 0
+        for p, c in zip(self.policies, confidences, strict=True):
+            right = next((j for j in range(k) if self.random.random() > (c[j] if self.confident else a)), k)
+            p.observe(Outcome(k, list(range(right + 1)), c if self.confident else []))
+            tokens += 1 + right
+        draft, rest = (s * (1 + self.noise * self.random.random()) for s in self.true(k))
+        self.known.costs.observe(n, shape, k, draft, rest)
+        self.chooser.finished(n, shape, k, tokens, trial)
+        self.n += 1
+        self.seconds, self.tokens = self.seconds + draft + rest, self.tokens + tokens / n
+        self.drafted.append(k)
+        self.spent.append((draft + rest) / STEP - tokens / n)
+
+    def run(self, rounds):
+        for _ in range(rounds):
+            self.round()
+        return self
+
+    @property
+    def speedup(self):
+        return self.tokens * STEP / self.seconds
+
+
+@pytest.mark.parametrize(("step", "row"), [(0.05, 0.02), (0.25, 0.1), (0.02, 0.3)])
+@pytest.mark.parametrize("a", [0.95, 0.8, 0.6, 0.3, 0.05])
+def test_it_converges_to_the_best_length(step, row, a):
+    """Including none: the speed is within a few percent of the best fixed length, whatever the costs."""
+    world = World(step, row, lambda n: a, noise=0.2).run(600)
+    late = World(step, row, lambda n: a, noise=0.2, seed=2, known=world.known).run(1500)
+    best = max(world.rate(k, a) * STEP for k in (0, *LENGTHS))
+    assert 1.1 * late.speedup > 0.95 * best, "the noise lengthens every round by a tenth on average"
+    if best == 1:
+        assert late.drafted.count(0) > 0.95 * len(late.drafted)
+
+
+@pytest.mark.parametrize("confident", [False, True])
+@pytest.mark.parametrize("a", [0.0, 0.1, 0.3])
+def test_drafts_that_do_not_pay_cost_little(a, confident):
+    """At most what the chooser allows: the first losses, and a share of the time."""
+    world = World(0.4, 0.2, lambda n: a, confident).run(2000)
+    assert world.drafted.count(0) > 1900 and sum(k > 0 for k in world.drafted) > 5
+    assert sum(world.spent) < FIRST + 2 + SHARE * 2000
+    tries = [n for n, k in enumerate(world.drafted) if k]
+    assert max(b - a for a, b in itertools.pairwise(tries)) > 4 * (tries[1] - tries[0] + 1), "trials become rarer"
+
+
+@pytest.mark.parametrize("confident", [False, True])
+def test_it_recovers_when_the_text_becomes_predictable(confident):
+    world = World(0.1, 0.05, lambda n: 0.05 if n < 600 else 0.95, confident).run(600)
+    assert world.drafted[300:].count(0) > 240
+    world.run(300)
+    first = next(n for n, k in enumerate(world.drafted[600:]) if k)
+    assert first < 140 and world.drafted[600 + first + 40 :].count(0) < 4
+
+
+def test_overrated_drafts_are_stopped_by_the_credit():
+    """A policy that always expects much cannot lose more than the credit."""
+    world = World(0.5, 0.2, lambda n: 0.0)
+    world.policies[0].expected = lambda budget: 100.0
+    world.run(3000)
+    assert FIRST < sum(world.spent) < FIRST + 15 + SHARE * 3000 * 1.1
+
+
+def test_a_stop_rule_gains_as_much_as_the_best_one():
+    """Against all thresholds on the probability that a chain is right, by brute force on the same world."""
+
+    def brute(least):
+        rng, tokens, seconds = random.Random(3), 0.0, 0.0
+        for _ in range(20_000):
+            reach, k, right = 1.0, 0, True
+            while k < 16:
+                c = min(0.99, max(0.01, rng.gauss(0.8, 0.25)))
+                k, reach = k + 1, reach * c
+                right = right and rng.random() < c
+                tokens += right
+                if reach < least:
+                    break
+            tokens, seconds = tokens + 1, seconds + STEP * (1 + 0.25 * k)
+        return tokens * STEP / seconds
+
+    best = max(brute(least / 20) for least in range(1, 20))
+
+    class Mixed(World):
+        def round(self):
+            self.random.gauss = lambda mu, sigma, rng=self.random: random.Random.gauss(rng, 0.8, 0.25)
+            super().round()
+
+    world = Mixed(0.15, 0.1, lambda n: 0.8, confident=True).run(4000)
+    assert world.speedup > 0.96 * best
+
+
+def test_a_rule_and_its_chain():
+    rule = StopRule(token=0.3, reach=(0.5, 0.6), scales=(1.0, 0.5))
+    chain, more = after(rule, Chain(), 0.4)
+    assert (chain, more) == (Chain(1, 0.4), False)
+    chain, more = after(StopRule(token=0.3, reach=(0.35, 0.3), scales=(1.0, 0.5)), Chain(), 0.9)
+    assert chain == Chain(1, 0.45) and more
+    assert after(StopRule(token=0.3, reach=(0.35, 0.3)), chain, 0.7) == (Chain(2, 0.45 * 0.7), True)
+    assert not after(StopRule(token=0.3, reach=(0.35, 0.3)), Chain(7, 0.4), 0.7)[1], "the last threshold holds on"
+    assert not after(StopRule(token=0.3), Chain(), 0.29)[1] and after(StopRule(), Chain(), 0.0)[1]
+    p = DraftAndVerify(4, 4)
+    assert p.rule == StopRule(token=p.threshold)
+
+
+def test_the_draft_s_probabilities_are_corrected():
+    """A draft that promises 0.9 and is right in half of the cases; what follows a wrong token was not compared."""
+    seen = Acceptance(0.98)
+    for n in range(300):
+        seen.add(Outcome(3, [0, 1] if n % 2 else [0], [0.9, 0.9, 0.9]))
+    *_, scale = seen.scales()
+    assert scale == pytest.approx(1 / 3 / 0.9, rel=0.2) and seen.scales()[0] == 1.0
+    assert seen.agreement() == pytest.approx(1 / 3, rel=0.1)
+    assert seen.at(0) == pytest.approx(0.5, rel=0.1) and seen.at(1) < 0.1
+    text = Acceptance(0.9, seen)
+    assert text.agreement() == seen.agreement() and text.scales() == seen.scales(), "a new text starts from the others"
+    text.add(Outcome(2, [0, 1, 2], [0.5, 0.5]))
+    assert text.agreement() > seen.agreement() and text.scales()[2] > 1.1
+
+
+def test_a_batch_shares_one_length():
+    """Rows that cost more in a large batch end drafts there."""
+    small = World(0.05, 0.02, lambda n: 0.7, sequences=8).run(300)
+    large = World(0.5, 1.0, lambda n: 0.7, sequences=8).run(600)
+    assert sum(small.drafted[100:]) / 200 > 3 and large.drafted[100:].count(0) > 490
+
+
+def test_prefill_must_be_earned_back():
+    world = World(0.05, 0.02, lambda n: 0.8).run(300)
+    costs, chooser = world.known.costs, world.chooser
+    costs.observe_prefill(100, 100 * STEP / 10)  # ten tokens take a plain round
+    assert chooser.choose(world.policies, 500, behind=200).nodes
+    assert not chooser.choose(world.policies, 20, behind=200).nodes and chooser.reason == "slower"
+    assert chooser.choose(world.policies, 20, behind=0).nodes
+
+
+def test_copied_text_is_drafted_by_the_length_of_the_match():
+    known = Experience(Costs(lambda budget: 1e-3))
+    costs, chooser = known.costs, Chooser(known.costs)
+    policy = Copying(known.matches, Budget(16, 16))
+    for rows in (1, 2, 5, 9, 17):
+        costs.measured(1, Budget(16, 16), rows - 1, 1e-5, STEP * (1 + 0.06 * (rows - 1)))
+
+    def best(a, most=16):
+        ks = [k for k in LENGTHS if k < most] + [min(k for k in LENGTHS if k >= most)]
+        return max(ks, key=lambda k: sum(a**i for i in range(min(k, most) + 1)) / (1 + 0.06 * k))
+
+    for matched, available in ((1, 40), (2, 40), (8, 40), (20, 40), (8, 3)):
+        policy.announced(matched, available)
+        a = RATES[min(matched, len(RATES)) - 1]
+        assert policy.rate_of(matched) == pytest.approx(a)
+        assert chooser.choose([policy], 1000).nodes == best(a, min(available, 16))
+    policy.announced(0, 0)
+    assert chooser.choose([policy], 1000).nodes == 0 and chooser.reason == "nothing found"
+    policy.announced(2, 40)
+    for _ in range(60):
+        policy.observe(Outcome(3, [0, 1, 2, 3]))
+    assert policy.rate_of(2) > 0.95 and policy.rate_of(3) == RATES[2]
+    assert Copying(known.matches, Budget(16, 16)).rate_of(2) > 0.9, "the next text starts from there"
+
+
+def test_nothing_rests_where_nothing_is_measured():
+    """As in another engine."""
+    chooser = Chooser(Costs(lambda budget: 1.0 * budget.nodes), learns=False)
+    known = Experience(chooser.costs)
+    assert chooser.choose([Auto(known.costs, known.drafts, Budget(4, 4), True)], 100) == Budget(4, 4)
+    assert chooser.choose([Copying(known.matches, Budget(4, 4))], 100).nodes == 0
+
+
+def test_fixed_policies_never_rest():
+    chooser = Chooser(Costs(lambda budget: 1.0 * budget.nodes))
+    assert all(chooser.choose([Fixed(4, 4)], 100) == Budget(4, 4) for _ in range(50))
+
+
+def test_a_curve_interpolates_and_learns():
+    curve = Curve(lambda rows: 1.0)
+    assert curve.factor is None and curve.at(7) == 1.0
+    for rows, seconds in ((1, 2.0), (5, 4.0), (9, 4.0)):
+        curve.set(rows, seconds)
+    assert [curve.factor * curve.at(x) for x in (1, 3, 4.5, 7, 20)] == pytest.approx([2.0, 3.0, 3.75, 4.0, 4.0])
+    rising = Curve(lambda rows: 1.0)
+    for rows, seconds in ((1, 1.0), (5, 3.0)):
+        rising.set(rows, seconds)
+    assert rising.factor * rising.at(9) == pytest.approx(5.0), "the last segment goes on"
+    for _ in range(80):
+        curve.learn(5, 8.0)
+    assert curve.factor * curve.at(5) == pytest.approx(8.0, rel=0.01)
+    assert curve.factor * curve.at(1) == pytest.approx(2 * 2**0.5, rel=0.01), "half of it is common to all sizes"
+    before = curve.factor * curve.at(5)
+    curve.learn(5, 1e6)
+    assert curve.factor * curve.at(5) < 1.12 * before, "an interruption moves little"
+    steps = Curve(lambda k: 0.1 * k)
+    steps.set(1, 0.2)
+    assert steps.factor * steps.at(4) == pytest.approx(0.8) and steps.at(0) == 0
+
+
+def test_costs_of_a_new_batch_start_from_the_nearest_one():
+    costs = Costs(lambda budget: 0.1 * budget.nodes)
+    assert costs.round(4, Budget(3, 3)) == pytest.approx(1.3), "in plain steps before any measurement"
+    for n, seconds in ((1, 1.0), (8, 3.0)):
+        costs.measured(n, Budget(1, 1), 0, 0.0, seconds)
+    assert costs.plain(2) == 1.0 and costs.plain(4) == 1.0 and costs.plain(7) == 3.0
+    assert costs.draft(2, Budget(3, 3), 3) == pytest.approx(0.3), "drafts in units of the plain step"
+    costs.measured(1, Budget(4, 4), 4, 2.0, 1.5)
+    assert costs.round(1, Budget(4, 4)) == pytest.approx(3.5)
+    assert costs.prices(1, Budget(4, 4), 2.0) == pytest.approx((2 * (0.5 + 0.125),) * 3)
+    costs.clear()
+    assert not math.isclose(costs.round(1, Budget(4, 4)), 3.5)
