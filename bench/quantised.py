@@ -9,6 +9,10 @@ float32 reaches in the same run. Rows give the median over rounds; ways take tur
 turns of Spec-Bench's questions, windows of `--window` tokens, each predicted from the tokens before it in its window.
 The checkpoint is itself a Q4_1 file: float32 holds its values, int4 is nearly them again, and Q4_1 is the file as it
 is.
+
+`python bench/quantised.py --what activations --targets A.gguf,B.gguf --windows 16`: what rounding the activations of
+products with quantised weights costs: KL divergence to the distributions with float32 activations, the share of equal
+most probable tokens, perplexity; on the same windows.
 """
 
 import json
@@ -16,7 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,8 @@ from transformers import AutoTokenizer, HfArgumentParser
 import specker
 from bench import harness
 from bench.peer_settings import gguf_of
+from specker import cpu
+from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
 from specker.kernels.linear import row_linear
 from specker.runtime.model.config import layer_elements
@@ -46,12 +52,14 @@ COLD = 1 << 28  # bytes of all copies of a weight
 IDLE = 0.01  # seconds before a way's turn: torch's threads spin for some milliseconds
 TURN = 8  # products in a turn: the first one wakes the threads
 KINDS = (None, "int8", "fp8", "int4")
+ROUNDED = ("float32", "bfloat16", "int8")
 FILES = ("Q8_0", "Q4_0", "Q4_1")
 
 
 @dataclass(frozen=True)
 class Args:
-    what: str = field(default="products", metadata={"help": "products or perplexity"})
+    what: str = field(default="products", metadata={"help": "products, perplexity or activations"})
+    targets: str = field(default="", metadata={"help": "of activations: comma-separated GGUF files; default SmolLM2"})
     models: str = field(default=",".join(SHAPES), metadata={"help": "comma-separated"})
     rows: str = field(default="1,2,5,8,16", metadata={"help": "comma-separated: rows of x"})
     rounds: int = 15
@@ -81,9 +89,16 @@ def ways_of(E: int, O: int) -> dict[str, tuple[int, Callable[[], Any], Callable[
         pairs = torch.stack((four.scale.float(), zero), -1).transpose(0, 1).contiguous().bfloat16()
         return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), pairs
 
-    def ours(weight: Any) -> tuple[int, Callable[[], Any], Callable[[Tensor, Any], Tensor]]:
-        copied = weight.clone if isinstance(weight, Tensor) else lambda: weight.each(Tensor.clone)
-        return weight.nbytes, copied, row_linear
+    def ours(weight: Any, activations: str = "int8") -> tuple[int, Callable[[], Any], Callable[[Tensor, Any], Tensor]]:
+        if isinstance(weight, Tensor):
+            return weight.nbytes, weight.clone, row_linear
+        packed = of_quantised(weight)
+        assert packed is not None
+
+        def copied() -> Packed:
+            return replace(packed, runs=tuple(run._replace(data=run.data.clone()) for run in packed.runs))
+
+        return packed.nbytes, copied, lambda x, w: cpu.product(x, w, activations)
 
     return {
         "specker float32": ours(w),
@@ -92,6 +107,7 @@ def ways_of(E: int, O: int) -> dict[str, tuple[int, Callable[[], Any], Callable[
         "specker int8, groups of 32": ours(quant.quantised(w, "int8", 32)),
         "specker fp8": ours(quant.quantised(w, "fp8")),
         "specker int4, groups of 32": ours(quant.quantised(w, "int4", 32)),
+        "specker int4, float32 activations": ours(quant.quantised(w, "int4", 32), "float32"),
         "specker int4, groups of 64": ours(quant.quantised(w, "int4", 64)) if E % 64 == 0 else ours(w),
         "torch float32": (w.nbytes, w.clone, F.linear),
         "torch bfloat16": (w.nbytes // 2, w.bfloat16, lambda x, w: F.linear(x.bfloat16(), w)),
@@ -158,11 +174,7 @@ def show_products(rows: list[dict[str, Any]], args: Args) -> None:
 
 def perplexity(args: Args) -> list[dict[str, Any]]:
     target = str(real.fetch())
-    questions = (Path(__file__).parent / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines()
-    text = "\n\n".join(json.loads(line)["turns"][0] for line in questions)
-    ids = AutoTokenizer.from_pretrained(target)(text)["input_ids"]
-    step = max(args.window, len(ids) // args.windows)  # spread over the whole text
-    windows = [ids[i : i + args.window] for i in range(0, len(ids) - args.window, step)][: args.windows]
+    windows = windows_of(AutoTokenizer.from_pretrained(target)(_text())["input_ids"], args)
     forms: dict[str, tuple[Any, str, str | None]] = {
         "float32": (target, "float32", None),
         "bfloat16": (target, "bfloat16", None),
@@ -172,14 +184,7 @@ def perplexity(args: Args) -> list[dict[str, Any]]:
     rows = []
     for form, (source, dtype, kind) in forms.items():
         engine = specker.load(source, strategy="ar", dtype=dtype, quantize=kind, max_context=args.window + 1)
-        model, cache = engine.model, engine.cache
-        losses = []
-        for window in windows:
-            cache.take(0, len(window) + 1)
-            taps = prefill(model, cache, window, (model.config.num_layers,), len(window))
-            cache.release(0)
-            logits = model.logits(Final(taps[model.config.num_layers][:-1])).double()
-            losses.append(F.cross_entropy(logits, torch.tensor(window[1:])).item())
+        losses = [F.cross_entropy(_logits(engine, w), torch.tensor(w[1:])).item() for w in windows]
         weights = engine.target.layer_bytes + engine.target.weights.head.nbytes
         elements = layer_elements(engine.target.config) + engine.target.weights.head.numel()
         rows.append(
@@ -191,10 +196,57 @@ def perplexity(args: Args) -> list[dict[str, Any]]:
     return rows
 
 
+def activations(args: Args) -> list[dict[str, Any]]:
+    """What rounding the activations costs: each checkpoint's next-token distributions with activations in int8 and
+    bfloat16 beside those in float32, on the same text and weights."""
+    rows = []
+    for target in args.targets.split(",") if args.targets else [str(real.file())]:
+        engines = [specker.load(target, strategy="ar", max_context=args.window + 1, activations=a) for a in ROUNDED]
+        windows = windows_of(engines[0].encode(_text()), args)
+        sums: dict[str, list[float]] = {a: [0.0, 0.0, 0.0] for a in ROUNDED}  # of KL, agreement, -log likelihood
+        for window in windows:
+            logs = [_logits(engine, window).log_softmax(-1) for engine in engines]
+            exact, right = logs[0], torch.tensor(window[1:])
+            for name, log in zip(ROUNDED, logs, strict=True):
+                each = sums[name]
+                each[0] += float((exact.exp() * (exact - log)).sum())
+                each[1] += float((exact.argmax(-1) == log.argmax(-1)).sum())
+                each[2] -= float(log.gather(-1, right.unsqueeze(-1)).sum())
+        count = sum(len(w) - 1 for w in windows)
+        for name, (kl, same, loss) in sums.items():
+            rows.append(
+                {"bench": "activations", "target": Path(target).stem, "activations": name, "kl": kl / count}
+                | {"top1": same / count, "perplexity": math.exp(loss / count), "tokens": count, "window": args.window}
+                | {"weights": engines[0].target.quantised}
+            )
+            print({k: rows[-1][k] for k in ("target", "activations", "kl", "top1", "perplexity", "tokens")}, flush=True)
+        del engines
+    return rows
+
+
+def _text() -> str:
+    questions = (Path(__file__).parent / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines()
+    return "\n\n".join(json.loads(line)["turns"][0] for line in questions)
+
+
+def windows_of(ids: list[int], args: Args) -> list[list[int]]:
+    """Windows spread over the whole text."""
+    step = max(args.window, len(ids) // args.windows)
+    return [ids[i : i + args.window] for i in range(0, len(ids) - args.window, step)][: args.windows]
+
+
+def _logits(engine: Any, window: list[int]) -> Tensor:
+    """After every token of a window but the last, [window - 1, V] float64."""
+    model, cache = engine.model, engine.cache
+    cache.exact_len[0] = 0
+    taps = prefill(model, cache, window, (model.config.num_layers,), len(window))
+    return model.logits(Final(taps[model.config.num_layers][:-1])).double()
+
+
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     torch.set_num_threads(args.threads)
-    rows = products(args) if args.what == "products" else perplexity(args)
+    rows = {"products": products, "perplexity": perplexity, "activations": activations}[args.what](args)
     if args.what == "products":
         show_products(rows, args)
     if args.save:
