@@ -57,7 +57,9 @@ def probability(value: str | float) -> float:
 class Common:
     """The options shared by all strategies; fixed when an engine is loaded."""
 
-    strategy: str = opt("draft", "how to draft; NAME+{trim} also trims the draft's head", "{strategies}")
+    strategy: str = opt(
+        "draft", "how to draft; NAME+{trim} also trims the draft's head, NAME+lookup also copies text", "{strategies}"
+    )
     draft_tokens: int | None = opt(
         None,
         "tokens in a draft chain (default 4) or a diffusion block, or a cap on the nodes of a --tree",
@@ -67,7 +69,8 @@ class Common:
     tree: Tree | None = opt(None, "draft a tree instead of a chain, such as 4x5", "WIDTHxDEPTH", parse=Tree.parse)
     policy: str | None = opt(
         None,
-        "how long to draft: {policies} (default: fixed, or the fastest with a bundled draft; {defaults})",
+        "how long to draft: {policies} (default: auto, which drafts as long as pays by measured costs, or not at all; "
+        "fixed with --draft-tokens or --tree; {defaults})",
         "NAME",
     )
     graphs: str | None = opt(

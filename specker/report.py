@@ -236,6 +236,8 @@ class Screen:
         self.notes.print()
         self.notes.print(table)
         self.remarks(remarks)
+        if stats.rests:
+            self.note(_rested(stats))
         if not plain and stats.drafted:
             passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
             if stats.acceptance_length < passes:
@@ -255,6 +257,19 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.screen.note(record.getMessage(), "yellow")
+
+
+def _rested(stats: Stats) -> str:
+    """How often drafting paid, and why the other rounds drafted nothing."""
+    why = {
+        "slower": "plain rounds were faster",
+        "nothing found": "there was nothing to copy",
+        "measured": "plain rounds were timed",
+    }
+    rest = ", ".join(f"{why[reason]} in {count}" for reason, count in sorted(stats.rests.items()))
+    drafted = sum(count for length, count in stats.lengths.items() if length)
+    copied = f", {stats.copied} of them copied text" if stats.copied else ""
+    return f"drafting paid in {drafted} of {stats.rounds} rounds{copied}; {rest}"
 
 
 def _column(stats: Stats) -> dict[str, str]:

@@ -145,7 +145,7 @@ def test_plain_decoding_is_batch_invariant(world, name):
     assert sum(sequences[n].stats.drafted for n in (0, 3, 6, 9)) == 0 < sequences[1].stats.drafted
 
 
-def test_vocabtrim_follows_all_texts_of_the_batch():
+def test_vocabtrim_follows_all_texts_of_the_batch(cheap):
     """Rows that follow the text hold tokens of every prompt in the batch, and are cleared when the batch is empty."""
     plain = specker.load(strategy="ar", dtype="float64", device="cpu")
     engine = specker.load(strategy="vocabtrim", vocab_keep="64", dtype="float64", device="cpu", batch_size=4)

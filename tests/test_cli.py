@@ -32,7 +32,8 @@ from specker.runtime.strategies.vocabtrim import TrimOptions
 from specker.runtime.vocab_scores import Keep
 
 ROOT = Path(__file__).parent.parent
-ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position", "lengths"}
+ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position"}
+ROW |= {"lengths", "rests"}
 ROW |= {"tokens_per_second", "decode_tokens_per_second", "prefill_tokens_per_second", "seconds"}
 OWN = {"seed", "prompt_tokens", "finish_reason"}  # of a prompt
 RUN = {"strategy", "target", "draft", "device", "dtype", "batch_size", "sampling", "settings", "versions"}

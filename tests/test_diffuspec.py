@@ -20,6 +20,7 @@ from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
 from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
 
+pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 STOP = 7
 DRAFTS = {"dream": {"arch": "dream"}, "qwen3": {"arch": "qwen3", "mask": 126}, "qwen2": {"arch": "qwen2", "mask": 126}}
@@ -188,7 +189,7 @@ def test_a_block_of_fixed_shape_is_the_model_over_its_window(family, name, monke
     engine = load(family, name, cps="off", draft_tokens=k)
     mask = engine.draft.config.mask_token_id
     r = draft(engine.drafter, text, Budget(k, k), fixed=True)
-    again, known = engine.drafter.catch_up, len(text) - 1
+    again, known = engine.drafter.repeated, len(text) - 1
     assert again == k + 1
     before = len(text) - again
     ids, place = text[:-1] + text[-again:] + [mask] * k, [*range(known), *range(before, len(text) + k)]

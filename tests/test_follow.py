@@ -11,6 +11,7 @@ from pairs import perturbed
 
 import specker
 
+pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 WAYS = {
     "ar": {"strategy": "ar"},
     "draft": {"draft_tokens": 4},
@@ -129,9 +130,9 @@ def test_del_learns_from_the_new_rows(models, monkeypatch):
 )
 def test_a_drafter_with_inexact_columns_starts_anew(models, way, keeps, monkeypatch):
     engine, started = load(models, way), []
-    prefill, cache = engine.drafter.prefill, engine.drafter.cache
+    catch_up, cache = engine.drafter.catch_up, engine.drafter.cache
     monkeypatch.setattr(
-        engine.drafter, "prefill", lambda slot, text: started.append(cache.exact_len[slot]) or prefill(slot, text)
+        engine.drafter, "catch_up", lambda r, slot: started.append(cache.exact_len[slot]) or catch_up(r, slot)
     )
     tokens, _ = answer(engine, START)
     started.clear()

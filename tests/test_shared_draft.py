@@ -14,6 +14,7 @@ from specker import zoo
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.config import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 HOW = {"dtype": "float64", "device": "cpu", "page_size": 16}
 NAMES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 

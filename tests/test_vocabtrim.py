@@ -12,6 +12,7 @@ import specker
 from specker import run
 from specker.runtime.vocab_scores import VocabScores
 
+pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 SHAPES = {"chain": {"draft_tokens": 5}, "tree": {"tree": "3x4"}}
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 

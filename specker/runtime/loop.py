@@ -496,13 +496,8 @@ def _emitted(
     stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
     drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
-    lost = bool(
-        head is not None
-        and head.kept
-        and not r.budget.part
-        and tokens[-1] not in head.known
-        and len(path) - 1 < r.depth
-    )
+    trimmed = head is not None and head.kept is not None and not r.budget.part
+    lost = bool(head is not None and trimmed and tokens[-1] not in head.known and len(path) - 1 < r.depth)
     if stop is not None:
         del sequence.text[len(sequence.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]

@@ -141,7 +141,7 @@ class Stats:
             "acceptance_length": self.acceptance_length,
             "accepted_per_position": self.accepted_per_position,
             "lengths": dict(sorted(self.lengths.items())),
-            **({"rests": dict(sorted(self.rests.items()))} if self.rests else {}),
+            "rests": dict(sorted(self.rests.items())),
             **({"copied": self.copied} if self.copied else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"diffusion": self.diffusion} if self.found else {}),
