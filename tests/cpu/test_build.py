@@ -178,7 +178,18 @@ def test_a_compiled_engine_has_no_remark(tmp_path):
 
 
 def run(cache: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specker.run", "--device", "cpu", "--strategy", "ar", "--max-new-tokens", "2", *args]
+    command = [
+        sys.executable,
+        "-m",
+        "specker.run",
+        "--device",
+        "cpu",
+        "--strategy",
+        "ar",
+        "--max-new-tokens",
+        "2",
+        *args,
+    ]
     env = {**os.environ, "SPECKER_CACHE": str(cache), "COLUMNS": "200", **env}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
 
