@@ -161,7 +161,7 @@ def _texts(batch: "Batch", n: int, length: int, sampling: Sampling) -> None:
 
 @torch.inference_mode()
 def _on_the_host(batch: "Batch", sampling: Sampling, asks: bool) -> None:
-    """A round that the host places, such as a text's first ones: other forms of the kernels than captured rounds use."""
+    """A round that the host places, such as a text's first: other forms of the kernels than captured rounds use."""
     length = batch.largest.depth + 2
     if length + batch.beyond > batch.target.config.max_context:
         return
