@@ -131,7 +131,7 @@ def test_levels(monkeypatch):
     with pytest.raises(ValueError, match="SPECKER_CPU=avx2 needs a processor with avx2, bmi2, f16c, fma"):
         build.level()
     monkeypatch.setenv("SPECKER_CPU", "nonsense")
-    with pytest.raises(ValueError, match="SPECKER_CPU must be one of avx512bf16, .*, portable, got 'nonsense'"):
+    with pytest.raises(ValueError, match=r"SPECKER_CPU must be one of avx512bf16, .*, portable, got 'nonsense'"):
         build.level()
 
 
