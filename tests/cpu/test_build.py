@@ -205,3 +205,14 @@ def test_the_command_line_says_so_once(tmp_path):
 def test_the_command_line_refuses_an_unknown_level(tmp_path):
     done = run(tmp_path / "cache", SPECKER_CPU="nonsense")
     assert done.returncode == 2 and "SPECKER_CPU must be one of" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_process_finds_the_same_library(tmp_path):
+    """The name must not depend on the order of a set, which differs by process."""
+    code = "from specker.cpu import build; print(build.library().name)"
+    names = set()
+    for seed in "0", "1", "2":
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+        names.add(done.stdout)
+    assert len(names) == 1
