@@ -80,7 +80,7 @@ def library(tell: Callable[[str], None] | None = None) -> Path:
     command = compiler()
     name, files = level(), sorted(SOURCES.iterdir())
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
-    digest.update(repr((FLAGS, LEVELS[name])).encode())
+    digest.update(repr((FLAGS, LEVELS[name][1])).encode())
     folder = root() / "cpu"
     path = folder / f"{name}-{digest.hexdigest()[:16]}.so"
     if path.exists():
