@@ -102,7 +102,7 @@ def test_loads_without_specker(folder):
     torch.save(inputs(), folder / "inputs.pt")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-I", "-B", "-c", ALONE, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
     assert done.returncode == 0, done.stderr
     size, *modules = done.stdout.split()
     assert int(size) > 1000 and modules == []

@@ -10,12 +10,9 @@ from make_checkpoint import make, oracle
 import specker
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
-from specker.kernels.linear import multiplies_bfloat16, row_linear
 from specker.kernels.quant import Quantized
-from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.model.config import CheckpointError
-from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.model.parts import Part
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 3}
@@ -208,18 +205,3 @@ def test_sizes_that_cannot_be_rounded_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"layers\.0.mlp.down_proj.weight cannot be quantised: int4 needs groups"):
         load(folder, dtype=torch.float32, device="cpu", quantize="int4")
     load(folder, dtype=torch.float32, device="cpu", quantize="int8")
-
-
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16 products")
-@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
-def test_a_prefill_multiplies_in_the_dtype_of_the_run(target, dtype, rows):
-    seen = []
-
-    def spy(x, weight, *rest, **how):
-        seen.append(x.dtype)
-        return row_linear(x, weight, *rest, **how)
-
-    model = Model(load(target, dtype=dtype, device="cpu", quantize="int8", pack=False), spy)
-    cache = KVCache(model.config, 128, dtype=model.dtype, device="cpu")
-    prefill(model, cache, list(range(1, 100)))
-    assert set(seen) == {rows} and len(seen) == 4 * SIZES["layers"]
