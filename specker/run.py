@@ -445,10 +445,10 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if page is not None:
         probe(page, "--view")
 
-    from specker.runtime.dist import collect
-    from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
+    with screen.progress("loading") as tell:  # torch alone takes more than a second
+        from specker.runtime.dist import collect
+        from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
-    with screen.progress("loading") as tell:
         engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
     ranks = engine.ranks
 

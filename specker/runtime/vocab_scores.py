@@ -96,22 +96,28 @@ class VocabScores:
         """Ids [K] int64 to keep, ascending: first `always`, then the most frequent ids, then the lowest ids for further
         rows. A coverage is that of held-out text if the file has it. Raises ValueError for a coverage without
         counts."""
-        first = sorted({i for i in always if 0 <= i < vocab_size})
-        ranked = self.ids[self.ids < vocab_size].tolist()
+        first = torch.tensor(sorted({i for i in always if 0 <= i < vocab_size}), dtype=torch.int64)
+        chosen = torch.zeros(vocab_size, dtype=torch.bool)
+        chosen[first] = True
         if keep.coverage is not None:
             mass = self._counts().cumsum(0) if self.held_out is None else self.held_out[1:-1]
             total = self.tokens if self.held_out is None else int(self.held_out[-1])
-            chosen = {*first, *self.ids[: int((mass < keep.coverage * total).sum()) + 1].tolist()}
-            return torch.tensor(sorted(i for i in chosen if i < vocab_size), dtype=torch.int64)
+            ids = self.ids[: int((mass < keep.coverage * total).sum()) + 1]
+            chosen[ids[ids < vocab_size]] = True
+            return chosen.nonzero()[:, 0]
         rows = keep.rows if keep.fraction is None else max(1, round(keep.fraction * vocab_size))
         assert rows is not None
-        order = dict.fromkeys((*first, *ranked, *range(vocab_size)))
-        return torch.tensor(sorted(list(order)[: max(rows, len(first))]), dtype=torch.int64)
+        for ids in (self.ids[self.ids < vocab_size], torch.arange(vocab_size)):
+            chosen[ids[~chosen[ids]][: max(0, rows - int(chosen.sum()))]] = True
+        return chosen.nonzero()[:, 0]
 
     def ranked(self, ids: Tensor) -> Tensor:
         """Sort ids [K] by this ranking; ids that never occurred come last, by id."""
-        place = {token: n for n, token in enumerate(self.ids.tolist())}
-        return torch.tensor(sorted(ids.tolist(), key=lambda i: (place.get(i, len(place)), i)), dtype=torch.int64)
+        ids = ids.sort().values
+        size = 1 + max(int(x.max()) if len(x) else 0 for x in (ids, self.ids))
+        place = torch.full((size,), len(self.ids))
+        place[self.ids] = torch.arange(len(self.ids))
+        return ids[place[ids].sort(stable=True).indices]
 
     def check(self, vocab_size: int, tokenizer: str | None, path: object) -> None:
         """Raise ValueError if the file shows that the ranking has another vocabulary. `path` is for the message. With

@@ -20,7 +20,7 @@ from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
-from specker.runtime.vocab_scores import tokenizer_hash
+from specker.runtime.vocab_memo import tokenizer_hash
 from specker.zoo import Family
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
@@ -44,8 +44,7 @@ class DraftContext:
     @property
     def tokenizer_hash(self) -> str | None:
         """The hash of the target's tokenizer; None without one."""
-        tokenizer = self.target.tokenizer_or_none
-        return None if tokenizer is None else tokenizer_hash(tokenizer)
+        return tokenizer_hash(self.target.tokens)
 
     def draft_model(self) -> Model:
         """A model of the draft checkpoint."""

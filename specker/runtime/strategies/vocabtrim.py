@@ -23,7 +23,7 @@ import torch
 from specker import zoo
 from specker.config import Options
 from specker.flags import opt, settle
-from specker.runtime import vocab_order, vocab_scores
+from specker.runtime import vocab_memo, vocab_scores
 from specker.runtime.dist import Ranks
 from specker.runtime.head import Kept
 from specker.runtime.model.checkpoint import Checkpoint
@@ -111,7 +111,7 @@ def ranking(
     tokenizer. Random weights without a score file keep the first ids. Arguments and errors as of `trimmed`."""
     trim: TrimOptions = options.trim
     vocab, tokenizer = target.config.vocab_size, target.tokenizer_or_none
-    digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
+    digest = vocab_memo.tokenizer_hash(target.tokens)
     if (path := trim.vocab_scores or bundled(digest, family)) is not None:
         scores = vocab_scores.read(path)
         scores.check(vocab, digest, path)
@@ -123,7 +123,7 @@ def ranking(
         )
     if options.load == "dummy":
         return Ranking(VocabScores(torch.arange(vocab), None), Keep(fraction=VOCAB_KEEP), "id")
-    order, counts = vocab_order.learnt(tokenizer, vocab), None
+    order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
     learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
     if learn != "off" and digest is not None and not options.stand_ins:
