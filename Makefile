@@ -9,7 +9,7 @@ ARCH   ?=
 QUESTIONS ?= 6
 MODEL  ?= smollm2
 STRATEGY_smollm2 := lookup
-STRATEGY_coder   := draft
+STRATEGY_coder := vocabtrim+lookup
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help

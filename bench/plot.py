@@ -144,6 +144,35 @@ def draw_end_to_end(rows: list[Row], title: str) -> Any:
     return figure
 
 
+def draw_peers(kinds: dict[str, list[Row]], dark: bool) -> Any:
+    """Tokens/s of each engine, a panel for each kind of prompt; for a light or a dark page. specker's bars are blue."""
+    from matplotlib.figure import Figure
+
+    ink, ours, theirs = ("#e6edf3", "#58a6ff", "#6e7681") if dark else ("#1f2328", "#0969da", "#afb8c1")
+    ways = [row["way"] for row in next(iter(kinds.values()))]
+    figure = Figure(figsize=(4.2 * len(kinds), 0.8 + 0.3 * len(ways)), layout="constrained")
+    figure.patch.set_alpha(0)
+    for axis, (kind, rows) in zip(
+        figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds.items(), strict=True
+    ):
+        found = {row["way"]: row for row in rows if "reason" not in row}
+        speeds = [found[way]["tokens_per_second"] if way in found else 0.0 for way in ways]
+        colors = [ours if way.startswith("specker") else theirs for way in ways]
+        bars = axis.barh(range(len(ways)), speeds, color=colors, height=0.7)
+        axis.bar_label(bars, [f" {speed:.0f}" for speed in speeds], fontsize=9, color=ink)
+        axis.set_yticks(range(len(ways)), ways, fontsize=9, color=ink)
+        axis.set_xticks([])
+        axis.invert_yaxis()
+        axis.margins(x=0.14)
+        axis.set_title(kind, fontsize=10, color=ink)
+        axis.set_facecolor("none")
+        axis.tick_params(length=0)
+        for side in axis.spines.values():
+            side.set_visible(False)
+    figure.supxlabel("tokens a second, whole requests", fontsize=9, color=ink)
+    return figure
+
+
 def markdown(rows: list[Row]) -> str:
     """The table of one pair: a row for each configuration, the columns of each temperature side by side."""
     temperatures = sorted({row["temperature"] for row in rows})
@@ -265,6 +294,12 @@ def main() -> None:
         show(machine, cases, runs)
         drawn = {"kernels": draw_kernels(timed, machine)} if timed else {}
         drawn |= {name: draw_end_to_end(run, machine) for name, run in runs.items()}
+        beside: dict[str, dict[str, list[Row]]] = {}  # target -> kind of prompts -> rows
+        for run in peers(rows).values():
+            if kind := run[0].get("categories"):
+                beside.setdefault(run[0]["target"], {})[kind] = run
+        for target, kinds in beside.items():
+            drawn |= {f"peers-{target}-{shade}": draw_peers(kinds, shade == "dark") for shade in ("light", "dark")}
         for name, figure in drawn.items():
             save(figure, folder / name)
             print(folder / f"{name}.svg", file=sys.stderr)

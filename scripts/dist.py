@@ -45,6 +45,9 @@ def check_contents(wheel: Path) -> None:
         raise ValueError(f"{wheel.name} holds {', '.join(sorted(strange))}, expected {package} alone")
     if Path(package, "py.typed") not in inside:
         raise ValueError(f"{wheel.name} lacks py.typed")
+    sources = {path.relative_to(ROOT) for path in (ROOT / package / "cpu" / "csrc").glob("*.[ch]")}
+    if missing := sources - set(inside):
+        raise ValueError(f"{wheel.name} lacks {min(missing)}")
     data = [name for name in inside if name.suffix in DATA]
     if package == "specker" and data:
         raise ValueError(f"{wheel.name} holds {data[0]}, but bundled models belong to specker-models")

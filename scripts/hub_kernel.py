@@ -9,8 +9,8 @@
 
 Several versions of a kernel may be loaded in one process, and beside specker itself. So a kernel imports its files
 relatively, and its ops are not in torch.ops.specker but in a namespace that ends with a hash of the source: `_ops.py`,
-which kernel-builder would generate, holds its name. The CPU kernels that numba compiles (native.py) stay out, because a
-kernel may depend on nothing but torch, and on what torch installs: numpy and Triton. torch's operators replace them.
+which kernel-builder would generate, holds its name. The compiled CPU kernels (specker/cpu) stay out, because a kernel
+may depend on nothing but torch, and on what torch installs: numpy and Triton. torch's operators replace them.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import sys
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[1] / "specker" / "kernels"
-LEFT_OUT = ("native.py",)
 DEPENDENCIES = ("torch", "triton", "numpy")
 BACKENDS = ("cpu", "cuda")
 VERSION = 0  # Hugging Face's convention for an interface that may still change
@@ -69,7 +68,7 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 def sources() -> dict[str, str]:
     """File name -> text of the kernel's source. Raises ValueError if a file needs what a kernel may not import."""
-    files = {path.name: relative(path.read_text()) for path in KERNELS.glob("*.py") if path.name not in LEFT_OUT}
+    files = {path.name: relative(path.read_text()) for path in KERNELS.glob("*.py")}
     files["registry.py"] = namespaced(files["registry.py"])
     for name, text in sorted(files.items()):
         if foreign := sorted(imports(text) - set(DEPENDENCIES) - set(sys.stdlib_module_names)):

@@ -446,10 +446,12 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         probe(page, "--view")
 
     with screen.progress("loading") as tell:  # torch alone takes more than a second
+        from specker.cpu import on_compile
         from specker.runtime.dist import collect
         from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
-        engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
+        with on_compile(screen.note):
+            engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
     ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer

@@ -32,7 +32,8 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
     path         accepted rows, from row 0
     exit         layers of the target that drafted (strategy del), else 0
     sequences    that shared the round
-    seconds      of the whole round by stage: prefill (of a drafter that missed tokens), draft, verify, accept, watch, commit
+    seconds      of the whole round by stage: prefill (of a drafter that missed tokens), draft, verify, accept, watch,
+                 commit
     outside      indices of `tokens` outside a trimmed head; missing without one
     diffusion    `runtime.stats.DiffusionStats` of a diffusion drafter's draft; missing without one
     names        text of the ids that this trace names for the first time, special tokens included; missing without any

@@ -141,7 +141,7 @@ def test_the_draft_is_accepted(temperature):
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
-def test_the_diffusion_drafter_is_accepted(temperature):
+def test_the_diffusion_drafter_is_accepted(temperature, cheap):
     engine = specker.load(strategy="diffuspec", **EXACT)
     stats = Stats()
     for row in specker.zoo.heldout()[:8]:

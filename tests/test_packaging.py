@@ -42,7 +42,12 @@ def test_built_distributions_work_outside_the_repository(tmp_path):
 
 SPECKER = (
     "specker-0.2.0-py3-none-any.whl",
-    ("specker/__init__.py", "specker/py.typed", "specker-0.2.0.dist-info/METADATA"),
+    (
+        "specker/__init__.py",
+        "specker/py.typed",
+        "specker-0.2.0.dist-info/METADATA",
+        *(f"specker/cpu/csrc/{path.name}" for path in sorted((ROOT / "specker" / "cpu" / "csrc").iterdir())),
+    ),
 )
 MODELS = "specker_models-0.2.0-py3-none-any.whl", (*sorted(dist.PYTHON), "specker_models/code-draft/config.json")
 
@@ -56,6 +61,7 @@ MODELS = "specker_models-0.2.0-py3-none-any.whl", (*sorted(dist.PYTHON), "specke
         (SPECKER, ("specker/zoo/code-draft/model.safetensors",), "bundled models belong to specker-models"),
         (MODELS, ("specker_models/train.py",), "holds specker_models/train.py, expected data"),
         ((SPECKER[0], SPECKER[1][:1]), (), "lacks py.typed"),
+        ((SPECKER[0], SPECKER[1][:-1]), (), "lacks specker/cpu/csrc/vector.h"),
     ],
 )
 def test_contents_of_a_wheel(tmp_path, wheel, more, error):
@@ -79,7 +85,7 @@ def test_a_wheel_that_is_too_large_is_refused(tmp_path, monkeypatch):
         dist.check_contents(tmp_path / SPECKER[0])
 
 
-HEAVY = ("transformers", "numba", "tokenizers", "huggingface_hub")
+HEAVY = ("transformers", "tokenizers", "huggingface_hub")
 
 
 @pytest.mark.parametrize(

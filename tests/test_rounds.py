@@ -65,7 +65,7 @@ BUNDLED = {
 
 
 @pytest.mark.parametrize(("strategy", "temperature"), cases.one_in(2, BUNDLED, [0.0, 0.7]))
-def test_the_bundled_family(bundled, strategy, temperature):
+def test_the_bundled_family(bundled, strategy, temperature, cheap):
     fast = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on", **BUNDLED[strategy])
     prompt = fast.encode(specker.zoo.PROMPTS[0])
     got = fast.generate(prompt, 32, temperature=temperature)
@@ -244,12 +244,12 @@ def test_caches_are_sound_after_every_round(pairs, shape, draft, beside, graphs)
             for slot, (sequence, _, tokens) in enumerate(batch.finish(r)):
                 text, kept = sequence.text, drafter.cache.exact_len[slot]
                 longest = max(longest, len(tokens))
-                assert fast.cache.exact_len[slot] == len(text) - 1 and kept >= len(text) - drafter.catch_up
+                assert fast.cache.exact_len[slot] == len(text) - 1 and kept >= len(text) - drafter.repeated
                 assert apart(fast.model, fast.cache, text, len(text) - 1, slot) < 1e-12
                 known = max(before[slot] if r.fixed else 0, kept)
                 assert apart(drafter.model, drafter.cache, text, known, slot) < 1e-12
     if draft == "itself" and shape in ("chain-5", "tree-3x4"):
-        assert longest == drafter.catch_up, "no draft was fully accepted: this proves little"
+        assert longest == drafter.repeated, "no draft was fully accepted: this proves little"
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
@@ -308,6 +308,7 @@ class Recorded:
             sequence = Sequence(slot, [5] * length, length, sampling if slot % 2 == 0 else DRAWS[0], Fixed(0, 0))
             for cache in batch.caches:
                 cache.take(slot, batch.columns(length))
+                cache.exact_len[slot] = length - 1  # a prompt's prefill is no part of a round
             batch.active.append(sequence)
             batch.state.load(slot, sequence)
         batch.see(1), batch.see(0)  # a recording's tables are not valid after it
@@ -634,6 +635,6 @@ def test_the_cost_of_watching_includes_the_uncaptured_round(monkeypatch):
         engine.trace = lambda row, rounds=rounds: rounds.append(row["seconds"])
         engine.generate(list(range(60)), 30)
         watched = [spent for spent in rounds if spent["watch"]]
-        stages = ("draft", "verify", "accept", "watch") if usual == 0 else ("watch",)
+        stages = ("prefill", "draft", "verify", "accept", "watch") if usual == 0 else ("watch",)
         assert len(watched) > 2 and told[0] == 0, "the prompt's rows cost no round"
         assert told[1:] == pytest.approx([sum(spent[stage] for stage in stages) for spent in watched])

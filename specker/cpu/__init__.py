@@ -11,7 +11,7 @@ The same functions as the ops in kernels/; nothing there needs this package.
 
 from specker.cpu.chain import Candidates, draft
 from specker.cpu.layers import BLOCK, Stack, fits, gumbel, product, restored, serves, takes
-from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, team
+from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, problem, team
 from specker.cpu.packed import Packed
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "gumbel",
     "on_compile",
     "one_torch_thread",
+    "problem",
     "product",
     "restored",
     "serves",

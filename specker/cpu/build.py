@@ -1,5 +1,5 @@
-"""Compiles csrc/ for this processor, once: the library lies in specker's cache, named by the sources, the compiler and
-the level of instructions.
+"""Compiles csrc/ for this processor, once: the library lies in specker's cache, named by the sources, the flags and the
+level of instructions.
 
 Any C compiler with GNU's vector extensions serves: $CC, cc, gcc, clang, or the PyPI package ziglang. Without one the
 reference operators decode, more slowly.
@@ -7,22 +7,23 @@ reference operators decode, more slowly.
 
 import atexit
 import hashlib
-import importlib.util
-import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock
 
 from specker.cache import root
 
+REMEDY = "install gcc or clang, or pip install ziglang"
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi", "-pthread")
 V3 = {"avx2", "fma", "f16c", "bmi2"}
@@ -39,14 +40,20 @@ LEVELS: dict[str, tuple[set[str], tuple[str, ...]]] = {
 }
 
 
+class Unavailable(Exception):
+    """The library cannot be compiled; the message says why, and what helps."""
+
+
 def level() -> str:
-    """The best level of this processor, or the one that SPECKER_CPU names. Raises ValueError for an unknown name."""
-    asked = os.environ.get("SPECKER_CPU")
+    """The best level of this processor, or the one that SPECKER_CPU names. Raises ValueError for an unknown name and
+    for a level that this processor does not have."""
+    asked, has = os.environ.get("SPECKER_CPU"), _features()
     if asked:
         if asked not in LEVELS:
             raise ValueError(f"SPECKER_CPU must be one of {', '.join(LEVELS)}, got {asked!r}")
+        if missing := LEVELS[asked][0] - has:
+            raise ValueError(f"SPECKER_CPU={asked} needs a processor with {', '.join(sorted(missing))}")
         return asked
-    has = _features()
     return next(name for name, (needed, _) in LEVELS.items() if needed <= has)
 
 
@@ -61,43 +68,42 @@ def _features() -> set[str]:
 
 def compiler() -> list[str] | None:
     """The command of a C compiler; None if there is none."""
-    asked = os.environ.get("CC")
-    names = [asked] if asked else ["cc", "gcc", "clang"]
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is not None:
-        return [found]
-    return [sys.executable, "-m", "ziglang", "cc"] if importlib.util.find_spec("ziglang") else None
+    asked = shlex.split(os.environ.get("CC", ""))  # such as "ccache gcc"
+    for command in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
+        if (program := shutil.which(command[0])) is not None:
+            return [program, *command[1:]]
+    return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else None
 
 
-def library(tell: Callable[[str], None] | None = None) -> Path | None:
-    """The compiled library; None if there is no compiler or it fails. `tell` gets a sentence if it has to compile."""
+def library(tell: Callable[[str], None] | None = None) -> Path:
+    """The compiled library. `tell` gets a sentence if it has to compile. Raises Unavailable."""
     command = compiler()
     name, files = level(), sorted(SOURCES.iterdir())
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
-    digest.update(repr((FLAGS, LEVELS[name])).encode())
+    digest.update(repr((FLAGS, LEVELS[name][1])).encode())  # not the set, whose order differs by process
     folder = root() / "cpu"
     path = folder / f"{name}-{digest.hexdigest()[:16]}.so"
     if path.exists():
         return path
     if command is None:
-        return None
+        raise Unavailable(f"there is no C compiler: {REMEDY}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "lock"):
-            if not path.exists():
-                if tell is not None:
-                    tell(f"compiling the CPU kernels ({name}): some seconds, once on this machine")
-                _compile(command, name, path)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError:  # the cache cannot be written: the library lives as long as this process
         folder = Path(tempfile.mkdtemp(prefix="specker-cpu-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         path = folder / path.name
-        _compile(command, name, path)
-    return path if path.exists() else None
+    with FileLock(folder / "lock"):
+        if not path.exists():
+            if tell is not None:
+                tell(f"compiling the CPU kernels ({name}): some seconds, once on this machine")
+            _compile(command, name, path)
+    return path
 
 
 def _compile(command: list[str], name: str, path: Path) -> None:
-    """Compile each source in a process of its own and link them. A failure leaves no file."""
+    """Compile each source in a process of its own and link them. A failure leaves no file. Raises Unavailable."""
     with tempfile.TemporaryDirectory(dir=path.parent) as there:
         flags = [*FLAGS, *LEVELS[name][1]]
         objects = {source: Path(there) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.c"))}
@@ -119,5 +125,6 @@ def _compile(command: list[str], name: str, path: Path) -> None:
                 linked.rename(path)
                 return
             errors.append(done.stderr)
-        said = next((line for text in errors for line in text.splitlines() if "error" in line), "no message")
-        logging.getLogger(__name__).warning("the CPU kernels could not be compiled with %s: %s", command[0], said)
+        lines = [line.strip() for text in errors for line in text.splitlines() if line.strip()]
+        said = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        raise Unavailable(f"{' '.join(command)} fails ({said}): {REMEDY}")

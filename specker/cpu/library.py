@@ -114,10 +114,12 @@ class ChainCall(Structure):
 
 
 @cache
-def _loaded() -> Any:
-    path = build.library(_tell)
-    if path is None:
-        return None
+def _loaded() -> tuple[Any, str | None]:
+    """(the library or None, why there is none)."""
+    try:
+        path = build.library(_tell)
+    except build.Unavailable as error:
+        return None, str(error)
     lib = ctypes.CDLL(str(path))
     lib.team_new.restype, lib.team_new.argtypes = c_void_p, [c_int, c_void_p, c_int]
     lib.product_of.argtypes = [c_void_p, POINTER(ProductCall)]
@@ -128,18 +130,23 @@ def _loaded() -> Any:
     lib.copy_rows.restype = None
     lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]
     lib.gumbel.restype = None
-    return lib
+    return lib, None
 
 
 def available() -> bool:
     """Whether the library is compiled or can be."""
-    return _loaded() is not None
+    return _loaded()[0] is not None
+
+
+def problem() -> str | None:
+    """Why the library cannot be compiled, and what helps; None if it can."""
+    return _loaded()[1]
 
 
 def native() -> Any:
-    lib = _loaded()
+    lib, why = _loaded()
     if lib is None:
-        raise RuntimeError("the CPU kernels are not compiled")
+        raise RuntimeError(f"the CPU kernels are not compiled: {why}")
     return lib
 
 

@@ -157,9 +157,11 @@ class Packed:
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weights [O, E], rounded to float32 and then to `dtype`."""
-        from specker.cpu.layers import restored
+        from specker.cpu import available, restored
 
-        return restored(self, dtype)
+        if available():
+            return restored(self, dtype)
+        return torch.cat([w.dequantised(torch.float32) for w in self.quantised()]).to(dtype)
 
     def quantised(self) -> Sequence[Quantized]:
         """The runs as `Quantized` matrices, without loss."""

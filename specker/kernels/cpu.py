@@ -7,6 +7,7 @@ the caches, so an operation costs as much as refetching its code. A numpy view o
 """
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,11 @@ _TYPES = (torch.float32, torch.float64)  # numpy has no bfloat16, and its float1
 
 @cache
 def native() -> Any:
-    """The CPU's compiled backend, specker.cpu; None if it is absent or cannot be compiled: torch's operators then
-    serve, more slowly."""
-    try:
-        from specker import cpu
-    except ImportError:  # these ops may be used without the package
+    """The CPU's compiled backend, specker.cpu; None if it cannot be compiled, or if these ops are a copy outside of the
+    package (scripts/hub_kernel.py). Torch's operators then serve, more slowly."""
+    if __name__ != "specker.kernels.cpu":
         return None
+    cpu: Any = import_module("specker.cpu")
     return cpu if cpu.available() else None
 
 

@@ -1,5 +1,6 @@
 """Compose models, options and a strategy into a decoder: the target with its cache, a drafter if any, and a batch."""
 
+from functools import cache as memoised
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def compose(
     head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)
     if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
         head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
-    known = Experience(Costs(lambda budget: draft_cost(budget, target, draft, head_cost)))
+    known = Experience(Costs(memoised(lambda budget: draft_cost(budget, target, draft, head_cost))))
     # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
     reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.self_drafting))
     policies = PolicyContext(o, target.config.num_layers, family, known, head_cost, reads)

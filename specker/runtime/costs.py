@@ -8,9 +8,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from specker.runtime.policy import Budget
 
 TABLE = 33  # sizes whose cost is tabulated
+SIZES: Any = np.arange(TABLE)
 # How far one round moves an estimate of the logarithm. Interruptions only ever lengthen a round, so an estimate rises
 # more slowly than it falls, and by at most a factor of two at once.
 RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
@@ -29,11 +32,12 @@ class Curve:
         self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
         self.ratios: dict[int, float] = {}  # of measured sizes, to the prior
         self._table: list[float] = []
+        self._priors: Any = None  # of the tabulated sizes
 
     def at(self, size: float) -> float:
         """The cost of this size over `factor`."""
         if not self._table:
-            self._table = [self.prior(x) * self._ratio(x) for x in range(TABLE)]
+            self._table = self._tabulated()
         below = int(size)
         if below == size and below < TABLE:
             return self._table[below]
@@ -68,6 +72,20 @@ class Curve:
         """Start from what another curve has measured."""
         self.factor, self.ratios, self._table = other.factor, dict(other.ratios), []
         return self
+
+    def _tabulated(self) -> list[float]:
+        """The costs of sizes 0 to TABLE - 1 over `factor`. Every round changes them, so all at once."""
+        if self._priors is None:
+            self._priors = np.array([self.prior(x) for x in range(TABLE)])
+        known = sorted(self.ratios)
+        if not known:
+            return self._priors.tolist()
+        values = [self.ratios[x] for x in known]
+        ratios = np.interp(SIZES, known, values)
+        if len(known) > 1:
+            slope = max((values[-1] - values[-2]) / (known[-1] - known[-2]), 0.0)
+            ratios += slope * np.maximum(SIZES - known[-1], 0)
+        return (self._priors * ratios).tolist()
 
     def _ratio(self, size: float) -> float:
         known = sorted(self.ratios)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specker import zoo
+from specker import cpu, zoo
 from specker.config import DTYPES, Options
 from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
@@ -55,6 +55,8 @@ def load(
         known = zoo.family_of(main_source.config)
         if known is None or parts.name not in known.drafts:
             raise ValueError(_no_draft(opts, target_source))
+    if where.type == "cpu" and (why := cpu.problem()) is not None:
+        notes["cpu"] = f"decoding is slow, because {why}"
     if dtype is None and where.type == "cpu":
         whole = ranks is None and opts.linear != "cublas"
         dtype = torch.bfloat16 if whole and served(main_source.config) else torch.float32

@@ -39,6 +39,9 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
     for how in ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters)):
         engine.generate([0, 0], 8, **how)
         engine.generate_ar([0, 0], 2, **how)
+        if batch.fixed and batch.drafter is not None:
+            with engine.in_memory():
+                _on_the_host(batch, Sampling(**how), engine.policy().confident)
     if engine.captures:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
             engine.generate([0] * min(length, engine.max_context - 2), 2)
@@ -154,6 +157,20 @@ def _texts(batch: "Batch", n: int, length: int, sampling: Sampling) -> None:
             cache.exact_len[slot] = length - 1
         batch.active.append(sequence)
         batch.state.load(slot, sequence)
+
+
+@torch.inference_mode()
+def _on_the_host(batch: "Batch", sampling: Sampling, asks: bool) -> None:
+    """A round that the host places, such as a text's first: other forms of the kernels than captured rounds use."""
+    length = batch.largest.depth + 2
+    if length + batch.beyond > batch.target.config.max_context:
+        return
+    _texts(batch, 1, length, sampling)
+    if all(cache.grow(0, batch.columns(length)) for cache in batch.caches):
+        r = batch.new_round(batch.largest, False)
+        r.asks = asks
+        launch(r, batch.target, batch.cache, batch.drafter)
+    batch.clear()
 
 
 def _drafted(batch: "Batch", n: int, before: int, length: int, sampling: Sampling, budget: Budget, asks: bool) -> None:

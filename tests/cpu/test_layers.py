@@ -1,20 +1,10 @@
-"""The compiled CPU kernels against torch, and the promise that a row's bits do not depend on other rows."""
-
-import os
-import subprocess
-import sys
-import threading
+"""The compiled layers against run_layers, and the promise that a row's bits do not depend on other rows."""
 
 import pytest
 import torch
 from make_checkpoint import make
-from numba import njit
-from torch.nn import functional as F
 
-import specker
-from specker.kernels import linear, native
-from specker.kernels.linear import row_linear
-from specker.runtime import loop
+from specker.cpu import Packed
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Final, Model, forward, prefill
@@ -23,56 +13,9 @@ from specker.runtime.strategies.easyspec import LayerParallel, Schedule
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "half"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
-)
-@pytest.mark.parametrize("O", [1, 3, 46, 961])
-def test_product(O, dtype, half):
-    torch.manual_seed(0)
-    w, every = torch.randn(O, 96).to(dtype), torch.randn(70, 96)
-    if half:
-        every = every.bfloat16().float()  # then rounding x loses nothing
-    alone = torch.cat([native.product(row[None], w, half) for row in every])
-    for T in (1, 2, 3, 5, 6, 7, 16, 70):
-        y = native.product(every[:T], w, half)
-        assert torch.equal(y, alone[:T]), "a row's bits depend on other rows"
-    exact = every.double() @ w.double().T
-    assert (alone - exact).abs().max() < 96 * 2**-24 * float((every.abs() @ w.float().abs().T).max())
-
-
-@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_row_linear_takes_float32_rows_beside_bfloat16_weights(epilogue, bias):
-    torch.manual_seed(0)
-    for w in (torch.randn(600, 512).bfloat16(), torch.randn(30, 33).bfloat16()):  # compiled; torch's own
-        x, b = torch.randn(5, w.shape[1]), torch.randn(len(w)) if bias else None
-        y = F.linear(x, w.float(), b)
-        if epilogue == "silu_mul":
-            gate, up = y.chunk(2, dim=-1)
-            y = F.silu(gate) * up
-        got = row_linear(x, w, b, epilogue)
-        assert got.dtype == torch.float32 and (got - y).abs().max() < 0.02 * y.abs().max()
-
-
-def test_a_cpu_without_bfloat16_products_rounds_only_the_weight(monkeypatch):
-    w, x = torch.randn(30, 33).bfloat16(), torch.randn(5, 33)
-    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: False)
-    torch.testing.assert_close(row_linear(x, w), x @ w.float().T)
-    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
-    assert (row_linear(x, w) - x @ w.float().T).abs().max() > 1e-3
-
-
-def test_it_tells_once_when_something_is_compiled():
-    told = []
-    with native.on_compile(lambda: told.append(1)):
-        for _ in range(2):
-            njit(lambda x: x + 1)(1)
-    njit(lambda x: x + 2)(1)
-    assert told == [1]
-
-
-def model_of(folder, arch="llama", dtype=torch.float32, quantize=None, **sizes):
-    checkpoint = load(make(folder, arch, **{**SIZES, **sizes}), dtype=dtype, device="cpu", quantize=quantize)
+def model_of(folder, arch="llama", dtype=torch.float32, quantize=None, activations=None, **sizes):
+    source = make(folder, arch, **{**SIZES, **sizes})
+    checkpoint = load(source, dtype=dtype, device="cpu", quantize=quantize, activations=activations)
     model = Model(checkpoint)
     assert model.stack is not None, "the compiled kernels decline these sizes"
     return model
@@ -152,6 +95,79 @@ def test_slices_of_layers_and_groups(tmp_path):
         assert near(got, want) and all(near(a, b) for a, b in zip(kv, kv_, strict=True))
 
 
+def whole(packed):
+    """The same model with its matrices restored to float32, for run_layers."""
+    model = Model(packed)
+    model.stack = None
+    model.embed = restored(model.embed)
+    model.head = restored(model.head)
+    model.layers = [
+        layer._replace(
+            attention=layer.attention._replace(qkv=restored(layer.attention.qkv), o=restored(layer.attention.o)),
+            mlps=tuple(m._replace(gate_up=restored(m.gate_up), down=restored(m.down)) for m in layer.mlps),
+        )
+        for layer in model.layers
+    ]
+    return model
+
+
+def restored(weight):
+    return weight.dequantised(torch.float32) if isinstance(weight, Packed) else weight.float()
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "dream"])
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+def test_packed_layers_prefill_a_long_prompt(tmp_path, arch, quantize):
+    """In several chunks over many pages; a bidirectional model sees all of its own. Against torch's operators with the
+    restored weights; what the cache held before must not be read."""
+    folder = make(tmp_path, arch, **SIZES, max_context=512)
+    checkpoint = load(folder, dtype=torch.float32, device="cpu", quantize=quantize, activations="float32")
+    model, text = Model(checkpoint), [n * 7 % 128 for n in range(300)]
+    assert model.stack is not None and model.stack.packed and model.config.causal == (arch != "dream")
+    found = []
+    for one in (model, whole(checkpoint)):
+        cache = KVCache(one.config, 512, dtype=torch.float32, device="cpu", page_size=16)
+        cache.k.fill_(torch.nan if one is model else 0), cache.v.fill_(torch.nan if one is model else 0)
+        taps = prefill(one, cache, text, taps=(0, 2, 4), last=20)
+        assert cache.exact_len[0] == 300 and taps.keys() == {0, 2, 4}
+        with torch.inference_mode():
+            rows = forward(one, cache, cache.after([300], [3]), one.embed_tokens(torch.arange(3))).hidden
+        written = cache.slots(0, 0, 303)
+        kv = [x.flatten(1, 2)[:, written] for x in (cache.k, cache.v)]
+        found.append([*taps.values(), rows, one.logits(Final(rows)), *kv])
+    for got, want in zip(*found, strict=True):
+        assert got.shape == want.shape and near(got, want)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_activations_in_eight_bits_change_little(tmp_path, quantize):
+    """And they change something: they are used by default."""
+    hidden = []
+    for activations in (None, "int8", "bfloat16", "float32"):
+        model, text = model_of(tmp_path, quantize=quantize, activations=activations), list(range(1, 40))
+        hidden.append(prefill(model, cache_of(model), text, taps=(4,), last=39)[4])
+    default, eight, half, exact = hidden
+    assert torch.equal(default, eight)
+    for got, most in ((eight, 0.05), (half, 0.03)):
+        assert 1e-5 < (got - exact).norm() / exact.norm() < most
+
+
+def test_slots_that_must_not_be_read(tmp_path):
+    """A tree and a batch beside NaN, in pages of their own and in the rest of the last page."""
+    model = model_of(tmp_path, quantize="int4")
+    texts, parents = (list(range(1, 4)), list(range(1, 41))), torch.tensor([[-1, 0, 0, 1, 2]] * 2)
+    found = []
+    for value in (0.0, torch.nan):
+        cache = cache_of(model, 2)
+        cache.k.fill_(value), cache.v.fill_(value)
+        for slot, text in enumerate(texts):
+            prefill(model, cache, text, slot=slot)
+        rows = cache.place(torch.tensor([3, 40]), 0, 0, 5, parents)
+        with torch.inference_mode():
+            found.append(forward(model, cache, rows, model.embed_tokens(torch.arange(10))).hidden)
+    assert found[1].isfinite().all() and torch.equal(*found)
+
+
 FORMS = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (None, "int8", "int4", "fp8")]
 
 
@@ -217,103 +233,9 @@ def test_one_thread_gives_the_same_bits(tmp_path):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_torch_runs_one_thread_while_rounds_run(tmp_path, monkeypatch):
-    """Its others would spin on the team's cores. The caller's setting returns after every round, failed ones too."""
-    target = str(make(tmp_path / "target", "llama", **SIZES))
-    engine = specker.load(target, strategy="lookup", dtype="float32")
-    seen, before, launch = [], torch.get_num_threads(), loop.launch
-
-    def watched(*args):
-        seen.append((torch.get_num_threads(), native.team().size))
-        return launch(*args)
-
-    monkeypatch.setattr(loop, "launch", watched)
-    torch.set_num_threads(2)
-    try:
-        for _ in engine.stream([1, 2, 3], 4):
-            assert torch.get_num_threads() == 2
-        assert seen and set(seen) == {(1, 2)}
-        monkeypatch.setattr(loop, "launch", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.generate([1, 2, 3], 4)
-        assert torch.get_num_threads() == 2 and native.team().size == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_large_batches_keep_torchs_threads(tmp_path, monkeypatch):
-    """Their passes have more rows than the compiled kernels take, so torch multiplies."""
-    engine = specker.load(str(make(tmp_path, "llama", **SIZES)), strategy="lookup", dtype="float32", batch_size=64)
-    seen, launch = set(), loop.launch
-    monkeypatch.setattr(loop, "launch", lambda *args: (seen.add(torch.get_num_threads()), launch(*args))[1])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        engine.generate([1, 2, 3], 4)
-    finally:
-        torch.set_num_threads(before)
-    assert seen == {2}
-
-
 def test_sizes_that_the_kernels_decline(tmp_path):
     for sizes in ({"head_dim": 16}, {"hidden": 40}, {"ffn": 100}):
         checkpoint = load(make(tmp_path / str(sizes), "llama", **{**SIZES, **sizes}), dtype=torch.float32, device="cpu")
         assert Model(checkpoint).stack is None
     wide = load(make(tmp_path / "wide", "llama", **SIZES), dtype=torch.float64, device="cpu")
     assert Model(wide).stack is None
-
-
-def test_threads_may_call_at_once():
-    """Two Python threads share the team without mixing their results."""
-    torch.manual_seed(0)
-    w, xs = torch.randn(999, 64), [torch.randn(4, 64) for _ in range(2)]
-    want = [native.product(x, w) for x in xs]
-    wrong = []
-
-    def work(n):
-        for _ in range(200):
-            if not torch.equal(native.product(xs[n], w), want[n]):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "the team is stuck"
-    assert not wrong
-
-
-FORK = """
-import os, torch
-from specker.kernels import native
-torch.set_num_threads(2)
-w, x = torch.randn(300, 64), torch.randn(2, 64)
-want = native.product(x, w)
-pid = os.fork()
-if pid == 0:
-    os._exit(0 if torch.equal(native.product(x, w), want) else 1)
-raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-def test_a_forked_process_has_a_team_of_its_own():
-    assert subprocess.run([sys.executable, "-c", FORK], timeout=120, check=False).returncode == 0
-
-
-BOUND = """
-import os, torch
-torch.set_num_threads(2)
-torch.randn(300, 300) @ torch.randn(300, 300)  # starts OpenMP's threads
-from specker.kernels import native
-native.product(torch.randn(1, 64), torch.randn(300, 64))
-masks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
-assert os.sched_getaffinity(0) == {min(set().union(*masks))}, "the main thread is not bound"
-assert set().union(*masks) in masks, masks
-"""
-
-
-@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: "1")(0)) < 2, reason="needs two CPUs")
-def test_a_team_leaves_the_cpu_that_openmp_bound_its_caller_to():
-    env = {**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": "2"}
-    assert subprocess.run([sys.executable, "-c", BOUND], timeout=120, check=False, env=env).returncode == 0

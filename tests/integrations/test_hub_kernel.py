@@ -14,14 +14,14 @@ from specker.kernels import accept_walk, ancestor_words, kv_commit, sample_rows,
 
 kernels = pytest.importorskip("kernels", reason="Hugging Face's `kernels` is not installed")
 
-# Runs where neither specker nor numba can be imported, without the paths and variables of this process.
+# Runs where specker cannot be imported, without the paths and variables of this process.
 ALONE = """
 import sys
 from pathlib import Path
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("specker", "numba", "llvmlite"):
+        if name.split(".")[0] == "specker":
             raise ModuleNotFoundError(f"{name} must not be imported")
 
 sys.meta_path.insert(0, Absent())
@@ -151,7 +151,7 @@ def test_metadata_and_project_are_valid(folder):
     assert [str(backend) for backend in Build.open(fresh).general.backends] == list(hub_kernel.BACKENDS)
     source = {path.name: path.read_text() for path in (fresh / "torch-ext" / "specker").iterdir()}
     assert source == {name: (variant / name).read_text() for name in source}
-    assert "_ops.py" not in source and "native.py" not in source
+    assert "_ops.py" not in source
 
 
 def test_namespace_changes_with_the_source(tmp_path, monkeypatch):
@@ -169,9 +169,13 @@ def test_refusals(tmp_path, monkeypatch):
         hub_kernel.write(tmp_path)
     with pytest.raises(ValueError, match=r"once in registry\.py, found it 0 times"):
         hub_kernel.namespaced("import torch\n")
-    monkeypatch.setattr(hub_kernel, "LEFT_OUT", ())
+    for name in ("__init__.py", "registry.py", "odd.py"):
+        (tmp_path / name).write_text("import torch\n")
+    (tmp_path / "odd.py").write_text("import torch, transformers\nimport safetensors.torch\n")
+    monkeypatch.setattr(hub_kernel, "KERNELS", tmp_path)
+    monkeypatch.setattr(hub_kernel, "namespaced", lambda text: text)
     with pytest.raises(
-        ValueError, match=r"native\.py imports llvmlite, numba; a kernel may import torch, triton, numpy"
+        ValueError, match=r"odd\.py imports safetensors, transformers; a kernel may import torch, triton, numpy"
     ):
         hub_kernel.sources()
     assert hub_kernel.imports("def f():\n    from specker.runtime import x\nfrom . import y") == {"specker"}

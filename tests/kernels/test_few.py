@@ -3,12 +3,14 @@
 import pytest
 import torch
 from formulas import randn
+from torch.nn import functional as F
 
-from specker.kernels import attention
+from specker.kernels import attention, linear
 from specker.kernels.ancestors import ancestor_words
 from specker.kernels.attention import _few_rows, tree_attention, tree_attention_ref
 from specker.kernels.cpu import FEW_ROWS
 from specker.kernels.kv import _kv_calibrate_few, kv_calibrate_ref
+from specker.kernels.linear import row_linear
 from specker.kernels.merge import _residual_merge_few, add_norm, residual_merge, residual_merge_ref
 
 DTYPES = [torch.float32, torch.float64]
@@ -249,3 +251,25 @@ def test_a_graph_holds_the_op_and_not_its_cpu_form(strict):
     ops = [node.target for node in program.graph.nodes if "specker" in str(node.target)]
     assert ops == [torch.ops.specker.residual_merge.default] * 2
     assert all(map(close, program.module()(x, w), Layer()(x, w)))
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_linear_takes_float32_rows_beside_bfloat16_weights(epilogue, bias):
+    torch.manual_seed(0)
+    for w in (torch.randn(600, 512).bfloat16(), torch.randn(30, 33).bfloat16()):  # compiled; torch's own
+        x, b = torch.randn(5, w.shape[1]), torch.randn(len(w)) if bias else None
+        y = F.linear(x, w.float(), b)
+        if epilogue == "silu_mul":
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        got = row_linear(x, w, b, epilogue)
+        assert got.dtype == torch.float32 and (got - y).abs().max() < 0.02 * y.abs().max()
+
+
+def test_a_cpu_without_bfloat16_products_rounds_only_the_weight(monkeypatch):
+    w, x = torch.randn(30, 33).bfloat16(), torch.randn(5, 33)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: False)
+    torch.testing.assert_close(row_linear(x, w), x @ w.float().T)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
+    assert (row_linear(x, w) - x @ w.float().T).abs().max() > 1e-3

@@ -7,7 +7,8 @@ import pytest
 import torch
 from formulas import chi_square_bound
 
-from specker.kernels import native, noise
+from specker import cpu
+from specker.kernels import noise
 from specker.kernels.noise import add_gumbel_, gumbel, gumbel_cost, gumbel_ref, philox4x32
 
 MASK = 0xFFFFFFFF
@@ -132,14 +133,17 @@ def test_extreme_integers_stay_finite_and_precise():
     torch.testing.assert_close(g[:9].double(), exact, rtol=2e-7, atol=2e-7)
 
 
-def test_compiled_logarithms_are_precise_at_both_ends():
-    """And torch's serve where nothing is compiled."""
-    words = [0, 1, 2, 1000, (1 << 23) - 1, 1 << 24, 1 << 31, (1 << 32) - 1]
-    for word in words:
-        u = min((np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(noise.U_MAX))
-        exponential = -native._log(np.float32(1) - u, u)
-        assert exponential == pytest.approx(-math.log1p(-float(u)), rel=2e-7)
-        assert native._log(exponential, np.float32(1)) == pytest.approx(math.log(exponential), rel=3e-7, abs=3e-7)
+def test_compiled_noise_is_the_formula():
+    """At every size of a run of ids, over all 32 bits of the words: also where log's argument is close to one."""
+    position = torch.tensor([5, (1 << 40) + 3])
+    for padded in (4, 60, 64, 68, 4096):
+        got = cpu.gumbel(11, position, padded)
+        assert torch.equal(got, cpu.gumbel(11, position, 4096)[:, :padded])
+        torch.testing.assert_close(got, gumbel_ref(11, position, padded), rtol=5e-7, atol=5e-7)
+    extremes = cpu.gumbel(3, torch.arange(64), 65536)
+    exact = gumbel_ref(3, torch.arange(64), 65536).double()
+    assert extremes.max() > 13.5 and extremes.min() < -2.6  # of four million draws
+    torch.testing.assert_close(extremes.double(), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_noise_without_compiled_kernels(monkeypatch):

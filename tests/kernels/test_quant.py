@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specker.kernels import native, quant
-from specker.kernels.linear import multiplies_bfloat16, row_linear
+from specker.kernels import quant
+from specker.kernels.linear import row_linear
 from specker.kernels.quant import Quantized
 from specker.kernels.topk import vocab_topk
 
@@ -61,8 +61,6 @@ def test_the_weights_are_those_of_the_formula(form):
     want = slow(w)
     assert torch.equal(w.dequantised(torch.float32), want.float())
     assert torch.equal(w.dequantised(torch.bfloat16), want.float().bfloat16())
-    assert torch.equal(native.restored(w, torch.float32), want.float())
-    assert torch.equal(native.restored(w, torch.bfloat16), want.float().bfloat16())
     assert w.shape == (3, 64) and w.numel() == 192 and len(w) == 3 and w.group == (form[1] or 64)
     assert w.nbytes == sum(part.nbytes for part in w.parts)
 
@@ -71,27 +69,6 @@ def test_packing_is_undone():
     q = torch.randint(0, 16, (5, 96), dtype=torch.uint8)
     assert torch.equal(quant.unpacked(quant.packed(q)), q)
     assert quant.packed(q)[0, 3] == q[0, 3] | q[0, 19] << 4  # GGUF's order: the halves of 32
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("O", [1, 3, 46, 257])
-def test_a_product_is_that_of_the_float32_weights(form, O):
-    torch.manual_seed(0)
-    w, every = matrix(*form, O, 192), torch.randn(20, 192)
-    dense = w.dequantised(torch.float32)
-    for T in (1, 2, 3, 5, 6, 7, 20):
-        assert torch.equal(native.product(every[:T], w), native.product(every[:T], dense)), "bits differ"
-
-
-@pytest.mark.parametrize("form", [form for form in FORMATS if form[1] != 16], ids=str)
-@pytest.mark.parametrize("O", [1, 3, 46, 257])
-def test_a_product_in_bfloat16_is_that_of_the_bfloat16_weights(form, O):
-    """A processor without such products rounds no weight."""
-    torch.manual_seed(0)
-    w, every = matrix(*form, O, 192), torch.randn(20, 192)
-    dense = w.dequantised(torch.bfloat16 if multiplies_bfloat16() else torch.float32)
-    for T in (1, 2, 3, 5, 6, 7, 20):
-        assert torch.equal(native.product(every[:T], w, True), native.product(every[:T], dense, True)), "bits differ"
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 from make_checkpoint import make
+from packings import exact
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import specker
-from specker.runtime.model import gguf
+from specker.cpu.packed import FORMATS, Packed, pack
+from specker.runtime.model import blocks, gguf
+from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.model.config import CheckpointError
+from specker.runtime.model.decoder import Final, Model, prefill
 from specker.runtime.model.tokens import Tokens
 
 writer = pytest.importorskip("gguf")
@@ -44,8 +48,34 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{NAMES[rest]}.weight"
 
 
-def write(path: Path, folder: Path, kind: str = "Q8_0", arch: str = "llama") -> Path:
-    """The tiny Llama in `folder` as a GGUF file with a byte-level tokenizer and a chat template."""
+def quantised(x: np.ndarray, kind: str) -> np.ndarray:
+    """Blocks of `kind`: x rounded, or random numbers where the package `gguf` does not round."""
+    type_ = writer.GGMLQuantizationType[kind]
+    try:
+        return writer.quants.quantize(np.ascontiguousarray(x), type_)
+    except NotImplementedError:
+        return random_blocks(kind, x.shape[0], x.shape[1], seed=x.size)
+
+
+def random_blocks(kind: str, O: int, E: int, seed: int = 0) -> np.ndarray:
+    """Blocks of a K format with random bytes, of weights about 0.1."""
+    rng = np.random.default_rng(seed)
+    weights, size, _ = blocks.READERS[kind]
+    out = rng.integers(0, 256, (O, E // weights, size), dtype=np.uint8)
+    spread, middle = {"Q4_K": (224, 7.5), "Q5_K": (480, 15.5), "Q6_K": (1330, 0)}[kind]
+    d = (0.1 * (0.5 + rng.random((O, E // weights, 1))) / spread).astype(np.float16)
+    at = 208 if kind == "Q6_K" else 0
+    out[..., at : at + 2] = d.view(np.uint8)
+    if middle:  # d s q - m t is about 0 on average
+        out[..., 2:4] = (d * np.float16(middle)).view(np.uint8)
+    return out.reshape(O, -1)
+
+
+def write(
+    path: Path, folder: Path, kind: str = "Q8_0", arch: str = "llama", kinds: dict[str, str] | None = None
+) -> Path:
+    """The tiny Llama in `folder` as a GGUF file with a byte-level tokenizer and a chat template. `kinds`: formats of
+    single tensors, by a part of their names."""
     config = json.loads((folder / "config.json").read_text())
     out = writer.GGUFWriter(path, arch)
     out.add_block_count(config["num_hidden_layers"])
@@ -74,9 +104,8 @@ def write(path: Path, folder: Path, kind: str = "Q8_0", arch: str = "llama") -> 
         if "q_proj" in name or "k_proj" in name:  # GGUF interleaves the halves that RoPE rotates
             count = heads[name.split("self_attn.")[1][0]]
             x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-        type_ = writer.GGMLQuantizationType[kind if x.ndim == 2 else "F32"]
-        data = writer.quants.quantize(np.ascontiguousarray(x), type_)
-        out.add_tensor(gguf_name(name), data, raw_dtype=type_)
+        own = next((other for part, other in (kinds or {}).items() if part in name), kind) if x.ndim == 2 else "F32"
+        out.add_tensor(gguf_name(name), quantised(x, own), raw_dtype=writer.GGMLQuantizationType[own])
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -109,6 +138,64 @@ def test_the_weights_are_those_of_transformers(tmp_path: Path, kind: str, tied: 
     prompt = [5, 17, 80, 3, 41]
     want = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=96)
     assert engine.generate(prompt, 20).tokens == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", blocks.READERS)
+def test_blocks_are_read_as_the_package_dequantises_them(kind: str) -> None:
+    x = np.random.default_rng(0).standard_normal((21, 512), dtype=np.float32)
+    x[0, :32] = 0
+    data = quantised(x, kind)
+    n = blocks.read(kind, torch.from_numpy(data))
+    want = torch.from_numpy(writer.quants.dequantize(data, writer.GGMLQuantizationType[kind]))
+    got = pack(n).dequantised(torch.float32)
+    # The package rounds up to three times, packed weights once.
+    assert ((got.double() - want.double()).abs() <= 3 * 2**-24 * exact(n).most).all() and got.std() > 0.05
+    assert (
+        pack(n).nbytes <= FORMATS[n.format].bytes_of(21, 512) and len(n.codes.unique()) == 1 << FORMATS[n.format].bits
+    )
+
+
+MIXED = {
+    "q_proj": "Q4_K",
+    "k_proj": "Q5_K",
+    "v_proj": "Q6_K",
+    "o_proj": "Q5_0",
+    "gate_proj": "Q5_1",
+    "up_proj": "Q4_1",
+    "down_proj": "Q8_0",
+    "embed_tokens": "Q6_K",
+    "lm_head": "Q4_0",
+}
+PROMPT = [5, 17, 80, 3, 41]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_many_formats(tmp_path: Path, tied: bool) -> None:
+    """Its matrices stay packed, those with parts in three formats too. Prefill and steps in float32 give transformers'
+    logits; activations in eight bits keep speculation lossless."""
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "vocab": 320, "layers": 2}
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", tied=tied, **sizes), kinds=MIXED)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float64)
+    text = [n * 7 % 320 for n in range(100)]
+    with torch.inference_mode():
+        want = oracle(torch.tensor([text])).logits[0]
+    checkpoint = load(file, dtype=torch.float32, device="cpu", activations="float32")
+    w = checkpoint.weights
+    assert checkpoint.quantised == "int4 and int5 and int6 and int8" and not checkpoint.restored
+    assert [run.format for run in w.qkv[0].runs] == ["int4 super", "int5 super", "int6 sixteen"]
+    assert isinstance(w.embed, Packed) and (w.head is w.embed) is tied
+    model = Model(checkpoint)
+    cache = KVCache(model.config, 128, dtype=torch.float32, device="cpu")
+    rows = prefill(model, cache, text, taps=(2,), last=100)[2]
+    with torch.inference_mode():
+        got = model.logits(Final(rows))
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+    plain = specker.load(file, strategy="ar", dtype="float64", device="cpu")
+    made = oracle.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=96)
+    assert plain.generate(PROMPT, 20).tokens == made[0, len(PROMPT) :].tolist()
+    for strategy in ("lookup", "del"):
+        engine = specker.load(file, strategy=strategy, device="cpu")
+        assert engine.check(PROMPT, engine.generate(PROMPT, 30), 30).identical
 
 
 def test_a_folder_with_one_file_and_its_tokenizer(model: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from make_checkpoint import make, oracle
 
 import specker
+from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
 from specker.kernels.linear import multiplies_bfloat16, row_linear
 from specker.kernels.quant import Quantized
@@ -58,17 +59,18 @@ def test_tokens_are_those_of_transformers_with_the_rounded_weights(tmp_path, kin
     assert tied or exact.generate(PROMPT, 30).tokens != want, "rounding changed nothing: this proves little"
 
 
+@pytest.mark.parametrize(("pack", "matrix"), [(True, Packed), (False, Quantized)])
 @pytest.mark.parametrize("kind", quant.KINDS)
-def test_the_run_keeps_the_bits(target, kind):
-    kept = load(target, dtype=torch.float32, device="cpu", quantize=kind)
+def test_the_run_keeps_the_bits(target, kind, pack, matrix):
+    kept = load(target, dtype=torch.float32, device="cpu", quantize=kind, pack=pack)
     exact = load(target, dtype=torch.float64, device="cpu", quantize=kind)
     w = kept.weights
     assert kept.quantised == ("int4 and int8" if kind == "int4" else kind) and exact.quantised is None
-    assert isinstance(w.head, Quantized) and isinstance(w.embed, torch.Tensor)
+    assert isinstance(w.head, matrix) and isinstance(w.embed, torch.Tensor)
     for name in ("qkv", "o", "gate_up", "down"):
         for n in range(3):
             one = getattr(w, name)[n]
-            assert one.kind == kind
+            assert isinstance(one, matrix) and one.kinds == {kind}
             assert torch.equal(one.dequantised(torch.float64), getattr(exact.weights, name)[n])
     assert torch.equal(w.head.dequantised(torch.float64), exact.weights.head)
     assert torch.equal(w.embed.double(), exact.weights.embed), "a tied embedding is not rounded"
@@ -129,7 +131,7 @@ def test_a_cpu_without_the_kernels_restores(target, monkeypatch):
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_random_weights_are_rounded_too(target, kind):
     ck = load(target, dtype=torch.float32, device="cpu", quantize=kind, random=0)
-    assert ck.weights.gate_up[2].kind == kind and ck.weights.norm.eq(1).all()
+    assert ck.weights.gate_up[2].kinds == {kind} and ck.weights.norm.eq(1).all()
     assert 0.015 < ck.weights.gate_up[2].dequantised(torch.float32).std() < 0.025
 
 
@@ -142,8 +144,8 @@ def own_format(folder: Path, source: Path, kind: str, group: int) -> Path:
     for name, x in load_file(source / "model.safetensors").items():
         if "proj" in name:
             w, module = quant.quantised(x, kind, group), name.removesuffix(".weight")
-            tensors |= {f"{module}.{part}": y for part, y in zip(("q", "scale", "shift"), w.parts, strict=False)}
-            modules[module] = (kind, group, "F16", w.shift is not None)
+            (run,) = of_quantised(w).runs
+            tensors[f"{module}.packed"], modules[module] = run.data, run.format
         else:
             tensors[name] = x
     save_file(tensors, folder / "model.safetensors")
@@ -175,20 +177,25 @@ def test_groups_cannot_be_cut_by_ranks(target, tmp_path):
 def test_quantised_checkpoints_may_be_rounded_again(target, tmp_path, requantised):
     folder = own_format(tmp_path / "own", target, "int4", 32)
     stored = load(folder, dtype=torch.float32, device="cpu")
-    assert stored.quantised == "int4" and isinstance(stored.weights.head, torch.Tensor)
+    assert (
+        isinstance(stored.weights.o[0], Packed)
+        and stored.quantised == "int4"
+        and isinstance(stored.weights.head, torch.Tensor)
+    )
     assert read_config(folder).hidden_size == 64
     got = load(folder, dtype=torch.float32, device="cpu", quantize=requantised)
     assert got.quantised == {None: "int4", "int8": "int8", "none": None}[requantised]
     want = stored.weights.o[0].dequantised(torch.float32)
     one = got.weights.o[0]
-    one = one.dequantised(torch.float32) if isinstance(one, Quantized) else one
+    one = one if isinstance(one, torch.Tensor) else one.dequantised(torch.float32)
     torch.testing.assert_close(one, want, atol=2e-3 if requantised == "int8" else 0, rtol=0)
 
 
-def test_a_damaged_own_format_is_refused(target, tmp_path):
+@pytest.mark.parametrize("form", ["int3", ["int8", 20, "F16", False], None])
+def test_a_damaged_own_format_is_refused(target, tmp_path, form):
     folder = own_format(tmp_path / "own", target, "int8", 32)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["modules"] = {"model.layers.0.mlp.up_proj": ["int8", 20, "F16", False]}
+    config["quantization_config"]["modules"] = {"model.layers.0.mlp.up_proj": form}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         CheckpointError, match=r"the quantization_config of .* is damaged; convert the checkpoint again"
@@ -212,7 +219,7 @@ def test_a_prefill_multiplies_in_the_dtype_of_the_run(target, dtype, rows):
         seen.append(x.dtype)
         return row_linear(x, weight, *rest, **how)
 
-    model = Model(load(target, dtype=dtype, device="cpu", quantize="int8"), spy)
+    model = Model(load(target, dtype=dtype, device="cpu", quantize="int8", pack=False), spy)
     cache = KVCache(model.config, 128, dtype=model.dtype, device="cpu")
     prefill(model, cache, list(range(1, 100)))
     assert set(seen) == {rows} and len(seen) == 4 * SIZES["layers"]

@@ -327,8 +327,8 @@ def greedy(model: Any, count: int = 30) -> list[int]:
 
 
 def equal_weights(folder: Path, expected: dict[str, Tensor], **options: Any) -> Any:
-    """Compare all matrices of the run with the expected ones. Returns the run's weights."""
-    found = load(folder, dtype=torch.float32, device="cpu", **options).weights
+    """Compare all matrices of the run with the expected ones, packed for the CPU and not. Returns the latter."""
+    found, packed = (load(folder, dtype=torch.float32, device="cpu", pack=p, **options).weights for p in (False, True))
     names = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "o": ("self_attn.o_proj",),
@@ -337,9 +337,9 @@ def equal_weights(folder: Path, expected: dict[str, Tensor], **options: Any) -> 
     }
     for buffer, modules in names.items():
         for layer in range(SIZES["layers"]):
-            got = getattr(found, buffer)[layer]
             want = torch.cat([expected[f"model.layers.{layer}.{module}.weight"] for module in modules])
-            assert torch.equal(got.dequantised(torch.float32) if isinstance(got, Quantized) else got, want), buffer
+            for got in (getattr(found, buffer)[layer], getattr(packed, buffer)[layer]):
+                assert torch.equal(got if isinstance(got, Tensor) else got.dequantised(torch.float32), want), buffer
     return found
 
 

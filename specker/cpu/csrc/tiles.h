@@ -1,7 +1,8 @@
 // Interleaved formats: how a group of 32 columns of 16 rows lies in memory, and the tables of tiles over them.
 //
 // A lane is a row of W, so a sum needs no reduction. Integer dot products of a group are exact, and groups are added in
-// order. So a row of y has the same bits in any tile, batch and thread, and on every processor with a fused multiply-add.
+// order. So a row of y has the same bits in any tile, batch and thread. Processors with a fused multiply-add give the same
+// bits, except for eight bits, where some multiply codes with their offset (ZERO8).
 #pragma once
 #include "products.h"
 #include "vector.h"

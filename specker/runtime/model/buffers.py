@@ -125,7 +125,8 @@ class Storage:
     @property
     def keeps(self) -> bool:
         """Whether quantised matrices stay so, or are restored to `dtype`."""
-        return self.quantize != "none" and self.dtype != torch.float64
+        served = self.packs or self.device.type != "cpu" or native() is not None
+        return self.quantize != "none" and self.dtype != torch.float64 and served
 
     def own(self, source: Quantized | Packed) -> Matrix:
         """A quantised matrix as the run stores it."""

@@ -72,7 +72,7 @@ class Own:
 
 def _own(settings: dict[str, Any], source: str) -> Own:
     modules = settings.get("modules")
-    if not isinstance(modules, dict) or not all(form in FORMATS for form in modules.values()):
+    if not isinstance(modules, dict) or not all(str(form) in FORMATS for form in modules.values()):
         raise CheckpointError(f"the quantization_config of {source} is damaged; convert the checkpoint again")
     return Own(modules, tuple(map(str, settings.get("restored") or ())))
 

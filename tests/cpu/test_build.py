@@ -1,0 +1,218 @@
+"""The compiled library: when it is compiled, by what, and what happens where it cannot be."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from make_checkpoint import make
+
+import specker
+from specker import cpu
+from specker.cpu import build, library, packed
+from specker.kernels.cpu import native
+
+ONE = 'int answer(void) { return 42; } // "one source": a compiler runs twice, to compile and to link\n'
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache and a program of one small source, compiled by a script that counts its runs."""
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "one.c").write_text(ONE)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    real = build.compiler()
+    assert real is not None, "these tests need a C compiler"
+    counts_runs(tmp_path, monkeypatch, f'exec {" ".join(real)} "$@"')
+    return tmp_path
+
+
+def counts_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    script = folder / "counting-cc"
+    script.write_text(f"#!/bin/sh\necho run >> {folder}/runs\n{then}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+
+
+def runs(folder: Path) -> int:
+    return len((folder / "runs").read_text().splitlines()) if (folder / "runs").exists() else 0
+
+
+def test_it_is_compiled_once(fresh, monkeypatch):
+    told = []
+    path = build.library(told.append)
+    assert path.is_file() and path.parent == fresh / "cache" / "cpu"
+    assert told == [f"compiling the CPU kernels ({build.level()}): some seconds, once on this machine"]
+    assert build.library(told.append) == path and len(told) == 1 and runs(fresh) == 2
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "lock"}
+    monkeypatch.setenv("CC", "/nonexistent")
+    assert build.library() == path  # what is compiled needs no compiler
+    monkeypatch.delenv("CC")
+    (build.SOURCES / "one.c").write_text(ONE.replace("42", "43"))
+    assert build.library() != path  # other sources, another library
+
+
+def test_processes_that_start_at_once_compile_once(fresh):
+    """They wait for the one that was first."""
+    there = multiprocessing.get_context("fork")
+    started = there.Barrier(3)
+
+    def work():
+        started.wait(60)
+        os._exit(0 if build.library().is_file() else 1)
+
+    processes = [there.Process(target=work) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    assert runs(fresh) == 2
+
+
+def test_a_cache_that_cannot_be_written(fresh, monkeypatch):
+    (fresh / "file").touch()
+    monkeypatch.setenv("SPECKER_CACHE", str(fresh / "file"))  # root may write to any folder, but not below a file
+    path = build.library()
+    assert path.is_file() and fresh not in path.parents
+
+
+def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
+    counts_runs(fresh, monkeypatch, 'echo "In file included" >&2; echo "one.c:1:5: error: no such thing" >&2; exit 1')
+    with pytest.raises(build.Unavailable) as error:
+        build.library()
+    assert str(error.value) == (
+        f"{fresh}/counting-cc fails (one.c:1:5: error: no such thing): install gcc or clang, or pip install ziglang"
+    )
+    assert [file.name for file in (fresh / "cache" / "cpu").iterdir()] == ["lock"]
+    counts_runs(fresh, monkeypatch, "exit 1")
+    with pytest.raises(build.Unavailable, match=r"fails \(no message\)"):
+        build.library()
+
+
+def test_which_compiler_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    assert build.compiler() is None
+    monkeypatch.setattr(build, "find_spec", lambda name: name if name == "ziglang" else None)
+    assert build.compiler() == [sys.executable, "-m", "ziglang", "cc"]
+    for name in ("clang", "gcc", "cc", "other"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        if name != "other":
+            assert build.compiler() == [str(tmp_path / name)]
+    monkeypatch.setenv("CC", "other -m64")
+    assert build.compiler() == [str(tmp_path / "other"), "-m64"]
+
+
+def test_levels(monkeypatch):
+    """The best of the processor; one that it lacks would end the process with an illegal instruction."""
+    monkeypatch.delenv("SPECKER_CPU", raising=False)
+    for has, want in (
+        (build.LEVELS["avx512bf16"][0], "avx512bf16"),
+        (build.LEVELS["avx512vnni"][0], "avx512vnni"),
+        (build.V4, "avx512"),
+        (build.V3 | {"avx_vnni"}, "avxvnni"),
+        (build.V3, "avx2"),
+        ({"asimddp", "neon"}, "dotprod"),
+        ({"sse2"}, "portable"),
+    ):
+        monkeypatch.setattr(build, "_features", lambda has=has: has)
+        assert build.level() == want
+    monkeypatch.setenv("SPECKER_CPU", "portable")
+    assert build.level() == "portable"
+    monkeypatch.setenv("SPECKER_CPU", "avx2")
+    with pytest.raises(ValueError, match="SPECKER_CPU=avx2 needs a processor with avx2, bmi2, f16c, fma"):
+        build.level()
+    monkeypatch.setenv("SPECKER_CPU", "nonsense")
+    with pytest.raises(ValueError, match=r"SPECKER_CPU must be one of avx512bf16, .*, portable, got 'nonsense'"):
+        build.level()
+
+
+@pytest.fixture
+def uncompiled(tmp_path, monkeypatch):
+    """A process without a C compiler."""
+    for cached in (native, library._loaded):
+        cached.cache_clear()
+    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    yield
+    for cached in (native, library._loaded):
+        cached.cache_clear()
+
+
+SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96}
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_without_a_compiler_the_reference_operators_decode(uncompiled, tmp_path, quantize):
+    target = make(tmp_path / "target", tokenizer=True, **SIZES)
+    engine = specker.load(target, strategy="lookup", device="cpu", quantize=quantize)
+    why = "there is no C compiler: install gcc or clang, or pip install ziglang"
+    assert engine.remarks["cpu"] == f"decoding is slow, because {why}"
+    assert engine.model.stack is None and engine.dtype == torch.float32
+    prompt = [5, 17, 80, 3, 41]
+    assert engine.check(prompt, engine.generate(prompt, 12), 12).ok
+    with pytest.raises(RuntimeError, match="the CPU kernels are not compiled: there is no C compiler"):
+        cpu.product(torch.zeros(1, 32), torch.zeros(1, 32))
+
+
+def test_without_a_compiler_packed_weights_are_restored(uncompiled):
+    torch.manual_seed(0)
+    codes = torch.randint(0, 64, (20, 256), dtype=torch.uint8)
+    scale, d = torch.randint(-128, 128, (20, 16)).to(torch.int8), torch.rand(20, 1).half()
+    whole = packed.pack(packed.Numbers("int6 sixteen", codes, scale, None, d))
+    want = (codes.double() - 32) * scale.double().repeat_interleave(16, 1) * d.double()
+    torch.testing.assert_close(whole.dequantised(torch.float32), want.float(), rtol=2**-23, atol=0)
+
+
+def test_a_compiled_engine_has_no_remark(tmp_path):
+    engine = specker.load(make(tmp_path, **SIZES), strategy="lookup", device="cpu")
+    assert "cpu" not in engine.remarks and engine.model.stack is not None
+
+
+def run(cache: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "specker.run",
+        "--device",
+        "cpu",
+        "--strategy",
+        "ar",
+        "--max-new-tokens",
+        "2",
+        *args,
+    ]
+    env = {**os.environ, "SPECKER_CACHE": str(cache), "COLUMNS": "200", **env}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
+
+
+def test_the_command_line_says_so_once(tmp_path):
+    said = "compiling the CPU kernels (portable): some seconds, once on this machine"
+    first, second = (run(tmp_path / "cache", SPECKER_CPU="portable") for _ in range(2))
+    assert first.returncode == second.returncode == 0
+    assert first.stderr.count(said) == 1 and said not in first.stdout
+    assert said not in second.stderr and second.stdout == first.stdout
+
+
+def test_the_command_line_refuses_an_unknown_level(tmp_path):
+    done = run(tmp_path / "cache", SPECKER_CPU="nonsense")
+    assert done.returncode == 2 and "SPECKER_CPU must be one of" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_process_finds_the_same_library(tmp_path):
+    """The name must not depend on the order of a set, which differs by process."""
+    code = "from specker.cpu import build; print(build.library().name)"
+    names = set()
+    for seed in "0", "1", "2":
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+        names.add(done.stdout)
+    assert len(names) == 1
