@@ -18,6 +18,49 @@ from specker.runtime.model.tokens import Tokens
 ROOT = Path(__file__).parents[1]
 
 
+HEAVY = ("torch", "numpy", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub")
+COMMAND = f"""
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+finally:
+    print("imported:", *sorted({{*{HEAVY!r}}} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "argv"),
+    [
+        (0, ["specker", "--help"]),
+        (0, ["specker.run", "--help-all"]),
+        (0, ["specker", "--version"]),
+        (0, ["specker", "--list-strategies"]),
+        (0, ["specker", "--print-completion", "bash"]),
+        (0, ["specker.calibrate", "--help"]),
+        (2, ["specker", "--nonsense"]),
+        (2, ["specker", "--strategy", "nonsense"]),
+        (2, ["specker", "--strategy", "easyspec", "--layer-parallel", "0"]),
+        (2, ["specker", "--strategy", "del", "--tree", "2x2"]),
+        (2, ["specker", "--strategy", "diffuspec", "--cps", "off", "--ngram", "x"]),
+        (2, ["specker", "--strategy", "lookup", "--ngram-least", "9"]),
+        (2, ["specker", "--strategy", "vocabtrim", "--vocab-keep", "x"]),
+        (2, ["specker", "--prompts", "missing.jsonl"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_help_and_usage_errors_import_neither_torch_nor_numpy(code: int, argv: list[str]) -> None:
+    """torch alone takes more than a second to import, so these commands answer before it."""
+    command = [sys.executable, "-c", COMMAND, *argv]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "models")))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    *errors, imported = done.stderr.splitlines()
+    assert done.returncode == code, done.stderr
+    assert imported == "imported:"
+    assert len(errors) == (code == 2) and all(line.startswith("specker: error: ") for line in errors)
+    assert code or done.stdout.strip()
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """The folders whose config was parsed, and those whose tokenizer was read."""

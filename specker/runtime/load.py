@@ -16,8 +16,8 @@ from specker.runtime.head import Kept
 from specker.runtime.model.buffers import served
 from specker.runtime.model.checkpoint import WHOLE, Checkpoint, Opened, made_for, opened
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import SCRATCH
+from specker.runtime.strategies.vocabtrim import trim
 
 
 def load(
@@ -147,7 +147,7 @@ def drafting(
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy)
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
-        side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
+        side, kept = trim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
     return side, kept
 
 
