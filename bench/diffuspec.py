@@ -16,7 +16,7 @@ import specker
 from bench import harness
 from bench.e2e import differing, ours, row_of, share_target
 from specker.runtime.engine import Engine
-from specker.runtime.strategies.diffuspec import DiffusionDrafter
+from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
 
 SEARCHES = ("off", "chain", "tree")
 

@@ -29,7 +29,7 @@ from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_
 from specker import calibrate
 from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
-from specker.runtime.strategies import vocabtrim
+from specker.runtime.strategies.vocabtrim import trim
 from train.code_family.corpus import is_held_out
 
 SOURCES = ("bundled", "target", "draft", "text")
@@ -100,7 +100,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
             "over_draft": timing.times_as_fast(timings["draft"])["median"],
             "over_draft_rounds": timing.times_as_fast(timings["draft"]),
             "acceptance_length": done.stats.acceptance_length,
-            "mbsu": vocabtrim.mbsu(engine, done.stats),
+            "mbsu": trim.mbsu(engine, done.stats),
         }
         if engine.strategy != "ar":
             row["differing_within_rounding"] = differing(

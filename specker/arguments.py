@@ -3,8 +3,7 @@ run time; tests/test_typing.py compares it with the dataclasses that define the 
 
 from typing import Literal, TypedDict
 
-from specker.config import Tree
-from specker.runtime.vocab_scores import Keep
+from specker.config import Keep, Tree
 
 Bits = Literal["int8", "int4", "fp8", "none"]
 

@@ -1,9 +1,24 @@
-"""Where specker keeps what it makes or fetches: converted checkpoints, compiled kernels, token counts."""
+"""Where specker keeps what it makes or fetches: converted checkpoints, compiled kernels, token counts, and what it
+remembers of files so as not to compute it at each start."""
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def root() -> Path:
     """`$SPECKER_CACHE`, by default ~/.cache/specker."""
     return Path(os.environ.get("SPECKER_CACHE") or Path.home() / ".cache" / "specker")
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file whose readers see the old or the new content, never a part. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specker.config import DTYPES, MAX_BATCH, Sampling
+from specker.config import DTYPES, MAX_BATCH, Keep, Sampling
 from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
 from specker.report import probe, write_file
 from specker.run import Job, Talk, read_talks
-from specker.runtime.vocab_scores import Keep
 
 SAVE_EVERY = 5.0  # seconds
 BLOCK = 4096  # tokens of a file that are counted or held out together; a text that a model writes is one block

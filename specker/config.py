@@ -44,6 +44,33 @@ class Tree:
         return f"{self.width}x{self.depth}"
 
 
+@dataclass(frozen=True)
+class Keep:
+    """How much of a ranked vocabulary to keep: exactly one of the three."""
+
+    rows: int | None = None
+    fraction: float | None = None
+    coverage: float | None = None
+
+    @classmethod
+    def parse(cls, text: "str | Keep") -> "Keep":
+        """Parse `8192` (rows), `0.25` (of the vocabulary) or `coverage:0.98` (of the counted tokens)."""
+        if isinstance(text, Keep):
+            return text
+        value = text.removeprefix("coverage:")
+        try:
+            if value == text and re.fullmatch(r"\d+", text):
+                if int(text) >= 1:
+                    return cls(rows=int(text))
+            elif 0 < float(value) <= 1:
+                return cls(coverage=float(value)) if value != text else cls(fraction=float(value))
+        except ValueError:
+            pass
+        raise ValueError(
+            f"--vocab-keep must be rows (8192), a fraction (0.25) or a coverage (coverage:0.98), got {text!r}"
+        )
+
+
 def probability(value: str | float) -> float:
     """--acceptance: `synthetic:0.8`, the probability with which the target agrees with a draft token."""
     text = value if isinstance(value, str) else f"synthetic:{value:f}"

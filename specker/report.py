@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,19 +169,20 @@ class Screen:
     @contextlib.contextmanager
     def records(self) -> Iterator[None]:
         """Print the warnings of the logger `specker` as notes."""
-        handler, logger = _Notes(self, logging.WARNING), logging.getLogger("specker")
-        logger.addHandler(handler)
-        try:
+        show = partial(self.note, style="yellow")
+        with _heard(logging.getLogger("specker"), _Notes(show, logging.WARNING)):
             yield
-        finally:
-            logger.removeHandler(handler)
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A transient progress bar on a terminal. Yields a function to call with (done, of)."""
-        with Progress(console=self.notes, transient=True, disable=not self.notes.is_terminal) as bar:
+        """A transient progress bar on a terminal. Yields a function to call with (done, of). Steps that the logger
+        `specker.steps` names are shown too: by the bar, or as notes where there is none."""
+        bare = not self.notes.is_terminal
+        with Progress(console=self.notes, transient=True, disable=bare) as bar:
             task = bar.add_task(what, total=None)
-            yield lambda done, of: bar.update(task, completed=done, total=of)
+            shows = self.note if bare else lambda step: bar.update(task, description=step, total=None)
+            with _heard(logging.getLogger("specker.steps"), _Notes(shows, logging.INFO)):
+                yield lambda done, of: bar.update(task, description=what, completed=done, total=of)
 
     def prompt(self, text: str) -> None:
         """Print the prompt. On a terminal its continuation follows without a line break."""
@@ -251,12 +253,25 @@ class Screen:
 
 
 class _Notes(logging.Handler):
-    def __init__(self, screen: Screen, level: int) -> None:
+    def __init__(self, show: Callable[[str], None], level: int) -> None:
         super().__init__(level)
-        self.screen = screen
+        self.show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.screen.note(record.getMessage(), "yellow")
+        self.show(record.getMessage())
+
+
+@contextlib.contextmanager
+def _heard(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+    """Pass the logger's records to the handler, from the handler's level on."""
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(handler.level, logger.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 def _rested(stats: Stats) -> str:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import specker
 from specker import zoo
 from specker.chat import converse
 from specker.config import DTYPES, Common, Options, Sampling
@@ -112,6 +113,8 @@ def parser(full: bool = True) -> Parser:
     more = "more help"
     top.prints(more, "-h", "--help", help="show the common flags", text=lambda _: parser(full=False).format_help())
     top.prints(more, "--help-all", help="show every flag", text=lambda _: parser().format_help())
+    version = f"specker {specker.__version__}\n"
+    top.prints(more, "--version", help="show the version", text=lambda _: version)
     about = "show what each strategy needs, its paper and its own flags"
     top.prints(more, "--list-strategies", help=about, text=lambda _: strategies.table())
     about = "print a script that completes this command in a shell"
@@ -445,12 +448,13 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if page is not None:
         probe(page, "--view")
 
-    from specker.cpu import on_compile
-    from specker.runtime.dist import collect
-    from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
+    with screen.progress("loading") as tell:  # torch alone takes more than a second
+        from specker.cpu import on_compile
+        from specker.runtime.dist import collect
+        from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
 
-    with on_compile(screen.note), screen.progress("loading") as tell:
-        engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
+        with on_compile(screen.note):
+            engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
     ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer

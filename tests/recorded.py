@@ -16,7 +16,7 @@ from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
 from specker.runtime.graphs import Graphs
 from specker.runtime.model import buffers, cache
-from specker.runtime.strategies import diffuspec
+from specker.runtime.strategies.diffuspec import drafter as diffuspec
 
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
 

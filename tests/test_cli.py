@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 from make_checkpoint import edit, make
 
+import specker
 from specker import calibrate, report, run
-from specker.config import Common, Sampling, Tree
+from specker.config import Common, Keep, Sampling, Tree
 from specker.flags import SHELLS, opt, settle
 from specker.report import Result, Screen
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.base import Strategy
 from specker.runtime.strategies.vocabtrim import TrimOptions
-from specker.runtime.vocab_scores import Keep
 
 ROOT = Path(__file__).parent.parent
 ROW = {"tokens", "text", "rounds", "drafted", "accepted", "acceptance_length", "accepted_per_position"}
@@ -158,13 +158,7 @@ def test_a_strategy_is_one_registered_object(name: str, monkeypatch: pytest.Monk
             run.parse(argv)
 
 
-def test_usage_reads_no_checkpoint() -> None:
-    code = "import sys; from specker import run; run.parse([]); print({'transformers', 'safetensors'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
-MORE_HELP = ("--help", "--help-all", "--list-strategies", "--print-completion")
+MORE_HELP = ("--help", "--help-all", "--version", "--list-strategies", "--print-completion")
 OWN_OPTIONS = [*(s.options for s in strategies.STRATEGIES.values() if s.options is not None), TrimOptions]
 
 
@@ -233,6 +227,10 @@ def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     for policy in strategies.POLICIES:
         assert policy in " ".join(out.split())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, run.main, "--version") == f"specker {specker.__version__}\n"
 
 
 def test_list_strategies(capsys: pytest.CaptureFixture[str]) -> None:

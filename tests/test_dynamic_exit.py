@@ -19,7 +19,8 @@ from specker.runtime import round, strategies
 from specker.runtime.choose import Chooser
 from specker.runtime.costs import Costs
 from specker.runtime.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
-from specker.runtime.strategies.dynamic_exit import DynamicExit, eligible_layers
+from specker.runtime.strategies.dynamic_exit import eligible_layers
+from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
 
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
 SAMPLING = {
@@ -62,7 +63,7 @@ def watch_every_round(monkeypatch, steady):
     """DEL's drafts must not depend on this machine's load, and DEL drafts as its own rule says."""
     monkeypatch.setattr(DynamicExit, "rests", False)
     monkeypatch.setattr(
-        "specker.runtime.strategies.dynamic_exit.DynamicExit", functools.partial(DynamicExit, overhead=1e9)
+        "specker.runtime.strategies.dynamic_exit.policy.DynamicExit", functools.partial(DynamicExit, overhead=1e9)
     )
 
 
@@ -112,7 +113,7 @@ def test_the_cache_equals_plain_decoding(target, monkeypatch, graphs):
 
 def test_no_layer_row_runs_twice(target, monkeypatch):
     """A round runs N + 1 rows through L layers for any exit: verification does not repeat the draft's rows."""
-    from specker.runtime.strategies import dynamic_exit
+    from specker.runtime.strategies.dynamic_exit import drafter as dynamic_exit
 
     done = []
     rounds = []
@@ -290,7 +291,7 @@ def test_a_round_that_drafts_nothing_may_watch_every_layer():
 
 def test_watching_is_kept_below_its_share(monkeypatch):
     now = [5.0]  # time before the first round does not count
-    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.policy.time.perf_counter", lambda: now[0])
     del_ = DynamicExit((1, 2), 3)
     del_.learn((1, 2), np.array([[True], [False]]), np.array([[0.5], [0.5]]), 0.0)
     shares = []

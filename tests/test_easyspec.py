@@ -21,8 +21,8 @@ from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.decoder import Final, Model, forward, prefill
 from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
-from specker.runtime.strategies.draft import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec import LayerParallel, Schedule
+from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -135,7 +135,7 @@ def test_groups_of_one_are_the_layers_in_sequence(checkpoints, name):
 def test_rows_are_repeated_once_a_forward_and_only_for_groups(checkpoints, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "specker.runtime.strategies.easyspec.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
+        "specker.runtime.strategies.easyspec.drafter.repeat_rows", lambda *args: calls.append(1) or repeat_rows(*args)
     )
     for groups, count in ((((0,), (1, 2, 3), (4, 5), (6,)), 1), (tuple((n,) for n in range(7)), 0)):
         model, cache, parallel = loaded(checkpoints["llama"], groups)
@@ -184,7 +184,7 @@ def test_a_schedule_holds_every_layer_once(groups):
 
 
 def test_neighbours_in_one_storage_are_not_copied():
-    from specker.runtime.strategies.easyspec import _in_one
+    from specker.runtime.strategies.easyspec.drafter import _in_one
 
     stacked = torch.arange(24.0).view(4, 3, 2)
     view = _in_one([stacked[1], stacked[2], stacked[3]])
@@ -232,7 +232,7 @@ def kernels(monkeypatch):
         "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,
         "model.decoder.residual_merge": merge._launch,
-        "strategies.easyspec.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "strategies.easyspec.drafter.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
         "head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
     }.items():
@@ -508,6 +508,6 @@ def test_mutation_merged_in_the_wrong_order(checkpoints, monkeypatch):
         steps = [(group, kv, flipped(batch) if len(group.mlps) > 1 else batch) for group, kv, batch in steps]
         return run(model, steps, hidden)
 
-    monkeypatch.setattr("specker.runtime.strategies.easyspec.run_layers", swapped)
+    monkeypatch.setattr("specker.runtime.strategies.easyspec.drafter.run_layers", swapped)
     with pytest.raises(AssertionError):
         test_the_fuzzy_pass_follows_the_paper(checkpoints, "llama", ((0,), (1, 2, 3, 4), (5,), (6,)))

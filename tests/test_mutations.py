@@ -20,7 +20,7 @@ from specker.runtime import rows as begins
 from specker.runtime.head import Head, Kept
 from specker.runtime.model import cache
 from specker.runtime.model.decoder import Final
-from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
 HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}

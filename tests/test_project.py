@@ -22,7 +22,7 @@ from specker.runtime.model.decoder import Model, forward
 from specker.runtime.ops.grow import grow
 from specker.runtime.rows import begin
 from specker.runtime.sampling import GREEDY
-from specker.runtime.strategies.easyspec import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]
 # Memory and links move one byte per microsecond; layers of 48 and 96 elements in groups 0, 1-4, 5.

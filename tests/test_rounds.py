@@ -31,7 +31,7 @@ from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round, launch
 from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
-from specker.runtime.strategies.draft import AutoregressiveDrafter
+from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.warmup import DRAWS, warm_rounds
 
 SHAPES = {
@@ -618,7 +618,7 @@ def test_long_blocks_are_placed_by_the_host():
 
 def test_the_cost_of_watching_includes_the_uncaptured_round(monkeypatch):
     """A round in which DEL watches is not captured. With captured rounds, the extra time is part of the cost."""
-    from specker.runtime.strategies.dynamic_exit import DynamicExit
+    from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
 
     learn = DynamicExit.learn
     for usual in (0.0, 1e9):

@@ -221,7 +221,7 @@ def test_a_family_without_drafts_asks_for_the_users(models, coder, installed, mo
 def test_a_family_without_settings_has_the_usual_ones(coder):
     from specker.runtime.strategies import draft
     from specker.runtime.strategies.diffuspec import ADL, DiffuSpecOptions
-    from specker.runtime.strategies.vocabtrim import VOCAB_KEEP, default_keep
+    from specker.runtime.strategies.vocabtrim.trim import VOCAB_KEEP, default_keep
 
     assert DiffuSpecOptions().lengths(coder) == ADL and DiffuSpecOptions().lengths(zoo.SMOLLM2) == (3, 8)
     scores = VocabScores.from_counts(torch.arange(320))

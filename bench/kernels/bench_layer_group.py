@@ -22,7 +22,7 @@ from specker.runtime.model import checkpoint
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.config import layer_elements
 from specker.runtime.model.decoder import Model, forward
-from specker.runtime.strategies.easyspec import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 LAYERS = 4

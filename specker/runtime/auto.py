@@ -14,11 +14,16 @@ rate of tokens per second, it goes on while
 The draft's probabilities are corrected by the ratio of right to promised tokens so far.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from specker.runtime.costs import Costs
 from specker.runtime.policy import LENGTHS, TRIED, Budget, Outcome, Policy, StopRule
+
+if TYPE_CHECKING:  # which imports numpy
+    from specker.runtime.costs import Costs
 
 AGREES = 0.75  # a_j before anything was drafted
 TEXT, ENGINE = 0.9, 0.98  # decay of a count at each draft: of one text, and of all texts of an engine
@@ -48,7 +53,7 @@ class Acceptance:
     """What drafts have achieved, in one text or in all texts of an engine."""
 
     decay: float
-    before: "Acceptance | None" = None  # of the earlier texts
+    before: Acceptance | None = None  # of the earlier texts
     agrees: list[Share] = field(default_factory=list)  # by position, among drafts that were right so far
     compared: Share = field(init=False)  # agreement at all positions
     tokens: Share = field(init=False)  # that a round with a draft committed

@@ -4,20 +4,20 @@ A draft is a tree of guesses under the root. Row 0 of the window is the root, dr
 is row parents[j] <= j. Chains, trees and tries of paths all have this form.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command line imports it
+    from torch import Tensor
 
-from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Model, prefill
-from specker.runtime.sampling import Draws
-
-if TYPE_CHECKING:
+    from specker.runtime.head import Head
+    from specker.runtime.model.cache import KVCache
+    from specker.runtime.model.decoder import Model
     from specker.runtime.policy import Budget
     from specker.runtime.round import Round
+    from specker.runtime.sampling import Draws
     from specker.runtime.state import Sequence
-
 
 CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
 
@@ -37,15 +37,15 @@ class Drafter:
         """Whether a request that follows another may keep this drafter's K/V of their common beginning."""
         return self.model is None
 
-    def announce(self, sequences: "list[Sequence]") -> None:
+    def announce(self, sequences: list[Sequence]) -> None:
         """Called before every round, also before those that draft nothing: tell the policies what the texts offer
         (`Policy.announced`)."""
 
-    def behind(self, sequences: "list[Sequence]") -> int:
+    def behind(self, sequences: list[Sequence]) -> int:
         """Committed tokens that `catch_up` would prefill before a draft for the sequences in slots 0, 1, .."""
         return 0
 
-    def catch_up(self, r: "Round", slot: int) -> int:
+    def catch_up(self, r: Round, slot: int) -> int:
         """Called before every draft: prefill what the draft cannot forward itself of the sequence in `slot`. Returns
         the number of tokens."""
         return 0
@@ -57,16 +57,16 @@ class Drafter:
         """Draft tokens that may follow a text of `length` tokens; 0 or less if this drafter's context is full."""
         return 1 << 30
 
-    def fixed(self, length: int, budget: "Budget") -> bool:
+    def fixed(self, length: int, budget: Budget) -> bool:
         """Whether a draft for a text of `length` tokens can have fixed shapes and be placed by the device."""
         return False
 
-    def draft(self, r: "Round") -> None:
+    def draft(self, r: Round) -> None:
         """Write the drafts to r.window[:, 1:] and a tree's parents to r.state.parents; set r.size, r.drafted and
         r.tree."""
         raise NotImplementedError
 
-    def observe(self, r: "Round", slot: int, path: list[int]) -> None:
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """Called after a round: `path` lists the accepted rows of the sequence in `slot`. Its text has their tokens."""
 
     def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple:
@@ -94,10 +94,10 @@ class ModelDrafter(Drafter):
         self.repeated = depth + 1  # committed tokens that a round of fixed shape forwards
         self.limit = min(model.config.max_context, cache.capacity)
 
-    def behind(self, sequences: "list[Sequence]") -> int:
+    def behind(self, sequences: list[Sequence]) -> int:
         return sum(self._missing(slot, s.text, False) for slot, s in enumerate(sequences))
 
-    def catch_up(self, r: "Round", slot: int) -> int:
+    def catch_up(self, r: Round, slot: int) -> int:
         text = r.sequences[slot].text
         if self._missing(slot, text, r.fixed) == 0:
             return 0
@@ -113,10 +113,12 @@ class ModelDrafter(Drafter):
         return missing if not known or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
 
     def prefill(self, slot: int, text: list[int]) -> None:
+        from specker.runtime.model.decoder import prefill
+
         if len(text) <= self.model.config.max_context:
             prefill(self.model, self.cache, self.known(text[self.cache.exact_len[slot] : -1]), slot=slot)
 
-    def fixed(self, length: int, budget: "Budget") -> bool:
+    def fixed(self, length: int, budget: Budget) -> bool:
         """A round of fixed shape forwards `repeated` tokens: the text needs as many, and the context needs room for a
         draft after a pending round."""
         return self.repeated <= length <= self.model.config.max_context - 2 * self.repeated

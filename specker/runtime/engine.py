@@ -24,8 +24,8 @@ from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Fixed, Policy
 from specker.runtime.state import Sequence
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import Plan, PolicyContext
+from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.text import Chunk, Generation, Prompt
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
@@ -180,7 +180,7 @@ class Engine:
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
-        return vocabtrim.report(self, stats)
+        return trim.report(self, stats)
 
     def in_memory(self) -> AbstractContextManager[None]:
         """Context manager: out of memory becomes a ValueError that names a context that would fit."""

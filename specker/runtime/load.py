@@ -14,10 +14,10 @@ from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
 from specker.runtime.head import Kept
 from specker.runtime.model.buffers import served
-from specker.runtime.model.checkpoint import WHOLE, Checkpoint, made_for, read_config
+from specker.runtime.model.checkpoint import WHOLE, Checkpoint, Opened, made_for, opened
 from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.strategies import vocabtrim
 from specker.runtime.strategies.base import SCRATCH
+from specker.runtime.strategies.vocabtrim import trim
 
 
 def load(
@@ -46,26 +46,26 @@ def load(
     if target is None and draft is not None:
         raise ValueError("--draft needs --target: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
+    # Each config is read once, and before any weights: the checkpoint may come from the hub.
+    main_source = opened(target_source, max_context=opts.max_context)
+    side_source = None if draft is None else opened(draft, bidirectional=None if parts.causal else True)
     lacks_draft = parts.needs_draft and draft is None
-    if lacks_draft:  # before the weights are read
-        config = read_config(target_source)
-        zoo.require_for(config)
-        known = zoo.family_of(config)
+    if lacks_draft:
+        zoo.require_for(main_source.config)
+        known = zoo.family_of(main_source.config)
         if known is None or parts.name not in known.drafts:
             raise ValueError(_no_draft(opts, target_source))
     if where.type == "cpu" and (why := cpu.problem()) is not None:
         notes["cpu"] = f"decoding is slow, because {why}"
     if dtype is None and where.type == "cpu":
         whole = ranks is None and opts.linear != "cublas"
-        dtype = torch.bfloat16 if whole and served(read_config(target_source)) else torch.float32
+        dtype = torch.bfloat16 if whole and served(main_source.config) else torch.float32
     kind = dtype_of(dtype)
-    # Only ranks split a head. Without them the draft's config is not read twice: it may come from the hub.
-    shares_head = ranks is not None and draft is not None and "lm_head" in read_config(draft).shares
+    shares_head = ranks is not None and side_source is not None and "lm_head" in side_source.config.shares
     main = load_checkpoint(
-        target_source,
+        main_source,
         dtype=kind,
         device=where,
-        max_context=opts.max_context,
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
         whole_head=parts.self_drafting or shares_head,
@@ -84,7 +84,7 @@ def load(
     draft_source = family.drafts[parts.name] if lacks_draft and family is not None else draft
     opts = parts.settled(opts, family)
     parts.check_target(opts, main.config.num_layers)
-    side, kept = drafting(main, draft_source, opts, kind, target, family, notes, ranks, tell)
+    side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, tell)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = room_of(main, side, opts).sized(opts.max_context)
     if ranks is not None:
@@ -106,7 +106,7 @@ def load(
 
 def drafting(
     main: Checkpoint,
-    source: str | Path | None,
+    source: str | Path | Opened | None,
     opts: Options,
     dtype: torch.dtype,
     target: str | Path | None,
@@ -138,7 +138,8 @@ def drafting(
             ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
         side = _within(side, main.config.max_context)
         if parts.causal and not side.config.causal:
-            raise ValueError(f"{source} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
+            called = source.source if isinstance(source, Opened) else source
+            raise ValueError(f"{called} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
         side = parts.adapt(opts, side)
         ids = min(side.config.vocab_size, main.config.vocab_size)
         ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
@@ -146,7 +147,7 @@ def drafting(
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy)
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
-        side, kept = vocabtrim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
+        side, kept = trim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
     return side, kept
 
 
@@ -184,6 +185,8 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool) -> Chec
     sizes and, if both have a tokenizer, the same one. A diffusion drafter may have extra tokens, such as a mask;
     ids after the target's are cut too. Random weights (`dummy`) have no meaningful tokens, so only the sizes count."""
     sizes = target.config.vocab_size, draft.config.vocab_size
+    if target.tokens.equal(draft.tokens):
+        return _cut(replace(draft, shared=target.tokens), min(sizes))
     tokens = [target.vocabulary, draft.vocabulary]
     main, side = tokens
     if main is not None and side is not None and not draft.config.causal and main.items() <= side.items():

@@ -8,7 +8,6 @@ ends a run: it is one remark. Only acceptance depends on the counts, never a tok
 
 import atexit
 import logging
-import os
 import tempfile
 import time
 from collections import Counter
@@ -19,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specker.cache import root, write
 from specker.runtime import vocab_scores
-from specker.runtime.model.gguf import cache_root
 from specker.runtime.vocab_scores import VocabScores
 
 try:
@@ -36,7 +35,7 @@ WAIT = 1.0  # seconds for the lock: a process that was stopped while it held the
 
 def folder() -> Path:
     """Where the counts of all tokenizers are. Deleting it forgets them."""
-    return cache_root() / "vocab"
+    return root() / "vocab"
 
 
 class VocabCounts:
@@ -107,7 +106,7 @@ class VocabCounts:
                 counts.update(self._new)
                 while counts.total() > MOST:
                     counts = Counter({token: count // 2 for token, count in counts.items() if count > 1})
-                _replace(self.path, self._scores(counts).to_bytes())
+                write(self.path, self._scores(counts).to_bytes())
             self._new.clear()
             self._waiting = 0
         except OSError as error:
@@ -155,13 +154,3 @@ def _alone(path: Path) -> Iterator[None]:
                 pass
             break
         yield
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write the file in one step: a reader sees the old content or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        part.write_bytes(data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -13,24 +13,35 @@ from torch import Tensor
 
 
 def learnt(tokenizer: Any, vocab_size: int) -> Tensor:
-    """All ids [V] int64 of a vocabulary of `vocab_size`, the most frequent first, as far as the tokenizer tells:
+    """All ids [V] int64 of a vocabulary of `vocab_size`, the most frequent first, as far as the tokenizer tells."""
+    return completed(ranked(tokenizer), vocab_size)
+
+
+def ranked(tokenizer: Any) -> Tensor:
+    """The ids [n] int64 that the tokenizer ranks, the most frequent first:
 
     BPE      single ASCII characters, then every token by the first merge that makes or uses it
     Unigram  by the pieces' log-probabilities
-    others   by id
-
-    Ids that the order does not rank follow, by id. They include special tokens, which a caller keeps by other means."""
+    others   none"""
     core = getattr(tokenizer, "backend_tokenizer", None)
     model = {} if core is None else json.loads(core.to_str())["model"]
-    ranked: list[int] = []
+    ids: list[int] = []
     if model.get("type") == "BPE":
-        ranked = _merged(model["vocab"], model["merges"])
+        ids = _merged(model["vocab"], model["merges"])
     elif model.get("type") == "Unigram":
         # Control, byte and user-defined pieces have the score 0; every other score is the log of a probability.
         scores = [score for _, score in model["vocab"]]
-        ranked = sorted((i for i, score in enumerate(scores) if score < 0), key=lambda i: -scores[i])
-    order = dict.fromkeys((*(i for i in ranked if i < vocab_size), *range(vocab_size)))
-    return torch.tensor(list(order), dtype=torch.int64)
+        ids = sorted((i for i, score in enumerate(scores) if score < 0), key=lambda i: -scores[i])
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def completed(ranked: Tensor, vocab_size: int) -> Tensor:
+    """The ranked ids below `vocab_size`, then all others by id: [vocab_size] int64. The others include special tokens,
+    which a caller keeps by other means."""
+    first = ranked[ranked < vocab_size]
+    rest = torch.ones(vocab_size, dtype=torch.bool)
+    rest[first] = False
+    return torch.cat((first, rest.nonzero()[:, 0]))
 
 
 def _merged(vocab: dict[str, int], merges: list[tuple[str, str]]) -> list[int]:

@@ -12,7 +12,6 @@ read and written:
 import hashlib
 import io
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,35 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specker.config import Keep
+
 FORMAT, VERSION = "specker-vocab-scores", 1
 SOURCES = ("target", "draft", "text")
-
-
-@dataclass(frozen=True)
-class Keep:
-    """How much of a ranked vocabulary to keep: exactly one of the three."""
-
-    rows: int | None = None
-    fraction: float | None = None
-    coverage: float | None = None
-
-    @classmethod
-    def parse(cls, text: "str | Keep") -> "Keep":
-        """Parse `8192` (rows), `0.25` (of the vocabulary) or `coverage:0.98` (of the counted tokens)."""
-        if isinstance(text, Keep):
-            return text
-        value = text.removeprefix("coverage:")
-        try:
-            if value == text and re.fullmatch(r"\d+", text):
-                if int(text) >= 1:
-                    return cls(rows=int(text))
-            elif 0 < float(value) <= 1:
-                return cls(coverage=float(value)) if value != text else cls(fraction=float(value))
-        except ValueError:
-            pass
-        raise ValueError(
-            f"--vocab-keep must be rows (8192), a fraction (0.25) or a coverage (coverage:0.98), got {text!r}"
-        )
 
 
 @dataclass(frozen=True)
@@ -96,22 +70,28 @@ class VocabScores:
         """Ids [K] int64 to keep, ascending: first `always`, then the most frequent ids, then the lowest ids for further
         rows. A coverage is that of held-out text if the file has it. Raises ValueError for a coverage without
         counts."""
-        first = sorted({i for i in always if 0 <= i < vocab_size})
-        ranked = self.ids[self.ids < vocab_size].tolist()
+        first = torch.tensor(sorted({i for i in always if 0 <= i < vocab_size}), dtype=torch.int64)
+        chosen = torch.zeros(vocab_size, dtype=torch.bool)
+        chosen[first] = True
         if keep.coverage is not None:
             mass = self._counts().cumsum(0) if self.held_out is None else self.held_out[1:-1]
             total = self.tokens if self.held_out is None else int(self.held_out[-1])
-            chosen = {*first, *self.ids[: int((mass < keep.coverage * total).sum()) + 1].tolist()}
-            return torch.tensor(sorted(i for i in chosen if i < vocab_size), dtype=torch.int64)
+            ids = self.ids[: int((mass < keep.coverage * total).sum()) + 1]
+            chosen[ids[ids < vocab_size]] = True
+            return chosen.nonzero()[:, 0]
         rows = keep.rows if keep.fraction is None else max(1, round(keep.fraction * vocab_size))
         assert rows is not None
-        order = dict.fromkeys((*first, *ranked, *range(vocab_size)))
-        return torch.tensor(sorted(list(order)[: max(rows, len(first))]), dtype=torch.int64)
+        for ids in (self.ids[self.ids < vocab_size], torch.arange(vocab_size)):
+            chosen[ids[~chosen[ids]][: max(0, rows - int(chosen.sum()))]] = True
+        return chosen.nonzero()[:, 0]
 
     def ranked(self, ids: Tensor) -> Tensor:
         """Sort ids [K] by this ranking; ids that never occurred come last, by id."""
-        place = {token: n for n, token in enumerate(self.ids.tolist())}
-        return torch.tensor(sorted(ids.tolist(), key=lambda i: (place.get(i, len(place)), i)), dtype=torch.int64)
+        ids = ids.sort().values
+        size = 1 + max(int(x.max()) if len(x) else 0 for x in (ids, self.ids))
+        place = torch.full((size,), len(self.ids))
+        place[self.ids] = torch.arange(len(self.ids))
+        return ids[place[ids].sort(stable=True).indices]
 
     def check(self, vocab_size: int, tokenizer: str | None, path: object) -> None:
         """Raise ValueError if the file shows that the ranking has another vocabulary. `path` is for the message. With

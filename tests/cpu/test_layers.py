@@ -8,7 +8,7 @@ from specker.cpu import Packed
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Final, Model, forward, prefill
-from specker.runtime.strategies.easyspec import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}
 

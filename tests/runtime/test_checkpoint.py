@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from make_checkpoint import CASES, LLAMA3, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
 from specker.runtime.model.checkpoint import Checkpoint, load, read_config
-from specker.runtime.model.config import ARCHITECTURES, CheckpointError
+from specker.runtime.model.config import ARCHITECTURES, CheckpointError, parse_config
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -542,3 +543,33 @@ def test_dtype_and_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(CheckpointError, match="device cuda needs a CUDA GPU, and torch finds none; use cpu"):
         load(folder, dtype=torch.float32, device="cuda")
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_defaults_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
+    """Of each field that config.json may lack, against the class that transformers has for the architecture."""
+    make(tmp_path, arch)
+    own = transformers.AutoConfig.for_model(arch).to_dict()
+    optional = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
+    optional += ("intermediate_size", "vocab_size", "attention_bias", "mlp_bias", "hidden_act", "sliding_window")
+    optional += ("rope_parameters", "num_hidden_layers", "num_attention_heads", "hidden_size", "use_sliding_window")
+    edit(tmp_path, **dict.fromkeys((*optional, "layer_types"), ...))
+    context = min(own["max_position_embeddings"], own.get("sliding_window") or 1 << 30)
+    config, inv_freq, scale = parse_config(tmp_path, context, None)
+    found = {
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.o_bias,
+        **{name: getattr(config, name) for name in ("head_dim", "vocab_size", "hidden_size", "mlp_bias")},
+        **{name: getattr(config, name) for name in ("intermediate_size", "rms_norm_eps")},
+    }
+    absent = {"head_dim": own["hidden_size"] // own["num_attention_heads"], "attention_bias": False, "mlp_bias": False}
+    assert found == {name: own.get(name, absent.get(name)) for name in found}
+    assert scale == 1.0 and config.max_context == context
+    theta = own["rope_parameters"]["rope_theta"]
+    torch.testing.assert_close(inv_freq.double(), theta ** -(torch.arange(0, 128, 2).double() / 128))
+    edit(tmp_path, max_position_embeddings=...)
+    with pytest.raises(CheckpointError, match=f"max_position_embeddings {own['max_position_embeddings']}; got"):
+        parse_config(tmp_path, own["max_position_embeddings"] + 1, None)

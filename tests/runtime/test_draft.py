@@ -17,8 +17,8 @@ from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import launch
-from specker.runtime.strategies.draft import AutoregressiveDrafter
-from specker.runtime.strategies.dynamic_exit import EarlyExitDrafter
+from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
 
 PROMPT = [7, 3, 99, 12, 50, 8, 61]
 DEPTH = 6  # of the longest draft: rounds of fixed shape forward one token more than this again

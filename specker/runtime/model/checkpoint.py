@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from specker.runtime.model.config import (
     reason,
 )
 from specker.runtime.model.parts import Part
-from specker.runtime.model.quantised import scheme_of
+from specker.runtime.model.quantised import Scheme, scheme_of
+from specker.runtime.model.tokens import Tokens
 
 WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -83,6 +83,16 @@ class Checkpoint:
     part: Part = WHOLE
     restored: tuple[str, ...] = ()  # GGUF formats that were restored to the run's dtype
     activations: str = "int8"  # on a CPU, to what products round the rows (cpu.ACTIVATIONS)
+    shared: Tokens | None = None  # with copies of this checkpoint, and with a draft of the same tokenizer
+
+    def __post_init__(self) -> None:
+        if self.shared is None:
+            object.__setattr__(self, "shared", Tokens(self.folder, self.config.architecture))
+
+    @property
+    def tokens(self) -> Tokens:
+        assert self.shared is not None
+        return self.shared
 
     @property
     def local(self) -> ModelConfig:
@@ -110,10 +120,10 @@ class Checkpoint:
         every = (*_matrices(self.weights), self.weights.head)
         return " and ".join(sorted({kind for x in every if not isinstance(x, Tensor) for kind in x.kinds})) or None
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer with its chat template, read on first use. Raises CheckpointError if there is none."""
-        return _tokenizer(self.folder, self.config.architecture)
+        return self.tokens.tokenizer
 
     @property
     def recommended(self) -> dict[str, float]:
@@ -136,12 +146,34 @@ class Checkpoint:
     @property
     def vocabulary(self) -> dict[str, int] | None:
         """The tokenizer's tokens with their ids; None without a tokenizer."""
-        tokenizer = self.tokenizer_or_none
-        return None if tokenizer is None else tokenizer.get_vocab()
+        return None if self.tokenizer_or_none is None else self.tokens.vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A checkpoint whose config was read and checked, and of whose weights nothing was read."""
+
+    source: str | Path  # what the user called it
+    folder: Path
+    config: ModelConfig
+    inv_freq: Tensor
+    rope_scale: float
+    scheme: Scheme | None  # how matrices are stored; None: not quantised
+
+
+def opened(source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None) -> Opened:
+    """Open a local folder, a GGUF file or a hub id ("org/name"). A GGUF file is converted first; no weights are
+    downloaded. `max_context` lowers the number of positions (default: all that the checkpoint supports).
+    `bidirectional=True` makes a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. Raises
+    CheckpointError."""
+    folder = folder_of(source, weights=False)
+    raw = read_json(folder / "config.json")
+    parsed = parse_config(folder, max_context, bidirectional, raw)
+    return Opened(source, folder, *parsed, scheme_of(raw, str(source)))
 
 
 def load(
-    source: str | Path,
+    source: str | Path | Opened,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -157,30 +189,32 @@ def load(
     pack: bool = True,
     tell: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Read a local folder or a hub id ("org/name") in `dtype` onto `device`.
+    """Read a checkpoint in `dtype` onto `device`.
 
-    `max_context` lowers the number of positions (default: all that the checkpoint supports). `bidirectional=True` makes
-    a Qwen2 or Qwen3 checkpoint a masked-diffusion drafter; Dream always is one. `random` is a seed for random weights:
-    no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`, or if the head
-    is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the head are read:
-    another engine runs the model. `owner`: the target of a draft that shares its embedding or head. `quantize`: int8,
-    int4 or fp8, to which the layers' matrices and the head are rounded; none restores quantised ones to `dtype`; by
-    default they stay as they are stored. int4 keeps the head in int8. Weights are dequantised for float64 runs and on
-    CPUs without compiled kernels. `activations`: on a CPU, to what products with quantised weights round their rows:
-    int8 (default), bfloat16 or float32. Without `pack` a CPU keeps them `Quantized`, for models split over ranks.
-    `tell` is called with (elements read, of all). Raises CheckpointError, and ValueError if memory is too small.
+    `max_context` and `bidirectional` are those of `opened`, unless the checkpoint was opened. `random` is a seed for
+    random weights: no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`,
+    or if the head is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the
+    head are read: another engine runs the model. `owner`: the target of a draft that shares its embedding or head.
+    `quantize`: int8, int4 or fp8, to which the layers' matrices and the head are rounded; none restores quantised ones
+    to `dtype`; by default they stay as they are stored. int4 keeps the head in int8. Weights are dequantised for
+    float64 runs and on CPUs without compiled kernels. `activations`: on a CPU, to what products with quantised weights
+    round their rows: int8 (default), bfloat16 or float32. Without `pack` a CPU keeps them `Quantized`, for models split
+    over ranks. `tell` is called with (elements read, of all). Raises CheckpointError, and ValueError if memory is too
+    small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"device {device} needs a CUDA GPU, and torch finds none; use cpu")
-    folder = folder_of(source, weights=False)  # check config.json before downloading weights
-    config, inv_freq, rope_scale = parse_config(folder, max_context, bidirectional)
+    if isinstance(source, Opened):
+        found = source
+    else:  # check config.json before downloading weights
+        found = opened(source, max_context=max_context, bidirectional=bidirectional)
+    source, folder, config, scheme = found.source, found.folder, found.config, found.scheme
     part.check(config)
     if config.shares:
         _check_owner(source, config, owner)
-    scheme = scheme_of(read_json(folder / "config.json"), str(source))
     packs = pack and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and served(config)
     storage = Storage(scheme, quantize, dtype, device, packs)
     pieces = [p for p in pieces_of(config, part, whole_head) if layers or p.layer is None]
@@ -189,7 +223,8 @@ def load(
     memory.check_weights(*size)
     with memory.reported_as(lambda: memory.too_heavy(*size)):
         if random is None:
-            folder = folder_of(source, weights=True)
+            if not Path(source).expanduser().exists():  # a hub id
+                folder = folder_of(source, weights=True)
             if owner is not None and config.shares and not _same_rows(source, folder, config, owner):
                 raise _another(source, config, owner, "the rows of its embedding differ")
             buffers = _read_weights(folder, config, pieces, storage, part, tell)
@@ -203,7 +238,7 @@ def load(
     absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
     if not layers:
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
-    weights = Weights(**{**absent, **buffers}, inv_freq=inv_freq.to(device), rope_scale=rope_scale)  # type: ignore[arg-type]
+    weights = Weights(**{**absent, **buffers}, inv_freq=found.inv_freq.to(device), rope_scale=found.rope_scale)  # type: ignore[arg-type]
     restored = getattr(scheme, "restored", ())
     return Checkpoint(config, weights, folder, part, restored, activations or "int8")
 
@@ -212,10 +247,7 @@ def read_config(
     source: str | Path, *, max_context: int | None = None, bidirectional: bool | None = None
 ) -> ModelConfig:
     """Return `load(...).config` without reading or downloading weights. Raises CheckpointError."""
-    folder = folder_of(source, weights=False)
-    config = parse_config(folder, max_context, bidirectional)[0]
-    scheme_of(read_json(folder / "config.json"), str(source))
-    return config
+    return opened(source, max_context=max_context, bidirectional=bidirectional).config
 
 
 def made_for(folder: Path, target: Checkpoint) -> bool:
@@ -226,8 +258,8 @@ def made_for(folder: Path, target: Checkpoint) -> bool:
 
 def read_tokenizer(source: str | Path) -> Any:
     """Return `load(...).tokenizer` without reading or downloading weights. Raises CheckpointError."""
-    folder = folder_of(source, weights=False)
-    return _tokenizer(folder, parse_config(folder, None, None)[0].architecture)
+    found = opened(source)
+    return Tokens(found.folder, found.config.architecture).tokenizer
 
 
 def folder_of(source: str | Path, weights: bool) -> Path:
@@ -419,19 +451,3 @@ def _check(where: dict[str, Any], pieces: dict[str, Piece], c: ModelConfig, pref
             raise CheckpointError(
                 f"the checkpoint has {name}, which {c.architecture} with this config.json does not use"
             )
-
-
-def _tokenizer(folder: Path, arch: str) -> Any:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in names):
-        raise CheckpointError(f"{folder} has no tokenizer ({', '.join(names)}); copy it there or pass token ids")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
-
-    try:
-        if arch != "DreamModel":
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        # AutoTokenizer would ask for Dream's own code; it is Qwen2's tokenizer with a few more special tokens
-        fast = (folder / "tokenizer.json").is_file()
-        return (PreTrainedTokenizerFast if fast else Qwen2Tokenizer).from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises many types
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read ({reason(error)})") from error

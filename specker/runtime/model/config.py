@@ -20,6 +20,22 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "DreamModel": "Dream",
 }
+# architecture -> another class of transformers with the same fields, and the defaults that differ. Dream is unknown to
+# transformers. LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DreamModel": ("Qwen2Config", {}),
+    "LlamaForCausalLM": (
+        "Qwen2Config",
+        {
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+    ),
+}
 SHARED = ("embed_tokens", "lm_head")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -56,10 +72,11 @@ class ModelConfig:
 
 
 def parse_config(
-    folder: Path, max_context: int | None, bidirectional: bool | None
+    folder: Path, max_context: int | None, bidirectional: bool | None, raw: dict[str, Any] | None = None
 ) -> tuple[ModelConfig, Tensor, float]:
-    """(config, RoPE's inverse frequencies [D / 2] float32, RoPE's attention scaling). Raises CheckpointError."""
-    raw = read_json(folder / "config.json")
+    """(config, RoPE's inverse frequencies [D / 2] float32, RoPE's attention scaling). `raw`: config.json, if it was
+    read. Raises CheckpointError."""
+    raw = read_json(folder / "config.json") if raw is None else raw
     arch = _architecture(raw)
     hf = _hf_config(folder, raw, arch)
     if hf.hidden_act != "silu":
@@ -115,15 +132,16 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
     """transformers' config object, which fills in defaults and normalises older RoPE spellings."""
-    from transformers import AutoConfig, Qwen2Config
+    import transformers
 
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     try:
-        if arch == "DreamModel":  # unknown to transformers; it has Qwen2's fields, and no remote code is run
-            return Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        # Not AutoConfig, which imports a table of all models.
+        name, defaults = CONFIGS.get(arch, (arch.replace("ForCausalLM", "Config"), {}))
+        given = {k: v for k, v in raw.items() if k not in ("model_type", "auto_map")}
+        return getattr(transformers, name).from_dict({**defaults, **given})
     except Exception as error:  # validation raises several types, such as KeyError
         raise CheckpointError(f"{folder / 'config.json'} is not a valid {arch} config ({reason(error)})") from error
 
@@ -180,8 +198,6 @@ def _shares(raw: dict[str, Any], tied: bool) -> tuple[str, ...]:
 
 def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
     """(inv_freq [D / 2] float32, attention scaling), computed by transformers' initialisers."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = hf.rope_parameters or {}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
@@ -193,6 +209,8 @@ def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
         if kind == "default":  # not in transformers' table: its model classes compute it
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             return 1.0 / (rope["rope_theta"] ** powers), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"rope type {kind!r} lacks a parameter in config.json ({reason(error)})") from error

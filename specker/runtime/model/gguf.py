@@ -4,14 +4,17 @@ The folder has Hugging Face's format (config, tokenizer with chat template, safe
 same for both formats. Matrices whose blocks blocks.py reads keep their bits (quantised.Own); of other formats they
 become float32, with a note. `dense=True` writes float32, for tools that cannot read our quantised format.
 It lies under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf) and is named by the file's SHA-256: another file never
-meets an old folder.
+meets an old folder. The cache remembers the SHA-256 of each file, so that a start does not read the whole file.
 """
 
 import hashlib
 import json
+import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,15 @@ import torch
 from torch import Tensor
 
 from specker.cache import root as cache_root
+from specker.cache import write
 from specker.cpu.packed import Numbers, pack
 from specker.runtime.model import blocks
 from specker.runtime.model.config import ARCHITECTURES, CheckpointError, reason
 
+log = logging.getLogger("specker.steps")  # what takes long: `Screen.progress` shows it
 PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # floors, as in the extra `gguf`
 DONE = "converted.json"  # written last: source, SHA-256 and the sizes of the folder's files
+WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json as it is
 
 
 def file_of(source: str | Path) -> Path | None:
@@ -45,7 +51,7 @@ def file_of(source: str | Path) -> Path | None:
 def converted(path: Path, dense: bool = False) -> Path:
     """The folder with the converted checkpoint, made on first use; with `dense` all in float32. Raises CheckpointError
     if packages or disk space are missing, or if the file is damaged or of an unsupported architecture."""
-    digest = sha256(path)
+    digest = remembered_sha256(path)
     folder = cache_root() / "gguf" / f"{path.stem}-{digest[:16]}{'' if dense else '-packed'}"
     if _complete(folder):
         return folder
@@ -55,6 +61,7 @@ def converted(path: Path, dense: bool = False) -> Path:
             f"{path} is a GGUF file, and reading it needs {' and '.join(missing)}: pip install 'specker[gguf]'"
         )
     _check_space(path, folder.parent, dense)
+    log.info("converting %s, once", path.name)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         _convert(path, part, dense)
@@ -75,6 +82,29 @@ def converted(path: Path, dense: bool = False) -> Path:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remembered_sha256(path: Path) -> str:
+    """The file's SHA-256. It is computed once and again when the path, size, time of change or inode is another, at
+    about a second per GB."""
+    path = path.resolve()
+    note = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    identity = _identity(path)
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no note yet, or a damaged one
+        known = json.loads(note.read_text())
+        if known["file"] == identity and len(bytes.fromhex(known["sha256"])) == 32:
+            return str(known["sha256"])
+    log.info("computing the SHA-256 of %s, once", path.name)
+    digest = sha256(path)
+    if _identity(path) == identity:  # it did not change meanwhile
+        with suppress(OSError):  # without the note, the next start hashes again
+            write(note, json.dumps({"file": identity, "sha256": digest}).encode())
+    return digest
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    about = path.stat()
+    return {"path": str(path), "size": about.st_size, "mtime_ns": about.st_mtime_ns, "inode": about.st_ino}
 
 
 def _complete(folder: Path) -> bool:
@@ -124,6 +154,24 @@ def _convert(path: Path, folder: Path, dense: bool) -> None:
     if modules or restored:
         settings["quantization_config"] = {"quant_method": "specker", "modules": modules, "restored": restored}
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
+    _write_whole_tokenizer(folder)
+
+
+def _write_whole_tokenizer(folder: Path) -> None:
+    """Save the tokenizer so that tokenizer.json alone defines it, and name the class that reads it as it is.
+
+    A GGUF file lacks parts of a tokenizer, such as Qwen2's normaliser. transformers adds them at each start: the
+    model's class parses tokenizer.json in Python and builds it again, in a second for 150,000 tokens. Likewise it
+    parses tokenizer.json for the added tokens, unless tokenizer_config.json lists them."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    added = {token["id"]: {k: v for k, v in token.items() if k != "id"} for token in tokens}
+    about = json.loads(settings.read_text(encoding="utf-8"))
+    about |= {"tokenizer_class": WHOLE, "added_tokens_decoder": added}
+    settings.write_text(json.dumps(about, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 NAMES = {  # of a layer's tensors
@@ -169,7 +217,7 @@ def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str,
     where: dict[str, str] = {}
     size = 0
 
-    def write() -> None:
+    def write_shard() -> None:
         name = f"model-{len(shards):05}.safetensors"
         save_file(shards[-1], folder / name, {"format": "pt"})
         where.update(dict.fromkeys(shards[-1], name))
@@ -189,10 +237,10 @@ def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str,
         shards[-1] |= {key: y.contiguous() for key, y in new.items()}
         size += sum(y.nbytes for y in new.values())
         if size >= SHARD:
-            write()
+            write_shard()
             shards.append({})
             size = 0
-    write()
+    write_shard()
     if len(shards) == 1:
         (folder / where.popitem()[1]).rename(folder / "model.safetensors")
     else:

@@ -1,7 +1,7 @@
-"""The strategies: one file each, and one line each in `STRATEGIES`.
+"""The strategies: one file or folder each, and one line each in `STRATEGIES`.
 
-To add one, write a file with a subclass of `base.Strategy` and add it here. Its flags, help, bounds and checks come
-from its options.
+To add one, write a file with a subclass of `base.Strategy`, or a folder if it needs torch, and add it here. Its flags,
+help, bounds and checks come from its options.
 """
 
 import textwrap

@@ -1,27 +1,35 @@
 """The interface of a strategy, and the contexts that the engine passes to it.
 
-A strategy is one file in this package. It holds the paper's equations, the options with their flags, the drafter, its
-own policies and the warm-up plan. The engine uses strategies only through this interface.
+A strategy is one file or folder in this package. It holds the paper's equations, the options with their flags, the
+drafter, its own policies and the warm-up plan. The engine uses strategies only through this interface.
+
+The command line imports all strategies for their flags, help and refusals, and must answer at once. So a strategy's
+file, or its folder's __init__.py, imports no torch, numpy or what needs them until a method uses it. What is built on
+these lies beside it, in drafter.py or policy.py.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specker.config import Options
-from specker.kernels.linear import row_linear, row_linear_ref
 from specker.runtime.auto import Auto, Experience
-from specker.runtime.dist import Ranks
-from specker.runtime.draft import Drafter
-from specker.runtime.head import Head, Kept
-from specker.runtime.model.buffers import Matrix
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.decoder import Model
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
-from specker.runtime.vocab_scores import tokenizer_hash
 from specker.zoo import Family
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from specker.runtime.dist import Ranks
+    from specker.runtime.draft import Drafter
+    from specker.runtime.head import Head, Kept
+    from specker.runtime.model.buffers import Matrix
+    from specker.runtime.model.cache import KVCache
+    from specker.runtime.model.checkpoint import Checkpoint
+    from specker.runtime.model.decoder import Model
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
@@ -44,16 +52,21 @@ class DraftContext:
     @property
     def tokenizer_hash(self) -> str | None:
         """The hash of the target's tokenizer; None without one."""
-        tokenizer = self.target.tokenizer_or_none
-        return None if tokenizer is None else tokenizer_hash(tokenizer)
+        from specker.runtime.vocab_memo import tokenizer_hash
+
+        return tokenizer_hash(self.target.tokens)
 
     def draft_model(self) -> Model:
         """A model of the draft checkpoint."""
+        from specker.runtime.model.decoder import Model
+
         assert self.draft is not None
         return Model(self.draft, linear=linear(self.options))
 
     def head(self, model: Model, weight: Matrix | None = None) -> Head:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
+        from specker.runtime.head import Head
+
         rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
         return Head(rows, model.norm, eps, self.kept, model.activations)
 
@@ -61,7 +74,7 @@ class DraftContext:
         """A cache for a draft model."""
         return allocate(model, self.options)
 
-    def depth(self, strategy: "Strategy") -> int:
+    def depth(self, strategy: Strategy) -> int:
         """The length of the longest draft path, in tokens."""
         context = PolicyContext(self.options, self.target.config.num_layers, self.family)
         return strategy.plan(context).largest.depth
@@ -182,12 +195,16 @@ class Strategy:
 def linear(options: Options) -> Callable[..., Tensor]:
     """The linear of a Model: the batch-invariant kernel, or torch's own. A drafter's head uses neither: it runs the
     fused top-k kernel."""
+    from specker.kernels.linear import row_linear, row_linear_ref
+
     return row_linear_ref if options.linear == "cublas" else row_linear
 
 
 def allocate(model: Model, options: Options) -> KVCache:
     """A cache for `--batch-size` sequences, each with the model's whole context and the scratch columns, or with a pool
     of `--kv-tokens` positions."""
+    from specker.runtime.model.cache import KVCache
+
     page = options.page_size
     return KVCache(
         model.config,

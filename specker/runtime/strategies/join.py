@@ -5,19 +5,23 @@ A round that copies text runs no draft model, so the model's cache falls behind;
 that counts against it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from specker.runtime.draft import Drafter
 from specker.runtime.policy import Budget, Outcome, Policy, StopRule
-from specker.runtime.round import Round
-from specker.runtime.sampling import Draws
-from specker.runtime.state import Sequence as Request
 from specker.runtime.strategies.base import Plan
 from specker.runtime.strategies.lookup import Copying, LookupDrafter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specker.runtime.round import Round
+    from specker.runtime.sampling import Draws
+    from specker.runtime.state import Sequence as Request
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
 

@@ -15,17 +15,22 @@ tokens, a draft of k tokens is expected to commit
     E(k) = 1 + a_n + .. + a_n^k
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from specker.config import Options
 from specker.flags import opt, settle
 from specker.runtime.auto import ENGINE, TEXT, Share, shorter
 from specker.runtime.draft import Drafter
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
-from specker.runtime.round import Round
-from specker.runtime.state import Sequence as Request
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+
+if TYPE_CHECKING:
+    from specker.runtime.round import Round
+    from specker.runtime.state import Sequence as Request
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
 NOTHING = Share(TEXT)  # of a match that was never tried

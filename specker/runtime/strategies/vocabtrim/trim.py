@@ -1,76 +1,31 @@
-"""Strategy `vocabtrim`: the drafter's LM head keeps only the rows of frequent tokens (VocabTrim, arXiv 2506.22694).
-
-It trims the head of another strategy's drafter: `+vocabtrim` after that strategy's name. Alone it means
-draft+vocabtrim. The paper's metric is the memory-bound speed-up
-
-    MBSU = tau / (c gamma + 1)
-
-with tau the acceptance length, c the bytes of a draft step over those of a target step and gamma the draft steps per
-round. Noise depends on a token's id in the full vocabulary, so trimming can cost acceptance but never changes the text.
-Beyond the paper, a few rows follow the text (runtime/head.py), and no score file is needed. Without one, ids rank by
-what targets with this tokenizer wrote in earlier runs (runtime/vocab_counts.py), then in the order in which the
-tokenizer learnt them (runtime/vocab_order.py). Counted ids go first however few tokens were counted: an id that came
-once is more probable than one that never came, and the few ids of a short count only replace the last of the kept rows.
-"""
+"""The choice of the rows that a trimmed head keeps, and what trimming saved."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from specker import zoo
-from specker.config import Options
-from specker.flags import opt, settle
-from specker.runtime import vocab_order, vocab_scores
+from specker.config import Keep, Options
+from specker.runtime import vocab_memo, vocab_scores
 from specker.runtime.dist import Ranks
 from specker.runtime.head import Kept
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.stats import Stats
+from specker.runtime.strategies.vocabtrim import TrimOptions
 from specker.runtime.vocab_counts import VocabCounts
-from specker.runtime.vocab_scores import Keep, VocabScores
+from specker.runtime.vocab_scores import VocabScores
 from specker.zoo import Family
 
 if TYPE_CHECKING:  # engine.py imports this package
     from specker.runtime.engine import Engine
 
-TRIM = "vocabtrim"
-SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
-PAPER = "VocabTrim (2506.22694)"
-NEEDS = "a draft model"
 VOCAB_KEEP = 0.125  # of the rows; the measured winner on the bundled code pair
 # Without a score file the ranking is worse. For Qwen2.5's 151,936 ids a quarter of the rows covers 2 to 3% more of the
 # text than an eighth. With a draft of 0.5B parameters that is worth more than the time that the rows take.
 UNCOUNTED_KEEP = 0.25
-
-
-@dataclass(frozen=True)
-class TrimOptions:
-    vocab_scores: str | None = opt(
-        None,
-        "file with token frequencies (default: the bundled one for the target's tokenizer, if any); see python -m "
-        "specker.calibrate",
-        "FILE",
-    )
-    vocab_keep: Keep | None = opt(
-        None,
-        "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of a score file's tokens (default: "
-        "0.125, 0.25 without a score file, 2048 rows for SmolLM2-135M, or all ids of a file without counts)",
-        "ROWS|X|coverage:X",
-        parse=Keep.parse,
-    )
-    vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
-    vocab_learn: str | None = opt(
-        None,
-        "without a score file: on ranks ids by what targets with this tokenizer wrote in earlier runs, and counts what "
-        "this one writes, in specker's cache; off does neither (default: on, or the environment variable "
-        "SPECKER_VOCAB_LEARN)",
-        choices=("on", "off"),
-    )
-
-    def __post_init__(self) -> None:
-        settle(self)
 
 
 class Ranking(NamedTuple):
@@ -111,7 +66,7 @@ def ranking(
     tokenizer. Random weights without a score file keep the first ids. Arguments and errors as of `trimmed`."""
     trim: TrimOptions = options.trim
     vocab, tokenizer = target.config.vocab_size, target.tokenizer_or_none
-    digest = None if tokenizer is None else vocab_scores.tokenizer_hash(tokenizer)
+    digest = vocab_memo.tokenizer_hash(target.tokens)
     if (path := trim.vocab_scores or bundled(digest, family)) is not None:
         scores = vocab_scores.read(path)
         scores.check(vocab, digest, path)
@@ -123,7 +78,7 @@ def ranking(
         )
     if options.load == "dummy":
         return Ranking(VocabScores(torch.arange(vocab), None), Keep(fraction=VOCAB_KEEP), "id")
-    order, counts = vocab_order.learnt(tokenizer, vocab), None
+    order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
     learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
     if learn != "off" and digest is not None and not options.stand_ins:

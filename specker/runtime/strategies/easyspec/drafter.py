@@ -1,15 +1,4 @@
-"""Strategy `easyspec`: a small model drafts with groups of its layers side by side (EasySpec, arXiv 2502.02493).
-
-A schedule is an ordered list of groups of neighbouring layers. The layers of a group all attend from the group's own
-input h; their feed-forwards then follow one another:
-
-    a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
-    h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
-
-The K/V of a group of several layers is "fuzzy": layers in sequence would write other values. Bonus calibration drops
-it: the next round's first drafting pass runs the accepted tokens and the target's own token through the layers in
-sequence. One of d drafting passes is exact and d - 1 are fuzzy. A group of one layer is exact.
-"""
+"""The schedule of a draft's layers, and what runs them side by side."""
 
 import json
 from collections.abc import Iterator
@@ -20,67 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.flags import opt, settle
 from specker.kernels.quant import Quantized, joined
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
 from specker.runtime.model.decoder import Attention, Batch, Group, Model, Output, Step, compiled, over_pages, run_layers
 from specker.runtime.ops.repeat import repeat_rows
-from specker.runtime.strategies.base import DraftContext
-from specker.runtime.strategies.draft import AutoregressiveDrafter, SmallModel
-
-Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
-
-
-def groups(value: Any) -> Groups:
-    """--layer-parallel: a group's width, `4`, or all groups, `[[0],[1,2,3],[4]]`: every layer once, in order."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if type(value) is int and value >= 1:
-        return value
-    lists = isinstance(value, list) and value and all(isinstance(group, list) and group for group in value)
-    if not lists or any(type(n) is not int for group in value for n in group):
-        raise ValueError(f"--layer-parallel must be a width (4) or all groups ([[0],[1,2],[3]]), got {text!r}")
-    if (order := [n for group in value for n in group]) != list(range(len(order))):
-        raise ValueError(f"--layer-parallel must hold every layer from 0 on once and in order, got {text}")
-    return tuple(map(tuple, value))
-
-
-@dataclass(frozen=True)
-class EasySpecOptions:
-    layer_parallel: Groups = opt(
-        4, "layers side by side in a group, or all groups, such as [[0],[1,2,3],[4]]", "N|GROUPS", parse=groups
-    )  # the paper recommends 4
-    calibrate: str = opt(
-        "every",
-        "when to recompute the K/V of accepted tokens with the layers in sequence: every round, on a mismatch, never",
-        choices=("every", "mismatch", "never"),
-    )
-
-    def __post_init__(self) -> None:
-        settle(self)
-
-
-class EasySpec(SmallModel):
-    name = "easyspec"
-    summary = "a small model drafts with groups of its layers side by side"
-    paper = "EasySpec (2502.02493)"
-    options = EasySpecOptions
-    needs_draft = True
-    divides = True
-
-    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
-        own: EasySpecOptions = context.options.own
-        assert context.draft is not None
-        schedule = Schedule.of(own.layer_parallel, context.draft.config.num_layers)
-        model = context.draft_model()
-        cache = context.allocate(model)
-        parallel = LayerParallel(model, cache, schedule, context.ranks)
-        width, depth = context.options.width, context.depth(self)
-        return AutoregressiveDrafter(model, cache, context.head(model), width, parallel, own.calibrate, depth)
+from specker.runtime.strategies.easyspec import Groups
 
 
 @dataclass(frozen=True)

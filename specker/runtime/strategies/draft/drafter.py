@@ -1,13 +1,4 @@
-"""Strategy `draft`: a small model drafts (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
-
-It drafts a chain token by token, or a tree level by level: each level keeps the `width` nodes with the largest
-cumulative probability
-
-    score(child) = score(parent) + log q(child | path)
-
-as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturbed with the target's own noise
-(runtime/head.py).
-"""
+"""A drafter that runs a small model token by token, or level by level."""
 
 from typing import TYPE_CHECKING
 
@@ -23,10 +14,9 @@ from specker.runtime.ops.grow import grow, prune
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.rows import begin, begin_text
-from specker.runtime.strategies.base import DraftContext, Strategy
 
-if TYPE_CHECKING:  # easyspec.py builds on this file
-    from specker.runtime.strategies.easyspec import LayerParallel
+if TYPE_CHECKING:  # which builds on this file
+    from specker.runtime.strategies.easyspec.drafter import LayerParallel
 
 
 class AutoregressiveDrafter(ModelDrafter):
@@ -216,16 +206,3 @@ class AutoregressiveDrafter(ModelDrafter):
         if self.parallel is not None:
             return self.parallel.forward(rows, embedded).final
         return forward(self.model, self.cache, rows, embedded).final
-
-
-class SmallModel(Strategy):
-    name = "draft"
-    summary = "a small model drafts a chain or a tree"
-    paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318)"
-    needs_draft = True
-
-    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
-        model = context.draft_model()
-        return AutoregressiveDrafter(
-            model, context.allocate(model), context.head(model), context.options.width, depth=context.depth(self)
-        )

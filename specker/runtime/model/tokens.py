@@ -1,0 +1,78 @@
+"""The tokenizer of a checkpoint's folder, read when it is first used."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specker.runtime.model import gguf
+from specker.runtime.model.config import CheckpointError, read_json, reason
+
+NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+# Besides NAMES, what may define tokens or ids.
+MORE = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    folder: Path
+    architecture: str
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer with its chat template. Raises CheckpointError if there is none."""
+        folder = self.folder
+        if not self.exist:
+            raise CheckpointError(f"{folder} has no tokenizer ({', '.join(NAMES)}); copy it there or pass token ids")
+        import transformers as hf  # which imports a class when it is named
+
+        try:
+            if self._whole:
+                return hf.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            if self.architecture != "DreamModel":
+                return hf.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            # AutoTokenizer would ask for Dream's own code; it is Qwen2's tokenizer with a few more special tokens
+            fast = (folder / "tokenizer.json").is_file()
+            kind = hf.PreTrainedTokenizerFast if fast else hf.Qwen2Tokenizer
+            return kind.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many types
+            raise CheckpointError(f"the tokenizer in {folder} cannot be read ({reason(error)})") from error
+
+    @property
+    def _whole(self) -> bool:
+        """Whether AutoTokenizer would read tokenizer.json as it is. It imports a model's config class to find out."""
+        settings = read_json(self.folder / "tokenizer_config.json", required=False)
+        generic = settings.get("tokenizer_class") == gguf.WHOLE and "auto_map" not in settings
+        llama = self.architecture == "LlamaForCausalLM" and (self.folder / "tokenizer.json").is_file()
+        return generic and (llama or (self.folder / gguf.DONE).is_file())
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """The tokens with their ids. Raises CheckpointError."""
+        found: dict[str, int] = self.tokenizer.get_vocab()
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """A SHA-256 of the tokenizer's files."""
+        total = hashlib.sha256()
+        for name in (*NAMES, *MORE):
+            data = _bytes(self.folder / name)
+            total.update(f"{name} {-1 if data is None else len(data)}\n".encode() + (data or b""))
+        return total.hexdigest()
+
+    @property
+    def exist(self) -> bool:
+        """Whether the folder has files of a tokenizer."""
+        return any((self.folder / name).is_file() for name in NAMES)
+
+    def equal(self, other: "Tokens") -> bool:
+        """Whether both folders have the same tokenizer files, byte by byte. That is much cheaper than to compare the
+        vocabularies, which has to read both tokenizers. False says nothing: files may differ in a chat template."""
+        names = (*NAMES, *MORE)
+        return self.exist and all(_bytes(self.folder / name) == _bytes(other.folder / name) for name in names)
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None

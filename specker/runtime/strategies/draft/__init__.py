@@ -1,0 +1,34 @@
+"""Strategy `draft`: a small model drafts (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+
+It drafts a chain token by token, or a tree level by level: each level keeps the `width` nodes with the largest
+cumulative probability
+
+    score(child) = score(parent) + log q(child | path)
+
+as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturbed with the target's own noise
+(runtime/head.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specker.runtime.strategies.base import DraftContext, Strategy
+
+if TYPE_CHECKING:
+    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+
+
+class SmallModel(Strategy):
+    name = "draft"
+    summary = "a small model drafts a chain or a tree"
+    paper = "Leviathan et al. (2211.17192), Chen et al. (2302.01318)"
+    needs_draft = True
+
+    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
+        from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+
+        model = context.draft_model()
+        return AutoregressiveDrafter(
+            model, context.allocate(model), context.head(model), context.options.width, depth=context.depth(self)
+        )

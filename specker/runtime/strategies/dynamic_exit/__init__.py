@@ -1,0 +1,136 @@
+"""Strategy `del`: the target drafts with its own first layers (LayerSkip, arXiv 2404.16710), and DEL (arXiv 2504.05598)
+picks the exit layer and the length each round.
+
+Draft and target share weights and K/V cache. A draft step runs layers [0, E) on one row and writes its K/V in place for
+the verify pass. `Round.hidden` keeps the rows after layer E - 1, so verification runs [0, E) on the last row only and
+[E, L) on all rows.
+
+DEL models a target of L layers that drafts g tokens with its first l layers. With a_l the share of positions at which
+layer l's own ("shadow") token equals the full model's, a round yields (1 - a_l^(g+1)) / (1 - a_l) tokens on average and
+loads g * l + L layers:
+
+    TPL(l, g) = ((1 - a_l^(g+1)) / (1 - a_l)) / (L + g * (l + c_head))       g in 0..17
+
+c_head is the cost of the LM head in layers. The paper sets it to 0; here it counts, because a draft step also reads the
+head. By default (--exit-cost measured) the denominator is the measured seconds of such a round (costs.py), once rounds
+were measured, and a round drafts nothing while plain rounds are faster (choose.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from specker.config import Options
+from specker.flags import opt, settle
+from specker.runtime.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Policy, general
+from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+
+if TYPE_CHECKING:
+    from specker.runtime.head import Head
+    from specker.runtime.model.decoder import Group, Model
+    from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
+
+ELIGIBLE = 8  # maximum number of exit layers
+
+
+def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -> tuple[int, ...]:
+    """At most `count` exit layers, spread over 1..total - 1. Except for layer 1, it drops layers whose draft step costs
+    a whole pass: with l + c_head >= L, even drafts that are always right have a TPL of at most 1 / L."""
+    import numpy as np
+
+    spread = sorted({round(n) for n in np.linspace(1, total - 1, min(count, total - 1))}) if total > 1 else []
+    return tuple(n for n in spread if n == 1 or n + head_cost < total)
+
+
+@dataclass(frozen=True)
+class DynamicExitOptions:
+    exit_layer: int | None = opt(
+        None, "layers that draft, for policies with a fixed exit layer (default: half)", least=1
+    )
+    exit_cost: str = opt(
+        "measured",
+        "what DEL compares: measured seconds of rounds, bytes of the layers and the LM head, or layers as in the paper",
+        choices=("layers", "bytes", "measured"),
+    )
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+    def exit(self, layers: int) -> int:
+        """The exit layer for a target of `layers`, for policies that do not choose it."""
+        return self.exit_layer or max(1, layers // 2)
+
+
+class SelfDrafting(Strategy):
+    name = "del"
+    summary = "the target drafts with its own first layers"
+    paper = "DEL (2504.05598)"
+    options = DynamicExitOptions
+    policies = ("del", "del-length")
+    self_drafting = True
+
+    def check(self, options: Options) -> None:
+        if options.tree is not None:
+            raise ValueError("strategy del drafts a chain: --tree does not apply")
+        if options.own.exit_layer is not None and options.policy in (None, *self.policies):
+            raise ValueError(f"--exit-layer is for --policy {', '.join(GENERAL)}: del chooses the layer")
+
+    def default_policy(self, options: Options) -> str:
+        return self.policies[0]
+
+    def check_target(self, options: Options, layers: int) -> None:
+        exit_layer = options.own.exit_layer
+        if exit_layer is not None and exit_layer >= layers:
+            raise ValueError(f"--exit-layer must be below the target's {layers} layers")
+        if layers < 2:
+            raise ValueError(f"strategy {options.strategy!r} needs a target of at least 2 layers")
+
+    def drafter(self, context: DraftContext) -> EarlyExitDrafter:
+        """A drafter with the target's head, or with the rows that trimming keeps."""
+        from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
+
+        assert context.model is not None and context.cache is not None
+        rows = None
+        if context.draft is not None:
+            rows = context.draft.weights.head
+        elif context.ranks is not None:
+            rows = context.target.weights.head  # the whole head, so a draft step needs no other rank
+        return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows))
+
+    def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
+        """The LM head's bytes, in layers of the target."""
+        if head is None or options.own.exit_cost == "layers":
+            return 0.0
+        return head.weight.nbytes / sum(_bytes(layer) for layer in model.layers) * len(model.layers)
+
+    def policy(self, context: PolicyContext) -> Policy:
+        from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
+
+        layers, rule = context.layers, context.options.policy or "del"
+        if rule in self.policies:
+            eligible = eligible_layers(layers, context.head_cost)
+            costs = context.known.costs if context.known and context.options.own.exit_cost == "measured" else None
+            return DynamicExit(eligible, layers, context.head_cost, rule == "del-length", costs=costs)
+        exit, size = context.options.own.exit(layers), self.size(context.options)
+        return self.auto(context, replace(size, exit=exit)) if rule == AUTO else general(rule, size, exit)
+
+    def plan(self, context: PolicyContext) -> Plan:
+        """Draft steps are captured one by one, so the plan holds a whole draft only for a fixed length."""
+        size, rule = self.size(context.options), context.options.policy or "del"
+        exits: tuple[int, ...] = (context.options.own.exit(context.layers),)
+        if rule in self.policies:
+            exits, size = eligible_layers(context.layers, context.head_cost), Budget(LONGEST + 1, LONGEST + 1)
+        elif rule == "plus-minus-one":
+            size = Budget(max(size.depth, LONGEST), max(size.depth, LONGEST))
+        if rule == AUTO and not context.confident:
+            lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
+            return Plan(size, tuple(Budget(n, n, exits[0]) for n in lengths), (0,), (0,))
+        length = size.depth if rule == "fixed" else 1
+        sizes = (0,) if rule == "fixed" else tuple(range(size.nodes + 1))
+        return Plan(size, tuple(Budget(length, length, exit) for exit in exits), (0,), sizes)
+
+
+def _bytes(layer: Group) -> int:
+    """Bytes of a layer's matrices."""
+    return sum(w.nbytes for w in (layer.attention.qkv, layer.attention.o, layer.mlps[0].gate_up, layer.mlps[0].down))

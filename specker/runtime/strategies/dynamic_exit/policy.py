@@ -1,0 +1,149 @@
+"""DEL's choice of the exit layer and the length, by the equations of the package's docstring."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specker.runtime.costs import Costs
+from specker.runtime.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
+
+DECAY = 0.95  # of a layer's statistics at each update of that layer
+REFRESH = 32  # uses of the costs of rounds before they are asked for again
+PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
+
+
+@dataclass
+class DynamicExit(Policy):
+    """DEL (arXiv 2504.05598). The best TPL selects the exit layer. Confidence ends the draft, or TPL's g does
+    (`by_length`). The differences from the paper were measured (bench/LOG.md):
+
+    A round's draft consists of its exit layer's shadow tokens, so that layer's statistics update every round for free;
+    `overhead` pays for the other layers. A layer's counts decay at its own updates, not every round: a_l and the mean
+    confidences are ratios, and a decay without new data would not change them.
+
+    A draft ends when the product of its confidences falls below the threshold, not the last confidence: a token is
+    useful only if all tokens before it are right.
+
+    A round without a draft yields no statistics, so a few bad rows could stop drafting for a long time. Therefore g = 0
+    must win by PATIENCE; otherwise at least one token is drafted."""
+
+    rests = True
+    layers: tuple[int, ...] = field()  # eligible exit layers, ascending, below `total`
+    total: int = field()  # L
+    head_cost: float = 0.0  # c_head
+    by_length: bool = False
+    overhead: float = 0.005  # maximum share of the time spent on watching layers
+    costs: Costs | None = None  # measured seconds of rounds; None: TPL counts layers
+    chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
+    threshold: float | None = field(default=None, init=False)
+    _seconds: Any = field(default=None, init=False, repr=False)  # of rounds [layers, 18], or layers that they load
+    _asked: int = field(default=0, init=False)  # how often those were used
+    _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
+    _sums: Any = field(init=False, repr=False)  # sums of confidence, [layers, (match, mismatch)], decayed
+    _watching: float = field(default=0.0, init=False)  # seconds spent on watching
+    _last: float = field(default=0.0, init=False)  # seconds of the last watch
+    _since: float | None = field(default=None, init=False)  # start time of the first round
+
+    def __post_init__(self) -> None:
+        self._counts, self._sums = np.zeros((2, len(self.layers), 2))
+
+    @property
+    def confident(self) -> bool:  # type: ignore[override]
+        return not self.by_length
+
+    def budget(self) -> Budget:
+        """The budget by the best TPL. The first round drafts one token with the first eligible layer."""
+        if not self._counts.any():
+            self.chosen, self.threshold = (0, 1), None
+        else:
+            table = self.tokens_per_layer()
+            table[:, 0] *= 1 - PATIENCE
+            best = divmod(int(table.argmax()), table.shape[1])
+            self.chosen, self.threshold = best, self._threshold(best[0])
+        self._chain = Chain()
+        index, g = self.chosen
+        longest = LONGEST + 1 if self.threshold is not None and g else g
+        watched = tuple(n for i, n in enumerate(self.layers) if i != index or not g)
+        return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
+
+    def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
+        """If the round uses another sequence's exit layer, use that layer's threshold."""
+        super().taken(budget, prices)
+        index = self.layers.index(budget.exit)
+        if index != self.chosen[0]:
+            self.chosen, self.threshold = (index, budget.depth), self._threshold(index)
+
+    def expected(self, budget: Budget) -> float:
+        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most that of
+        this layer's best TPL."""
+        a = float(self.match_rates()[self.layers.index(budget.exit)])
+        return sum(a**i for i in range(int(self.drafts(budget)) + 1))
+
+    def drafts(self, budget: Budget) -> float:
+        if self.by_length:
+            return budget.depth
+        return min(budget.depth, int(self.tokens_per_layer()[self.layers.index(budget.exit)].argmax()))
+
+    def _affordable(self) -> bool:
+        """Whether another watch, at the last one's cost, keeps watching within its share of the time."""
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+        return self._watching + self._last <= self.overhead * (now - self._since)
+
+    @property
+    def rule(self) -> StopRule:  # type: ignore[override]
+        """The draft ends when the product of its confidences falls below the threshold."""
+        return StopRule(reach=() if self.threshold is None else (self.threshold,))
+
+    def observe(self, outcome: Outcome) -> None:
+        """Update the exit layer from its own rows: the accepted tokens and the first rejected one."""
+        if outcome.drafted:
+            rows = min(len(outcome.path), outcome.drafted)
+            match = np.arange(rows) < len(outcome.path) - 1
+            confidence = np.array(outcome.confidence[:rows] or np.zeros(rows))  # unused with `by_length`
+            self._hear([self.chosen[0]], match[None], confidence[None])
+
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        if seconds:
+            self._watching, self._last = self._watching + seconds, seconds
+        self._hear([self.layers.index(n) for n in layers], match, confidence)
+
+    def _hear(self, at: list[int], match: Any, confidence: Any) -> None:
+        """Update the statistics of the layers with indices `at` from match and confidence [len(at), rows]."""
+        split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
+        self._counts[at] = DECAY * self._counts[at] + split.sum(1)
+        self._sums[at] = DECAY * self._sums[at] + (split * confidence[..., None]).sum(1)
+
+    def match_rates(self) -> Any:
+        """a_l [layers]; 0 for layers without data."""
+        total = self._counts.sum(1)
+        return np.divide(self._counts[:, 0], total, out=np.zeros_like(total), where=total > 0)
+
+    def tokens_per_layer(self) -> Any:
+        """TPL(l, g) of the module docstring, [layers, 18] for g = 0..17."""
+        a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
+        tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
+        return tokens / self._round_costs()
+
+    def _round_costs(self) -> Any:
+        """The cost of a round for each exit and g, [layers, 18]: its layers, or measured seconds."""
+        if self._seconds is None or (self.costs is not None and self._asked % REFRESH == 0):
+            g = np.arange(LONGEST + 1)
+            if self.costs is None or not self.costs.plain_rounds:
+                self._seconds = self.total + g * (np.array(self.layers)[:, None] + self.head_cost)
+            else:
+                rounds = [[self.costs.round(1, Budget(n, n, exit)) for n in g.tolist()] for exit in self.layers]
+                self._seconds = np.array(rounds)
+        self._asked += 1
+        return self._seconds
+
+    def _threshold(self, index: int) -> float | None:
+        """The midpoint of a layer's mean confidences for matches and for mismatches. None if one of them has no data or
+        if g ends the draft."""
+        if self.by_length or not self._counts[index].all():
+            return None
+        return float((self._sums[index] / self._counts[index]).mean())

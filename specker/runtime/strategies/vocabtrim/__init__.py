@@ -1,0 +1,52 @@
+"""Strategy `vocabtrim`: the drafter's LM head keeps only the rows of frequent tokens (VocabTrim, arXiv 2506.22694).
+
+It trims the head of another strategy's drafter: `+vocabtrim` after that strategy's name. Alone it means
+draft+vocabtrim. The paper's metric is the memory-bound speed-up
+
+    MBSU = tau / (c gamma + 1)
+
+with tau the acceptance length, c the bytes of a draft step over those of a target step and gamma the draft steps per
+round. Noise depends on a token's id in the full vocabulary, so trimming can cost acceptance but never changes the text.
+Beyond the paper, a few rows follow the text (runtime/head.py), and no score file is needed. Without one, ids rank by
+what targets with this tokenizer wrote in earlier runs (runtime/vocab_counts.py), then in the order in which the
+tokenizer learnt them (runtime/vocab_order.py). Counted ids go first however few tokens were counted: an id that came
+once is more probable than one that never came, and the few ids of a short count only replace the last of the kept rows.
+"""
+
+from dataclasses import dataclass
+
+from specker.config import Keep
+from specker.flags import opt, settle
+
+TRIM = "vocabtrim"
+SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
+PAPER = "VocabTrim (2506.22694)"
+NEEDS = "a draft model"
+
+
+@dataclass(frozen=True)
+class TrimOptions:
+    vocab_scores: str | None = opt(
+        None,
+        "file with token frequencies (default: the bundled one for the target's tokenizer, if any); see python -m "
+        "specker.calibrate",
+        "FILE",
+    )
+    vocab_keep: Keep | None = opt(
+        None,
+        "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of a score file's tokens (default: "
+        "0.125, 0.25 without a score file, 2048 rows for SmolLM2-135M, or all ids of a file without counts)",
+        "ROWS|X|coverage:X",
+        parse=Keep.parse,
+    )
+    vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
+    vocab_learn: str | None = opt(
+        None,
+        "without a score file: on ranks ids by what targets with this tokenizer wrote in earlier runs, and counts what "
+        "this one writes, in specker's cache; off does neither (default: on, or the environment variable "
+        "SPECKER_VOCAB_LEARN)",
+        choices=("on", "off"),
+    )
+
+    def __post_init__(self) -> None:
+        settle(self)

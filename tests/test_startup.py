@@ -1,0 +1,173 @@
+"""What happens before the first token: what a command imports, and how often it reads a checkpoint's files."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_checkpoint import make
+
+import specker
+from specker import run
+from specker.runtime.model import checkpoint
+from specker.runtime.model.tokens import Tokens
+
+ROOT = Path(__file__).parents[1]
+
+
+HEAVY = ("torch", "numpy", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub")
+COMMAND = f"""
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+finally:
+    print("imported:", *sorted({{*{HEAVY!r}}} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "argv"),
+    [
+        (0, ["specker", "--help"]),
+        (0, ["specker.run", "--help-all"]),
+        (0, ["specker", "--version"]),
+        (0, ["specker", "--list-strategies"]),
+        (0, ["specker", "--print-completion", "bash"]),
+        (0, ["specker.calibrate", "--help"]),
+        (2, ["specker", "--nonsense"]),
+        (2, ["specker", "--strategy", "nonsense"]),
+        (2, ["specker", "--strategy", "easyspec", "--layer-parallel", "0"]),
+        (2, ["specker", "--strategy", "del", "--tree", "2x2"]),
+        (2, ["specker", "--strategy", "diffuspec", "--cps", "off", "--ngram", "x"]),
+        (2, ["specker", "--strategy", "lookup", "--ngram-least", "9"]),
+        (2, ["specker", "--strategy", "vocabtrim", "--vocab-keep", "x"]),
+        (2, ["specker", "--prompts", "missing.jsonl"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_help_and_usage_errors_import_neither_torch_nor_numpy(code: int, argv: list[str]) -> None:
+    """torch alone takes more than a second to import, so these commands answer before it."""
+    command = [sys.executable, "-c", COMMAND, *argv]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "models")))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    *errors, imported = done.stderr.splitlines()
+    assert done.returncode == code, done.stderr
+    assert imported == "imported:"
+    assert len(errors) == (code == 2) and all(line.startswith("specker: error: ") for line in errors)
+    assert code or done.stdout.strip()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """The folders whose config was parsed, and those whose tokenizer was read."""
+    made: dict[str, list[Any]] = {"configs": [], "tokenizers": []}
+    parse, read = checkpoint.parse_config, Tokens.tokenizer.func
+
+    def parsed(folder: Path, *args: Any) -> Any:
+        made["configs"].append(folder)
+        return parse(folder, *args)
+
+    def tokenizer(self: Tokens) -> Any:
+        made["tokenizers"].append(self.folder)
+        return read(self)
+
+    monkeypatch.setattr(checkpoint, "parse_config", parsed)
+    monkeypatch.setattr(Tokens.tokenizer, "func", tokenizer)
+    return made
+
+
+def test_each_config_is_parsed_once_and_equal_tokenizers_are_read_once(
+    pair: tuple[str, str], calls: dict[str, list[Any]]
+) -> None:
+    target, draft = map(Path, pair)
+    engine = specker.load(target, draft, device="cpu", max_context=100)
+    assert calls == {"configs": [target, draft], "tokenizers": []}
+    engine.generate("hello", 4)
+    engine.encode_chat([{"role": "user", "content": "hi"}])
+    assert engine.has_tokenizer and calls["tokenizers"] == [target]
+    assert engine.draft is not None and engine.draft.tokenizer is engine.tokenizer
+
+
+def test_tokenizers_in_unequal_files_are_compared_by_their_tokens(
+    pair: tuple[str, str], tmp_path: Path, calls: dict[str, list[Any]]
+) -> None:
+    target, draft = Path(pair[0]), Path(shutil.copytree(pair[1], tmp_path / "draft"))
+    file = draft / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+    specker.load(target, draft, device="cpu", dtype="float64")
+    assert sorted(calls["tokenizers"]) == sorted([target, draft])
+    file.write_text(file.read_text().replace('"<|mask|>"', '"<|hidden|>"'))
+    (draft / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="target and draft have different tokenizers"):
+        specker.load(target, draft, device="cpu", dtype="float64")
+
+
+def test_a_draft_that_is_missing_is_refused_before_the_target_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(checkpoint, "_read_weights", lambda *args: read.append(args))
+    with pytest.raises(ValueError, match="there is no folder"):
+        specker.load(make(tmp_path / "target"), tmp_path / "missing", device="cpu")
+    assert not read
+
+
+LOADED = """
+import sys
+import specker
+from specker import run
+engine = specker.load(sys.argv[1], sys.argv[2], device="cpu", max_context=64)
+engine.encode("hello")
+slow = ["torch._dynamo", "torch._inductor", "sympy", "gguf", "accelerate"]
+slow += [f"transformers.{name}" for name in ("modeling_utils", "generation.utils")]
+print("imported:", *(name for name in slow if name in sys.modules))
+"""
+
+
+def test_loading_a_converted_file_imports_no_compiler_and_no_model_code(tmp_path: Path) -> None:
+    """Neither what converts it, nor transformers' code of models and of `generate`, which imports the compiler."""
+    pytest.importorskip("gguf")
+    from runtime.test_gguf import write
+
+    files = [write(tmp_path / f"{name}.gguf", make(tmp_path / name, seed=n)) for n, name in enumerate(("a", "b"))]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "models")))
+    env = {**os.environ, "PYTHONPATH": path, "SPECKER_CACHE": str(tmp_path / "cache")}
+    for imported in (True, False):  # converted, then read from the cache
+        command = [sys.executable, "-c", LOADED, *map(str, files)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=True)
+        assert ("gguf" in done.stdout) == imported
+    assert done.stdout.split() == ["imported:"]
+
+
+@pytest.mark.parametrize("name", ["code-target", "code-draft"])
+def test_the_bundled_tokenizers_are_those_of_auto_tokenizer(name: str) -> None:
+    """specker names the class itself, because AutoTokenizer imports the model's."""
+    import transformers
+
+    folder = specker.zoo.path(name)
+    ours = Tokens(folder, "LlamaForCausalLM").tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+
+
+def test_long_steps_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing and converting a GGUF file, the first time only; as notes on stderr where there is no terminal."""
+    pytest.importorskip("gguf")
+    from runtime.test_gguf import write
+
+    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source"))
+    argv = ["--target", str(file), "--strategy", "ar", "--prompt", "ab", "--max-new-tokens", "2", "--device", "cpu"]
+    said = []
+    for _ in range(2):
+        assert run.main(argv) == 0
+        said.append([line for line in capsys.readouterr().err.splitlines() if line.endswith(", once")])
+    assert said == [["computing the SHA-256 of tiny.gguf, once", "converting tiny.gguf, once"], []]
