@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,8 +35,9 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
         plan = engine.plan
         with engine.in_memory():
             warm_rounds(batch, plan.budgets, plan.verified, plan.accepted, engine.policy().confident, tell)
-    filters = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
-    for how in ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters)):
+    filters: tuple[dict[str, Any], ...] = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
+    settings: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters))
+    for how in settings:
         engine.generate([0, 0], 8, **how)
         engine.generate_ar([0, 0], 2, **how)
         if batch.fixed and batch.drafter is not None:
