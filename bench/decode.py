@@ -52,6 +52,8 @@ from bench.shapes import step_bytes
 from specker.config import Sampling
 from specker.runtime import round as stage
 from specker.runtime import strategies
+from specker.runtime.auto import Experience
+from specker.runtime.costs import Costs
 from specker.runtime.engine import Engine
 from specker.runtime.graphs import Graphs
 from specker.runtime.loop import Batch
@@ -284,7 +286,8 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
     """A function that verifies and accepts a draft of a given size after `context` tokens, to be captured; the text
     does not grow."""
     most = ROWS[-1] - 1
-    how = Budget(most, most), True, Graphs(bench.cuda), lambda _: 1.0, SCRATCH
+    known = Experience(Costs(lambda _: 1.0))
+    how = Budget(most, most), True, Graphs(bench.cuda), known, SCRATCH
     batch = Batch(engine.model, engine.cache, None, *how)
     in_place(batch, a_text(engine, context, 0, False))
     made: dict[int, Round] = {}

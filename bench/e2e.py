@@ -248,12 +248,13 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
         row["over_ar_rounds"] = timing.times_as_fast(timings["ar"])
         if (s := done.stats) is not None:
             row |= {"acceptance_length": s.acceptance_length, "accepted_per_position": s.accepted_per_position}
-            if s.drafted:
+            if name != "ar":
                 try:
                     row["differing_within_rounding"] = differing(engines[name], prompts, done, plain, args, how)
                 except WrongTokens as error:
                     reasons[name] = str(error)
                     continue
+            if s.drafted:
                 k = s.drafted / s.rounds
                 c, v = s.seconds["draft"] / s.drafted / step, _step(s) / step
                 row |= {"k": k, "c": c, "v": v, "predicted": s.acceptance_length / (k * c + v)}

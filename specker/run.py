@@ -113,7 +113,8 @@ def parser(full: bool = True) -> Parser:
     more = "more help"
     top.prints(more, "-h", "--help", help="show the common flags", text=lambda _: parser(full=False).format_help())
     top.prints(more, "--help-all", help="show every flag", text=lambda _: parser().format_help())
-    version = f"specker {specker.__version__}\n"
+    # A folder `specker` in the working directory may hide the package itself, but not its modules.
+    version = f"specker {getattr(specker, '__version__', '(hidden by a folder of this name)')}\n"
     top.prints(more, "--version", help="show the version", text=lambda _: version)
     about = "show what each strategy needs, its paper and its own flags"
     top.prints(more, "--list-strategies", help=about, text=lambda _: strategies.table())

@@ -13,8 +13,9 @@ from pairs import perturbed
 
 import specker
 from specker.runtime import loop, round
+from specker.runtime.model import decoder
 from specker.runtime.stats import Stats
-from specker.runtime.strategies import draft
+from specker.runtime.strategies.draft import drafter
 
 STRATEGIES = {
     "ar": {"strategy": "ar"},
@@ -213,13 +214,13 @@ def test_seconds_of_a_batch_add_up(world, monkeypatch):
         return timed_call
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for module, name in ((loop, "prefill"), (round, "forward"), (draft, "forward")):
+    for module, name in ((loop, "prefill"), (round, "forward"), (drafter, "forward"), (decoder, "prefill")):
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     out = engine.generate([prompt for prompt, _ in world["requests"]], 10)
     total = sum((o.stats for o in out), Stats())
     assert total.tokens == sum(len(o.tokens) for o in out) and now[0] > 40
     assert total.wall == pytest.approx(now[0]) == sum(total.seconds.values())
-    assert total.seconds["prefill"] == len(out) and total.seconds["draft"] > total.seconds["verify"] > 5
+    assert total.seconds["prefill"] == 2 * len(out) and total.seconds["draft"] > total.seconds["verify"] > 5
 
 
 def test_an_abandoned_stream_frees_its_pages(world):

@@ -82,7 +82,7 @@ def test_a_bundled_draft_is_found_by_the_embedding(family, tmp_path, monkeypatch
     target, _, thin = family
     sizes = {"hidden_size": 64, "num_layers": 3}
     made = replace(zoo.CODE, sizes=sizes, drafts={"draft": thin, "easyspec": thin, "diffuspec": thin})
-    monkeypatch.setattr(zoo, "CODE", made)
+    monkeypatch.setattr(zoo, "FAMILIES", (made,))
     engine = specker.load(target, strategy="easyspec", **HOW)
     assert engine.draft.folder == thin and engine.draft_name == "shared"
     tied = json.loads((target / "config.json").read_text())["tie_word_embeddings"]

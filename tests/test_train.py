@@ -98,6 +98,9 @@ def test_a_draft_is_distilled_and_drafts(target, tmp_path, monkeypatch, strategy
     fast = specker.load(target, tmp_path / "thin", strategy=strategy, dtype="float64", device="cpu")
     assert fast.draft.config.num_layers == 2 and fast.draft.weights.embed is fast.target.weights.embed
     out = fast.generate([9], 60, temperature=0.7)
+    assert out.tokens == engine.generate([9], 60, temperature=0.7).tokens
+    fixed = specker.load(target, tmp_path / "thin", strategy=strategy, dtype="float64", device="cpu", policy="fixed")
+    out = fixed.generate([9], 60, temperature=0.7)
     assert out.tokens == engine.generate([9], 60, temperature=0.7).tokens and out.stats.accepted > 0
 
 

@@ -154,7 +154,7 @@ def test_the_seed_gives_the_tokens_of_ar(pairs, guessed):
         assert generate.stats.accepted > 0 or more  # six rows rarely all accept
 
 
-def test_the_engine_grows_with_the_calls(pairs, only_ops, monkeypatch):
+def test_the_engine_grows_with_the_calls(pairs, only_ops, monkeypatch, cheap):
     _, draft, model = pairs("llama")
     monkeypatch.setattr(integration, "LEAST_CONTEXT", 16)
     generate = Generate(draft)
@@ -168,7 +168,7 @@ def test_the_engine_grows_with_the_calls(pairs, only_ops, monkeypatch):
     assert generate._engine[1].batch.size == 3
 
 
-def test_the_weights_are_shared(pairs, tmp_path, only_ops):
+def test_the_weights_are_shared(pairs, tmp_path, only_ops, cheap):
     target, draft, _ = pairs("qwen2")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_the_weights_are_shared(pairs, tmp_path, only_ops):
     assert not torch.equal(model(ONE).logits, before) and model(ONE).logits.requires_grad
 
 
-def test_a_bfloat16_model_runs_on_our_ops(tmp_path, only_ops):
+def test_a_bfloat16_model_runs_on_our_ops(tmp_path, only_ops, cheap):
     """Its norms and biases are copied in float32. The draft is the target, and a verify pass may round otherwise than a
     step of these sizes."""
     target = make(tmp_path, "qwen2", layers=2, vocab=64, dtype=torch.bfloat16)
@@ -413,7 +413,7 @@ class Column:
 
 
 @pytest.mark.parametrize("ids", [ONE, PROMPTS])
-def test_a_streamer_gets_the_prompt_and_then_each_token(pairs, guessed, ids):
+def test_a_streamer_gets_the_prompt_and_then_each_token(pairs, guessed, ids, cheap):
     _, draft, model = pairs("llama")
     options = {**GREEDY, **(PADDED if len(ids) > 1 else {"pad_token_id": 0})}
     options["eos_token_id"] = late(model.generate(ids, **options), ids, -1)

@@ -78,7 +78,10 @@ def test_the_trace_of_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFix
         for agreed, token, parent in zip(r["agreed"], r["draft"], r["parents"], strict=True):
             if token == r["target"][parent]:
                 assert agreed == r["own"][parent]
-        assert r["seconds"].keys() == {"draft", "verify", "accept", "watch", "commit"} and r["seconds"]["verify"] > 0
+        assert (
+            r["seconds"].keys() == {"prefill", "draft", "verify", "accept", "watch", "commit"}
+            and r["seconds"]["verify"] > 0
+        )
     drafting = [r for r in rounds if r["draft"]]
     assert bool(drafting) == (name != "ar") or name == "lookup"
     assert all(("probability" in r) == (name not in ("graphs", "lookup", "diffuspec")) for r in drafting)
