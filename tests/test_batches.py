@@ -220,7 +220,9 @@ def test_seconds_of_a_batch_add_up(world, monkeypatch):
     total = sum((o.stats for o in out), Stats())
     assert total.tokens == sum(len(o.tokens) for o in out) and now[0] > 40
     assert total.wall == pytest.approx(now[0]) == sum(total.seconds.values())
-    assert total.seconds["prefill"] == 2 * len(out) and total.seconds["draft"] > total.seconds["verify"] > 5
+    assert (
+        total.seconds["prefill"] == pytest.approx(2 * len(out)) and total.seconds["draft"] > total.seconds["verify"] > 5
+    )
 
 
 def test_an_abandoned_stream_frees_its_pages(world):
