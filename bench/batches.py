@@ -25,7 +25,7 @@ from specker.runtime.check import compare
 from specker.runtime.engine import Engine, Generation
 from specker.runtime.stats import Stats
 
-WAYS: dict[str, dict[str, Any]] = {"ar": {"strategy": "ar"}, "draft": {"draft_tokens": 4}}
+WAYS: dict[str, dict[str, Any]] = {"ar": {"strategy": "ar"}, "draft": {"strategy": "draft", "draft_tokens": 4}}
 
 
 @dataclass(frozen=True)

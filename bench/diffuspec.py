@@ -117,7 +117,7 @@ def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     heldout = [row["prompt"] for row in specker.zoo.heldout()]
     how = {"device": args.device, "dtype": args.dtype}
-    engines = {"ar": specker.load(strategy="ar", **how), "draft": specker.load(**how)}
+    engines = {"ar": specker.load(strategy="ar", **how), "draft": specker.load(strategy="draft", **how)}
     about: dict[str, dict] = {"ar": {}, "draft": {}}
     base = None
 

@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "draft tree 2x4": {"tree": "2x4"},
     "draft tree 4x4": {"tree": "4x4"},
     **{name: {"strategy": name} for name in ("vocabtrim", "easyspec", "diffuspec", "del", "del+vocabtrim", "lookup")},
+    **{name: {"strategy": name} for name in ("draft+lookup", "vocabtrim+lookup")},
 }
 HF = ("transformers generate", "transformers assisted", "transformers lookup")
 

@@ -184,7 +184,7 @@ def main() -> None:
     pair = {"draft": args.drafts["draft"]} if args.target else {}
     engines = {
         "ar": specker.load(args.target, strategy="ar", **how),
-        "draft": specker.load(args.target, **pair, **how),
+        "draft": specker.load(args.target, strategy="draft", **pair, **how),
     }
     about: dict[str, dict] = {"ar": {}, "draft": {}}
     every = prompts_of(dataclasses.replace(args, prompts=10**6), engines["ar"])

@@ -178,10 +178,9 @@ def coder() -> Model:
         # ngram-mod learns from all requests of a server; here no engine may keep an earlier prompt or answer.
         own = {"engine": "llama_server", "version": llama_server.VERSION, "program": program, "flags": given}
         ways[f"llama.cpp {name}"] = {**own, "fresh": name == "ngram-mod"}
-    for strategy in ("ar", "lookup", "draft", "vocabtrim"):
-        options = {"strategy": strategy} | ({"draft": draft} if strategy in ("draft", "vocabtrim") else {})
+    for strategy in ("ar", "lookup", "draft", "vocabtrim", "vocabtrim+lookup"):
+        options = {"strategy": strategy} | ({} if strategy in ("ar", "lookup") else {"draft": draft})
         ways[f"specker {strategy}"] = {"engine": "specker", "options": options}
-    ways["specker by default"] = {"engine": "specker", "options": {"draft": draft}}
     questions = HERE / "coder_prompts.jsonl"
     base, reference = "llama.cpp plain", "specker ar"
     return Model(target, Path(target).stem, ways, base, reference, questions, asked=24, new_tokens=96, apart=True)

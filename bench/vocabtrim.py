@@ -179,7 +179,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         heldout = [row["prompt"] for row in specker.zoo.heldout()][args.prompts :]
         files = {"bundled": args.scores} if sources == ["bundled"] else score_files(args, heldout, Path(folder))
-        engines = {"ar": specker.load(**how, strategy="ar"), "draft": specker.load(**draft)}
+        engines = {"ar": specker.load(**how, strategy="ar"), "draft": specker.load(**draft, strategy="draft")}
         for source in (*sources, FOLLOWING):
             for keep in args.keep.split(","):
                 following = args.text if source == FOLLOWING else 0

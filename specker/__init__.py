@@ -33,7 +33,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    strategy: str | Options = "draft",
+    strategy: str | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     tell: Callable[[int, int], None] | None = None,
@@ -45,7 +45,7 @@ def load(
         target: a local folder, a GGUF file or a hub id. None: the bundled model of Python code.
         draft: the same for the model that drafts. None: the bundled one for the target.
         strategy: a name as in `--strategy`, with the strategy's flags by name in `options`; or an `Options` with all of
-            them.
+            them. None: `vocabtrim+lookup` with a draft model, otherwise `lookup`.
         device: "cpu" or "cuda". None: cuda if available.
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
             has no compiled kernels for the target.

@@ -85,7 +85,9 @@ class Common:
     """The options shared by all strategies; fixed when an engine is loaded."""
 
     strategy: str = opt(
-        "draft", "how to draft; NAME+{trim} also trims the draft's head, NAME+lookup also copies text", "{strategies}"
+        "vocabtrim+lookup",
+        "how to draft; NAME+{trim} also trims the draft's head, NAME+lookup also copies text (default: {usual})",
+        "{strategies}",
     )
     draft_tokens: int | None = opt(
         None,

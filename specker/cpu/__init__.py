@@ -10,7 +10,7 @@ The same functions as the ops in kernels/; nothing there needs this package.
 """
 
 from specker.cpu.chain import Candidates, draft
-from specker.cpu.layers import BLOCK, Stack, fits, gumbel, product, restored, serves, takes
+from specker.cpu.layers import BLOCK, Stack, fits, gumbel, product, restored, sample, serves, takes
 from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, problem, team
 from specker.cpu.packed import Packed
 
@@ -29,6 +29,7 @@ __all__ = [
     "problem",
     "product",
     "restored",
+    "sample",
     "serves",
     "takes",
     "team",

@@ -22,6 +22,7 @@ from specker.cpu.library import (
     Places,
     ProductCall,
     RestoreCall,
+    SampleCall,
     available,
     native,
     team,
@@ -70,7 +71,8 @@ class Stack:
                 setattr(struct, name, None if by[name] is None else by[name].data_ptr())
             for name in MATRICES:
                 setattr(struct, name, Matrix.of(by[name], activations))
-        # Torch multiplies many rows by plain weights faster, but cannot read packed ones.
+        # Torch is faster with plain weights and more than 256 rows, but cannot read packed ones. With 8 to 32 rows it
+        # is up to ten times slower, because its threads and the team's wake in turn.
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
         self.most = 1 << 30 if self.packed else MAX_ROWS
         E, D, F = len(layers[0][0]), rope.shape[2], layers[0][NAMES.index("down")].shape[1]
@@ -188,6 +190,21 @@ def gumbel(seed: int, positions: Tensor, padded: int) -> Tensor:
     kernels/noise.py. In the calling thread: torch's own, once woken, spin for a while and slow down the team."""
     positions, out = positions.contiguous(), torch.empty(len(positions), padded)
     native().gumbel(seed, positions.data_ptr(), len(positions), padded // 4, out.data_ptr())
+    return out
+
+
+def sample(
+    logits: Tensor, draws: Sequence[tuple[float, int, float, int]], positions: Tensor, run: int | None = None
+) -> Tensor:
+    """The tokens [T] int64 that `kernels.sample_rows` draws from logits [T, V] float32 at `positions` [T] int64.
+    `draws`: temperature, top_k, top_p and seed of each `run` rows (default: of all)."""
+    logits, positions, T = logits.contiguous(), positions.contiguous(), len(logits)
+    out = torch.empty(T, dtype=torch.int64)
+    temperature, top_k, top_p, seed = zip(*draws, strict=True)
+    numbers: list[Any] = [np.array(temperature), np.array(top_p), np.array(top_k, np.int64), np.array(seed, np.uint64)]
+    held = [logits.data_ptr(), positions.data_ptr(), *(each.ctypes.data for each in numbers)]
+    call, crew = SampleCall(*held, T, logits.shape[1], run or max(T, 1), out.data_ptr()), team()
+    crew.run(native().sample, call, crew.size)
     return out
 
 

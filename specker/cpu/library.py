@@ -90,6 +90,14 @@ class RestoreCall(Structure):
     _fields_ = [("m", POINTER(Matrix)), ("ids", c_void_p), ("count", c_int64), ("y", c_void_p)]
 
 
+class SampleCall(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "positions", "temperature", "top_p", "top_k", "seed")),
+        *((name, c_int64) for name in ("T", "V", "run")),
+        ("tokens", c_void_p),
+    ]
+
+
 class Rule(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("reach", "scales")),
@@ -126,6 +134,7 @@ def _loaded() -> tuple[Any, str | None]:
     lib.restore.argtypes = [c_void_p, POINTER(RestoreCall)]
     lib.layers.argtypes = [c_void_p, POINTER(Forward), c_int]
     lib.draft_chain.argtypes = [c_void_p, POINTER(ChainCall), c_int]
+    lib.sample.argtypes = [c_void_p, POINTER(SampleCall), c_int]
     lib.copy_rows.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64]
     lib.copy_rows.restype = None
     lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]

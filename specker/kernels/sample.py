@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from specker.kernels.cpu import native, plain
 from specker.kernels.noise import (
     add_gumbel_,
     check_draw,
     check_seed,
     drawn,
-    gumbel,
     gumbel_of,
     gumbel_run,
     signed,
@@ -29,7 +28,6 @@ from specker.kernels.noise import (
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, counters, same_device, start_after_previous, tl, triton
 
-NUCLEUS = 128  # top-p on a CPU: this many usually hold the mass; sorting all costs ten times more
 MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow; it is in effect greedy
 
 
@@ -147,61 +145,19 @@ def first_argmax(z: Tensor) -> Tensor:
 def _sample_runs(
     logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor, draw: Tensor | None
 ) -> Tensor:
-    """The path without a kernel (CPU or float64). Each sequence's run of rows has its own numbers."""
-    if draw is None or temperature == 0:
-        return _sample_host(logits, temperature, top_k, top_p, seed, positions)
-    run = check_draw(draw, logits.shape[0])
-    tokens = []
-    for numbers, z, at in zip(draw.view(-1, 4), logits.split(run), positions.split(run), strict=False):
-        seed, temperature, k, p = unpack_draw(numbers)
-        tokens.append(_sample_host(z, temperature, k if top_k else 0, p if top_p < 1 else 1.0, seed, at))
-    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-
-
-def _sample_host(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
-    """The rows of one draw, without a kernel."""
-    if top_k >= logits.shape[1]:
-        top_k = 0  # all are kept
-    if logits.is_cuda or temperature == 0:
-        return sample_rows_ref(logits, temperature, top_k, top_p, seed, positions)
-    if top_k == 0 and top_p == 1:  # in numpy: torch would wake its threads, which then slow down the compiled kernels
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        z = logits.detach().to(wide).numpy() / temperature
-        z += gumbel(seed, positions, z.shape[1]).numpy()
-        return torch.from_numpy(z.argmax(-1))
-    return _sample_few(logits, temperature, top_k, top_p, seed, positions)
-
-
-def _sample_few(logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, positions: Tensor) -> Tensor:
-    """`sample_rows_ref` on a CPU, several times faster: selects instead of sorting, adds noise only to the kept ids."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    z = (logits.detach().to(wide) / temperature).numpy()
-    noise = gumbel(seed, positions, z.shape[1]).numpy()
-    tokens = []
-    for row, g in zip(z, noise, strict=True):
-        kept = np.flatnonzero(~(row < _least_kept(row, top_k, top_p)))
-        tokens.append(kept[(row[kept] + g[kept]).argmax()])
-    return torch.tensor(tokens, dtype=torch.int64)
-
-
-def _least_kept(z: Any, top_k: int, top_p: float) -> float:
-    """The smallest value of z [V] (numpy) that top_k and then top_p keep."""
-    V = m = len(z)
-    if 0 < top_k < V:
-        edge = np.partition(z, V - top_k)[V - top_k]
-        if top_p == 1:
-            return edge
-        z = z[~(z < edge)]  # keep NaN: an unused row may hold anything, and must still give an id
-        V = m = len(z)
-    elif top_p < 1:
-        m = min(NUCLEUS, V)
-    whole = np.exp(z - z.max()).sum(dtype=np.float64)
-    while True:
-        top = np.sort(np.partition(z, V - m)[V - m :])[::-1]
-        mass = np.exp(top - top[0]).cumsum(dtype=np.float64)
-        if m == V or mass[-1] >= top_p * whole:
-            return top[min(int(mass.searchsorted(top_p * whole)), m - 1)]
-        m = min(8 * m, V)
+    """The path without a Triton kernel (CPU or float64). Each sequence's run of rows has its own numbers."""
+    if temperature == 0:
+        return first_argmax(logits)
+    draws, run = [(temperature, top_k, top_p, seed)], max(1, len(logits))
+    if draw is not None:
+        run, draws = check_draw(draw, logits.shape[0]), []
+        for numbers in draw.view(-1, 4):
+            seed, warm, k, p = unpack_draw(numbers)
+            draws.append((warm, k if top_k else 0, p if top_p < 1 else 1.0, seed))
+    if plain(logits) and logits.dtype == torch.float32 and (kernels := native()) is not None:
+        return kernels.sample(logits, draws, positions, run)
+    rows = zip(logits.split(run), draws, positions.split(run), strict=False)
+    return torch.cat([sample_rows_ref(z, *numbers, at) for z, numbers, at in rows])
 
 
 def sample_rows_cost(

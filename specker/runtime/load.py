@@ -23,7 +23,7 @@ from specker.runtime.strategies.vocabtrim import trim
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    strategy: str | Options = "draft",
+    strategy: str | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     tell: Callable[[int, int], None] | None = None,
@@ -32,6 +32,9 @@ def load(
     """Load an Engine; `specker.load` documents the arguments."""
     if isinstance(strategy, Options) and options:
         raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
+    if strategy is None:
+        sizing = options.get("load") == "dummy" or options.get("acceptance") is not None
+        strategy = strategies.usual(target, draft, sizing)
     opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
     parts = strategies.of(opts)
     where = dist.own_device(device_of(device))

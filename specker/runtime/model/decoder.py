@@ -317,7 +317,7 @@ def _prefill_chunk(
     T, start = len(tokens), cache.exact_len[slot]
     end = start + T
     causal, hidden = model.config.causal, model.embed_tokens(tokens)
-    if model.stack is not None and model.stack.packed:
+    if model.stack is not None and model.stack.most >= T:
         out = _compiled_chunk(model, cache, slot, hidden, start, taps)
         cache.exact_len[slot] = end
         return {n: x[-last:] for n, x in out.items()}

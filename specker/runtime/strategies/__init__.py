@@ -28,6 +28,7 @@ _ALL: tuple[Strategy, ...] = (
 )
 STRATEGIES = {strategy.name: strategy for strategy in _ALL}
 COPY = lookup.Lookup.name
+PLAIN = draft.SmallModel.name  # what drafts if the name holds only `vocabtrim`
 NAMES = (*STRATEGIES, TRIM)
 POLICIES = (AUTO, *GENERAL, *(name for strategy in _ALL for name in strategy.policies))
 COLUMNS = {
@@ -65,6 +66,14 @@ def plan(context: PolicyContext) -> Plan:
     return model if context.options.copy is None else joined_plan(model)
 
 
+def usual(target: object, draft: object, sizing: bool = False) -> str:
+    """The strategy if none is asked for, by whether the caller named a target and a draft. `sizing`: there are no real
+    models, whose text could be counted or copied."""
+    if sizing:
+        return PLAIN
+    return COPY if draft is None and target is not None else Common.strategy
+
+
 def options(**flat: Any) -> Options:
     """Parse options from flat names, such as `strategy="draft", tree="4x5"`. Values are strings as on the command line
     or parsed values; None means omitted. Raises TypeError for an unknown name, ValueError for invalid options."""
@@ -94,12 +103,13 @@ def words() -> dict[str, str]:
     """The {names} in the help texts of `Common`."""
     defaults = ", ".join(f"{s.policies[0]} for {s.name}" for s in _ALL if s.policies)
     names = f"{{{','.join(NAMES)}}}"
-    return {"strategies": names, "trim": TRIM, "policies": ", ".join(POLICIES), "defaults": defaults}
+    usual = f"{Common.strategy} with a draft model, otherwise {COPY}"
+    return {"strategies": names, "trim": TRIM, "usual": usual, "policies": ", ".join(POLICIES), "defaults": defaults}
 
 
 def offers() -> dict[str, tuple[str, ...]]:
     """The values of --strategy and --policy that a shell completes."""
-    joined = (f"{s.name}+{TRIM}" for s in _ALL if not s.no_head and s.name != Common.strategy)
+    joined = (f"{s.name}+{TRIM}" for s in _ALL if not s.no_head and s.name != PLAIN)
     return {"strategy": (*NAMES, *joined), "policy": POLICIES}
 
 
@@ -158,7 +168,7 @@ def _parts(asked: str) -> tuple[str, bool, bool]:
     bases = [part for part in parts if part != TRIM and not (copies and part == COPY)]
     if len(bases) > 1 or len(set(parts)) < len(parts):
         raise ValueError(f"strategies {' and '.join(parts)} do not compose: each one drafts")
-    base, trimmed = next(iter(bases), Common.strategy), TRIM in parts
+    base, trimmed = next(iter(bases), PLAIN), TRIM in parts
     if trimmed and (reason := STRATEGIES[base].no_head):
         raise ValueError(f"strategies {base} and {TRIM} do not compose: {reason}")
     if copies and not STRATEGIES[base].drafts:
