@@ -79,8 +79,8 @@ def world(tmp_path_factory):
 
 
 def load(world, name, **options):
-    how = {**STRATEGIES[name], **options}
-    strategy = how.get("strategy", "draft")
+    how = {"strategy": "draft", **STRATEGIES[name], **options}
+    strategy = how["strategy"]
     drafts = {"ar": [], "del": [], "lookup": [], "diffuspec": [world["models"]["dream"]]}.get(
         strategy.removesuffix("+lookup"), [world["models"]["draft"]]
     )

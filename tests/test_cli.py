@@ -70,6 +70,14 @@ def test_flags_are_the_dataclasses() -> None:
     assert sampling == Sampling(0.7, 0.9, 5, 3)
     assert run.parse(["--prompt", "a"]) == (run.Job(prompt="a"), strategies.options(), Sampling())
     assert run.parse(["-"])[0].prompt == "-"
+    for argv, strategy in (
+        ("--target t", "lookup"),
+        ("--target t --draft d", "vocabtrim+lookup"),
+        ("--target t --load dummy", "draft"),
+        ("--acceptance synthetic:0.5", "draft"),
+        ("--target t --strategy ar", "ar"),
+    ):
+        assert run.parse(argv.split())[1].strategy == strategy
 
 
 @pytest.mark.parametrize(
@@ -483,7 +491,7 @@ def test_refused_models(
 ) -> None:
     refused(capsys, models((str(tmp_path / "gone"), pair[1]), "--prompt", "x"), "gone")
     refused(capsys, models((pair[0], str(tmp_path)), "--prompt", "x"), str(tmp_path))
-    refused(capsys, ["--target", pair[0], "--prompt", "x"], "--draft")
+    refused(capsys, ["--target", pair[0], "--strategy", "draft", "--prompt", "x"], "--draft")
     refused(capsys, models(pair, "--prompt", "x" * 512), "--prompt", "512")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(capsys, [*models(pair, "--prompt", "x"), "--device", "cuda"], "cuda")
@@ -512,7 +520,12 @@ def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str,
 
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "def f("}\n{"prompt": "class A:"}\n')
-    assert run.main(models(pair, "--prompts", str(path), "--json", str(tmp_path / "o.json"), "--check")) == 0
+    assert (
+        run.main(
+            models(pair, "--prompts", str(path), "--json", str(tmp_path / "o.json"), "--check", "--strategy", "draft")
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     got = json.loads((tmp_path / "o.json").read_text())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "p.jsonl"]  # no temporary file

@@ -58,8 +58,8 @@ def world(made, request):
 
 
 def engine(world, draft="draft", **options):
-    how = {"dtype": "float64", "device": "cpu", "page_size": 8, "graphs": world["graphs"]}
-    return specker.load(world["target"], world[draft], **how, **options)
+    how = {"strategy": "draft", "dtype": "float64", "device": "cpu", "page_size": 8, "graphs": world["graphs"]}
+    return specker.load(world["target"], world[draft], **how | options)
 
 
 def greedy_tree_tokens(world):

@@ -80,7 +80,7 @@ def pairs(tmp_path_factory):
 
 
 def load(pair, **options):
-    return specker.load(*pair, dtype="float64", page_size=16, **options)
+    return specker.load(*pair, **{"strategy": "draft"} | options, dtype="float64", page_size=16)
 
 
 @pytest.fixture(scope="module")

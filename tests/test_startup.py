@@ -84,7 +84,7 @@ def test_each_config_is_parsed_once_and_equal_tokenizers_are_read_once(
     pair: tuple[str, str], calls: dict[str, list[Any]]
 ) -> None:
     target, draft = map(Path, pair)
-    engine = specker.load(target, draft, device="cpu", max_context=100)
+    engine = specker.load(target, draft, "draft", device="cpu", max_context=100)
     assert calls == {"configs": [target, draft], "tokenizers": []}
     engine.generate("hello", 4)
     engine.encode_chat([{"role": "user", "content": "hi"}])

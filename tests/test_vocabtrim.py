@@ -67,7 +67,7 @@ def test_only_kept_tokens_are_drafted_and_keeping_all_trims_nothing(family, tied
     target, draft, _ = family[tied]
     whole, full = (
         load(family, 128, tied, **SHAPES[shape]),
-        specker.load(target, draft, dtype="float64", page_size=16, **SHAPES[shape]),
+        specker.load(target, draft, "draft", dtype="float64", page_size=16, **SHAPES[shape]),
     )
     for prompt in PROMPTS:
         a, b = (engine.generate(prompt, 40, temperature=0.7).stats for engine in (whole, full))
@@ -77,7 +77,7 @@ def test_only_kept_tokens_are_drafted_and_keeping_all_trims_nothing(family, tied
 
 def test_the_head_is_the_kept_rows_and_the_embedding_stays_whole(family):
     engine = load(family, 24)
-    full = specker.load(*family[False][:2], dtype="float64")
+    full = specker.load(*family[False][:2], "draft", dtype="float64")
     assert engine.draft.weights.head.shape == (24, 64)
     assert torch.equal(engine.draft.weights.head, full.draft.weights.head[engine.kept.ids])
     assert torch.equal(engine.drafter.model.embed, full.drafter.model.embed)
@@ -112,7 +112,7 @@ def test_rows_that_follow_the_text_hold_its_own_tokens(family, tied, shape, temp
     """The tokens equal plain decoding. The rows are recounted from the text and equal the whole head's. A new request
     starts from the loaded rows, so it gives the same result."""
     engine = load(family, 16, tied, vocab_text=6, **SHAPES[shape])
-    whole = specker.load(*family[tied][:2], dtype="float64").draft.weights.head
+    whole = specker.load(*family[tied][:2], "draft", dtype="float64").draft.weights.head
     head, loaded = engine.drafter.head, engine.kept.ids.tolist()
     assert len(loaded) == 22 and engine.kept.text == 6
     runs = []

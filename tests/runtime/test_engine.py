@@ -58,7 +58,7 @@ def test_characters_are_never_cut():
 
 
 def test_statistics_add_up(pair):
-    engine = specker.load(*pair, dtype="float64", tree="3x3")
+    engine = specker.load(*pair, "draft", dtype="float64", tree="3x3")
     out = engine.generate([1, 2, 3], 40)
     s = out.stats
     assert s.tokens == 40 == s.rounds + s.accepted and s.acceptance_length == 40 / s.rounds
@@ -173,7 +173,9 @@ def test_where_the_check_allows_no_difference(options, exact):
 
 def test_a_draft_is_needed_and_refused_alone(pair):
     with pytest.raises(ValueError, match="needs a draft checkpoint"):
-        specker.load(pair[0])
+        specker.load(pair[0], strategy="vocabtrim+lookup")
+    assert specker.load(pair[0], device="cpu").options.strategy == "lookup"
+    assert specker.load(*pair, device="cpu").options.strategy == "vocabtrim+lookup"
     with pytest.raises(ValueError, match="--draft needs --target"):
         specker.load(draft=pair[1])
 

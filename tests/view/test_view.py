@@ -95,7 +95,7 @@ def test_the_trace_of_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(("tree", "kept"), [("3x2", 6), ("3x2", 4), (None, 4)])
 def test_probabilities_are_those_of_the_models(tree: str | None, kept: int) -> None:
     """Compared with transformers in float64, for a whole tree, a pruned one and a chain."""
-    engine, seen = specker.load(tree=tree, draft_tokens=kept, device="cpu", dtype="float64"), []
+    engine, seen = specker.load(strategy="draft", tree=tree, draft_tokens=kept, device="cpu", dtype="float64"), []
     engine.trace = seen.append
     prompt = engine.encode("def f(x):")
     text = prompt + engine.generate(prompt, 12).tokens
