@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
             if f.metadata["bare"] is not None:
                 several = {"nargs": "?", "const": f.metadata["bare"]}
             default = f"{f.default:g}" if isinstance(f.default, float) else f.default
-            about += "" if f.default in (None, ()) or "(default" in about else f" (default: {default})"
+            about += "" if f.default in (None, ()) else f" (default: {default})"
             action = group.add_argument(
                 flag(f.name), type=kind, default=argparse.SUPPRESS, metavar=metavar, help=about, **several
             )

@@ -145,9 +145,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Sampling]:
     if job.built_in and not any(f.name in values for f in fields(Sampling)):
         values |= zoo.SAMPLING
     sampling = make(Sampling, values)
-    if "strategy" not in values:
-        sizing = values.get("load") == "dummy" or "acceptance" in values
-        values["strategy"] = strategies.usual(job.target, job.draft, sizing)
+    values.setdefault("strategy", strategies.usual(job.target, job.draft, values))
     others = {f.name for cls in (Job, Sampling) for f in fields(cls)}
     return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), sampling
 

@@ -33,8 +33,7 @@ def load(
     if isinstance(strategy, Options) and options:
         raise TypeError(f"an Options object excludes further options: {', '.join(options)}")
     if strategy is None:
-        sizing = options.get("load") == "dummy" or options.get("acceptance") is not None
-        strategy = strategies.usual(target, draft, sizing)
+        strategy = strategies.usual(target, draft, options)
     opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
     parts = strategies.of(opts)
     where = dist.own_device(device_of(device))

@@ -65,3 +65,12 @@ def test_each_run_of_rows_has_its_own_numbers() -> None:
     assert cpu.sample(logits, draws, positions, 2).tolist() == want
     memory = torch.stack([pack_draw(seed, temperature, k or 2**31 - 1, p) for temperature, k, p, seed in draws])
     assert sample_rows(logits, 1.0, 1, 0.5, 0, positions, memory).tolist() == want
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (20, 1.0), (20, 0.5)])
+def test_a_boundary_between_nearly_equal_logits(top_k: int, top_p: float) -> None:
+    """So many draws of one row, whose logits differ by less than a bin of the tally, show every id that is kept."""
+    logits, positions = (logits_of(1, 64) * 1e-3).expand(2000, -1), torch.arange(2000)
+    got = cpu.sample(logits, [(1.0, top_k, top_p, 9)], positions)
+    assert got.tolist() == sample_rows_ref(logits, 1.0, top_k, top_p, 9, positions).tolist()
+    assert len(set(got.tolist())) < 40

@@ -5,6 +5,7 @@ help, bounds and checks come from its options.
 """
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -66,10 +67,10 @@ def plan(context: PolicyContext) -> Plan:
     return model if context.options.copy is None else joined_plan(model)
 
 
-def usual(target: object, draft: object, sizing: bool = False) -> str:
-    """The strategy if none is asked for, by whether the caller named a target and a draft. `sizing`: there are no real
-    models, whose text could be counted or copied."""
-    if sizing:
+def usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
+    """The strategy if none is asked for, by whether the caller named a target and a draft. With stand-ins for the
+    models, for sizing, there is no text to count or to copy."""
+    if options.get("load") == "dummy" or options.get("acceptance") is not None:
         return PLAIN
     return COPY if draft is None and target is not None else Common.strategy
 
@@ -103,8 +104,7 @@ def words() -> dict[str, str]:
     """The {names} in the help texts of `Common`."""
     defaults = ", ".join(f"{s.policies[0]} for {s.name}" for s in _ALL if s.policies)
     names = f"{{{','.join(NAMES)}}}"
-    usual = f"{Common.strategy} with a draft model, otherwise {COPY}"
-    return {"strategies": names, "trim": TRIM, "usual": usual, "policies": ", ".join(POLICIES), "defaults": defaults}
+    return {"strategies": names, "trim": TRIM, "policies": ", ".join(POLICIES), "defaults": defaults}
 
 
 def offers() -> dict[str, tuple[str, ...]]:
