@@ -86,8 +86,8 @@ class Common:
 
     strategy: str = opt(
         "vocabtrim+lookup",
-        "how to draft; NAME+{trim} also trims the draft's head, NAME+lookup also copies text; without a draft model the "
-        "default is lookup",
+        "how to draft; NAME+{trim} also trims the draft's head, NAME+lookup also copies text; without a draft "
+        "model the default is lookup",
         "{strategies}",
     )
     draft_tokens: int | None = opt(
