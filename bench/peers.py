@@ -180,9 +180,10 @@ def row_of(peer: Peer, base: Peer, reference: Peer, about: dict[str, Any]) -> di
     basis = [len(t) for t in base.tokens] * rounds
     ratios = [v / (n / s) for v, n, s in zip(speeds, basis, base.whole, strict=True)]
     later = [(n - 1) / (w - f) for n, w, f in zip(counts, peer.whole, peer.first, strict=True) if n > 1 and w > f]
+    if later:  # with few tokens an interruption of the first one can hide all others
+        row["decode_tokens_per_second"] = statistics.median(later)
     return row | {
         "tokens_per_second": statistics.median(speeds),
-        "decode_tokens_per_second": statistics.median(later),
         "first_token_ms": 1000 * statistics.median(peer.first),
         "prefill_tokens_per_second": statistics.median(n / s for n, s in zip(prompts, peer.first, strict=True)),
         **{name: statistics.median(report[name] for report in peer.reports) for name in peer.reports[0]},
@@ -205,7 +206,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         if "reason" in row:
             table.add_row(row["way"], row["version"], row["reason"])
             continue
-        speeds = f"{row['tokens_per_second']:.1f}", f"{row['decode_tokens_per_second']:.1f}"
+        decoding = row.get("decode_tokens_per_second")
+        speeds = f"{row['tokens_per_second']:.1f}", "" if decoding is None else f"{decoding:.1f}"
         ratio = "{median:.2f} ({p20:.2f}-{p80:.2f})".format(**row["over_base"])
         prompt = f"{row['first_token_ms']:.0f}", f"{row['prefill_tokens_per_second']:.0f}"
         accepted = f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else ""

@@ -202,8 +202,8 @@ def peers_markdown(rows: list[Row]) -> str:
         if "reason" in row:
             lines.append([*line, f"does not run: {row['reason']}", *[""] * 4])
             continue
-        speeds = (row[name] for name in ("tokens_per_second", "decode_tokens_per_second"))
-        line += [f"{speed:.1f}" for speed in speeds]
+        speeds = (row.get(name) for name in ("tokens_per_second", "decode_tokens_per_second"))
+        line += ["" if speed is None else f"{speed:.1f}" for speed in speeds]
         line += [f"{row['first_token_ms']:.0f}", f"{row['over_base']['median']:.2f}"]
         lines.append([*line, f"{row['equal_texts']} of {row['texts']}"])
     return with_origin(lines, rows[-1])

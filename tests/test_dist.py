@@ -278,6 +278,7 @@ def test_ranks_with_other_counts_keep_the_same_rows(tmp_path, strategy):
 import os, torch, specker
 from specker.runtime import vocab_scores
 from specker.runtime.model.checkpoint import read_tokenizer
+from specker.runtime.dist import leave
 from specker.runtime.vocab_counts import VocabCounts
 rank = int(os.environ["RANK"])
 os.environ["SPECKER_CACHE"] = f"{tmp_path}/cache-{{rank}}"
@@ -291,6 +292,7 @@ assert out.tokens == engine.generate_ar([5, 9, 40], 20).tokens
 assert set(range(200, 210)) <= set(engine.kept.ids.tolist()) and 220 not in engine.kept.ids
 assert (engine.kept.counts is not None) == (rank == 0)
 print(f"rank {{rank}} keeps {{len(engine.kept.ids)}} rows")
+leave(0)
 """)
     out = torchrun(2, str(script)).stdout
     assert "rank 0 keeps 40 rows" in out and "rank 1 keeps 40 rows" in out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import harness, llama_server, peer_settings, peers
+from bench import harness, llama_server, peer_settings, peers, plot
 from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
@@ -187,6 +187,17 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "llama"])
     with pytest.raises(SystemExit, match=r"^bench: --model is llama; there are toy, smollm2$"):
         peers.main()
+
+
+def test_a_first_token_slower_than_all_leaves_no_rate_of_the_others(tmp_path, capsys):
+    peer = Peer("slow", None, tmp_path, whole=[1.0], first=[1.5], tokens=[[1, 2]], reports=[{}])
+    about = {"prompt_tokens": [3], "base": "slow", "reference": "slow", "categories": ""}
+    row = peers.row_of(peer, peer, peer, about)
+    assert row["tokens_per_second"] == 2.0 and "decode_tokens_per_second" not in row
+    peers.show([row])
+    assert "2.0" in capsys.readouterr().out
+    origin = {"command": "x", "machine": "m", "threads": 2, "versions": {}, "commit": "c"}
+    assert "| slow |  | 2.0 |  | 1500 | 1.00 | 1 of 1 |" in plot.peers_markdown([row | origin])
 
 
 def test_a_server_that_cannot_be_built_ends_the_bench(monkeypatch):
