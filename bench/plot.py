@@ -209,6 +209,23 @@ def peers_markdown(rows: list[Row]) -> str:
     return with_origin(lines, rows[-1])
 
 
+def kinds_markdown(kinds: dict[str, list[Row]]) -> str:
+    """The table of one model in several engines, each kind of prompt in two columns; slow engines come last."""
+    found = {kind: {row["way"]: row for row in rows if "reason" not in row} for kind, rows in kinds.items()}
+    base = next(iter(kinds.values()))[0]["base"]
+    head = [name for kind in kinds for name in (f"{kind}: tokens/s", f"over `{base}`")]
+    ratios: dict[str, list[float]] = {}
+    for rows in found.values():
+        for way, row in rows.items():
+            ratios.setdefault(way, []).append(row["over_base"]["median"])
+    lines = [["engine", *head], ["---", *["--:"] * len(head)]]
+    for way in sorted(ratios, key=lambda way: sum(ratios[way]), reverse=True):
+        of_way = [rows.get(way) for rows in found.values()]
+        cells = [(f"{r['tokens_per_second']:.1f}", f"{r['over_base']['median']:.2f}") if r else ("", "") for r in of_way]
+        lines.append([way, *(cell for pair in cells for cell in pair)])
+    return with_origin(lines, next(iter(kinds.values()))[-1])
+
+
 def with_origin(lines: list[list[str]], row: Row) -> str:
     """A table as Markdown below the command, machine and versions of its run, which are those of `row`."""
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
@@ -229,16 +246,22 @@ def tables(folders: Iterable[Path]) -> dict[str, list[Row]]:
 
 def fill(text: str, runs: dict[str, list[Row]]) -> str:
     """`text` with each table between its markers `<!-- results NAME -->`, or `<!-- results NAME only: WAY, WAY -->` for
-    some of its rows, and `<!-- end -->`. Raises ValueError if a marker names no run or a way that it lacks."""
+    some of its rows, and `<!-- end -->`. If there is no run NAME but several called NAME-KIND, the kinds of prompts are
+    columns of one table. Raises ValueError if a marker names no run or a way that it lacks."""
 
     def filled(mark: re.Match[str]) -> str:
         name, only = mark[1], [way.strip() for way in (mark[2] or "").split(",") if way.strip()]
-        if name not in runs:
+        kinds = {other.removeprefix(f"{name}-"): rows for other, rows in runs.items() if other.startswith(f"{name}-")}
+        asked = {"": runs[name]} if name in runs else kinds
+        if not asked:
             raise ValueError(f"a page asks for {name}, but bench/results has only {', '.join(runs)}")
-        if missing := set(only) - {row["way"] for row in runs[name]}:
+        if missing := set(only) - {row["way"] for rows in asked.values() for row in rows}:
             raise ValueError(f"a page asks for {', '.join(sorted(missing))} of {name}, which has no such row")
-        rows = [row for row in runs[name] if not only or row["way"] in only]
-        table = (peers_markdown if name.startswith("peers") else markdown)(rows)
+        asked = {kind: [row for row in rows if not only or row["way"] in only] for kind, rows in asked.items()}
+        if name in runs:
+            table = (peers_markdown if name.startswith("peers") else markdown)(asked[""])
+        else:
+            table = kinds_markdown(asked)
         start = mark[0][: mark[0].index("\n") + 1]
         return f"{start}{table}\n<!-- end -->"
 

@@ -147,3 +147,30 @@ def test_the_table_of_engines():
         "| slow | 1.0 | 10.0 | 12.3 | 99 | 1.00 | 2 of 3 |",
         "| none |  | does not run: exit code 1 |  |  |  |  |",
     ]
+
+
+def test_kinds_of_prompts_are_columns_of_one_table():
+    run = {"bench": "peers", "command": "python x", "machine": "a card", "threads": 2, "commit": "abc", "base": "plain"}
+    run |= {"versions": {"torch": "2"}, "date": "2"}
+    speeds = {"chat": {"plain": (10.0, 1.0), "ours": (15.0, 1.5)}, "edit": {"plain": (12.0, 1.0), "ours": (36.0, 3.0)}}
+    runs = {
+        f"peers-M-{kind}": [
+            {**run, "way": way, "tokens_per_second": speed, "over_base": {"median": ratio}}
+            for way, (speed, ratio) in ways.items()
+        ]
+        for kind, ways in speeds.items()
+    }
+    runs["peers-M-edit"].append({**run, "way": "broken", "reason": "exit code 1"})
+    lines = plot.fill("<!-- results peers-M -->\n<!-- end -->", runs).splitlines()
+    assert lines[1] == "`python x`; a card, 2 threads; torch 2; commit abc."
+    assert lines[3:] == [
+        "| engine | chat: tokens/s | over `plain` | edit: tokens/s | over `plain` |",
+        "| --- | --: | --: | --: | --: |",
+        "| ours | 15.0 | 1.50 | 36.0 | 3.00 |",
+        "| plain | 10.0 | 1.00 | 12.0 | 1.00 |",
+        "<!-- end -->",
+    ]
+    some = plot.fill("<!-- results peers-M only: ours -->\n<!-- end -->", runs)
+    assert "| ours |" in some and "| plain |" not in some
+    with pytest.raises(ValueError, match="a page asks for theirs of peers-M, which has no such row"):
+        plot.fill("<!-- results peers-M only: ours, theirs -->\n<!-- end -->", runs)
