@@ -85,21 +85,6 @@ static void grow(float *x, const float *delta, const float *bias, int64_t E) {
         for (int64_t e = 0; e < E; e++) x[e] += delta[e];
 }
 
-// exp(x) for x <= 0 within 2e-7; 0 below -87. 2^f on [-0.5, 0.5] is a fit at Chebyshev nodes.
-INLINE vf power(vf x) {
-    const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer
-    vf t = largest(x * 1.4426950408889634f, splat(-127.0f)), n = t + magic;
-    vi whole = (vi)n - 0x4b400000;
-    vf f = t - (n - magic), p = splat(1.5469732e-4f);
-    p = fma_(p, f, splat(1.3400432e-3f));
-    p = fma_(p, f, splat(9.6180256e-3f));
-    p = fma_(p, f, splat(5.5503272e-2f));
-    p = fma_(p, f, splat(2.4022651e-1f));
-    p = fma_(p, f, splat(6.9314721e-1f));
-    p = fma_(p, f, splat(1.0f));
-    return p * (vf)((whole + 127) << 23);
-}
-
 // gate = silu(gate) up, for `count` numbers, a multiple of 16.
 static void gated(float *gate, const float *up, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {

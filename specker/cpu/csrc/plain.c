@@ -3,8 +3,8 @@
 #include "products.h"
 #include "vector.h"
 
-#define TALL 4 // rows of W in a tile
-#define WIDE_T (LANES == 16 ? 6 : LANES == 8 ? 2 : 1)
+#define TALL 4                    // rows of W in a tile; with 16 registers, one
+#define WIDE_T (LANES >= 8 ? 6 : 1) // rows of x
 
 INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
                        float *y, int64_t row_y) {
@@ -32,13 +32,23 @@ INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row
         }
     }
     for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) y[t * row_y + r] = total16(acc[t][r]);
+        if (R == TALL) {
+            totals16(acc[t], y + t * row_y);
+        } else if (t + 4 <= T) {
+            vf four[4][PARTS];
+            float sums[4];
+            for (int i = 0; i < 4; i++)
+                for (int p = 0; p < PARTS; p++) four[i][p] = acc[t + i][0][p];
+            totals16(four, sums);
+            for (int i = 0; i < 4; i++) y[(t + i) * row_y] = sums[i];
+            t += 3;
+        } else {
+            y[t * row_y] = total16(acc[t][0]);
+        }
 }
 
-#if LANES == 16
+#if LANES >= 8
 #define EACH_WIDE(X, R) X(R, 1) X(R, 2) X(R, 3) X(R, 4) X(R, 5) X(R, 6)
-#elif LANES == 8
-#define EACH_WIDE(X, R) X(R, 1) X(R, 2)
 #else
 #define EACH_WIDE(X, R) X(R, 1)
 #endif
@@ -50,7 +60,11 @@ static void plain_tile(int R, int T, int narrow_w, const uint8_t *w, int64_t row
         if (narrow_w) tile_plain(R, T, 1, w, row_w, x, row_x, E, y, row_y);                                              \
         else tile_plain(R, T, 0, w, row_w, x, row_x, E, y, row_y);                                                       \
         return;
+#if LANES == 8
+    switch (R * 8 + T) { EACH_WIDE(CASE, 1) }
+#else
     switch (R * 8 + T) { EACH_WIDE(CASE, 1) EACH_WIDE(CASE, 4) }
+#endif
 #undef CASE
 }
 
@@ -59,7 +73,7 @@ void plain_rows(const uint8_t *w, int narrow_w, int64_t row_w, const float *x, i
                 float *y, int64_t row_y) {
     const int64_t tiles = (T + WIDE_T - 1) / WIDE_T, size = narrow_w ? 2 : 4;
     for (int64_t r = 0; r < R;) { // with few rows of x the tile waits for memory, which likes one stream
-        const int64_t count = R - r >= TALL && T >= (narrow_w ? 6 : 3) ? TALL : 1;
+        const int64_t count = LANES != 8 && R - r >= TALL && T >= (narrow_w ? 6 : 3) ? TALL : 1;
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             plain_tile((int)count, (int)(t1 - t0), narrow_w, w + r * row_w * size, row_w, x + t0 * row_x, row_x, E,
@@ -90,7 +104,10 @@ INLINE void tile_pairs(int R, int T, const uint16_t *w, int64_t row_w, const uin
         }
     }
     for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) y[t * row_y + r] = total((vf)acc[t][r]);
+        if (R == TALL)
+            totals16((void *)acc[t], y + t * row_y);
+        else
+            for (int r = 0; r < R; r++) y[t * row_y + r] = total((vf)acc[t][r]);
 }
 
 void plain_pairs(const uint16_t *w, const uint16_t *x, int64_t R, int64_t T, int64_t E, float *y, int64_t row_y) {

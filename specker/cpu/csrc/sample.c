@@ -1,6 +1,7 @@
 // The target's own tokens: kernels/sample.py defines them. Each row is one thread's work and independent of the others.
 #include "noise.h"
 #include "team.h"
+#include "vector.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,6 +9,8 @@
 #define BINS 2048
 #define LINEAR 1024 // bins of 1/64 nat cover 16 nats below the largest logit; then 64 bins for each factor of two
 #define STEP 256    // ids whose noise is computed at a time
+#define NEAR 16.0f  // nats below the largest logit that nearly always hold what a filter keeps
+#define RARE 23.0f  // above all noise, which is at most 33 ln 2
 
 typedef struct {
     const float *logits; // [T, V]
@@ -22,10 +25,10 @@ typedef struct {
 typedef struct {
     int64_t count[BINS];
     double mass[BINS];
-    float some[]; // [V], the logits of one bin
+    float some[]; // [2 V]: the logits of one bin, and the ones that are near the largest
 } tally;
 
-static int64_t tally_bytes(int64_t V) { return ((int64_t)sizeof(tally) + V * 4 + 63) / 64 * 64; }
+static int64_t tally_bytes(int64_t V) { return ((int64_t)sizeof(tally) + 2 * V * 4 + 63) / 64 * 64; }
 
 static int bin(float below) {
     const float x = below * 64.0f, edge = LINEAR;
@@ -53,74 +56,141 @@ static int64_t sorted_bin(const float *z, int64_t V, float top, int at, float le
     return n;
 }
 
+static float highest_of(const float *z, int64_t V) {
+    vf most = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= V; i += LANES) most = largest(load(z + i), most);
+    float top = highest(most);
+    for (; i < V; i++) top = z[i] > top ? z[i] : top;
+    return top;
+}
+
+// The first id of the largest of z [V].
+static int64_t first_of_highest(const float *z, int64_t V, float *top) {
+    int64_t where = 0, end;
+    *top = -INFINITY;
+    for (int64_t i = 0; i < V; i += STEP) {
+        const float here = highest_of(z + i, V - i < STEP ? V - i : STEP);
+        if (here > *top) *top = here, where = i;
+    }
+    for (end = where + STEP < V ? where + STEP : V; where < end; where++)
+        if (z[where] == *top) return where;
+    return 0;
+}
+
+// The sum of exp(z - top) over the z [V] that are at least `least`.
+static double mass_of(const float *z, int64_t V, float top, float least) {
+    double sum = 0;
+    int64_t i = 0;
+    for (int64_t end; i + LANES <= V; i = end) {
+        vf some = splat(0);
+        for (end = i; end + LANES <= V && end < i + 64 * LANES; end += LANES) {
+            vf x = load(z + end);
+            vi kept = x >= splat(least), same = x == splat(top); // the latter also if both are infinite
+            some += (vf)((vi)power((vf)((vi)(x - top) & ~same)) & kept);
+        }
+        sum += total(some);
+    }
+    for (; i < V; i++)
+        if (z[i] >= least) sum += expf(-under(z[i], top));
+    return sum;
+}
+
+// The logits that are at least `least`, in order.
+static int64_t copied(const float *z, int64_t V, float least, float *out) {
+    int64_t n = 0, i = 0;
+    for (; i + LANES <= V; i += LANES)
+        for (unsigned m = at_least(load(z + i), least); m; m &= m - 1) out[n++] = z[i + __builtin_ctz(m)];
+    for (; i < V; i++)
+        if (z[i] >= least) out[n++] = z[i];
+    return n;
+}
+
 // The smallest of z [V] that top_k and then top_p keep.
 static float least_kept(const float *z, int64_t V, float top, int64_t top_k, double top_p, tally *t) {
-    float least = -INFINITY;
-    if (top_k > 0 && top_k < V) {
+    const int some_only = top_k > 0 && top_k < V;
+    float least = -INFINITY, *near = t->some + V;
+    int64_t n = copied(z, V, top - NEAR, near);
+    if (some_only) {
+        if (n < top_k) memcpy(near, z, V * 4), n = V;
         memset(t->count, 0, sizeof t->count);
-        for (int64_t i = 0; i < V; i++) t->count[bin(under(z[i], top))]++;
+        for (int64_t i = 0; i < n; i++) t->count[bin(under(near[i], top))]++;
         int at = 0;
         int64_t before = 0;
         while (before + t->count[at] < top_k) before += t->count[at++];
-        const int64_t n = sorted_bin(z, V, top, at, least, t->some), i = top_k - before - 1;
-        if (i < n) least = t->some[i]; // otherwise only NaN are left
+        const int64_t count = sorted_bin(near, n, top, at, least, t->some), i = top_k - before - 1;
+        if (i < count) least = t->some[i]; // otherwise only NaN are left
     }
     if (top_p >= 1) return least;
-    double whole = 0, reached = 0;
+    double reached = 0;
+    const double enough = top_p * (some_only ? mass_of(near, n, top, least) : mass_of(z, V, top, least));
+    if (!some_only && mass_of(near, n, top, least) < enough) memcpy(near, z, V * 4), n = V;
     memset(t->mass, 0, sizeof t->mass);
-    for (int64_t i = 0; i < V; i++)
-        if (z[i] >= least) {
-            const float below = under(z[i], top);
+    for (int64_t i = 0; i < n; i++)
+        if (near[i] >= least) {
+            const float below = under(near[i], top);
             t->mass[bin(below)] += expf(-below);
         }
-    for (int at = 0; at < BINS; at++) whole += t->mass[at];
     int at = 0;
-    while (at < BINS - 1 && reached + t->mass[at] < top_p * whole) reached += t->mass[at++];
-    const int64_t n = sorted_bin(z, V, top, at, least, t->some);
-    for (int64_t i = 0; i < n; i++) {
+    while (at < BINS - 1 && reached + t->mass[at] < enough) reached += t->mass[at++];
+    const int64_t count = sorted_bin(near, n, top, at, least, t->some);
+    for (int64_t i = 0; i < count; i++) {
         reached += expf(-under(t->some[i], top));
-        if (reached >= top_p * whole) return t->some[i];
+        if (reached >= enough) return t->some[i];
     }
-    return n ? t->some[n - 1] : least; // rounding
+    return count ? t->some[count - 1] : least; // rounding
+}
+
+// The noise of ascending ids [n]. Where they lie close together all ids between them cost less.
+static void noise_of(uint64_t seed, int64_t position, const int64_t *ids, int64_t n, float *noise) {
+    float run[2 * STEP];
+    const int64_t first = ids[0] / 4, blocks = ids[n - 1] / 4 - first + 1;
+    if (4 * blocks > 2 * n || 4 * blocks > 2 * STEP) {
+        gumbel_ids(seed, position, ids, n, noise);
+        return;
+    }
+    gumbel_run(seed, position, first, blocks, run);
+    for (int64_t j = 0; j < n; j++) noise[j] = run[ids[j] - 4 * first];
+}
+
+// The id of the largest z + noise among the z [V] that are at least `least`, the lowest of equal ones; `at`: the first
+// id of the largest z. Noise is bounded, so most ids need none.
+static int64_t noisiest(const float *z, int64_t V, int64_t at, float least, uint64_t seed, int64_t position) {
+    int64_t ids[STEP + LANES], id = at, i = 0;
+    float noise[STEP + LANES], best;
+    gumbel_ids(seed, position, &at, 1, noise);
+    best = z[at] + noise[0];
+    while (i < V) {
+        const float bound = best - RARE > least ? best - RARE : least;
+        int64_t n = 0;
+        for (; i + LANES <= V && n < STEP; i += LANES)
+            for (unsigned m = at_least(load(z + i), bound); m; m &= m - 1) ids[n++] = i + __builtin_ctz(m);
+        if (i + LANES > V)
+            for (; i < V && n < STEP; i++)
+                if (z[i] >= bound) ids[n++] = i;
+        for (int64_t j = 0; j < n; j += STEP) {
+            const int64_t count = n - j < STEP ? n - j : STEP;
+            noise_of(seed, position, ids + j, count, noise + j);
+        }
+        for (int64_t j = 0; j < n; j++) {
+            const float sum = z[ids[j]] + noise[j];
+            if (sum > best || (sum == best && ids[j] < id)) best = sum, id = ids[j];
+        }
+    }
+    return id;
 }
 
 static int64_t token(const sample_call *c, int64_t t, float *z, tally *room) {
     const int64_t V = c->V, run = t / c->run, k = c->top_k[run];
     const float *logits = c->logits + t * V, by = (float)c->temperature[run];
     const double p = c->top_p[run];
-    float best = -INFINITY, noise[STEP];
-    int64_t id = 0;
-    if (by == 0) {
-        for (int64_t i = 0; i < V; i++)
-            if (logits[i] > best) best = logits[i], id = i;
-        return id;
-    }
+    float top;
+    if (by == 0) return first_of_highest(logits, V, &top);
     for (int64_t i = 0; i < V; i++) z[i] = logits[i] / by;
-    if (p < 1 || (k > 0 && k < V)) {
-        int64_t ids[STEP];
-        float top = -INFINITY;
-        for (int64_t i = 0; i < V; i++) top = z[i] > top ? z[i] : top;
-        const float least = least_kept(z, V, top, k, p, room);
-        for (int64_t i = 0, n = 0; i < V || n; n = 0) {
-            for (; i < V && n < STEP; i++)
-                if (z[i] >= least) ids[n++] = i;
-            gumbel_ids(c->seed[run], c->positions[t], ids, n, noise);
-            for (int64_t j = 0; j < n; j++)
-                if (z[ids[j]] + noise[j] > best) best = z[ids[j]] + noise[j], id = ids[j];
-        }
-        return id;
-    }
-    for (int64_t i = 0; i < V; i += STEP) {
-        const int64_t n = V - i < STEP ? V - i : STEP;
-        float top = -INFINITY;
-        gumbel_run(c->seed[run], c->positions[t], i / 4, (n + 3) / 4, noise);
-        for (int64_t j = 0; j < n; j++) noise[j] += z[i + j];
-        for (int64_t j = 0; j < n; j++) top = noise[j] > top ? noise[j] : top;
-        if (top > best)
-            for (int64_t j = 0; j < n; j++)
-                if (noise[j] > best) best = noise[j], id = i + j;
-    }
-    return id;
+    const int64_t at = first_of_highest(z, V, &top);
+    if (top == -INFINITY) return 0; // nothing but that and NaN
+    const float least = p < 1 || (k > 0 && k < V) ? least_kept(z, V, top, k, p, room) : -INFINITY;
+    return noisiest(z, V, at, least, c->seed[run], c->positions[t]);
 }
 
 static int64_t row_bytes(int64_t V) { return (V * 4 + 63) / 64 * 64 + tally_bytes(V); }

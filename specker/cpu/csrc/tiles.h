@@ -15,7 +15,7 @@ enum { FP8 = 9 }; // as a number of bits: eight, but no integers
 #if LANES == 16
 #define MOST 8 // rows of x in a tile: their sums and a group of W fit the registers
 #elif LANES == 8
-#define MOST 4
+#define MOST 6
 #else
 #define MOST 2
 #endif
@@ -74,31 +74,27 @@ INLINE int zero_of(int bits, int scales) {
     X(EIGHT_FLOAT, 8, FLOAT) \
     X(EIGHT_FLOAT_SHIFT, 8, FLOAT_SHIFT)
 
-// The codes of a group in LANES rows, as eight registers: byte c of lane r in register i is that of row r, column 4 i + c.
-INLINE void codes(int bits, const uint8_t *w, int part, vh *q) {
+// Codes of a group in LANES rows: byte c of lane r is that of row r, column 4 i + c.
+INLINE vh code(int bits, const uint8_t *w, int part, int i) {
     w += part * SIZE;
-    if (bits >= 8) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) q[i] = bytes(w + 64 * i);
-        return;
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        vh both = bytes(w + 64 * i);
-        q[i] = both & 0x0f0f, q[i + 4] = both >> 4 & 0x0f0f;
-    }
+    if (bits >= 8) return bytes(w + 64 * i);
+    vh low = bytes(w + 64 * (i % 4));
+    low = (i < 4 ? low : low >> 4) & 0x0f0f;
     if (bits == 5) {
         vh high = bytes(w + 256);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) q[i] |= (i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x1010;
-    } else if (bits == 6) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            vh high = bytes(w + 256 + 64 * (i / 4));
-            int n = 2 * (i % 4);
-            q[i] |= (n < 4 ? high << (4 - n) : high >> (n - 4)) & 0x3030;
-        }
+        return low | ((i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x1010);
     }
+    if (bits == 6) {
+        vh high = bytes(w + 256 + 64 * (i / 4));
+        int n = 2 * (i % 4);
+        return low | ((n < 4 ? high << (4 - n) : high >> (n - 4)) & 0x3030);
+    }
+    return low;
+}
+
+INLINE void codes(int bits, const uint8_t *w, int part, vh *q) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) q[i] = code(bits, w, part, i);
 }
 
 // Scales and shifts of a group in LANES rows. `unit`: where its unit begins; g: the group within it. SIXTEEN has two

@@ -94,6 +94,32 @@ INLINE float total16(const vf *x) {
     return total(sum[0]);
 }
 
+// `total16` of four sums, in the same order of additions; shares the shuffles.
+INLINE void totals16(vf x[4][PARTS], float *y) {
+#if LANES == 16
+#define PAIR(a, b) /* the lower halves of a and b plus the upper ones */ \
+    _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE))
+    __m512 ab = PAIR((__m512)x[0][0], (__m512)x[1][0]), cd = PAIR((__m512)x[2][0], (__m512)x[3][0]);
+#undef PAIR
+    __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    __m512 two = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4E));
+    __m512 one = _mm512_add_ps(two, _mm512_permute_ps(two, 0xB1));
+    _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, one)));
+#elif LANES == 8
+#define HALF(i) ((__m256)(x[i][0] + x[i][1]))
+#define PAIR(a, b) _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31))
+    __m256d ab = _mm256_castps_pd(PAIR(HALF(0), HALF(1))), cd = _mm256_castps_pd(PAIR(HALF(2), HALF(3)));
+#undef PAIR
+#undef HALF
+    __m256 low = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), high = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+    __m256 two = _mm256_add_ps(low, high), one = _mm256_add_ps(two, _mm256_permute_ps(two, 0xB1)); // 0, 2 | 1, 3
+    __m128 even = _mm256_castps256_ps128(one), odd = _mm256_extractf128_ps(one, 1);
+    _mm_storeu_ps(y, _mm_unpacklo_ps(_mm_shuffle_ps(even, even, 0xE8), _mm_shuffle_ps(odd, odd, 0xE8)));
+#else
+    for (int i = 0; i < 4; i++) y[i] = total16(x[i]);
+#endif
+}
+
 INLINE float highest(vf x) {
 #if LANES == 16
     return _mm512_reduce_max_ps((__m512)x);
@@ -103,6 +129,34 @@ INLINE float highest(vf x) {
     top = a[0];
     for (int i = 1; i < LANES; i++) top = a[i] > top ? a[i] : top;
     return top;
+#endif
+}
+
+// exp(x) for x <= 0 within 2e-7; 0 below -87. 2^f on [-0.5, 0.5] is a fit at Chebyshev nodes.
+INLINE vf power(vf x) {
+    const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer
+    vf t = largest(x * 1.4426950408889634f, splat(-127.0f)), n = t + magic;
+    vi whole = (vi)n - 0x4b400000;
+    vf f = t - (n - magic), p = splat(1.5469732e-4f);
+    p = fma_(p, f, splat(1.3400432e-3f));
+    p = fma_(p, f, splat(9.6180256e-3f));
+    p = fma_(p, f, splat(5.5503272e-2f));
+    p = fma_(p, f, splat(2.4022651e-1f));
+    p = fma_(p, f, splat(6.9314721e-1f));
+    p = fma_(p, f, splat(1.0f));
+    return p * (vf)((whole + 127) << 23);
+}
+
+// A bit for each lane of x that is at least `least`; none for a NaN.
+INLINE unsigned at_least(vf x, float least) {
+#if LANES == 16
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ);
+#elif LANES == 8
+    return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(least), _CMP_GE_OQ));
+#else
+    unsigned bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (unsigned)(x[i] >= least) << i;
+    return bits;
 #endif
 }
 
@@ -187,6 +241,25 @@ INLINE uint16_t narrow(float x) {
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
+#if (LANES == 16 && !defined(__AVX512VNNI__)) || (LANES == 8 && !defined(__AVXVNNI__))
+#define BY_PAIRS // without an instruction for four products: two in 16 bits, which saturate, then 32 bits
+INLINE vh pairs(vh u, vi s) {
+#if LANES == 16
+    return (vh)_mm512_maddubs_epi16((__m512i)u, (__m512i)s);
+#else
+    return (vh)_mm256_maddubs_epi16((__m256i)u, (__m256i)s);
+#endif
+}
+
+INLINE vi sum_pairs(vh x) {
+#if LANES == 16
+    return (vi)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(1));
+#else
+    return (vi)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1));
+#endif
+}
+#endif
+
 // acc + u s in each lane: four unsigned bytes u <= 63 times four signed bytes s, exact.
 #if LANES == 4 && !defined(__ARM_FEATURE_DOTPROD)
 __attribute__((noinline, unused))
@@ -196,14 +269,10 @@ __attribute__((always_inline)) inline
 static vi dot4(vi acc, vh u, vi s) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
-#elif LANES == 16
-    __m512i pairs = _mm512_maddubs_epi16((__m512i)u, (__m512i)s);
-    return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif LANES == 8 && defined(__AVXVNNI__)
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)u, (__m256i)s);
-#elif LANES == 8
-    __m256i pairs = _mm256_maddubs_epi16((__m256i)u, (__m256i)s);
-    return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(BY_PAIRS)
+    return acc + sum_pairs(pairs(u, s));
 #elif defined(__ARM_FEATURE_DOTPROD)
     return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)u, (int8x16_t)s);
 #else
