@@ -24,6 +24,7 @@ import torch
 from rich.table import Table
 
 from bench import plot
+from specker.cpu import build
 from specker.report import write_file
 
 # A round that is not captured explains a slow row.
@@ -129,14 +130,15 @@ def wait() -> None:
 
 
 def machine(device: str = "cpu") -> str:
-    """The GPU's name for a CUDA device, otherwise the processor's name and the number of usable cores."""
+    """The GPU's name for a CUDA device, otherwise the processor's name, the level of its instructions (specker/cpu/build.py) and
+    the number of usable cores: a name such as "AMD EPYC" serves several generations."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists() and (match := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
         model = match[1].strip()
-    return f"{model}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    return f"{model} ({build.level()}), {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 
 
 def folder(device: str = "cpu") -> Path:

@@ -46,7 +46,7 @@ class Job:
     )
     max_new_tokens: int | None = opt(
         None,
-        "tokens to decode for each prompt (default: 128; 1024 in a conversation; 56 for built-in prompts)",
+        "tokens to decode for each prompt (default: 128; 1024 in a conversation)",
         least=1,
     )
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
@@ -439,7 +439,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         if options.dp > 1 and getattr(job, name) is not None:
             raise ValueError(f"--{name} records one replica only: leave out --dp")
     page = None if job.view is None else job.view or str(Path(job.trace or "trace").with_name("trace.html"))
-    count = job.max_new_tokens or (1024 if chatting else zoo.NEW_TOKENS if job.built_in else 128)
+    count = job.max_new_tokens or (1024 if chatting else 128)
     job = replace(job, max_new_tokens=count)
     talks = [] if chatting else read_talks(job)
     if job.json is not None and job.json != "-":

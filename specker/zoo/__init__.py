@@ -106,9 +106,8 @@ FAMILIES = (CODE, SMOLLM2, CODER)
 
 PROMPTS = (
     '''\
-def read_config(path):
-    """Read a configuration file and return a dictionary."""
-    with open(path) as f:''',
+def load_json(path):
+    """Load a JSON file and return its contents."""''',
     '''\
 def is_number(value):
     """Return True if value is a number."""
@@ -118,13 +117,17 @@ def get_version(name):
     """Return the version of an installed package, or None."""
     try:''',
     '''\
-def merge(left, right):
-    """Merge two dictionaries."""
-    result = dict(left)''',
+class Node:
+    """A node of a linked list."""
+
+    def __init__(self, value, next=None):
+        self.value = value
+        self.next = next
+
+    def __repr__(self):''',
 )
 # With these settings the toy model writes about as well as it can; greedily it soon repeats itself.
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7}
-NEW_TOKENS = 56
 
 
 def family_of(config: Any) -> Family | None:
