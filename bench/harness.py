@@ -130,15 +130,16 @@ def wait() -> None:
 
 
 def machine(device: str = "cpu") -> str:
-    """The GPU's name for a CUDA device, otherwise the processor's name, the level of its instructions (specker/cpu/build.py) and
-    the number of usable cores: a name such as "AMD EPYC" serves several generations."""
+    """The GPU's name for a CUDA device, otherwise the processor's name, the level of its instructions
+    (specker/cpu/build.py), since a name such as "AMD EPYC" serves several generations, and the number of usable cores."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists() and (match := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)):
         model = match[1].strip()
-    return f"{model} ({build.level()}), {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model} ({build.level()}), {cores} cores"
 
 
 def folder(device: str = "cpu") -> Path:

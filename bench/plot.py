@@ -220,9 +220,11 @@ def kinds_markdown(kinds: dict[str, list[Row]]) -> str:
             ratios.setdefault(way, []).append(row["over_base"]["median"])
     lines = [["engine", *head], ["---", *["--:"] * len(head)]]
     for way in sorted(ratios, key=lambda way: sum(ratios[way]), reverse=True):
-        of_way = [rows.get(way) for rows in found.values()]
-        cells = [(f"{r['tokens_per_second']:.1f}", f"{r['over_base']['median']:.2f}") if r else ("", "") for r in of_way]
-        lines.append([way, *(cell for pair in cells for cell in pair)])
+        line = [way]
+        for rows in found.values():
+            row = rows.get(way)
+            line += [f"{row['tokens_per_second']:.1f}", f"{row['over_base']['median']:.2f}"] if row else ["", ""]
+        lines.append(line)
     return with_origin(lines, next(iter(kinds.values()))[-1])
 
 
