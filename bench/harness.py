@@ -130,8 +130,8 @@ def wait() -> None:
 
 
 def machine(device: str = "cpu") -> str:
-    """The GPU's name for a CUDA device, otherwise the processor's name, the level of its instructions
-    (specker/cpu/build.py), since a name such as "AMD EPYC" serves several generations, and the number of usable cores."""
+    """The GPU's name for a CUDA device, otherwise the processor's name, the level of its instructions in cpu/build.py
+    (a name such as "AMD EPYC" serves several generations) and the number of usable cores."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
