@@ -156,8 +156,8 @@ def prompts_of(model: Model, args: Args) -> dict[str, list[list[int]]]:
 def measure(peers: list[Peer], prompts: list[list[int]], count: int, args: Args) -> None:
     """All requests, each for one token and for `count`. The engines take turns at every prompt; the order rotates."""
     order = [peer for peer in peers if not peer.reason]
-    for n in range(-1, args.rounds):  # the first round warms up
-        for at, ids in enumerate(prompts):
+    for n in range(-1, args.rounds):  # the first round warms up, with one prompt
+        for at, ids in enumerate(prompts if n >= 0 else prompts[:1]):
             for peer in order:
                 both = [peer.ask(ids=ids, count=new) for new in (1, count) if not peer.reason]
                 if n < 0 or peer.reason:
