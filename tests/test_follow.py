@@ -113,7 +113,7 @@ def test_what_keeps_nothing(models):
 
 def test_del_learns_from_the_new_rows(models, monkeypatch):
     """Its statistics start from the last rows of the prompt that were computed, here fewer than it asks for."""
-    monkeypatch.setattr("specker.runtime.loop.LEAST_ROWS", 32)
+    monkeypatch.setattr("specker.runtime.loop.PROMPT_SHARE", 1 / 32)
     engine = load(models, "del")
     tokens, _ = answer(engine, START)
     heard = []

@@ -636,5 +636,5 @@ def test_the_cost_of_watching_includes_the_uncaptured_round(monkeypatch):
         engine.generate(list(range(60)), 30)
         watched = [spent for spent in rounds if spent["watch"]]
         stages = ("prefill", "draft", "verify", "accept", "watch") if usual == 0 else ("watch",)
-        assert len(watched) > 2 and told[0] == 0, "the prompt's rows cost no round"
-        assert told[1:] == pytest.approx([sum(spent[stage] for stage in stages) for spent in watched])
+        assert len(watched) > 2
+        assert told == pytest.approx([sum(spent[stage] for stage in stages) for spent in watched])

@@ -31,9 +31,10 @@ from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
 
-# The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper, and one in 32 of a short
-# prompt, since each row reads the LM head once for every watched layer.
-PROMPT_ROWS, PROMPT_SHARE, LEAST_ROWS = 32, 32, 2
+# The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper. Each row meets the LM head
+# once for every watched layer, so there is one such product for every PROMPT_SHARE tokens, and none in short prompts: the
+# first round watches the same layers.
+PROMPT_ROWS, PROMPT_SHARE = 32, 16
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 
 
@@ -204,11 +205,11 @@ class Batch:
         """The prompt's K/V that the cache lacks; a policy that watches layers learns from the last of these rows."""
         prompt, layers = sequence.text[self.cache.exact_len[slot] : -1], sequence.policy.layers
         drafter = self.drafter if sequence.drafting else None
-        if drafter is None or not layers:
+        rows = min(PROMPT_ROWS, int(len(prompt) / (PROMPT_SHARE * len(layers)))) if layers else 0
+        if drafter is None or not rows:
             prefill(self.target, self.cache, prompt, slot=slot, tell=self.tell)
         else:
             depth = len(self.target.layers)
-            rows = min(PROMPT_ROWS, max(LEAST_ROWS, len(prompt) // PROMPT_SHARE))
             tapped = prefill(self.target, self.cache, prompt, (*layers, depth), rows, slot=slot, tell=self.tell)
             if tapped:
                 last, end = tapped.pop(depth), self.cache.exact_len[slot]
@@ -435,11 +436,11 @@ class Batch:
         Returns the seconds it took."""
         assert self.drafter is not None
         start, n, count = time.perf_counter(), len(r.sequences), r.n * (r.size + 1)
-        rows, targets = r.kept("positions", count).view(n, -1), r.kept("target", count).view(n, -1)
+        rows, targets = r.kept("positions", count).view(r.n, -1), r.kept("target", count).view(r.n, -1)
         heard = []
         for slot, (sequence, path) in enumerate(zip(r.sequences, paths, strict=True)):
             kept = len(path)
-            taps = {layer: x.view(n, rows.shape[1], -1)[slot, :kept] for layer, x in r.taps.items()}
+            taps = {layer: x.view(r.n, rows.shape[1], -1)[slot, :kept] for layer, x in r.taps.items()}
             draws = Draws.of([sequence.sampling], r.state.draw, False)
             heard.append(self.drafter.watch(taps, draws, targets[slot, :kept], rows[slot, :kept]))
         spent = time.perf_counter() - start

@@ -12,6 +12,7 @@ from specker.runtime.policy import LONGEST, Budget, Chain, Outcome, Policy, Stop
 
 DECAY = 0.95  # of a layer's statistics at each update of that layer
 REFRESH = 32  # uses of the costs of rounds before they are asked for again
+TRUST = 2.0  # tokens of a draft for each row that its exit layer's match rate was counted on
 PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
 
 
@@ -61,8 +62,9 @@ class DynamicExit(Policy):
         else:
             table = self.tokens_per_layer()
             table[:, 0] *= 1 - PATIENCE
-            best = divmod(int(table.argmax()), table.shape[1])
-            self.chosen, self.threshold = best, self._threshold(best[0])
+            index, g = divmod(int(table.argmax()), table.shape[1])
+            g = min(g, int(TRUST * self._counts[index].sum()))  # one match out of one row would make the longest draft
+            self.chosen, self.threshold = (index, g), self._threshold(index)
         self._chain = Chain()
         index, g = self.chosen
         longest = LONGEST + 1 if self.threshold is not None and g else g
