@@ -32,7 +32,7 @@ from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
 
 # The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper. Each row meets the LM head
-# once for every watched layer, so there is one such product for every PROMPT_SHARE tokens, and none in short prompts: the
+# once for every watched layer, so there is one such product for every PROMPT_SHARE tokens. Short prompts have none: the
 # first round watches the same layers.
 PROMPT_ROWS, PROMPT_SHARE = 32, 16
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
