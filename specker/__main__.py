@@ -1,6 +1,21 @@
-"""`python -m specker` is `python -m specker.run`."""
+"""`python -m specker`, and the command `specker`, are `python -m specker.run`; `specker cache` is specker/storage.py."""
 
-from specker.run import cli
+import sys
+from typing import NoReturn
+
+from specker import interrupt
+
+
+def cli() -> NoReturn:
+    interrupt.ends_imports()
+    if sys.argv[1:2] == ["cache"]:
+        from specker import storage
+
+        sys.exit(storage.main(sys.argv[2:]))
+    from specker import run
+
+    run.cli()
+
 
 if __name__ == "__main__":
     cli()

@@ -1,6 +1,7 @@
-"""The options of `specker.load` as a type, so that a type checker knows their names and values. Nothing imports this at
-run time; tests/test_typing.py compares it with the dataclasses that define the options."""
+"""The options of `specker.load` and of a request as types, so that a type checker knows their names and values. Nothing
+imports this at run time; tests/test_typing.py compares it with the dataclasses that define the options."""
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from specker.config import Keep, Tree
@@ -54,3 +55,21 @@ class LoadOptions(TypedDict, total=False):
     vocab_keep: Keep | str | None
     vocab_text: int
     vocab_learn: Literal["on", "off"] | None
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `specker.config.Sampling`."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
+class EachSampling(TypedDict, total=False):
+    """The same for several prompts: one value for all, or a value for each."""
+
+    temperature: float | Sequence[float]
+    top_p: float | Sequence[float]
+    top_k: int | Sequence[int]
+    seed: int | Sequence[int]

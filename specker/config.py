@@ -6,6 +6,7 @@ own options in its file in runtime/strategies/; `strategies.options` merges them
 """
 
 import dataclasses
+import difflib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -198,13 +199,13 @@ class Sampling:
     seed: int = opt(0, "the same seed gives the same tokens with every strategy")
 
     def __post_init__(self) -> None:
+        settle(self)
         if not (self.temperature == 0 or 1e-6 <= self.temperature < float("inf")):  # logits / 1e-7 could overflow
             raise ValueError(f"--temperature must be 0 or at least 1e-6, and finite, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"--top-p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"--seed must be in [0, 2**64), got {self.seed}")
-        settle(self)
 
 
 def from_kwargs(cls: type, kwargs: dict[str, Any]) -> Any:
@@ -217,4 +218,6 @@ def refuse_unknown(options: dict[str, Any], known: list[str]) -> None:
     """Raise TypeError for unknown names; the message lists the unknown and the known options."""
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise TypeError(f"unknown option {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise TypeError(f"unknown option {', '.join(map(repr, unknown))}{meant}; known: {', '.join(known)}")

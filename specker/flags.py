@@ -2,6 +2,9 @@
 uses it."""
 
 import argparse
+import difflib
+import numbers
+import operator
 import os
 import re
 import sys
@@ -9,7 +12,10 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
+from functools import cache
 from typing import Any, NoReturn
+
+from specker import interrupt
 
 T = typing.TypeVar("T")
 
@@ -40,12 +46,16 @@ def flag(name: str) -> str:
 
 
 def settle(options: Any) -> None:
-    """Parse and check every field of a frozen dataclass against its `opt`. Call it from `__post_init__`. Raises
-    ValueError with a sentence that names the flag. None means the flag was left out and skips the checks."""
+    """Parse and check every field of a frozen dataclass against its type and its `opt`. Call it from `__post_init__`.
+    Raises ValueError with a sentence that names the flag. None means the flag was left out and skips the checks."""
+    kinds = _kinds(type(options))
     for f in fields(options):
         about, value = f.metadata, getattr(options, f.name)
         if value is None:
             continue
+        if f.name in kinds:
+            value = _of_kind(f.name, value, kinds[f.name])
+            object.__setattr__(options, f.name, value)
         if about.get("parse"):
             value = about["parse"](value)
             object.__setattr__(options, f.name, value)
@@ -55,6 +65,32 @@ def settle(options: Any) -> None:
         if least is not None and not (least <= value and (most is None or value <= most)):
             bounds = f"at least {least}" if most is None else f"between {least} and {most}"
             raise ValueError(f"{flag(f.name)} must be {bounds}, got {value}")
+
+
+@cache
+def _kinds(cls: type) -> dict[str, type]:
+    """The type of each field that is a number, a string or a bool, and is not parsed from a string."""
+    found = {}
+    hints = typing.get_type_hints(cls)
+    for f in fields(cls):
+        kinds = {*typing.get_args(hints[f.name]), hints[f.name]} & {int, float, str, bool}
+        if len(kinds) == 1 and not f.metadata.get("parse") and typing.get_origin(hints[f.name]) is not tuple:
+            (found[f.name],) = kinds
+    return found
+
+
+def _of_kind(name: str, value: Any, kind: type) -> Any:
+    """`value` as a `kind`, which a caller from Python may have missed. numpy's numbers are numbers."""
+    if kind is bool or kind is str:
+        if isinstance(value, kind):
+            return value
+    elif not isinstance(value, bool):
+        if kind is float and isinstance(value, numbers.Real):
+            return float(value)
+        if kind is int and hasattr(value, "__index__"):
+            return operator.index(value)
+    wanted = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}[kind]
+    raise ValueError(f"{flag(name)} must be {wanted}, got {value!r}")
 
 
 class JobError(RuntimeError):
@@ -92,6 +128,10 @@ class Parser(argparse.ArgumentParser):
         self._titled: dict[str, Any] = {}
 
     def error(self, message: str) -> NoReturn:  # argparse would also print the usage and exit
+        if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
+            if near:
+                raise ValueError(f"there is no flag {unknown[1]}; did you mean {near[0]}?")
         raise ValueError(f"{message} (see --help)")
 
     def group(self, title: str, description: str | None = None) -> Any:
@@ -185,6 +225,7 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
     """Run a command and turn its errors into one line on stderr; SPECKER_DEBUG=1 raises them instead. Returns the exit
     code: 0 for success, 1 if specker itself or the job failed, 2 for an error that the user can correct, 130 after
     Ctrl-C, 141 for a closed pipe. `speaks`, called on an error, says whether this process of the job prints it."""
+    interrupt.raises()
     try:
         code = command()
         sys.stdout.flush()
@@ -193,11 +234,13 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
         print("specker: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader closed the pipe, such as `| head`; the interpreter must not flush into it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence()
         return 141
     except Exception as error:
         if os.environ.get("SPECKER_DEBUG"):
             raise
+        if (lacks := _lacks_memory(error)) is not None:
+            error = ValueError(lacks)
         mine = not isinstance(error, (ValueError, OSError, JobError))
         about = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         line = " ".join(about.split())
@@ -206,3 +249,18 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
         if speaks():
             print(f"specker: error: {line}", file=sys.stderr)
         return 1 if mine or isinstance(error, JobError) else 2
+
+
+def silence() -> None:
+    """Drop what is written to stdout from now on, and what the interpreter would write at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _lacks_memory(error: Exception) -> str | None:
+    """A sentence if the system refused memory, as torch, safetensors and Python say it."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not re.search("[Cc]annot allocate memory|can't allocate memory", text):
+        return None
+    need = re.search(r"(\d+) bytes", text)
+    more = f": {int(need[1]) / 1e9:.2f} GB more are needed at once" if need else ""
+    return f"not enough memory{more}; see --max-context and --quantize, or raise the limit (ulimit -v)"

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specker.config import Common, Options, Sampling
+from specker.flags import silence
 from specker.runtime.stats import Stats
 
 # A model's control characters must not steer the terminal: print Unicode's control pictures instead.
@@ -67,7 +68,7 @@ class Result:
     check: Any = None  # runtime.check.CheckResult
     ids: list[int] = field(default_factory=list)  # of the prompt
     seed: int = 0
-    finished: str | None = None  # "stop" or "length"
+    finished: str | None = None  # as in runtime/text.py
 
 
 def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: bool) -> dict[str, Any]:
@@ -151,6 +152,7 @@ class Screen:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # an ASCII terminal cannot encode every token
+        self.failure: OSError | None = None  # of writing the text
         self.out = sys.stderr if json_to_stdout else sys.stdout
         if quiet:
             self.out = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
@@ -198,9 +200,16 @@ class Screen:
     def _put(self, text: str, style: str) -> None:
         if self.terminal:
             self.text.print(Text(text.translate(CONTROLS), style), end="", soft_wrap=True)
-        else:
-            self.out.write(text)
-            self.out.flush()
+        elif self.failure is None:
+            try:
+                self.out.write(text)
+                self.out.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:  # such as a full disk: the run goes on, for its other results
+                self.failure = error
+                if self.out is sys.stdout:
+                    silence()
 
     def table(self, engine: Any, results: list[Result]) -> None:
         stats, checked = _total(results), [r for r in results if r.check]
@@ -238,6 +247,10 @@ class Screen:
         self.notes.print()
         self.notes.print(table)
         self.remarks(remarks)
+        if cut := sum(result.finished == "context" for result in results):
+            which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
+            full = f"the context of {engine.max_context} tokens is full (--max-context)"
+            self.note(f"{which} before --max-new-tokens: {full}", "yellow")
         if stats.rests:
             self.note(_rested(stats))
         if not plain and stats.drafted:

@@ -5,6 +5,12 @@ follows it, or goes to stderr when stdout is a pipe or a file. Exit codes: 0 for
 itself failed; 2 for an error that the user can correct; 130 after Ctrl-C, with partial results in table and `--json`.
 """
 
+# ruff: noqa: E402
+from specker import interrupt
+
+if __name__ == "__main__":
+    interrupt.ends_imports()
+
 import contextlib
 import json
 import os
@@ -21,7 +27,7 @@ import specker
 from specker import zoo
 from specker.chat import converse
 from specker.config import DTYPES, Common, Options, Sampling
-from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
+from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle, silence
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -521,23 +527,50 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
                 screen.prompt(f"{turn}\n" if job.chat else turn)
                 screen.pieces([(result.text, False), ("\n", False)])
     if not first:
-        return 130 if interrupted else int(any(r.check and not r.check.ok for r in results))
+        return 130 if interrupted else int(any(map(failed, results)))
     screen.table(engine, results)
-    if trace is not None:
-        if job.trace is not None:
-            write_file(job.trace, "".join(f"{line}\n" for line in trace.lines))
-        if page is not None:
-            _view(page, trace, screen)
+    unwritten: list[str] = []  # one that cannot be written must not cost the others
     if job.json is not None:
         text = json.dumps(report(engine, results, sampling, interrupted), ensure_ascii=False) + "\n"
-        if job.json == "-":
-            sys.stdout.write(text)
-        else:
-            write_file(job.json, text)
+        with _kept("--json", job.json, unwritten):
+            if job.json == "-":
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            else:
+                write_file(job.json, text)
+    if trace is not None:
+        if job.trace is not None:
+            with _kept("--trace", job.trace, unwritten):
+                write_file(job.trace, "".join(f"{line}\n" for line in trace.lines))
+        if page is not None:
+            with _kept("--view", page, unwritten):
+                _view(page, trace, screen)
+    if screen.failure is not None:
+        unwritten.append(f"the text: {screen.failure.strerror}")
+    if unwritten:
+        raise OSError("; ".join(unwritten))
     if interrupted:
         screen.note("interrupted", "yellow")
         return 130
-    return int(any(r.check and not r.check.ok for r in results))
+    return int(any(map(failed, results)))
+
+
+@contextlib.contextmanager
+def _kept(flag: str, path: str, unwritten: list[str]) -> Iterator[None]:
+    """Add a sentence to `unwritten` if the file that `flag` names cannot be written."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        unwritten.append(f"{flag} {path}: cannot be written: {error.strerror}")
+        if path == "-":
+            silence()
+
+
+def failed(result: Result) -> bool:
+    """Whether a text is wrong or could not be decoded to its end."""
+    return result.finished == "not finite" or bool(result.check and not result.check.ok)
 
 
 def _view(path: str, trace: Trace, screen: Screen) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import specker
-from specker.arguments import LoadOptions
-from specker.config import Common
+from specker.arguments import EachSampling, LoadOptions, SamplingOptions
+from specker.config import Common, Sampling
 from specker.runtime.strategies import STRATEGIES, TrimOptions
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +28,12 @@ specker.load(batchsize=4)
 specker.load(batch_size="4")
 specker.load(reduce="slow")
 engine.generatee("x")
+reveal_type(engine.generate("x", temperature=0.5))
+reveal_type(engine.generate([1, 2], 5, seed=3))
+texts = ["a", "b"]
+reveal_type(engine.generate(texts, [3, 4], temperature=[0.0, 0.5]))
+reveal_type(engine.generate([[1, 2], [3]]))
+engine.generate("x", temprature=0.5)
 """
 
 
@@ -57,6 +63,12 @@ def flat(kind: object) -> set[object]:
     return set().union(*map(flat, typing.get_args(kind)))
 
 
+def test_the_typed_sampling_is_the_sampling():
+    hints = typing.get_type_hints(Sampling)
+    assert typing.get_type_hints(SamplingOptions) == hints
+    assert {name: typing.get_args(kind)[0] for name, kind in typing.get_type_hints(EachSampling).items()} == hints
+
+
 def test_load_takes_what_the_loader_takes():
     """The two signatures have the same parameters, in the same order."""
     from specker.runtime.load import load
@@ -75,7 +87,9 @@ def test_a_users_mypy_sees_the_types(tmp_path):
     told: dict[int, str] = {}
     for line, said in re.findall(r"user\.py:(\d+): \w+: (.*)", done.stdout):
         told[int(line)] = told.get(int(line), "") + said
-    assert told.keys() == {4, 5, 6, 7, 8, 9, 10}, done.stdout + done.stderr
+    assert told.keys() == {*range(4, 13), 14, 15, 16}, done.stdout + done.stderr
     assert '"specker.runtime.engine.Engine"' in told[4] and '"int"' in told[5] and '"pathlib.Path"' in told[6]
     assert 'Unexpected keyword argument "batchsize"' in told[7] and '"batch_size"' in told[8]
     assert "'slow'" in told[9] and 'no attribute "generatee"' in told[10]
+    assert all('"specker.runtime.text.Generation"' in told[n] for n in (11, 12))
+    assert all('"builtins.list[specker.runtime.text.Generation]"' in told[n] for n in (14, 15)) and "temprature" in told[16]

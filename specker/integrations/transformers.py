@@ -251,7 +251,7 @@ class Generate:
         new: list[list[int]] = [[] for _ in sequences]
         columns: list[list[int]] = []  # that are known for all rows
         running = dict.fromkeys(range(len(new)))
-        with engine.in_memory():
+        with engine.alone():
             for step in decode(engine.batch, deque(sequences), stops):
                 row = step.sequence.index
                 new[row] += step.tokens

@@ -52,7 +52,8 @@ def compare(
         message = "identical to plain decoding" if same else "a different number of tokens"
         return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
     ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    between, bound = gap(engine, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
+    with engine.alone():
+        between, bound = gap(engine, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
     exact = bit_equal(engine)
     ok = not exact and between <= bound
     verdict = "within" if between <= bound else "beyond"

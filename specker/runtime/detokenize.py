@@ -3,6 +3,14 @@
 from typing import Any
 
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of bytes that are no character
+
+
+def whole(text: str) -> str:
+    """A text without the beginning of a character at its end, where the limit of tokens cut it."""
+    return text.rstrip(UNKNOWN)
+
+
 class Detokenizer:
     """Text of a growing list of ids. Special tokens are left out; without a tokenizer the text is empty."""
 
@@ -16,7 +24,7 @@ class Detokenizer:
         """The text that `token` completes; empty while a character is unfinished."""
         self.ids.append(token)
         text = self._decode()
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if text.endswith(UNKNOWN):
             return ""
         new = text[len(self.shown) :]
         # Keep one settled token as context: many tokenizers render a first token without its leading space.
@@ -25,8 +33,8 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The remaining text at the end; an unfinished character becomes U+FFFD."""
-        text = self._decode()
+        """The remaining text at the end, without an unfinished character."""
+        text = whole(self._decode())
         new, self.shown = text[len(self.shown) :], text
         return new
 

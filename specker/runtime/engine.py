@@ -3,17 +3,17 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
-from specker.config import Options, Sampling, from_kwargs
+from specker.config import Options, Sampling, refuse_unknown
 from specker.runtime import strategies, text
 from specker.runtime.check import CheckResult, check
 from specker.runtime.compose import compose, room_of
-from specker.runtime.detokenize import Detokenizer
+from specker.runtime.detokenize import Detokenizer, whole
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Kept
@@ -26,9 +26,13 @@ from specker.runtime.state import Sequence
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.base import Plan, PolicyContext
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.text import Chunk, Generation, Prompt
+from specker.runtime.text import Chunk, Counts, Generation, Prompt, Prompts
+from specker.runtime.turns import Turn, Turns
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
+
+if TYPE_CHECKING:
+    from specker.arguments import EachSampling, SamplingOptions
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class Engine:
     policies: PolicyContext = field(init=False, repr=False)
     plan: Plan = field(init=False, repr=False)  # the warm-up plan
     batch: Batch = field(init=False, repr=False)
-    _request: object = field(init=False, repr=False, default=None)  # the one that owns the caches
+    turns: Turns = field(init=False, repr=False, default_factory=Turns)  # of threads, on the caches
 
     def __post_init__(self) -> None:
         made = compose(self.target, self.draft, self.options, self.kept, self.family, self.ranks)
@@ -114,7 +118,7 @@ class Engine:
 
     def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
         """A prompt's token ids. Raises ValueError if it is empty, has ids that the target lacks or can never fit."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt) if isinstance(prompt, str) else text.token_ids(prompt)
         text.checked(ids, self.target, self.target_name)
         self.batch.check_fits(len(ids), min(len(ids) + max_new_tokens, self.max_context))
         return ids
@@ -133,26 +137,28 @@ class Engine:
         self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any
     ) -> Sequence:
         """Check a prompt and its options and make a request for `serve`. Raises as `stream` does."""
-        params = from_kwargs(Sampling, sampling)
-        if max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+        refuse_unknown(sampling, ["max_new_tokens", *(f.name for f in fields(Sampling))])
+        params, max_new_tokens = Sampling(**sampling), text.count(max_new_tokens)
         ids = self.validate(prompt, max_new_tokens)
-        limit = min(len(ids) + max_new_tokens, self.max_context)
-        drafting = drafting and self.drafter is not None
-        return Sequence(index, ids, limit, params, self.policy() if drafting else Fixed(0, 0), drafting)
+        asked, drafting = len(ids) + max_new_tokens, drafting and self.drafter is not None
+        policy = self.policy() if drafting else Fixed(0, 0)
+        ends = "length" if asked <= self.max_context else "context"
+        return Sequence(index, ids, min(asked, self.max_context), params, policy, drafting, ends=ends)
 
     def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
-        """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time."""
+        """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time. Other threads
+        wait until the last request is done."""
         own = () if self.options.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
-        self._request = request = object()
-        self.batch.trace = self.trace if traced else None
-        with self.in_memory():
+        with self.alone() as turn:
+            self.batch.trace = self.trace if traced else None
             for step in decode(self.batch, waiting, frozenset(own)):
+                turn.pause()
                 yield step
-                if self._request is not request:
-                    raise RuntimeError("this stream ended when another request began: an engine decodes one at a time")
+                turn.resume()
 
-    def stream(self, prompt: Prompt | list[Prompt], max_new_tokens: Any = 128, **sampling: Any) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt | Prompts, max_new_tokens: int | Counts = 128, **sampling: "Unpack[EachSampling]"
+    ) -> Iterator[Chunk]:
         """Decode one prompt, or several as a batch; yields a Chunk per round and prompt. `sampling`: the fields of
         `specker.config.Sampling`; each of them, and max_new_tokens, is one value for all prompts or a list per prompt.
 
@@ -162,15 +168,37 @@ class Engine:
         texts: dict[int, Detokenizer] = {}
         return (self.chunk(step, texts) for step in self.serve(requests))
 
-    def generate(self, prompt: Prompt | list[Prompt], max_new_tokens: Any = 128, **sampling: Any) -> Any:
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of strings, too
+        self, prompt: Prompt, max_new_tokens: int = 128, **sampling: "Unpack[SamplingOptions]"
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompts, max_new_tokens: int | Counts = 128, **sampling: "Unpack[EachSampling]"
+    ) -> list[Generation]: ...
+
+    def generate(self, prompt: Any, max_new_tokens: Any = 128, **sampling: Any) -> Any:
         """Decode to the end: a Generation for one prompt, a list of them for a list of prompts. See `stream`."""
         return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, True)
 
-    def generate_ar(self, prompt: Prompt | list[Prompt], max_new_tokens: Any = 128, **sampling: Any) -> Any:
+    @overload
+    def generate_ar(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, max_new_tokens: int = 128, **sampling: "Unpack[SamplingOptions]"
+    ) -> Generation: ...
+
+    @overload
+    def generate_ar(
+        self, prompt: Prompts, max_new_tokens: int | Counts = 128, **sampling: "Unpack[EachSampling]"
+    ) -> list[Generation]: ...
+
+    def generate_ar(self, prompt: Any, max_new_tokens: Any = 128, **sampling: Any) -> Any:
         """`generate` by plain decoding with the same ops and weights: the baseline and the reference."""
         return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, False)
 
-    def check(self, prompt: Prompt, generation: Generation, max_new_tokens: int = 128, **sampling: Any) -> CheckResult:
+    def check(
+        self, prompt: Prompt, generation: Generation, max_new_tokens: int = 128, **sampling: "Unpack[SamplingOptions]"
+    ) -> CheckResult:
         """Decode the prompt with `ar` and compare; see check.py."""
         return check(self, prompt, generation, max_new_tokens, **sampling)
 
@@ -182,9 +210,16 @@ class Engine:
         """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
         return trim.report(self, stats)
 
-    def in_memory(self) -> AbstractContextManager[None]:
-        """Context manager: out of memory becomes a ValueError that names a context that would fit."""
-        return room_of(self.target, self.draft, self.options).running()
+    @contextmanager
+    def alone(self) -> Iterator[Turn]:
+        """Context manager for what uses the caches: waits for the turn (turns.py). Out of memory becomes a ValueError
+        that names a context that would fit."""
+        turn = self.turns.take()
+        try:
+            with room_of(self.target, self.draft, self.options).running():
+                yield turn
+        finally:
+            turn.end()
 
     def _requests(self, prompt: Any, options: dict[str, Any], drafting: bool) -> deque[Sequence]:
         return deque(self.request(i, p, drafting=drafting, **o) for i, (p, o) in enumerate(text.each(prompt, options)))
@@ -194,5 +229,5 @@ class Engine:
         tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in requests}
         for step in self.serve(requests, traced=drafting):
             tokens[step.sequence] += step.tokens
-        out = [Generation(t, self.decode(t), s.stats, s.finished or "length") for s, t in tokens.items()]
+        out = [Generation(t, whole(self.decode(t)), s.stats, s.finished or "length") for s, t in tokens.items()]
         return out if text.several(prompt) else out[0]

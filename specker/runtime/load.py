@@ -139,15 +139,15 @@ def drafting(
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
         side = _within(side, main.config.max_context)
+        called = source.source if isinstance(source, Opened) else source
         if parts.causal and not side.config.causal:
-            called = source.source if isinstance(source, Opened) else source
             raise ValueError(f"{called} is a bidirectional drafter; strategy {opts.strategy!r} needs a causal one")
         side = parts.adapt(opts, side)
         ids = min(side.config.vocab_size, main.config.vocab_size)
         ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
         if opts.width > ids:
             raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
-        side = _same_vocabulary(main, side, dummy)
+        side = _same_vocabulary(main, side, dummy, (target or main.folder, called))
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
         side, kept = trim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
     return side, kept
@@ -182,10 +182,11 @@ def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
     return replace(checkpoint, config=replace(checkpoint.config, max_context=context))
 
 
-def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool) -> Checkpoint:
+def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool, names: tuple[object, object]) -> Checkpoint:
     """Cut the draft's head to the target's ids. Raises ValueError unless both use the same tokens: equal or padded
     sizes and, if both have a tokenizer, the same one. A diffusion drafter may have extra tokens, such as a mask;
-    ids after the target's are cut too. Random weights (`dummy`) have no meaningful tokens, so only the sizes count."""
+    ids after the target's are cut too. Random weights (`dummy`) have no meaningful tokens, so only the sizes count.
+    `names`: what the user called them."""
     sizes = target.config.vocab_size, draft.config.vocab_size
     if target.tokens.equal(draft.tokens):
         return _cut(replace(draft, shared=target.tokens), min(sizes))
@@ -198,8 +199,8 @@ def _same_vocabulary(target: Checkpoint, draft: Checkpoint, dummy: bool) -> Chec
         tokens = [None, None]
     elif main is not None and side is not None and main != side:
         raise ValueError(
-            f"target and draft have different tokenizers ({target.folder} has {len(tokens[0] or {})} tokens, "
-            f"{draft.folder} has {len(tokens[1] or {})}; the tokens differ): use a draft of the target's own family"
+            f"target and draft have different tokenizers ({names[0]} has {len(tokens[0] or {})} tokens, "
+            f"{names[1]} has {len(tokens[1] or {})}; the tokens differ): use a draft of the target's own family"
         )
     if sizes[0] != sizes[1] and None in tokens:
         raise ValueError(

@@ -6,6 +6,7 @@ for an admitted sequence. Its prompt is prefilled before the next round. A reque
 the batch, the batch's size or the time of admission.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -31,10 +32,13 @@ from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
 
+log = logging.getLogger(__name__)
+
 # The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper. Each row meets the LM head
 # once for every watched layer, so there is one such product for every PROMPT_SHARE tokens. Short prompts have none: the
 # first round watches the same layers.
 PROMPT_ROWS, PROMPT_SHARE = 32, 16
+NOT_FINITE = "prompt %d ends early: its logits are not finite; the weights may be damaged, or overflow in this dtype"
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 
 
@@ -482,7 +486,10 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
         running = [s for s in r.sequences if not s.finished]
         with batch.threads():
             results = batch.finish(r)
-        steps = [_emitted(batch, r, *each, stop_ids) for each in results if each[0] in running and each[2]]
+        steps = []
+        for slot, each in enumerate(results):
+            if each[0] in running and (each[2] or slot in r.broken):
+                steps.append(_emitted(batch, r, *each, stop_ids, slot in r.broken))
         share = (time.perf_counter() - start) / max(1, len(running))
         for sequence in running:
             sequence.stats.wall += share
@@ -491,21 +498,31 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
 
 
 def _emitted(
-    batch: Batch, r: Round, sequence: Sequence, path: list[int], tokens: list[int], stop_ids: frozenset[int]
+    batch: Batch,
+    r: Round,
+    sequence: Sequence,
+    path: list[int],
+    tokens: list[int],
+    stop_ids: frozenset[int],
+    broken: bool,
 ) -> Step:
-    """Cut the tokens after a stop id and update the counters."""
+    """Cut the tokens after a stop id and update the counters. `broken`: the next token's logits are not finite."""
     stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
     drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
     trimmed = head is not None and head.kept is not None and not r.budget.part
-    lost = bool(head is not None and trimmed and tokens[-1] not in head.known and len(path) - 1 < r.depth)
+    ended = head is not None and bool(tokens) and tokens[-1] not in head.known
+    lost = bool(trimmed and ended and len(path) - 1 < r.depth)
     if stop is not None:
         del sequence.text[len(sequence.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]
         sequence.finished = "stop"
+    elif broken:
+        sequence.finished = "not finite"
+        log.warning(NOT_FINITE, sequence.index)
     elif len(sequence.text) >= sequence.limit:
-        sequence.finished = "length"
-    accepted = min(len(path) - 1, len(tokens))
+        sequence.finished = sequence.ends
+    accepted = max(0, min(len(path) - 1, len(tokens)))
     sequence.stats.observe(drafted, accepted, len(tokens))
     if head is not None and head.kept is not None:
         sequence.stats.observe_kept(sum(token in head.known for token in tokens), lost)

@@ -76,6 +76,7 @@ class Round:
     _kept: dict[str, Tensor] = field(default_factory=dict)
     _rooms: dict[str, Tensor] = field(default_factory=dict)  # memory that `room` handed out
     host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
+    broken: set[int] = field(default_factory=set)  # slots whose logits are not finite, known once collected
     done: Any = None  # the event after the copies
     marks: list[Any] = field(default_factory=list)  # times, or events, around the stages
 
@@ -249,7 +250,9 @@ def send(r: Round, vocab: int) -> None:
     """Start copying the round's results to the host; a trace adds the draft, the target's tokens and probabilities.
     `vocab`: the target's ids."""
     N, s, n = r.size, r.state, r.n
-    copies = {"report": r.kept("report", n * (3 + 2 * N)).view(n, -1)}
+    # One logit tells: a number that is not finite in a hidden row spoils them all.
+    first = r.kept("logits", n * (N + 1)).view(n, N + 1, -1)[:, :, 0]
+    copies = {"report": r.kept("report", n * (3 + 2 * N)).view(n, -1), "first": first}
     if r.traced or r.generated:
         copies["draft"] = s.window[:, 1 : N + 1]
     if r.traced:
@@ -284,12 +287,16 @@ def _probabilities(r: Round, vocab: int) -> dict[str, Tensor]:
 
 def collect(r: Round) -> tuple[list[tuple[list[int], list[int]]], dict[str, float]]:
     """Wait for the round. Returns (path rows, the target's tokens along the path) per sequence, and seconds per
-    stage."""
+    stage. A path ends before a row whose logits are not finite."""
     if r.done is not None:
         r.done.synchronize()
     each = []
-    for count, *rest in r.host["report"].tolist()[: len(r.sequences)]:
-        each.append((rest[:count], rest[r.size + 1 : r.size + 1 + count]))
+    reports, first = r.host["report"].tolist(), r.host["first"].tolist()
+    for slot, (count, *rest) in enumerate(reports[: len(r.sequences)]):
+        sound = next((i for i in range(count) if not math.isfinite(first[slot][rest[i]])), count)
+        if sound < count:
+            r.broken.add(slot)
+        each.append((rest[:sound], rest[r.size + 1 : r.size + 1 + sound]))
     seconds = {stage: _seconds(a, b) for stage, a, b in zip(STAGES, r.marks[:-1], r.marks[1:], strict=True)}
     return each, seconds
 

@@ -26,7 +26,9 @@ class Sequence:
     """In a batch of one: keep the previous request's K/V as far as the texts agree, as in a conversation. Part of the
     prompt's K/V then comes from verify passes, so it may differ in rounding from a prefill's."""
     stats: Stats = field(default_factory=Stats)
-    finished: str | None = None  # None, "stop" (a stop id) or "length"
+    finished: str | None = None  # None, "stop" (a stop id), `ends` or "not finite" (logits)
+    ends: str = "length"
+    """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
 
 
 @dataclass(frozen=True)

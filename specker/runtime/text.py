@@ -1,5 +1,7 @@
 """Prompts as token ids, and the results of decoding: tokens with their text."""
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,12 +10,30 @@ from specker.runtime.loop import Step
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.stats import Stats
 
-Prompt = str | list[int]
+Prompt = str | Sequence[int]
+Counts = Sequence[int]  # of new tokens, for several prompts
+Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 
 def several(prompts: Any) -> bool:
     """Whether `prompts` is a list of prompts: texts or lists of ids."""
-    return isinstance(prompts, list | tuple) and bool(prompts) and not isinstance(prompts[0], int)
+    return isinstance(prompts, list | tuple) and bool(prompts) and not hasattr(prompts[0], "__index__")
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """A prompt's ids as Python's integers; arrays and tensors of one dimension are lists of ids. Raises ValueError."""
+    try:
+        return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError:
+        got = prompt if prompt is None or isinstance(prompt, bytes | float) else f"a {type(prompt).__name__}"
+        raise ValueError(f"a prompt must be a string or a list of token ids, got {got}") from None
+
+
+def count(value: Any) -> int:
+    """`max_new_tokens` as Python's integer. Raises ValueError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise ValueError(f"--max-new-tokens must be a whole number of at least 1, got {value!r}")
+    return operator.index(value)
 
 
 def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -> list[int]:
@@ -61,7 +81,8 @@ class Chunk:
         accepted: the first so many tokens were draft tokens, the others are the target's own.
         pieces: the new text in order, and whether it came from a draft token.
         stats: running totals of this prompt.
-        finished: None, "stop" (a stop id) or "length".
+        finished: None, "stop" (a stop id), "length" (`max_new_tokens`), "context" (no room for more) or "not finite"
+            (the next token's logits).
     """
 
     prompt: int
@@ -84,7 +105,8 @@ class Generation:
         tokens: ids, a stop id included.
         text: without special tokens.
         stats: counters and times.
-        finished: "stop" (a stop id) or "length".
+        finished: "stop" (a stop id), "length" (`max_new_tokens`), "context" (no room for more) or "not finite"
+            (the next token's logits).
     """
 
     tokens: list[int]

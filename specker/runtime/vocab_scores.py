@@ -12,6 +12,7 @@ read and written:
 import hashlib
 import io
 import json
+import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -204,7 +205,9 @@ def _read_safetensors(path: Path) -> VocabScores:
 def _read_pt(path: Path) -> VocabScores:
     try:
         ids = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many types for a corrupt or unsafe file
+    except pickle.UnpicklingError as error:  # torch's message says how to load the file nevertheless
+        raise ValueError(f"{path} holds other Python objects than tensors; these can run code, so it was not read") from error
+    except Exception as error:  # torch raises many types for a corrupt file
         raise ValueError(f"{path} cannot be read as a list of ids ({str(error).splitlines()[0]})") from error
     return _absolute(_vector(ids, path), path)
 

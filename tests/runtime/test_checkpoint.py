@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -325,7 +326,11 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
     ),
     ("heads", {"num_key_value_heads": 3}, {}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
     ("odd-head", {"head_dim": 3}, {}, "head_dim 3 even"),
-    ("types", {"hidden_size": "large"}, {}, "config.json is not a valid LlamaForCausalLM config"),
+    ("types", {"hidden_size": "large"}, {}, "hidden_size must be a whole number from 1 on, but .*json has 'large'"),
+    ("no layers", {"num_hidden_layers": 0}, {}, "num_hidden_layers must be .* from 1 on, but .*json has 0"),
+    ("fewer layers", {"num_hidden_layers": -1}, {}, "num_hidden_layers must be .* from 1 on, but .*json has -1"),
+    ("no size", {"hidden_size": ...}, {}, "hidden_size must be a whole number from 1 on, but .*json lacks it"),
+    ("a fraction", {"num_key_value_heads": 1.5}, {}, "num_key_value_heads must be .*, but .*json has 1.5"),
     ("context-long", {}, {"max_context": 257}, "between 1 and .*max_position_embeddings 256; got 257"),
     ("context-zero", {}, {"max_context": 0}, "between 1 and .*; got 0"),
     (
@@ -440,6 +445,18 @@ def test_only_pytorch_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"has only pytorch_model.bin; convert it"):
         read(folder)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../model.safetensors"])
+def test_files_outside_of_the_folder_are_not_read(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "one", shards=2)
+    make(tmp_path / "other")
+    index = tmp_path / "one" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"names {re.escape(name)}, which is outside of the checkpoint's folder"):
+        read(tmp_path / "one")
 
 
 def test_index_that_does_not_match(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from make_checkpoint import byte_tokenizer, edit, make
@@ -53,8 +54,8 @@ def test_characters_are_never_cut():
     assert "".join(pieces) == text and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
     assert len([p for p in pieces if p]) == len(text)
     cut = Detokenizer(tokenizer)
-    assert [cut.add(token) for token in tokenizer("é")["input_ids"][:1]] == [""]
-    assert cut.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert [cut.add(token) for token in tokenizer("a🙂")["input_ids"][:3]] == ["a", "", ""]
+    assert cut.flush() == ""
 
 
 def test_statistics_add_up(pair):
@@ -187,7 +188,13 @@ def test_a_draft_is_needed_and_refused_alone(pair):
         ("", 5, {}, "prompt is empty"),
         ([1] * 256, 5, {}, "the prompt has 256 tokens, but the context of .* is 256"),
         ([1, 320], 5, {}, "token ids must be in 0..319"),
-        ([1], 0, {}, "--max-new-tokens must be at least 1, got 0"),
+        (None, 5, {}, "a prompt must be a string or a list of token ids, got None"),
+        (b"x", 5, {}, "a prompt must be a string or a list of token ids, got b'x'"),
+        ([1.5], 5, {}, "a prompt must be a string or a list of token ids, got a list"),
+        ([1], 0, {}, "--max-new-tokens must be a whole number of at least 1, got 0"),
+        ([1], 3.5, {}, "--max-new-tokens must be a whole number of at least 1, got 3.5"),
+        ([1], 5, {"temperature": "hot"}, "--temperature must be a number, got 'hot'"),
+        ([1], 5, {"seed": 0.5}, "--seed must be a whole number, got 0.5"),
         ([1], 5, {"temperature": -1.0}, "--temperature"),
         ([1], 5, {"top_p": 0.0}, r"--top-p must be in \(0, 1\], got 0.0"),
         ([1], 5, {"top_p": 1.5}, "--top-p"),
@@ -198,6 +205,21 @@ def test_a_draft_is_needed_and_refused_alone(pair):
 def test_refusals_of_a_request(pair, prompt, count, sampling, message):
     with pytest.raises(ValueError, match=message):
         specker.load(*pair).generate(prompt, count, **sampling)
+
+
+def test_arrays_are_prompts(pair):
+    engine = specker.load(*pair)
+    want = engine.generate([1, 2, 3], 5).tokens
+    for prompt in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3), [np.int64(1), 2, 3]):
+        assert engine.generate(prompt, np.int64(5)).tokens == want
+
+
+def test_a_misspelt_option_has_a_suggestion(pair):
+    engine = specker.load(*pair)
+    with pytest.raises(TypeError, match=r"unknown option 'max_tokens' \(did you mean max_new_tokens\?\)"):
+        engine.generate([1], max_tokens=3)
+    with pytest.raises(ValueError, match="--batch-size must be a whole number, got 'x'"):
+        specker.load(*pair, batch_size="x")
 
 
 def test_max_context_limits_and_is_limited(pair):

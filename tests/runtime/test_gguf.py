@@ -217,6 +217,34 @@ def test_a_file_is_converted_once_and_again_if_the_folder_is_damaged(model: Path
     assert len(list((cache / "gguf").iterdir())) == 2  # and no leftovers
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_size_of_a_copy_is_known_beforehand(tmp_path: Path, cache: Path, dense: bool) -> None:
+    folder = make(tmp_path / "source", hidden=256, ffn=512, tokenizer=True)
+    for kind in ("Q4_K", "Q5_0", "Q8_0", "F32"):
+        file = write(tmp_path / f"{kind}.gguf", folder, kind)
+        weights = gguf.converted(file, dense) / "model.safetensors"
+        header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+        assert gguf._converted_size(file, dense) == weights.stat().st_size - header
+
+
+def test_what_a_killed_conversion_left_is_removed(model: Path, cache: Path) -> None:
+    folder = gguf.converted(model / "tiny.gguf")
+    shutil.rmtree(folder)
+    left = folder.parent / f"{folder.name}.abcd"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(bytes(100))
+    assert gguf.converted(model / "tiny.gguf") == folder and not left.exists()
+
+
+def test_a_conversion_says_where_and_how_much(model: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(cache, ignore_errors=True)
+    with caplog.at_level("INFO", "specker.steps"):
+        folder = gguf.converted(model / "tiny.gguf")
+    said = [record.getMessage() for record in caplog.records]
+    assert f"converting tiny.gguf once into {folder} (0.00 GB)" in said
+    assert [line for line in said if line.endswith("%")] != []
+
+
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files whose SHA-256 was computed."""
@@ -328,7 +356,7 @@ def test_what_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF files; name one, such as .*noise.gguf"):
         read_config(model)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(CheckpointError, match=r"converting .* takes up to .* GB, but .* has 0.0 GB free; set SPECKER"):
+    with pytest.raises(CheckpointError, match=r"converting .* takes .* GB, but .* has 0.00 GB free; set SPECKER"):
         read_config(file)
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"tiny.gguf is a GGUF file, and reading it needs gguf and accelerate: "):

@@ -98,6 +98,16 @@ READERS: dict[str, tuple[int, int, Callable[[Tensor], Numbers]]] = {  # weights 
     "Q5_K": (SUPER, 176, _q5_k),
     "Q6_K": (SUPER, 210, _q6_k),
 }
+PACKED = {  # the format of what the reader returns
+    "Q8_0": "int8",
+    "Q4_0": "int4",
+    "Q4_1": "int4 shift",
+    "Q5_0": "int5",
+    "Q5_1": "int5 shift",
+    "Q4_K": "int4 super",
+    "Q5_K": "int5 super",
+    "Q6_K": "int6 sixteen",
+}
 
 
 def read(kind: str, data: Tensor) -> Numbers:

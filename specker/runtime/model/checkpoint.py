@@ -391,7 +391,11 @@ def _shards(folder: Path) -> list[Path]:
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise CheckpointError(f"{index} has no weight_map; download it again")
-        paths = [folder / str(name) for name in sorted(set(names.values()))]
+        files = [Path(str(name)) for name in sorted(set(map(str, names.values())))]
+        for file in files:
+            if file.is_absolute() or ".." in file.parts:
+                raise CheckpointError(f"{index} names {file}, which is outside of the checkpoint's folder; not read")
+        paths = [folder / file for file in files]
         for path in paths:
             if not path.is_file():
                 raise CheckpointError(f"{index.name} names {path.name}, which is not in {folder}; download it")

@@ -27,8 +27,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": (
         "Qwen2Config",
         {
-            "vocab_size": 32000,
-            "intermediate_size": 11008,
             "num_key_value_heads": None,
             "max_position_embeddings": 2048,
             "attention_bias": False,
@@ -37,6 +35,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SHARED = ("embed_tokens", "lm_head")
+SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
+OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -78,6 +78,7 @@ def parse_config(
     read. Raises CheckpointError."""
     raw = read_json(folder / "config.json") if raw is None else raw
     arch = _architecture(raw)
+    _check_sizes(folder / "config.json", raw)
     hf = _hf_config(folder, raw, arch)
     if hf.hidden_act != "silu":
         raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported; only 'silu' is")
@@ -128,6 +129,18 @@ def _architecture(raw: dict[str, Any]) -> str:
         also = f" with model_type {raw.get('model_type')!r}" if arch in ARCHITECTURES else ""
         raise CheckpointError(f"architecture {name}{also} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return arch
+
+
+def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
+    """Raise CheckpointError unless config.json's sizes are whole numbers from 1 on. For a missing one transformers would
+    take the size of the family's first model."""
+    for name in (*SIZES, *OPTIONAL_SIZES):
+        value = raw.get(name)
+        if value is None and name in OPTIONAL_SIZES:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            got = "lacks it" if value is None else f"has {value!r}"
+            raise CheckpointError(f"{name} must be a whole number from 1 on, but {path} {got}")
 
 
 def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from specker.cache import root as cache_root
 from specker.cache import write
-from specker.cpu.packed import Numbers, pack
+from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.runtime.model import blocks
 from specker.runtime.model.config import ARCHITECTURES, CheckpointError, reason
 
@@ -60,20 +61,26 @@ def converted(path: Path, dense: bool = False) -> Path:
         raise CheckpointError(
             f"{path} is a GGUF file, and reading it needs {' and '.join(missing)}: pip install 'specker[gguf]'"
         )
-    _check_space(path, folder.parent, dense)
-    log.info("converting %s, once", path.name)
+    locks = cache_root() / "locks"
+    for made in (folder.parent, locks):
+        made.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{folder.name}.lock"):  # another process waits for the copy instead of making its own
+        return folder if _complete(folder) else _converted(path, folder, digest, dense)
+
+
+def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
+    for left in folder.parent.glob(f"{folder.name}.*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    size = _check_space(path, folder.parent, dense)
+    log.info("converting %s once into %s (%.2f GB)", path.name, folder, size / 1e9)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         _convert(path, part, dense)
         sizes = {file.name: file.stat().st_size for file in part.iterdir()}
         (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
-        if folder.exists() and not _complete(folder):
+        if folder.exists():
             shutil.rmtree(folder)
-        try:
-            part.rename(folder)
-        except OSError:  # another process was first
-            if not _complete(folder):
-                raise
+        part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
@@ -115,15 +122,34 @@ def _complete(folder: Path) -> bool:
         return False
 
 
-def _check_space(path: Path, root: Path, dense: bool) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    times = 8 if dense else 2  # float32 beside about 4 bits a weight
-    need, free = times * path.stat().st_size, shutil.disk_usage(root).free
-    if need > free:
+def _check_space(path: Path, root: Path, dense: bool) -> int:
+    """The bytes of the converted weights. Raises CheckpointError if the disk has no room for them and a tokenizer."""
+    size, free = _converted_size(path, dense), shutil.disk_usage(root).free
+    if size + TOKENIZER > free:
         raise CheckpointError(
-            f"converting {path} takes up to {need / 1e9:.1f} GB, but {root} has {free / 1e9:.1f} GB free; "
-            "set SPECKER_CACHE to a folder on a larger disk"
+            f"converting {path} takes {(size + TOKENIZER) / 1e9:.2f} GB, but {root} has {free / 1e9:.2f} GB free; set "
+            "SPECKER_CACHE to a folder on a larger disk"
         )
+    return size
+
+
+def _converted_size(path: Path, dense: bool) -> int:
+    """Bytes of all tensors as `_tensors` yields them, a head that is the embedding included. 0 for a file that cannot
+    be read, which converting it will tell."""
+    from gguf import GGUFReader
+
+    try:
+        tensors = GGUFReader(path).tensors
+    except Exception:
+        return 0
+    total = 0
+    for tensor in tensors:
+        kind, shape = tensor.tensor_type.name, tensor.shape.tolist()  # columns first
+        if not dense and kind in blocks.PACKED and len(shape) == 2:
+            total += FORMATS[blocks.PACKED[kind]].bytes_of(shape[1], shape[0])
+        else:
+            total += 4 * int(tensor.n_elements)
+    return total
 
 
 def _convert(path: Path, folder: Path, dense: bool) -> None:
@@ -191,6 +217,7 @@ OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outpu
 UNUSED = ("rope_freqs",)  # config.json defines RoPE
 PERMUTED = ("llama", "mistral")  # llama.cpp interleaves the halves of a head that RoPE rotates
 SHARD = 1 << 30  # bytes
+TOKENIZER = 50_000_000  # bytes that a tokenizer and the other files take at most
 
 
 def _named(name: str, path: Path) -> str | None:
@@ -209,6 +236,7 @@ def _named(name: str, path: Path) -> str | None:
 def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str, Any], list[str]]:
     """Write the weights into shards of about SHARD bytes. Returns the quantised modules and the restored formats (see
     quantised.Own)."""
+    from gguf import GGUFReader
     from safetensors.torch import save_file
 
     modules: dict[str, Any] = {}
@@ -223,7 +251,10 @@ def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str,
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    for name, kind, x in _tensors(path, config, dense):
+    tensors = len(GGUFReader(path).tensors)
+    for count, (name, kind, x) in enumerate(_tensors(path, config, dense), 1):
+        if 4 * count // tensors > 4 * (count - 1) // tensors and count < tensors:
+            log.info("converting %s: %d%%", path.name, 100 * count // tensors)
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module = name.removesuffix(".weight")
