@@ -1,4 +1,4 @@
-"""`python -m specker`, and the command `specker`, are `python -m specker.run`; `specker cache` is specker/storage.py."""
+"""`python -m specker` and the command `specker` are `python -m specker.run`; `specker cache` is storage.py."""
 
 import sys
 from typing import NoReturn

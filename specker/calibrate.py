@@ -6,7 +6,6 @@ block of text in ten is held out: coverage is printed in-sample, of all text, an
 ranking by the other text.
 """
 
-# ruff: noqa: E402
 from specker import interrupt
 
 if __name__ == "__main__":

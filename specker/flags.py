@@ -10,7 +10,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import cache
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ def flag(name: str) -> str:
 def settle(options: Any) -> None:
     """Parse and check every field of a frozen dataclass against its type and its `opt`. Call it from `__post_init__`.
     Raises ValueError with a sentence that names the flag. None means the flag was left out and skips the checks."""
-    kinds = _kinds(type(options))
+    kinds = _kinds(type(options))  # type: ignore[arg-type]
     for f in fields(options):
         about, value = f.metadata, getattr(options, f.name)
         if value is None:
@@ -68,11 +68,11 @@ def settle(options: Any) -> None:
 
 
 @cache
-def _kinds(cls: type) -> dict[str, type]:
+def _kinds(cls: Hashable) -> dict[str, type]:
     """The type of each field that is a number, a string or a bool, and is not parsed from a string."""
-    found = {}
+    found: dict[str, type] = {}
     hints = typing.get_type_hints(cls)
-    for f in fields(cls):
+    for f in fields(cls):  # type: ignore[arg-type]
         kinds = {*typing.get_args(hints[f.name]), hints[f.name]} & {int, float, str, bool}
         if len(kinds) == 1 and not f.metadata.get("parse") and typing.get_origin(hints[f.name]) is not tuple:
             (found[f.name],) = kinds
@@ -129,8 +129,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:  # argparse would also print the usage and exit
         if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
-            near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
-            if near:
+            flags = [name for name in self._option_string_actions if name.startswith("--")]
+            near = [name for name in flags if name.startswith(unknown[1])]
+            if near := near or difflib.get_close_matches(unknown[1], flags, 1, cutoff=0.8):
                 raise ValueError(f"there is no flag {unknown[1]}; did you mean {near[0]}?")
         raise ValueError(f"{message} (see --help)")
 

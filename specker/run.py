@@ -5,7 +5,6 @@ follows it, or goes to stderr when stdout is a pipe or a file. Exit codes: 0 for
 itself failed; 2 for an error that the user can correct; 130 after Ctrl-C, with partial results in table and `--json`.
 """
 
-# ruff: noqa: E402
 from specker import interrupt
 
 if __name__ == "__main__":

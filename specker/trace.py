@@ -39,8 +39,8 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
     names        text of the ids that this trace names for the first time, special tokens included; missing without any
     sizing       the remark about made-up weights or acceptance; missing in a real run
 
-`end` has `finished` ("stop", "length", "context" or "not finite"), `tail` (text that was held back as an unfinished character), `seconds` by
-stage and `wall`. Without a tokenizer all texts are "".
+`end` has `finished` (as `Generation`), `tail` (text that was held back as an unfinished character), `seconds` by stage
+and `wall`. Without a tokenizer all texts are "".
 """
 
 import json

@@ -91,5 +91,6 @@ def test_a_users_mypy_sees_the_types(tmp_path):
     assert '"specker.runtime.engine.Engine"' in told[4] and '"int"' in told[5] and '"pathlib.Path"' in told[6]
     assert 'Unexpected keyword argument "batchsize"' in told[7] and '"batch_size"' in told[8]
     assert "'slow'" in told[9] and 'no attribute "generatee"' in told[10]
-    assert all('"specker.runtime.text.Generation"' in told[n] for n in (11, 12))
-    assert all('"builtins.list[specker.runtime.text.Generation]"' in told[n] for n in (14, 15)) and "temprature" in told[16]
+    assert all("specker.runtime.text.Generation" in told[n] for n in (11, 12)), told
+    assert all("list[specker.runtime.text.Generation]" in told[n] for n in (14, 15)), told
+    assert "temprature" in told[16]

@@ -4,6 +4,7 @@ When two tokens differ, the target's logits distinguish rounding from a bug. flo
 do chains through batch-invariant kernels. Otherwise the two tokens' logits may differ by `rounding_bound`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class CheckResult:
 
 
 def check(
-    engine: "Engine", prompt: str | list[int], generation: "Generation", max_new_tokens: int, **sampling: Any
+    engine: "Engine", prompt: str | Sequence[int], generation: "Generation", max_new_tokens: int, **sampling: Any
 ) -> CheckResult:
     """Decode the prompt with `ar` and compare the tokens."""
     ar = engine.generate_ar(prompt, max_new_tokens, **sampling)
@@ -40,7 +41,7 @@ def check(
 
 
 def compare(
-    engine: "Engine", prompt: str | list[int], generation: "Generation", ar: "Generation", **sampling: Any
+    engine: "Engine", prompt: str | Sequence[int], generation: "Generation", ar: "Generation", **sampling: Any
 ) -> CheckResult:
     """`check` against a finished plain decoding `ar`."""
     if engine.options.stand_ins:

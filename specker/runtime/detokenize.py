@@ -2,7 +2,6 @@
 
 from typing import Any
 
-
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of bytes that are no character
 
 

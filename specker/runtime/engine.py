@@ -146,8 +146,8 @@ class Engine:
         return Sequence(index, ids, min(asked, self.max_context), params, policy, drafting, ends=ends)
 
     def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
-        """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time. Other threads
-        wait until the last request is done."""
+        """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time. Requests of
+        other threads wait until the last one is done."""
         own = () if self.options.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
         with self.alone() as turn:
             self.batch.trace = self.trace if traced else None

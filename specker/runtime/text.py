@@ -23,10 +23,11 @@ def several(prompts: Any) -> bool:
 def token_ids(prompt: Any) -> list[int]:
     """A prompt's ids as Python's integers; arrays and tensors of one dimension are lists of ids. Raises ValueError."""
     try:
+        if isinstance(prompt, bytes):  # a sequence of numbers
+            raise TypeError
         return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
     except TypeError:
-        got = prompt if prompt is None or isinstance(prompt, bytes | float) else f"a {type(prompt).__name__}"
-        raise ValueError(f"a prompt must be a string or a list of token ids, got {got}") from None
+        raise ValueError(f"a prompt must be a string or a list of token ids, got {repr(prompt)[:60]}") from None
 
 
 def count(value: Any) -> int:

@@ -206,7 +206,7 @@ def _read_pt(path: Path) -> VocabScores:
     try:
         ids = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's message says how to load the file nevertheless
-        raise ValueError(f"{path} holds other Python objects than tensors; these can run code, so it was not read") from error
+        raise ValueError(f"{path} was not read: it holds Python objects besides tensors, which can run code") from error
     except Exception as error:  # torch raises many types for a corrupt file
         raise ValueError(f"{path} cannot be read as a list of ids ({str(error).splitlines()[0]})") from error
     return _absolute(_vector(ids, path), path)

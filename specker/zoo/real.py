@@ -184,7 +184,7 @@ def _download(wheel: str, part: Path) -> None:
         if done.returncode or not wheels:
             lines = done.stderr.strip().splitlines() or ["no wheel came"]
             errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
-            errors = [line for line in errors if line != "Exception:"]  # then a traceback follows, and says it at the end
+            errors = [line for line in errors if line != "Exception:"]  # its traceback ends with the reason
             raise ValueError(f"pip could not download {wheel}: {(errors or lines[-1:])[0]}")
         wheels[0].replace(part)
 

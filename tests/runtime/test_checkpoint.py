@@ -14,7 +14,7 @@ from make_checkpoint import CASES, LLAMA3, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
 from specker.runtime.model.checkpoint import Checkpoint, load, read_config
-from specker.runtime.model.config import ARCHITECTURES, CheckpointError, parse_config
+from specker.runtime.model.config import ARCHITECTURES, SIZES, CheckpointError, parse_config
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -568,9 +568,8 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
     make(tmp_path, arch)
     own = transformers.AutoConfig.for_model(arch).to_dict()
     optional = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
-    optional += ("intermediate_size", "vocab_size", "attention_bias", "mlp_bias", "hidden_act", "sliding_window")
-    optional += ("rope_parameters", "num_hidden_layers", "num_attention_heads", "hidden_size", "use_sliding_window")
-    edit(tmp_path, **dict.fromkeys((*optional, "layer_types"), ...))
+    optional += ("attention_bias", "mlp_bias", "hidden_act", "sliding_window", "rope_parameters", "use_sliding_window")
+    edit(tmp_path, **dict.fromkeys((*optional, "layer_types"), ...), **{name: own[name] for name in SIZES})
     context = min(own["max_position_embeddings"], own.get("sliding_window") or 1 << 30)
     config, inv_freq, scale = parse_config(tmp_path, context, None)
     found = {

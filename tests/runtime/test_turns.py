@@ -4,9 +4,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from make_checkpoint import make
 
 import specker
-from make_checkpoint import make
 
 
 @pytest.fixture(scope="module")

@@ -132,8 +132,8 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
-    """Raise CheckpointError unless config.json's sizes are whole numbers from 1 on. For a missing one transformers would
-    take the size of the family's first model."""
+    """Raise CheckpointError unless config.json's sizes are whole numbers from 1 on. For a missing one transformers
+    would take the size of the family's first model."""
     for name in (*SIZES, *OPTIONAL_SIZES):
         value = raw.get(name)
         if value is None and name in OPTIONAL_SIZES:
