@@ -53,7 +53,8 @@ def load(
         options: fields of `specker.config.Common` and of the strategy, as strings or parsed values.
 
     Returns:
-        The engine. It decodes one stream at a time; with `batch_size` several requests share its rounds.
+        The engine. It decodes one stream at a time, and requests of other threads wait; with `batch_size` several
+        requests share its rounds.
 
     Raises:
         TypeError: an unknown option.

@@ -1,0 +1,58 @@
+"""Trouble outside of specker, said in one line: little memory, an early Ctrl-C, a file that could run code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specker.flags import ended
+from specker.runtime.vocab_scores import read
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "not enough memory; see --max-context"),
+        (
+            RuntimeError("unable to mmap 3086914904 bytes from file <a.safetensors>: Cannot allocate memory (12)"),
+            "not enough memory: 3.09 GB more are needed at once; see",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 52000000 bytes."),
+            "not enough memory: 0.05 GB more are needed at once; see",
+        ),
+    ],
+)
+def test_little_memory(error: Exception, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise error
+
+    assert ended(command) == 2
+    assert said in (told := capsys.readouterr().err) and "internal" not in told
+
+
+@pytest.mark.parametrize("module", ["specker.run", "specker", "specker.calibrate"])
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+    """`rich` plays a slow import that meets Ctrl-C."""
+    (tmp_path / "rich").mkdir()
+    slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+    (tmp_path / "rich" / "__init__.py").write_text(slow)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-m", module, "--help"], env=env, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "specker: interrupted\n"
+
+
+class Thing:
+    """What a list of ids is not."""
+
+
+def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+    torch.save(Thing(), tmp_path / "freq.pt")
+    with pytest.raises(ValueError, match="was not read: it holds Python objects besides tensors") as caught:
+        read(tmp_path / "freq.pt")
+    assert "weights_only" not in str(caught.value)
