@@ -11,6 +11,7 @@ if __name__ == "__main__":
     interrupt.ends_imports()
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -64,7 +65,10 @@ class Job:
         None, "write JSON lines: each round's draft and the target's tokens, for python -m specker.view", "FILE"
     )
     view: str | None = opt(
-        None, "write the trace as an HTML page (default: trace.html, beside --trace) and open it", "FILE", bare=""
+        None,
+        "write the trace as an HTML page and open it (default: a new file beside --trace, else trace.html)",
+        "FILE",
+        bare="",
     )
     json: str | None = opt(None, "write the results as one JSON object; with -, stdout holds nothing else", "FILE|-")
 
@@ -443,7 +447,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     for name in ("trace", "view"):
         if options.dp > 1 and getattr(job, name) is not None:
             raise ValueError(f"--{name} records one replica only: leave out --dp")
-    page = None if job.view is None else job.view or str(Path(job.trace or "trace").with_name("trace.html"))
+    page = None if job.view is None else job.view or _free(Path(job.trace or "trace.jsonl").with_suffix(".html"))
     count = job.max_new_tokens or (1024 if chatting else 128)
     job = replace(job, max_new_tokens=count)
     talks = [] if chatting else read_talks(job)
@@ -570,6 +574,12 @@ def _kept(flag: str, path: str, unwritten: list[str]) -> Iterator[None]:
 def failed(result: Result) -> bool:
     """Whether a text is wrong or could not be decoded to its end."""
     return result.finished == "not finite" or bool(result.check and not result.check.ok)
+
+
+def _free(path: Path) -> str:
+    """`path`, with a number before its ending if there is such a file: an earlier page is kept."""
+    names = (path if n == 1 else path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(1))
+    return str(next(name for name in names if not name.exists()))
 
 
 def _view(path: str, trace: Trace, screen: Screen) -> None:

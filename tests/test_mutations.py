@@ -184,8 +184,9 @@ def sibling_order_swapped(patch):
 def stop_ignored_inside_a_path(patch):
     original = loop._emitted
 
-    def emitted(batch, r, sequence, path, tokens, stop_ids):
-        return original(batch, r, sequence, path, tokens, stop_ids if tokens[-1] in stop_ids else frozenset())
+    def emitted(batch, r, sequence, path, tokens, stop_ids, broken):
+        stops = stop_ids if tokens[-1] in stop_ids else frozenset()
+        return original(batch, r, sequence, path, tokens, stops, broken)
 
     patch.setattr(loop, "_emitted", emitted)
 

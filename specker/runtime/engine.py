@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(repr=False)
 class Engine:
     target: Checkpoint
     draft: Checkpoint | None
@@ -50,20 +50,25 @@ class Engine:
     notes: dict[str, str] = field(default_factory=dict)  # decisions of the loader, by their names in `remarks`
     ranks: Ranks | None = None  # the ranks that share the target
     family: Family | None = None  # the bundled files for the target
-    trace: Callable[[dict[str, Any]], None] | None = field(default=None, repr=False)  # called with every round
-    model: Model = field(init=False, repr=False)  # the target's
-    cache: KVCache = field(init=False, repr=False)
-    drafter: Drafter | None = field(init=False, repr=False)
-    policies: PolicyContext = field(init=False, repr=False)
-    plan: Plan = field(init=False, repr=False)  # the warm-up plan
-    batch: Batch = field(init=False, repr=False)
-    turns: Turns = field(init=False, repr=False, default_factory=Turns)  # of threads, on the caches
+    trace: Callable[[dict[str, Any]], None] | None = None  # called with every round
+    model: Model = field(init=False)  # the target's
+    cache: KVCache = field(init=False)
+    drafter: Drafter | None = field(init=False)
+    policies: PolicyContext = field(init=False)
+    plan: Plan = field(init=False)  # the warm-up plan
+    batch: Batch = field(init=False)
+    turns: Turns = field(init=False, default_factory=Turns)  # of threads, on the caches
 
     def __post_init__(self) -> None:
         made = compose(self.target, self.draft, self.options, self.kept, self.family, self.ranks)
         self.model, self.cache, self.drafter, self.policies, self.plan, self.batch = made
         for name, sentence in self.remarks.items():
             log.warning("%s: %s", name, sentence)
+
+    def __repr__(self) -> str:
+        models = self.target_name if self.draft_name is None else f"{self.target_name} + {self.draft_name}"
+        how = f"{self.device}, {str(self.dtype).removeprefix('torch.')}, context {self.max_context}"
+        return f"<specker.Engine: {models}, {self.strategy}, {how}>"
 
     @property
     def captures(self) -> bool:

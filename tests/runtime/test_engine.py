@@ -207,6 +207,12 @@ def test_refusals_of_a_request(pair, prompt, count, sampling, message):
         specker.load(*pair).generate(prompt, count, **sampling)
 
 
+def test_an_engine_prints_as_a_line(pair):
+    line = repr(specker.load(*pair, device="cpu", dtype="float32", strategy="draft", max_context=100))
+    names = " + ".join(path.name for path in pair)
+    assert line == f"<specker.Engine: {names}, draft, cpu, float32, context 100>"
+
+
 def test_arrays_are_prompts(pair):
     engine = specker.load(*pair)
     want = engine.generate([1, 2, 3], 5).tokens

@@ -136,7 +136,9 @@ def test_view_after_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert run.main([*argv, "--view"]) == 0 and (tmp_path / "trace.html").exists()
     assert run.main([*argv, "--view", "page.html"]) == 0
     assert run.main([*argv, "--trace", str(tmp_path / "sub.jsonl"), "--view"]) == 0
-    assert opened == [(tmp_path / name).as_uri() for name in ("trace.html", "page.html", "trace.html")]
+    assert run.main([*argv, "--view"]) == 0
+    names = "trace.html", "page.html", "sub.html", "trace-2.html"  # no earlier page is lost
+    assert opened == [(tmp_path / name).as_uri() for name in names]
 
 
 def test_the_pages_data() -> None:
