@@ -14,6 +14,7 @@ from specker.config import Sampling, from_kwargs
 from specker.kernels.noise import gumbel
 from specker.runtime import strategies
 from specker.runtime.model.decoder import forward, prefill
+from specker.runtime.text import token_ids
 
 if TYPE_CHECKING:
     from specker.runtime.engine import Engine, Generation
@@ -52,7 +53,7 @@ def compare(
         same = len(generation.tokens) == len(ar.tokens)
         message = "identical to plain decoding" if same else "a different number of tokens"
         return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
-    ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    ids = engine.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
     with engine.alone():
         between, bound = gap(engine, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
     exact = bit_equal(engine)

@@ -224,7 +224,7 @@ def test_the_size_of_a_copy_is_known_beforehand(tmp_path: Path, cache: Path, den
         file = write(tmp_path / f"{kind}.gguf", folder, kind)
         weights = gguf.converted(file, dense) / "model.safetensors"
         header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
-        assert gguf._converted_size(file, dense) == weights.stat().st_size - header
+        assert gguf.converted_size(writer.GGUFReader(file).tensors, dense) == weights.stat().st_size - header
 
 
 def test_what_a_killed_conversion_left_is_removed(model: Path, cache: Path) -> None:

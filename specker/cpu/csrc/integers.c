@@ -21,7 +21,9 @@ INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, 
         for (int part = 0; part < PARTS; part++) d0[t][part] = d1[t][part] = (vi){0};
 #pragma GCC unroll 8
     for (int n = 0; n < 8; n += most) {
+#ifdef BY_PAIRS
         vh sum[MOST][PARTS];
+#endif
 #pragma GCC unroll 8
         for (int j = n; j < n + most; j++) {
             const int i = ORDER[apart][j];

@@ -7,13 +7,14 @@ It lies under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf) and is named by 
 meets an old folder. The cache remembers the SHA-256 of each file, so that a start does not read the whole file.
 """
 
+import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,13 +70,20 @@ def converted(path: Path, dense: bool = False) -> Path:
 
 
 def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
-    for left in folder.parent.glob(f"{folder.name}.*"):  # by a process that was killed
+    from gguf import GGUFReader
+
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    size = _check_space(path, folder.parent, dense)
+    try:
+        tensors = GGUFReader(path).tensors  # takes a second for a large vocabulary
+    except Exception as error:  # the reader raises many types for damaged files
+        raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
+    size = converted_size(tensors, dense)
+    _check_space(path, folder.parent, size)
     log.info("converting %s once into %s (%.2f GB)", path.name, folder, size / 1e9)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        _convert(path, part, dense)
+        _convert(path, part, tensors, dense)
         sizes = {file.name: file.stat().st_size for file in part.iterdir()}
         (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
         if folder.exists():
@@ -122,26 +130,18 @@ def _complete(folder: Path) -> bool:
         return False
 
 
-def _check_space(path: Path, root: Path, dense: bool) -> int:
-    """The bytes of the converted weights. Raises CheckpointError if the disk has no room for them and a tokenizer."""
-    size, free = _converted_size(path, dense), shutil.disk_usage(root).free
+def _check_space(path: Path, root: Path, size: int) -> None:
+    """Raise CheckpointError if the disk has no room for weights of `size` bytes and a tokenizer."""
+    free = shutil.disk_usage(root).free
     if size + TOKENIZER > free:
         raise CheckpointError(
             f"converting {path} takes {(size + TOKENIZER) / 1e9:.2f} GB, but {root} has {free / 1e9:.2f} GB free; set "
             "SPECKER_CACHE to a folder on a larger disk"
         )
-    return size
 
 
-def _converted_size(path: Path, dense: bool) -> int:
-    """Bytes of all tensors as `_tensors` yields them, a head that is the embedding included. 0 for a file that cannot
-    be read, which converting it will tell."""
-    from gguf import GGUFReader
-
-    try:
-        tensors = GGUFReader(path).tensors
-    except Exception:
-        return 0
+def converted_size(tensors: Sequence[Any], dense: bool) -> int:
+    """Bytes of a GGUF file's tensors once converted, a head that is the embedding included."""
     total = 0
     for tensor in tensors:
         kind, shape = tensor.tensor_type.name, tensor.shape.tolist()  # columns first
@@ -152,7 +152,7 @@ def _converted_size(path: Path, dense: bool) -> int:
     return total
 
 
-def _convert(path: Path, folder: Path, dense: bool) -> None:
+def _convert(path: Path, folder: Path, tensors: Sequence[Any], dense: bool) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -167,7 +167,7 @@ def _convert(path: Path, folder: Path, dense: bool) -> None:
             + ", ".join(ARCHITECTURES)
         )
     try:
-        modules, restored = _save(path, folder, config, dense)
+        modules, restored = _save(path, folder, tensors, config, dense)
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except CheckpointError:
         raise
@@ -233,10 +233,11 @@ def _named(name: str, path: Path) -> str | None:
     return f"{outer}.{kind}"
 
 
-def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str, Any], list[str]]:
+def _save(
+    path: Path, folder: Path, tensors: Sequence[Any], config: Any, dense: bool
+) -> tuple[dict[str, Any], list[str]]:
     """Write the weights into shards of about SHARD bytes. Returns the quantised modules and the restored formats (see
     quantised.Own)."""
-    from gguf import GGUFReader
     from safetensors.torch import save_file
 
     modules: dict[str, Any] = {}
@@ -251,10 +252,10 @@ def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str,
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    tensors = len(GGUFReader(path).tensors)
-    for count, (name, kind, x) in enumerate(_tensors(path, config, dense), 1):
-        if 4 * count // tensors > 4 * (count - 1) // tensors and count < tensors:
-            log.info("converting %s: %d%%", path.name, 100 * count // tensors)
+    every = len(tensors)
+    for count, (name, kind, x) in enumerate(_tensors(path, tensors, config, dense), 1):
+        if 4 * count // every > 4 * (count - 1) // every and count < every:
+            log.info("converting %s: %d%%", path.name, 100 * count // every)
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module = name.removesuffix(".weight")
@@ -279,14 +280,15 @@ def _save(path: Path, folder: Path, config: Any, dense: bool) -> tuple[dict[str,
     return modules, sorted(restored)
 
 
-def _tensors(path: Path, config: Any, dense: bool) -> Iterator[tuple[str, str, Tensor | Numbers]]:
+def _tensors(
+    path: Path, tensors: Sequence[Any], config: Any, dense: bool
+) -> Iterator[tuple[str, str, Tensor | Numbers]]:
     """Name, format and value of all tensors, in Hugging Face's names and orders: float32 or, without `dense`, the
     numbers of its blocks."""
-    from gguf import GGUFReader
     from gguf.quants import dequantize
 
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for tensor in GGUFReader(path).tensors:
+    for tensor in tensors:
         name = _named(tensor.name, path)
         if name is None:
             continue
