@@ -83,6 +83,19 @@ def test_a_product_is_that_of_the_formula(name, activations):
             torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("int")])
+def test_the_largest_sums_of_products_are_exact(name):
+    """Codes and activations as large as they can be: sums of pairs in 16 bits must not overflow."""
+    n = numbers(name)
+    n.codes.fill_((1 << FORMATS[name].bits) - 1)
+    weight = exact(n)
+    for T in (1, 3, 6):
+        x = torch.ones(T, COLUMNS)  # rounded to 127 without an error
+        for sign in (1, -1):
+            got = cpu.product(sign * x, pack(n), "int8").double()
+            assert ((got - sign * weight.weight.sum(1)).abs() <= bound(x.double(), "int8", n)).all()
+
+
 def test_the_bound_notices_a_wrong_weight():
     """Half a step of one code, in one column of 512."""
     n, every = numbers("int4"), inputs()
