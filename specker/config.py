@@ -208,6 +208,14 @@ class Sampling:
             raise ValueError(f"--seed must be in [0, 2**64), got {self.seed}")
 
 
+def stop_strings(value: Any) -> tuple[str, ...]:
+    """The strings at which a text ends: one string or several. Raises ValueError."""
+    several = (value,) if isinstance(value, str) else value
+    if not isinstance(several, list | tuple) or not all(isinstance(stop, str) and stop for stop in several):
+        raise ValueError(f"--stop must be a string or a list of strings, none of them empty, got {value!r}")
+    return tuple(several)
+
+
 def from_kwargs(cls: type, kwargs: dict[str, Any]) -> Any:
     """`cls(**kwargs)`. Raises TypeError for an unknown name, so a misspelt option is not silently ignored."""
     refuse_unknown(kwargs, [f.name for f in dataclasses.fields(cls)])

@@ -169,6 +169,8 @@ class Parser(argparse.ArgumentParser):
             named = f"{{{','.join(values)}}}" if values else {int: "N", float: "X"}.get(kind, "TEXT")
             metavar = (f.metadata["metavar"] or "").format(**words) or named
             several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(hints[f.name]) is tuple else {}
+            if hints[f.name] == tuple[str, ...]:
+                several["action"] = "extend"  # the flag may be repeated
             if f.metadata["bare"] is not None:
                 several = {"nargs": "?", "const": f.metadata["bare"]}
             default = f"{f.default:g}" if isinstance(f.default, float) else f.default

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import specker
 from specker import zoo
 from specker.chat import converse
-from specker.config import DTYPES, Common, Options, Sampling
+from specker.config import DTYPES, Common, Options, Sampling, stop_strings
 from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle, silence
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
@@ -55,6 +55,7 @@ class Job:
         "tokens to decode for each prompt (default: 128; 1024 in a conversation)",
         least=1,
     )
+    stop: tuple[str, ...] = opt((), "end each text before the first of these strings", "STRING")
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
         None, "of weights and K/V (default: bfloat16; on a CPU without kernels for it float32)", choices=DTYPES
@@ -76,6 +77,7 @@ class Job:
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("--prompt and --prompts exclude each other")
         settle(self)
+        stop_strings(self.stop)
 
     @property
     def built_in(self) -> bool:
@@ -89,7 +91,7 @@ COMMON = {
     )
 }
 MORE = {
-    "sampling": ("top_p", "top_k", "samples"),
+    "sampling": ("top_p", "top_k", "samples", "stop"),
     "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size"),
@@ -339,6 +341,8 @@ class Decoding:
 
     def _together(self, lines: list[Line], turns: int | None = None) -> None:
         """Decode the lines in one batch: the next turn of each (`turns` 1), or all remaining turns (None)."""
+        from specker.runtime import text
+
         owners: dict[int, Line] = {}
         started: list[tuple[Line, Result]] = []
         waiting: deque[Any] = deque()
@@ -356,8 +360,8 @@ class Decoding:
             started.append((line, line.results[-1]))
             if self.echo:
                 line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
-            options = {"max_new_tokens": self.job.max_new_tokens, **asdict(line.sampling)}
-            request = self.engine.request(number, ids, **options)
+            options = {"max_new_tokens": self.job.max_new_tokens, "stop": self.job.stop, **asdict(line.sampling)}
+            request = self.engine.request(number, ids, streams=True, **options)
             # A batch of one keeps the K/V of earlier turns. Their bits are not a prefill's, which plain decoding has.
             request.follows = self.job.chat and len(line.results) > 1 and not self.job.check
             waiting.appendleft(request)
@@ -365,10 +369,9 @@ class Decoding:
         for line in reversed(lines):
             begin(line)
         self._show(lines)
-        texts: dict[int, Any] = {}
         with _Stop() as stop, contextlib.closing(self.engine.serve(waiting)) as steps:
             for step in self._prefilled(steps, started):
-                chunk = self.engine.chunk(step, texts)
+                chunk = text.chunk(step)
                 line = owners[chunk.prompt]
                 result = line.results[-1]
                 result.tokens += chunk.tokens
@@ -427,7 +430,7 @@ class Decoding:
 
         options = {f.name: [getattr(line.sampling, f.name) for line, _ in started] for f in fields(Sampling)}
         prompts = [result.ids for _, result in started]
-        plain = self.engine.generate_ar(prompts, self.job.max_new_tokens, **options)
+        plain = self.engine.generate_ar(prompts, self.job.max_new_tokens, self.job.stop, **options)
         for (line, result), ar in zip(started, plain, strict=True):
             generation = Generation(result.tokens, result.text, result.stats, result.finished or "length")
             result.check = compare(self.engine, result.ids, generation, ar, **asdict(line.sampling))
@@ -500,7 +503,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     lines = [Line(Talk((), "this turn"), sampling, 0)] if chatting else lines_of(talks, job, sampling)
     mine = lines if ranks is None else lines[ranks.replica :: ranks.replicas]
     sizing = "sizing" in engine.remarks
-    trace = Trace(engine, sampling) if job.trace is not None or page is not None else None
+    trace = Trace(engine, sampling, job.stop) if job.trace is not None or page is not None else None
     if trace is not None:
         engine.trace = trace.round
     interrupted = False

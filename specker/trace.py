@@ -58,7 +58,7 @@ VERSION = 1
 class Trace:
     """Formats what the loop reports; it decides nothing. `lines` grows with the run."""
 
-    def __init__(self, engine: Any, sampling: Sampling):
+    def __init__(self, engine: Any, sampling: Sampling, stops: tuple[str, ...] = ()):
         remarks = engine.remarks
         header = {
             "specker_trace": VERSION,
@@ -77,12 +77,13 @@ class Trace:
         self._sizing = {name: remarks[name] for name in ("sizing",) if name in remarks}
         self._tokenizer = engine.target.tokenizer_or_none
         self._stop_ids = frozenset() if engine.options.stand_ins else frozenset(engine.target.config.eos_ids)
+        self._stops = stops
         self._texts: dict[int, Detokenizer] = {}
         self._named: set[int] = set()
         self._put(header)
 
     def begin(self, number: int, where: str, turn: int, text: str, prompt_tokens: int, seed: int) -> None:
-        self._texts[number] = Detokenizer(self._tokenizer)
+        self._texts[number] = Detokenizer(self._tokenizer, self._stops)
         place = {"begin": number, "where": where, "turn": turn}
         self._put({**place, "text": text, "prompt_tokens": prompt_tokens, "seed": seed})
 
@@ -90,11 +91,17 @@ class Trace:
         """One sequence's part of a round, as `loop.Batch` reports it."""
         tokens, accepted = row["tokens"], len(row["path"]) - 1
         stop = next((n + 1 for n, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
-        text = self._texts.setdefault(row["prompt"], Detokenizer(self._tokenizer))
+        text = self._texts.setdefault(row["prompt"], Detokenizer(self._tokenizer, self._stops))
+        pieces = []
+        for n, token in enumerate(tokens[:stop], 1):
+            pieces.append(text.add(token))
+            if text.stopped:
+                stop = n
+                break
         told = {
             **row,
             "tokens": tokens[:stop],
-            "pieces": [text.add(token) for token in tokens[:stop]],
+            "pieces": pieces,
             "accepted": min(accepted, stop),
             "last": row["last"] if accepted < stop else "accepted",
         }

@@ -34,10 +34,15 @@ class CheckResult:
 
 
 def check(
-    engine: "Engine", prompt: str | Sequence[int], generation: "Generation", max_new_tokens: int, **sampling: Any
+    engine: "Engine",
+    prompt: str | Sequence[int],
+    generation: "Generation",
+    max_new_tokens: int,
+    stop: str | Sequence[str] = (),
+    **sampling: Any,
 ) -> CheckResult:
     """Decode the prompt with `ar` and compare the tokens."""
-    ar = engine.generate_ar(prompt, max_new_tokens, **sampling)
+    ar = engine.generate_ar(prompt, max_new_tokens, stop, **sampling)
     return compare(engine, prompt, generation, ar, **sampling)
 
 

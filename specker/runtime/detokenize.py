@@ -11,10 +11,13 @@ def whole(text: str) -> str:
 
 
 class Detokenizer:
-    """Text of a growing list of ids. Special tokens are left out; without a tokenizer the text is empty."""
+    """Text of a growing list of ids. Special tokens are left out; without a tokenizer the text is empty. The text ends
+    before the first of the strings `stops` that occurs in it; what may be the beginning of one is held back."""
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
+        self.tokenizer, self.stops = tokenizer, stops
+        self.stopped = False  # one of `stops` has occurred
+        self.held = ""  # may be the beginning of one
         self.ids: list[int] = []
         self.start = 0  # ids before this are settled: their text no longer depends on what follows
         self.shown = ""  # text of ids[start:] already returned
@@ -29,13 +32,28 @@ class Detokenizer:
         # Keep one settled token as context: many tokenizers render a first token without its leading space.
         self.start = max(self.start, len(self.ids) - 1)
         self.shown = self._decode()
-        return new
+        return self._before_stop(new)
 
     def flush(self) -> str:
         """The remaining text at the end, without an unfinished character."""
         text = whole(self._decode())
         new, self.shown = text[len(self.shown) :], text
-        return new
+        out = self._before_stop(new) + self.held
+        self.held = ""
+        return out
+
+    def _before_stop(self, new: str) -> str:
+        """What of the held text and `new` certainly stands before the first stop string."""
+        if self.stopped or not self.stops:
+            return "" if self.stopped else new
+        text = self.held + new
+        end = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
+        self.stopped = end is not None
+        if end is None:
+            begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            end = len(text) - max(begun, default=0)
+        self.held = "" if self.stopped else text[end:]
+        return text[:end]
 
     def _decode(self) -> str:
         if self.tokenizer is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
-from specker.config import Options, Sampling, refuse_unknown
+from specker.config import Options, Sampling, refuse_unknown, stop_strings
 from specker.runtime import strategies, text
 from specker.runtime.check import CheckResult, check
 from specker.runtime.compose import compose, room_of
@@ -26,7 +26,7 @@ from specker.runtime.state import Sequence
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.base import Plan, PolicyContext
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.text import Chunk, Counts, Generation, Prompt, Prompts
+from specker.runtime.text import Chunk, Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.turns import Turn, Turns
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
@@ -139,16 +139,27 @@ class Engine:
             warm_up(self, tell)
 
     def request(
-        self, index: int, prompt: Prompt, max_new_tokens: int = 128, drafting: bool = True, **sampling: Any
+        self,
+        index: int,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        drafting: bool = True,
+        stop: Stop = (),
+        streams: bool = False,
+        **sampling: Any,
     ) -> Sequence:
-        """Check a prompt and its options and make a request for `serve`. Raises as `stream` does."""
-        refuse_unknown(sampling, ["max_new_tokens", *(f.name for f in fields(Sampling))])
-        params, max_new_tokens = Sampling(**sampling), text.count(max_new_tokens)
+        """Check a prompt and its options and make a request for `serve`. `streams`: its steps have text. Raises as
+        `stream` does."""
+        refuse_unknown(sampling, ["max_new_tokens", "stop", *(f.name for f in fields(Sampling))])
+        params, max_new_tokens, stops = Sampling(**sampling), text.count(max_new_tokens), stop_strings(stop)
+        if stops and not self.has_tokenizer:
+            raise ValueError(f"{self.target_name} has no tokenizer, so its text cannot end at --stop")
         ids = self.validate(prompt, max_new_tokens)
         asked, drafting = len(ids) + max_new_tokens, drafting and self.drafter is not None
         policy = self.policy() if drafting else Fixed(0, 0)
         ends = "length" if asked <= self.max_context else "context"
-        return Sequence(index, ids, min(asked, self.max_context), params, policy, drafting, ends=ends)
+        reader = Detokenizer(self.target.tokenizer_or_none, stops) if stops or streams else None
+        return Sequence(index, ids, min(asked, self.max_context), params, policy, drafting, reader=reader, ends=ends)
 
     def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
         """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time. Requests of
@@ -162,54 +173,59 @@ class Engine:
                 turn.resume()
 
     def stream(
-        self, prompt: Prompt | Prompts, max_new_tokens: int | Counts = 128, **sampling: "Unpack[EachSampling]"
+        self,
+        prompt: Prompt | Prompts,
+        max_new_tokens: int | Counts = 128,
+        stop: Stop = (),
+        **sampling: "Unpack[EachSampling]",
     ) -> Iterator[Chunk]:
         """Decode one prompt, or several as a batch; yields a Chunk per round and prompt. `sampling`: the fields of
         `specker.config.Sampling`; each of them, and max_new_tokens, is one value for all prompts or a list per prompt.
+        A text ends before the first of the strings `stop`; what may be the beginning of one is held back.
 
         Raises ValueError for an empty prompt, one that does not fit, or bad numbers; TypeError for unknown names.
         """
-        requests = self._requests(prompt, {"max_new_tokens": max_new_tokens, **sampling}, True)
-        texts: dict[int, Detokenizer] = {}
-        return (self.chunk(step, texts) for step in self.serve(requests))
+        requests = self._requests(prompt, {"max_new_tokens": max_new_tokens, **sampling}, stop=stop, streams=True)
+        return (text.chunk(step) for step in self.serve(requests))
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of strings, too
-        self, prompt: Prompt, max_new_tokens: int = 128, **sampling: "Unpack[SamplingOptions]"
+        self, prompt: Prompt, max_new_tokens: int = 128, stop: Stop = (), **sampling: "Unpack[SamplingOptions]"
     ) -> Generation: ...
 
     @overload
     def generate(
-        self, prompt: Prompts, max_new_tokens: int | Counts = 128, **sampling: "Unpack[EachSampling]"
+        self, prompt: Prompts, max_new_tokens: int | Counts = 128, stop: Stop = (), **sampling: "Unpack[EachSampling]"
     ) -> list[Generation]: ...
 
-    def generate(self, prompt: Any, max_new_tokens: Any = 128, **sampling: Any) -> Any:
+    def generate(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **sampling: Any) -> Any:
         """Decode to the end: a Generation for one prompt, a list of them for a list of prompts. See `stream`."""
-        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, True)
+        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, stop, True)
 
     @overload
     def generate_ar(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, max_new_tokens: int = 128, **sampling: "Unpack[SamplingOptions]"
+        self, prompt: Prompt, max_new_tokens: int = 128, stop: Stop = (), **sampling: "Unpack[SamplingOptions]"
     ) -> Generation: ...
 
     @overload
     def generate_ar(
-        self, prompt: Prompts, max_new_tokens: int | Counts = 128, **sampling: "Unpack[EachSampling]"
+        self, prompt: Prompts, max_new_tokens: int | Counts = 128, stop: Stop = (), **sampling: "Unpack[EachSampling]"
     ) -> list[Generation]: ...
 
-    def generate_ar(self, prompt: Any, max_new_tokens: Any = 128, **sampling: Any) -> Any:
+    def generate_ar(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **sampling: Any) -> Any:
         """`generate` by plain decoding with the same ops and weights: the baseline and the reference."""
-        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, False)
+        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, stop, False)
 
     def check(
-        self, prompt: Prompt, generation: Generation, max_new_tokens: int = 128, **sampling: "Unpack[SamplingOptions]"
+        self,
+        prompt: Prompt,
+        generation: Generation,
+        max_new_tokens: int = 128,
+        stop: Stop = (),
+        **sampling: "Unpack[SamplingOptions]",
     ) -> CheckResult:
         """Decode the prompt with `ar` and compare; see check.py."""
-        return check(self, prompt, generation, max_new_tokens, **sampling)
-
-    def chunk(self, step: Step, texts: dict[int, Detokenizer]) -> Chunk:
-        """A step of `serve` as text; `texts` holds a detokenizer per unfinished prompt."""
-        return text.chunk(step, texts, self.target.tokenizer_or_none)
+        return check(self, prompt, generation, max_new_tokens, stop, **sampling)
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
@@ -226,13 +242,18 @@ class Engine:
         finally:
             turn.end()
 
-    def _requests(self, prompt: Any, options: dict[str, Any], drafting: bool) -> deque[Sequence]:
-        return deque(self.request(i, p, drafting=drafting, **o) for i, (p, o) in enumerate(text.each(prompt, options)))
+    def _requests(self, prompt: Any, options: dict[str, Any], **same: Any) -> deque[Sequence]:
+        return deque(self.request(i, p, **o, **same) for i, (p, o) in enumerate(text.each(prompt, options)))
 
-    def _generate(self, prompt: Any, options: dict[str, Any], drafting: bool) -> Any:
-        requests = self._requests(prompt, options, drafting)
+    def _generate(self, prompt: Any, options: dict[str, Any], stop: Stop, drafting: bool) -> Any:
+        requests = self._requests(prompt, options, stop=stop, drafting=drafting)
         tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in requests}
+        texts = dict.fromkeys(tokens, "")
         for step in self.serve(requests, traced=drafting):
             tokens[step.sequence] += step.tokens
-        out = [Generation(t, whole(self.decode(t)), s.stats, s.finished or "length") for s, t in tokens.items()]
+            texts[step.sequence] += "".join(piece for piece, _ in step.pieces)
+        out = [
+            Generation(t, whole(self.decode(t)) if s.reader is None else texts[s], s.stats, s.finished or "length")
+            for s, t in tokens.items()
+        ]
         return out if text.several(prompt) else out[0]

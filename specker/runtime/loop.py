@@ -47,8 +47,9 @@ class Step:
     """The tokens that a round added to one sequence."""
 
     sequence: Sequence
-    tokens: list[int]  # emitted; a stop id ends the text and is its last token
+    tokens: list[int]  # emitted; a stop id, or the token that completes a stop string, is the last one
     accepted: int  # the first so many of them were draft tokens
+    pieces: list[tuple[str, bool]]  # with a reader: the new text, and whether it came from a draft token
 
 
 @dataclass(eq=False)
@@ -486,13 +487,13 @@ def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> 
         running = [s for s in r.sequences if not s.finished]
         with batch.threads():
             results = batch.finish(r)
+        share = (time.perf_counter() - start) / max(1, len(running))
+        for sequence in running:
+            sequence.stats.wall += share
         steps = []
         for slot, each in enumerate(results):
             if each[0] in running and (each[2] or slot in r.broken):
                 steps.append(_emitted(batch, r, *each, stop_ids, slot in r.broken))
-        share = (time.perf_counter() - start) / max(1, len(running))
-        for sequence in running:
-            sequence.stats.wall += share
         yield from steps
         start = time.perf_counter()
 
@@ -506,8 +507,16 @@ def _emitted(
     stop_ids: frozenset[int],
     broken: bool,
 ) -> Step:
-    """Cut the tokens after a stop id and update the counters. `broken`: the next token's logits are not finite."""
+    """Cut the tokens after a stop id or string and update the counters. `broken`: the next token's logits are not
+    finite."""
     stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
+    texts: list[str] = []
+    if (reader := sequence.reader) is not None:
+        for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
+            texts.append(reader.add(token))
+            if reader.stopped:
+                stop = i
+                break
     drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
     trimmed = head is not None and head.kept is not None and not r.budget.part
@@ -523,7 +532,10 @@ def _emitted(
     elif len(sequence.text) >= sequence.limit:
         sequence.finished = sequence.ends
     accepted = max(0, min(len(path) - 1, len(tokens)))
+    pieces = [(text, n < accepted) for n, text in enumerate(texts)]
+    if reader is not None and sequence.finished:
+        pieces.append((reader.flush(), False))
     sequence.stats.observe(drafted, accepted, len(tokens))
     if head is not None and head.kept is not None:
         sequence.stats.observe_kept(sum(token in head.known for token in tokens), lost)
-    return Step(sequence, tokens, accepted)
+    return Step(sequence, tokens, accepted, [piece for piece in pieces if piece[0]])

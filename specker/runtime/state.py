@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
+from specker.runtime.detokenize import Detokenizer
 from specker.runtime.policy import Policy
 from specker.runtime.sampling import pack
 from specker.runtime.stats import Stats
@@ -25,8 +26,9 @@ class Sequence:
     follows: bool = False
     """In a batch of one: keep the previous request's K/V as far as the texts agree, as in a conversation. Part of the
     prompt's K/V then comes from verify passes, so it may differ in rounding from a prefill's."""
+    reader: Detokenizer | None = None  # turns the emitted tokens into text as they come
     stats: Stats = field(default_factory=Stats)
-    finished: str | None = None  # None, "stop" (a stop id), `ends` or "not finite" (logits)
+    finished: str | None = None  # None, "stop" (a stop id or string), `ends` or "not finite" (logits)
     ends: str = "length"
     """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specker.runtime.detokenize import Detokenizer
 from specker.runtime.loop import Step
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.stats import Stats
 
 Prompt = str | Sequence[int]
 Counts = Sequence[int]  # of new tokens, for several prompts
+Stop = str | Sequence[str]  # where a text ends
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 
@@ -82,8 +82,8 @@ class Chunk:
         accepted: the first so many tokens were draft tokens, the others are the target's own.
         pieces: the new text in order, and whether it came from a draft token.
         stats: running totals of this prompt.
-        finished: None, "stop" (a stop id), "length" (`max_new_tokens`), "context" (no room for more) or "not finite"
-            (the next token's logits).
+        finished: None, "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more) or
+            "not finite" (the next token's logits).
     """
 
     prompt: int
@@ -103,11 +103,11 @@ class Generation:
     """A whole decoded text.
 
     Attributes:
-        tokens: ids, a stop id included.
-        text: without special tokens.
+        tokens: ids, a stop id or the token that completes a stop string included.
+        text: without special tokens and stop strings.
         stats: counters and times.
-        finished: "stop" (a stop id), "length" (`max_new_tokens`), "context" (no room for more) or "not finite"
-            (the next token's logits).
+        finished: "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more) or
+            "not finite" (the next token's logits).
     """
 
     tokens: list[int]
@@ -116,11 +116,7 @@ class Generation:
     finished: str
 
 
-def chunk(step: Step, texts: dict[int, Detokenizer], tokenizer: Any) -> Chunk:
-    """A step's tokens as text; `texts` holds a detokenizer per unfinished prompt."""
+def chunk(step: Step) -> Chunk:
+    """A step of a request that has a reader."""
     s = step.sequence
-    text = texts.setdefault(s.index, Detokenizer(tokenizer))
-    pieces = [(text.add(token), n < step.accepted) for n, token in enumerate(step.tokens)]
-    if s.finished:
-        pieces.append((texts.pop(s.index).flush(), False))
-    return Chunk(s.index, step.tokens, step.accepted, [p for p in pieces if p[0]], s.stats, s.finished)
+    return Chunk(s.index, step.tokens, step.accepted, step.pieces, s.stats, s.finished)
