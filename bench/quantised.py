@@ -10,6 +10,9 @@ turns of Spec-Bench's questions, windows of `--window` tokens, each predicted fr
 The checkpoint is itself a Q4_1 file: float32 holds its values, int4 is nearly them again, and Q4_1 is the file as it
 is.
 
+`python bench/quantised.py --what passes --targets A.gguf,B.gguf`: a pass over 1 to 16 rows of each checkpoint after 64
+tokens, its layers and its LM head apart; numbers of rows take turns. The limit is one read of the weights.
+
 `python bench/quantised.py --what activations --targets A.gguf,B.gguf --windows 16`: what rounding the activations of
 products with quantised weights costs: KL divergence to the distributions with float32 activations, the share of equal
 most probable tokens, perplexity; on the same windows.
@@ -21,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +41,10 @@ from bench.peer_settings import gguf_of
 from specker import cpu
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
+from specker.kernels.cpu import native
 from specker.kernels.linear import row_linear
 from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import Final, prefill
+from specker.runtime.model.decoder import Final, forward, prefill
 from specker.zoo import real
 
 SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
@@ -50,6 +55,7 @@ SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head
 NAMES = "qkv", "o", "gate_up", "down", "head"
 COLD = 1 << 28  # bytes of all copies of a weight
 IDLE = 0.01  # seconds before a way's turn: torch's threads spin for some milliseconds
+TEXT = 64  # tokens before a pass
 TURN = 8  # products in a turn: the first one wakes the threads
 KINDS = (None, "int8", "fp8", "int4")
 ROUNDED = ("float32", "bfloat16", "int8")
@@ -58,8 +64,10 @@ FILES = ("Q8_0", "Q4_0", "Q4_1")
 
 @dataclass(frozen=True)
 class Args:
-    what: str = field(default="products", metadata={"help": "products, perplexity or activations"})
-    targets: str = field(default="", metadata={"help": "of activations: comma-separated GGUF files; default SmolLM2"})
+    what: str = field(default="products", metadata={"help": "products, perplexity, passes or activations"})
+    targets: str = field(
+        default="", metadata={"help": "of passes and activations: comma-separated GGUF files; default SmolLM2"}
+    )
     models: str = field(default=",".join(SHAPES), metadata={"help": "comma-separated"})
     rows: str = field(default="1,2,5,8,16", metadata={"help": "comma-separated: rows of x"})
     rounds: int = 15
@@ -196,6 +204,39 @@ def perplexity(args: Args) -> list[dict[str, Any]]:
     return rows
 
 
+def passes(args: Args) -> list[dict[str, Any]]:
+    rows = []
+    big = torch.ones(COLD // 4)
+    counts = list(map(int, args.rows.split(",")))
+    for target in args.targets.split(",") if args.targets else [str(real.file())]:
+        engine = specker.load(target, strategy="ar", max_context=TEXT + max(counts))
+        model, cache = engine.model, engine.cache
+        cache.take(0, TEXT + max(counts))
+        prefill(model, cache, list(range(TEXT)))
+
+        def layers(T: int, model: Any = model, cache: Any = cache) -> Any:
+            ids = torch.arange(T)
+            return forward(model, cache, cache.after([TEXT], [T]), model.embed_tokens(ids)).final
+
+        hidden = {T: layers(T) for T in counts}
+        ways: dict[str, Callable[[], Any]] = {"read": big.sum}
+        ways |= {f"layers {T}": partial(layers, T) for T in counts}
+        ways |= {f"head {T}": partial(model.logits, hidden[T]) for T in counts}
+        with native().one_torch_thread():
+            timings = harness.measure(ways, args.rounds)
+        bandwidth = COLD / timings["read"].median
+        for T in counts:
+            own, head = timings[f"layers {T}"].median, timings[f"head {T}"].median
+            rows.append(
+                {"bench": "passes", "target": Path(target).stem, "T": T, "layers_ms": 1e3 * own, "head_ms": 1e3 * head}
+                | {"over_one_row": own / timings[f"layers {counts[0]}"].median, "MB": engine.target.layer_bytes / 1e6}
+                | {"GB_per_second": engine.target.layer_bytes / own / 1e9, "read_GB_per_second": bandwidth / 1e9}
+                | {"threads": args.threads}
+            )
+            print({k: x if isinstance(x, str) else round(x, 2) for k, x in rows[-1].items()}, flush=True)
+    return rows
+
+
 def activations(args: Args) -> list[dict[str, Any]]:
     """What rounding the activations costs: each checkpoint's next-token distributions with activations in int8 and
     bfloat16 beside those in float32, on the same text and weights."""
@@ -246,7 +287,8 @@ def _logits(engine: Any, window: list[int]) -> Tensor:
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     torch.set_num_threads(args.threads)
-    rows = {"products": products, "perplexity": perplexity, "activations": activations}[args.what](args)
+    what = {"products": products, "perplexity": perplexity, "passes": passes, "activations": activations}
+    rows = what[args.what](args)
     if args.what == "products":
         show_products(rows, args)
     if args.save:
