@@ -121,15 +121,17 @@ def smollm2() -> Model:
     def ours(strategy: str, dtype: str, **options: Any) -> dict[str, Any]:
         return {"engine": "specker", "dtype": dtype, "options": {"strategy": strategy, **options}}
 
+    def of_file(strategy: str, kind: str) -> Any:
+        return lambda: {"engine": "specker", "target": str(file_of(kind)), "options": {"strategy": strategy}}
+
+    def file_of(kind: str) -> Path:
+        return source if kind == "Q4_1" else gguf_of(source, target, kind)
+
     def theirs(dtype: str, **options: Any) -> dict[str, Any]:
         return {"engine": "transformers", "dtype": dtype, "options": options}
 
     def llama(kind: str, **options: Any) -> Any:
-        return lambda: {
-            "engine": "llama_cpp",
-            "file": str(source if kind == "Q4_1" else gguf_of(source, target, kind)),
-            **options,
-        }
+        return lambda: {"engine": "llama_cpp", "file": str(file_of(kind)), **options}
 
     def ct2(dtype: str) -> Any:
         command = ["ct2-transformers-converter", "--model", target, "--quantization", dtype, "--output_dir"]
@@ -158,6 +160,9 @@ def smollm2() -> Model:
     for kind in ("int8", "int4"):
         for strategy in ("ar", "lookup", "vocabtrim"):
             ways[f"specker {strategy} {kind}"] = ours(strategy, "bfloat16", quantize=kind)
+    for kind in ("Q8_0", "Q4_0", "Q4_1"):
+        for strategy in ("ar", "vocabtrim+lookup"):
+            ways[f"specker {strategy} {kind}"] = of_file(strategy, kind)
     for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"):
         ways[f"llama.cpp {kind}"] = llama(kind)
     ways["llama.cpp lookup BF16"] = llama("BF16", lookup=LOOKUP)
