@@ -3,6 +3,7 @@ uses it."""
 
 import argparse
 import difflib
+import json
 import numbers
 import operator
 import os
@@ -252,6 +253,11 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
         if speaks():
             print(f"specker: error: {line}", file=sys.stderr)
         return 1 if mine or isinstance(error, JobError) else 2
+
+
+def not_json(where: str, error: json.JSONDecodeError) -> ValueError:
+    """What refuses a line that is not JSON. `where`: names the line."""
+    return ValueError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
 
 
 def silence() -> None:

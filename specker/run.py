@@ -27,7 +27,7 @@ import specker
 from specker import zoo
 from specker.chat import converse
 from specker.config import DTYPES, Common, Options, Sampling, stop_strings
-from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle, silence
+from specker.flags import SHELLS, Parser, completion, ended, make, not_json, opt, settle, silence
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -206,7 +206,7 @@ def _record(line: str, where: str, chat: bool) -> list[Talk]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        raise not_json(where, error) from None
     if not isinstance(row, dict) or sum(name in row for name in ("prompt", "turns", "messages")) != 1:
         raise ValueError(f"{where}: expected an object with one of `prompt`, `turns` and `messages`")
     if "messages" in row:

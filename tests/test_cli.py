@@ -392,7 +392,8 @@ def test_scripts_are_the_modules(name: str, tmp_path: Path) -> None:
     ("lines", "words"),
     [
         ("", ["contains no prompts"]),
-        ('{"prompt": "a"}\n\n{"prompt": ', ["p.jsonl line 3", "not JSON"]),
+        ('{"prompt": "a"}\n\n{"prompt": ', ["p.jsonl line 3", "not JSON: Expecting value at column 12"]),
+        ('{"prompt": "a', ["p.jsonl line 1: not JSON: Unterminated string starting at column 12"]),
         ('{"prompt": "a"}\n["b"]', ["p.jsonl line 2", "one of `prompt`, `turns`"]),
         ('{"text": "a"}', ["line 1", "one of `prompt`, `turns`"]),
         ('{"prompt": "a", "turns": ["b"]}', ["line 1", "one of"]),

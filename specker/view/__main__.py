@@ -41,6 +41,9 @@ def run(view: View) -> int:
     if any(Path(out).exists() and Path(trace).exists() and Path(out).samefile(trace) for trace in traces):
         raise ValueError(f"--out {out}: would replace a trace")
     found = [read(trace) for trace in traces]
+    for trace in found:
+        if trace.warning:
+            print(f"specker: warning: {trace.warning}", file=sys.stderr)
     probe(out, "--out")
     write_file(out, html(found))
     print(out)

@@ -39,7 +39,7 @@ def data(trace: Traced) -> dict[str, Any]:
         "draft": header.get("draft"),
         "device": f"{header.get('device', '?')}, {header.get('dtype', '?')}",
         "settings": {**header.get("settings", {}), **header.get("sampling", {})},
-        "remarks": list(header.get("remarks", {}).values()),
+        "remarks": [*header.get("remarks", {}).values(), *([trace.warning] if trace.warning else [])],
         "stages": STAGES,
         "names": trace.names,
         "turns": [_turn(turn) for turn in trace.turns],

@@ -1,11 +1,13 @@
 """Read and check a trace. specker/trace.py documents its lines."""
 
+import codecs
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specker.flags import not_json
 from specker.trace import VERSION
 
 LISTS = ("tokens", "draft", "parents", "target", "path", "pieces")
@@ -18,7 +20,7 @@ class Turn:
 
     begin: dict[str, Any]
     rounds: list[dict[str, Any]] = field(default_factory=list)
-    end: dict[str, Any] | None = None  # None if the run was interrupted
+    end: dict[str, Any] | None = None  # None if the run was interrupted or the file is cut
 
 
 @dataclass
@@ -27,27 +29,38 @@ class Traced:
     header: dict[str, Any]
     turns: list[Turn]
     names: dict[int, str]  # text of every id in the trace
+    warning: str = ""  # a sentence for the user if the last line is cut
 
 
 def read(path: str) -> Traced:
     """Read a trace. Raises OSError, or ValueError with one sentence that names the file and the line."""
     raw = Path(path).read_bytes()
     try:
-        text = raw.decode()
+        text = codecs.getincrementaldecoder("utf-8")().decode(raw)  # without a character that the end of a file cuts
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
     return parse(text.split("\n"), path)
 
 
 def parse(lines: Iterable[str], name: str) -> Traced:
-    """The lines of a trace -> its turns. `name`: for messages and titles. Raises ValueError as `read` does."""
+    """The lines of a trace -> its turns. `name`: for messages and titles. A last line that is cut, as on a full disk, is
+    left out with a warning. Raises ValueError as `read` does."""
+    lines = list(lines)
     found: Traced | None = None
     open_: dict[int, Turn] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{name} line {number}"
-        row = _object(line, where)
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if found is None or number < len(lines) or not line.startswith("{"):
+                raise not_json(where, error) from None
+            found.warning = f"{where} is cut, and left out"
+            break
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected an object, not {type(row).__name__}")
         if found is None:
             found = Traced(name, _header(row, where), [], {})
         elif "path" in row:
@@ -65,16 +78,6 @@ def parse(lines: Iterable[str], name: str) -> Traced:
     if not found.turns:
         raise ValueError(f"{name}: the trace has no rounds")
     return found
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, not {type(row).__name__}")
-    return row
 
 
 def _header(row: dict[str, Any], where: str) -> dict[str, Any]:

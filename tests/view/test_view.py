@@ -198,10 +198,12 @@ def test_bad_traces(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = traces.small(tmp_path / "good")
     (tmp_path / "text").write_text(f"{json.dumps(HEADER)}\nnot json\n")
+    (tmp_path / "quote").write_text('{"specker')
     (tmp_path / "bytes").write_bytes(b"\xff")
     for argv, sentence in (
         ([str(tmp_path / "missing")], "No such file"),
         ([str(tmp_path / "text")], "text line 2: not JSON: Expecting value at column 1"),
+        ([str(tmp_path / "quote")], "quote line 1: not JSON: Unterminated string starting at column 2"),
         ([str(tmp_path / "bytes")], "not UTF-8 at byte 0"),
         ([], "TRACE"),
         ([good, "--out", str(tmp_path)], "is a directory"),
@@ -211,6 +213,25 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert view.main(argv) == 2
         assert sentence in capsys.readouterr().err
     assert not (tmp_path / "trace.html").exists()
+
+
+def test_a_cut_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever the last line is cut, the page has the lines before it, and a warning names the line."""
+    whole = Path(traces.small(tmp_path / "t")).read_bytes()
+    before = b"".join(whole.splitlines(keepends=True)[:-2])
+    line = json.dumps({**CHAIN, "pieces": [" é"]}, ensure_ascii=False).encode()
+    shown = data(parse(before.decode().splitlines(), "t"))
+    for end in range(1, len(line)):
+        (tmp_path / "t").write_bytes(before + line[:end])
+        assert data(read(str(tmp_path / "t"))) == {**shown, "remarks": [f"{tmp_path / 't'} line 4 is cut, and left out"]}
+    assert view.main([str(tmp_path / "t")]) == 0
+    out, error = capsys.readouterr()
+    assert error == f"specker: warning: {tmp_path / 't'} line 4 is cut, and left out\n" and out.endswith("trace.html\n")
+    (tmp_path / "t").write_bytes(before + line)
+    assert read(str(tmp_path / "t")).warning == "" and len(read(str(tmp_path / "t")).turns[0].rounds) == 2
+    for broken in (line[:-1] + b"\n", b"not json", b"\xff"):  # not what a cut leaves
+        (tmp_path / "t").write_bytes(before + broken)
+        assert view.main([str(tmp_path / "t")]) == 2
 
 
 def test_a_failed_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
