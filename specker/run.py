@@ -550,7 +550,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
                 write_file(job.trace, "".join(f"{line}\n" for line in trace.lines))
         if page is not None:
             with _kept("--view", page, unwritten):
-                _view(page, trace, screen)
+                _view(page, trace, job.trace or "this run", screen)
     if screen.failure is not None:
         unwritten.append(f"the text: {screen.failure.strerror}")
     if unwritten:
@@ -585,14 +585,14 @@ def _free(path: Path) -> str:
     return str(next(name for name in names if not name.exists()))
 
 
-def _view(path: str, trace: Trace, screen: Screen) -> None:
-    """Write the trace as a page and open it in the user's browser."""
+def _view(path: str, trace: Trace, name: str, screen: Screen) -> None:
+    """Write the trace as a page and open it in the user's browser. `name`: the page's title begins with it."""
     import webbrowser
 
     from specker.view.page import html
     from specker.view.read import parse as parse_trace
 
-    write_file(path, html([parse_trace(trace.lines, "this run")]))
+    write_file(path, html([parse_trace(trace.lines, name)]))
     screen.note(f"the rounds: {path}")
     webbrowser.open(Path(path).resolve().as_uri())
 

@@ -43,7 +43,7 @@ def run(view: View) -> int:
     found = [read(trace) for trace in traces]
     for trace in found:
         if trace.warning:
-            print(f"specker: warning: {trace.warning}", file=sys.stderr)
+            print(f"specker: warning: {trace.name}: {trace.warning}", file=sys.stderr)
     probe(out, "--out")
     write_file(out, html(found))
     print(out)

@@ -1,16 +1,16 @@
 // Charts over the text: x is the token at which a round begins. uPlot draws them; a table in words is the figure's label.
 
-const RECENT = 32; // rounds that a line of means looks back on
+const RECENT = 32; // rounds that a line of means looks back on, fewer in a short trace
 
-// Means over the last rounds that have a value.
-function smooth(values) {
+// Means over the last `recent` rounds that have a value.
+function smooth(values, recent) {
   const window = [], out = [];
   let sum = 0;
   for (const v of values) {
     if (v !== null) {
       window.push(v);
       sum += v;
-      if (window.length > RECENT) sum -= window.shift();
+      if (window.length > recent) sum -= window.shift();
     }
     out.push(window.length ? sum / window.length : null);
   }
@@ -25,12 +25,11 @@ const mean = (values) => {
 // The charts that this trace has data for: { title, unit, series: [[name, values, colour number, dash]] }.
 function chartsOf(trace) {
   const rounds = trace.rounds, by = (f) => rounds.map(f);
-  const charts = [{
-    title: "tokens of a round", unit: "",
-    series: [["draft length", by((r) => r.draft.length), 2], ["accepted", by((r) => r.accepted), 0]],
-  }];
+  const charts = [];
   if (rounds.some((r) => r.draft.length))
-    charts.push({ title: "acceptance", unit: "%",
+    charts.push({ title: "tokens of a round", unit: "",
+      series: [["drafted", by((r) => r.draft.length), 2], ["accepted", by((r) => r.accepted), 0]] },
+    { title: "acceptance", unit: "%",
       series: [["share accepted", by((r) => (r.draft.length ? (100 * r.accepted) / r.depth : null)), 0]] });
   if (rounds.some((r) => r.exit))
     charts.push({ title: "exit layer", unit: "", raw: true,
@@ -54,34 +53,44 @@ const inWords = (chart) =>
   `${chart.title}: ` + chart.series.map(([n, v]) => `${n} ${mean(v)?.toFixed(2) ?? "unknown"} ${chart.unit} on average`).join(", ");
 
 function drawCharts(box, trace, select) {
-  const x = trace.rounds.map((r) => r.at);
-  const made = [];
+  const x = trace.rounds.map((r) => r.at + 1);
+  const made = [], recent = Math.max(1, Math.min(RECENT, x.length >> 4));
+  let chosen = 0;
+  const at = (n) => {
+    chosen = n;
+    for (const plot of made) plot.setCursor({ left: plot.valToPos(x[n], "x"), top: 20 }, false);
+  };
   const draw = () => {
     made.splice(0).forEach((plot) => plot.destroy());
-    box.replaceChildren();
+    box.replaceChildren(element("p", "about", `x: new tokens${trace.turns.length > 1 ? " of all prompts, the prompts" : ", the prompt"
+      } not counted; y: ${recent > 1 ? `mean of the last ${recent} rounds` : "each round"}`));
     const ink = getComputedStyle(box).getPropertyValue("--ink").trim();
     const grid = getComputedStyle(box).getPropertyValue("--edge").trim();
-    for (const chart of chartsOf(trace)) {
+    const figures = chartsOf(trace).map((chart) => {
       const figure = element("figure", "chart");
       figure.setAttribute("role", "img");
       figure.setAttribute("aria-label", inWords(chart));
       figure.append(element("figcaption", "", `${chart.title}${chart.unit && ` (${chart.unit})`}` +
-        (chart.raw ? "" : `, mean of ${RECENT} rounds`)));
+        (chart.raw && recent > 1 ? ", of each round" : "")));
       box.append(figure);
+      return [chart, figure];
+    });
+    for (const [chart, figure] of figures) { // all are there: their widths are final
       const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid }, font: "12px system-ui" };
       const plot = new uPlot({
-        width: Math.max(200, box.clientWidth), height: 130,
+        width: Math.max(200, figure.clientWidth), height: 100, padding: [6, null, 0, 0],
         scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(high ?? 1, 1e-3) * 1.1] } },
-        cursor: { drag: { x: false, y: false } },
+        cursor: { y: false, drag: { x: false, y: false } },
         axes: [{ ...axis, size: 28 }, { ...axis, size: 48 }],
-        series: [{ label: "token" }, ...chart.series.map(([label, , n, dash]) => ({
-          label, stroke: colour(box, n), width: 2, dash, points: { show: false }, spanGaps: true,
-          value: (_, v) => (v === null || v === undefined ? "\u2013" : v.toFixed(2)),
+        series: [{ label: "new token" }, ...chart.series.map(([label, , n, dash]) => ({
+          label, stroke: colour(box, n), width: 2, dash, points: { show: x.length === 1 }, spanGaps: true,
+          value: (_, v) => (v === null || v === undefined ? "\u2013" : String(Number(v.toFixed(2)))),
         }))],
-      }, [x, ...chart.series.map(([, values]) => (chart.raw ? values : smooth(values)))], figure);
+      }, [x, ...chart.series.map(([, values]) => (chart.raw ? values : smooth(values, recent)))], figure);
       plot.over.addEventListener("click", () => plot.cursor.idx !== null && select(plot.cursor.idx));
       made.push(plot);
     }
+    queueMicrotask(() => at(chosen)); // uPlot sets its scales in a microtask
   };
   let wide = 0;
   new ResizeObserver(() => {
@@ -90,5 +99,5 @@ function drawCharts(box, trace, select) {
       draw();
     }
   }).observe(box);
-  return { draw, at: (n) => made.forEach((plot) => plot.setCursor({ left: plot.valToPos(x[n], "x"), top: 20 }, false)) };
+  return { draw, at };
 }

@@ -35,6 +35,8 @@ function depthsOf(parents) {
   return depths;
 }
 
+const nameOf = (trace) => `${trace.file}: ${trace.strategy}, ${trace.target}${trace.draft ? ` + ${trace.draft}` : ""}`;
+
 const shown = (trace, token) => {
   const text = trace.names[token];
   return text ? JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"').replaceAll(" ", "\u2423") : `#${token}`;
@@ -69,8 +71,8 @@ function treeOrder(parents) {
 
 function verdict(r, row) {
   const onPath = new Set(r.path), parent = r.parents[row - 1];
-  if (onPath.has(row)) return ["\u2713 accepted", "yes"];
-  return onPath.has(parent) ? ["\u2717 refused", "no"] : ["\u2013 not reached", "off"];
+  if (onPath.has(row)) return ["\u2713\u00a0accepted", "yes"];
+  return onPath.has(parent) ? ["\u2717\u00a0refused", "no"] : ["\u2013\u00a0not reached", "off"];
 }
 
 function treeTable(trace, r) {
@@ -93,10 +95,10 @@ function treeTable(trace, r) {
 function treeRow(trace, r, row) {
   const [words, kind] = verdict(r, row);
   const line = element("tr", kind), token = element("td", "token");
-  const indent = element("span", "indent", r.depths[row] > 1 ? "\u2514 " : "");
-  indent.style.paddingInlineStart = `${Math.min(r.depths[row] - 1, 24) * 0.7}em`;
+  const indent = element("span", "indent", r.depths[row] > 1 ? "\u2514\u00a0" : "");
+  indent.style.setProperty("--depth", Math.min(r.depths[row] - 1, 24));
   token.append(indent, element("code", "", shown(trace, r.draft[row - 1])));
-  const said = element("td"), parent = r.parents[row - 1];
+  const said = element("td", "said"), parent = r.parents[row - 1];
   if (kind === "off") said.textContent = "\u2013";
   else said.append(element("code", "", shown(trace, r.target[parent])), r.own ? ` ${decimals(r.own[parent])}` : "");
   line.append(element("td", "", String(r.depths[row])), token, chanceCell(r.probability?.[row - 1]),
@@ -136,10 +138,18 @@ function details(trace, r) {
   return element("p", "details", parts.join(", "));
 }
 
+// Tokens count from 1.
+const counted = (before, n) => (n === 1 ? `token ${before + 1}` : `tokens ${before + 1} to ${before + n}`);
+
+function place(trace, r) {
+  const turn = trace.turns.length > 1 ? `${trace.turns[r.turn].title}. ` : "";
+  return `${turn}Counted from the start of the prompt: ${counted(r.position, r.tokens.length)}.`;
+}
+
 function showRound(view, r) {
   const { trace, panel } = view;
-  panel.replaceChildren(element("h3", "", `Round ${r.number} of ${r.of}, at token ${r.position}`));
-  panel.append(pathLine(trace, r));
+  panel.replaceChildren(element("h3", "", `Round ${r.number} of ${r.of}: new ${counted(r.within, r.tokens.length)}`),
+    element("p", "details", place(trace, r)), pathLine(trace, r));
   if (r.draft.length) panel.append(treeTable(trace, r));
   else panel.append(element("p", "", "Nothing was drafted: the token is the target's own."));
   panel.append(details(trace, r));
@@ -212,7 +222,7 @@ function listen(view, box) {
 function summary(trace) {
   const drafted = trace.rounds.reduce((n, r) => n + r.draft.length, 0);
   const accepted = trace.rounds.reduce((n, r) => n + r.accepted, 0);
-  const own = `${trace.count} tokens in ${trace.rounds.length} rounds`;
+  const own = `${trace.count} new tokens in ${trace.rounds.length} rounds on ${trace.device}`;
   return drafted ? `${own}; ${drafted} drafted, ${accepted} accepted; acceptance length ${
     (1 + accepted / trace.rounds.length).toFixed(2)}` : own;
 }
@@ -220,10 +230,9 @@ function summary(trace) {
 function section(trace, number) {
   unpack(trace);
   const part = element("section");
-  const title = element("h2", "", trace.strategy);
+  const title = element("h2", "", nameOf(trace));
   title.id = `title${number}`;
   part.setAttribute("aria-labelledby", title.id);
-  const models = trace.draft ? `${trace.target} + ${trace.draft}` : trace.target;
   const box = element("div", "text"), panel = element("div", "panel"), charts = element("div", "charts");
   const live = element("p", "spoken");
   live.setAttribute("aria-live", "polite");
@@ -234,10 +243,13 @@ function section(trace, number) {
   const options = element("details");
   options.append(element("summary", "", "options"), element("p", "", Object.entries(trace.settings)
     .map(([name, value]) => `${name} ${value}`).join(", ")));
-  const about = element("p", "about", `${models}, ${trace.device}, ${trace.file}`);
-  about.title = about.textContent; // a narrow column cuts it
-  part.append(title, about, element("p", "about", summary(trace)),
-    ...trace.remarks.map((remark) => element("p", "about remark", remark)), options, box, live, panel, charts);
+  const below = element("div", "below");
+  panel.tabIndex = 0; // it scrolls
+  panel.setAttribute("role", "region");
+  panel.setAttribute("aria-label", `Selected round of ${trace.strategy}`);
+  below.append(panel, charts);
+  part.append(title, element("p", "about", summary(trace)),
+    ...trace.remarks.map((remark) => element("p", "about remark", remark)), options, box, live, below);
   document.getElementById("traces").append(part);
   const view = { trace, panel, live, round: null, kept: false };
   view.text = new TextView(box, trace);
@@ -260,5 +272,12 @@ function theme() {
 }
 
 theme();
+document.title = traces.map(nameOf).join(" | ");
+document.querySelector("h1").textContent = traces.length > 1 ? `Rounds of ${traces.length} traces` : document.title;
+document.getElementById("together").hidden = traces.length < 2;
 traces.forEach((trace, number) => views.push(section(trace, number)));
-requestAnimationFrame(() => { for (const view of views) select(view, 0, "hover"); });
+const rows = traces.reduce((most, trace) => trace.rounds.reduce((n, r) => Math.max(n, r.draft.length), most), 0);
+document.body.style.setProperty("--rows", rows); // of the largest draft: the panels' height
+// An empty table shows nothing: begin with the first trace's first draft.
+const begins = (view) => Math.max(0, view.trace.rounds.findIndex((r) => r.draft.length));
+requestAnimationFrame(() => { for (const view of [...views].reverse()) select(view, begins(view), "hover"); });

@@ -43,8 +43,8 @@ def read(path: str) -> Traced:
 
 
 def parse(lines: Iterable[str], name: str) -> Traced:
-    """The lines of a trace -> its turns. `name`: for messages and titles. A last line that is cut, as on a full disk, is
-    left out with a warning. Raises ValueError as `read` does."""
+    """The lines of a trace -> its turns. `name`: for messages and titles. A last line that is cut is left out, with a
+    warning. Raises ValueError as `read` does."""
     lines = list(lines)
     found: Traced | None = None
     open_: dict[int, Turn] = {}
@@ -57,7 +57,7 @@ def parse(lines: Iterable[str], name: str) -> Traced:
         except json.JSONDecodeError as error:
             if found is None or number < len(lines) or not line.startswith("{"):
                 raise not_json(where, error) from None
-            found.warning = f"{where} is cut, and left out"
+            found.warning = f"the trace is cut in line {number}, which is left out"
             break
         if not isinstance(row, dict):
             raise ValueError(f"{where}: expected an object, not {type(row).__name__}")

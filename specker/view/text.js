@@ -23,6 +23,10 @@ class Layout {
     this.used = 0;
   }
 
+  words(text, kind) {
+    for (const word of text.match(/\S+[^\S\n]*|\s+/g) ?? []) this.add(word, kind, -1, -1);
+  }
+
   // A token moves to the next line as a whole if it fits there.
   add(text, kind, round, token) {
     const width = [...text].reduce((sum, c) => sum + (isWide(c.codePointAt(0)) ? 2 : 1), 0);
@@ -55,10 +59,13 @@ class Layout {
 function layOut(trace, columns) {
   const out = new Layout(columns);
   for (const turn of trace.turns) {
-    if (out.lines.length > 1) out.breakLine();
-    out.add(turn.title, "title", -1, -1);
+    if (out.used) {
+      out.breakLine();
+      out.breakLine();
+    }
+    out.words(turn.title, "title");
     out.breakLine();
-    for (const word of turn.prompt.match(/\S+[^\S\n]*|\s+/g) ?? []) out.add(word, "prompt", -1, -1);
+    out.words(turn.prompt, "prompt");
     out.breakLine();
     for (const r of turn.list) {
       const outside = new Set(r.outside ?? []);
@@ -69,13 +76,13 @@ function layOut(trace, columns) {
     }
     out.add(turn.tail, "own", -1, -1);
     if (out.used) out.breakLine();
-    out.add(`(${ENDED[turn.finished] ?? "interrupted"})`, "title", -1, -1);
-    out.breakLine();
+    out.words(`(${ENDED[turn.finished] ?? "the trace ends here: the run was interrupted, or the file is cut"})`, "title");
   }
   return out;
 }
 
-const ENDED = { stop: "ended by a stop token", length: "ended at its limit" };
+const ENDED = { stop: "ended by a stop token", length: "ended at its limit of tokens",
+  context: "ended because the context is full", "not finite": "ended because the logits are not finite" };
 
 // Draws the visible lines of a layout into `box`, which scrolls.
 class TextView {

@@ -55,7 +55,8 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
 def test_a_round_on_click_hover_and_key(show: Open, tmp_path: Path) -> None:
     page = show(traces.small(tmp_path / "t"))
     panel, text = page.locator(".panel"), page.locator(".text")
-    assert panel.locator("h3").inner_text() == "Round 1 of 2, at token 1"
+    assert panel.locator("h3").inner_text() == "Round 1 of 2: new tokens 1 to 3"
+    assert panel.locator(".details").first.inner_text() == "Counted from the start of the prompt: tokens 2 to 4."
     order = panel.locator("tbody tr").all_inner_texts()
     assert [" ".join(row.split()) for row in order] == [
         "1 ␣a 0.75 0.60 ␣a 0.60 ✓ accepted", "2 └ ␣b 0.50 0.70 ␣b 0.70 ✓ accepted", "1 ␣x 0.20 0.010 ␣a 0.60 ✗ refused"
@@ -67,7 +68,8 @@ def test_a_round_on_click_hover_and_key(show: Open, tmp_path: Path) -> None:
     assert panel.locator("h3").inner_text().startswith("Round 1"), "a clicked round stays"
     text.focus()
     page.keyboard.press("ArrowRight")
-    assert panel.locator("h3").inner_text().startswith("Round 2")
+    assert panel.locator("h3").inner_text() == "Round 2 of 2: new token 4"
+    assert panel.locator(".details").first.inner_text() == "Counted from the start of the prompt: token 5."
     assert page.locator(".spoken").inner_text() == (
         "Round 2 of 2. 2 drafted, 0 accepted. "
         "Last, recovered: the target's own token where the draft was refused: “ y”."
@@ -100,7 +102,7 @@ def test_kinds_differ_in_shape(show: Open, tmp_path: Path) -> None:
                 "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
             )
         )
-    assert seen == ["linked", "theme", "SUMMARY", "text"]
+    assert seen == ["theme", "SUMMARY", "text", "panel"]
 
 
 CONTRAST = """() => {
@@ -132,7 +134,9 @@ def test_traces_side_by_side_move_together(show: Open, tmp_path: Path) -> None:
     page = show(
         traces.small(tmp_path / "a"), traces.small(tmp_path / "b", "lookup"), viewport={"width": 1400, "height": 900}
     )
-    assert page.locator("h2").all_inner_texts() == ["draft", "lookup"]
+    names = ["a: draft, big + small", "b: lookup, big + small"]
+    assert page.title() == " | ".join(names) and page.locator("h2").all_inner_texts() == names
+    assert page.locator("h1").inner_text() == "Rounds of 2 traces"
     left, right = page.locator("section").nth(0), page.locator("section").nth(1)
     assert left.bounding_box()["y"] == right.bounding_box()["y"]
     left.locator("[data-round='1']").click()
@@ -142,11 +146,103 @@ def test_traces_side_by_side_move_together(show: Open, tmp_path: Path) -> None:
     assert left.locator("h3").inner_text().startswith("Round 1") and right.locator("h3").inner_text().startswith(
         "Round 2"
     )
-    assert left.locator("figure").count() == 4 and "draft length 2.50" in left.locator("figure").first.get_attribute(
+    assert left.locator("figure").count() == 4 and "drafted 2.50" in left.locator("figure").first.get_attribute(
         "aria-label"
     )
     left.locator(".u-over").first.click(position={"x": 5, "y": 20})
     assert left.locator("h3").inner_text().startswith("Round 1")
+
+
+def test_one_trace_is_named_and_moves_alone(show: Open, tmp_path: Path) -> None:
+    begin = {**traces.BEGIN, "begin": 1, "where": "p.jsonl line 2"}
+    rows = {**traces.HEADER, "draft": None}, traces.BEGIN, traces.TREE, begin, {**traces.TREE, "prompt": 1}
+    page = show(traces.write(tmp_path / "t.jsonl", *rows))
+    assert page.title() == page.locator("h1").inner_text() == "t.jsonl: draft, big"
+    assert not page.locator("h2").is_visible() and not page.locator("#linked").is_visible()
+    page.locator(".text [data-round='1']").first.click()
+    assert page.locator(".panel h3").inner_text() == "Round 1 of 1: new tokens 1 to 3"
+    assert page.locator(".panel .details").first.inner_text() == (
+        "p.jsonl line 2, turn 1, seed 0. Counted from the start of the prompt: tokens 2 to 4."
+    )
+    axis = "x: new tokens of all prompts, the prompts not counted; y: each round"
+    assert page.locator(".charts .about").inner_text() == axis
+    assert page.locator(".u-series th").first.inner_text() == "new token"
+    assert page.locator(".u-value").first.inner_text() == "4", "the selected round begins with it"
+
+
+def test_a_short_trace_and_its_charts_fit_a_window(show: Open, tmp_path: Path) -> None:
+    size = {"width": 1280, "height": 800}
+    page = show(traces.small(tmp_path / "short"), viewport=size)
+    lines = page.locator(".text .line").count()
+    assert page.locator(".text").bounding_box()["height"] == 24 * lines + 10, "the lines, a margin and a border"
+    charts = page.locator(".charts").bounding_box()
+    assert charts["y"] + charts["height"] <= 800
+    page = show(traces.long(tmp_path / "long", 4000), viewport=size)
+    assert page.locator(".charts .about").inner_text().endswith("y: mean of the last 32 rounds")
+    chart = page.locator("figure").first.bounding_box()
+    assert page.locator(".text").bounding_box()["height"] == 272 and chart["y"] + chart["height"] <= 800
+
+
+def test_accepted_tokens_lead(show: Open, tmp_path: Path) -> None:
+    """Accepted tokens are bold on a tint; refused ones are as pale as those that the target did not reach."""
+    page = show(traces.small(tmp_path / "t"))
+
+    def style(selector: str, name: str) -> str:
+        return page.locator(selector).first.evaluate("(e, name) => getComputedStyle(e)[name]", name)
+
+    tint, clear = style("tr.yes", "backgroundColor"), "rgba(0, 0, 0, 0)"
+    assert tint != clear == style("tr.no", "backgroundColor")
+    assert [style(f"tr.{kind} .verdict", "fontWeight") for kind in ("yes", "no")] == ["600", "400"]
+    assert "line-through" in style("tr.no .token code", "textDecoration")
+    accepted, refused = style("tr.yes .verdict", "color"), style("tr.no .verdict", "color")
+    page.locator("[data-round='1']").click()
+    assert style(".text .accepted", "backgroundColor") == tint != style(".text .recovered", "backgroundColor")
+    assert refused == style("tr.off .verdict", "color") == style("tr.no .verdict", "color") != accepted
+
+
+CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((e) => !e.closest(".spoken, .uplot") &&
+  (getComputedStyle(e).textOverflow === "ellipsis" || e.scrollWidth > Math.max(e.clientWidth, 1) + 1 &&
+   getComputedStyle(e).display !== "inline")).map((e) => e.className || e.tagName)"""
+
+
+def test_nothing_is_cut_off_in_420_pixels(show: Open, tmp_path: Path) -> None:
+    names = {"target": "SmolLM2-135M-Instruct.Q4_1-b179c9523d0e6a0f", "draft": "organisation/a-draft-model-of-60-M"}
+    words = {"5": " incomprehensibilities", "7": " " * 40, "8": "=" * 30}
+    rows = {**traces.HEADER, **names}, traces.BEGIN, {**traces.TREE, "names": words}, traces.CHAIN
+    page = show(traces.write(tmp_path / "t.jsonl", *rows), viewport={"width": 420, "height": 900})
+    assert page.locator(".panel tbody tr").count() == 3 and page.locator("figure").count() == 4
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420 and page.evaluate(CUT_OFF) == []
+    assert page.locator("h1").inner_text() == f"t.jsonl: draft, {names['target']} + {names['draft']}"
+
+
+@pytest.mark.parametrize(
+    ("finished", "words"),
+    [
+        ("stop", "ended by a stop token"),
+        ("length", "ended at its limit of tokens"),
+        ("context", "ended because the context is full"),
+        ("not finite", "ended because the logits are not finite"),
+        (None, "the trace ends here: the run was interrupted, or the file is cut"),
+    ],
+)
+def test_how_a_text_ended(show: Open, tmp_path: Path, finished: str | None, words: str) -> None:
+    """In a trace without drafts, which has a chart of times alone; with and without its last line."""
+    plain = {**traces.CHAIN, "draft": [], "parents": [], "target": [9], "last": "own"}
+    path = Path(traces.write(tmp_path / "t", traces.HEADER, traces.BEGIN, plain, {**traces.END, "finished": finished}))
+    if finished is None:
+        path.write_bytes(path.read_bytes()[:-3])
+    page = show(str(path))
+    assert page.locator(".text .line").last.inner_text() == f"({words})"
+    remarks = ["the trace is cut in line 4, which is left out"] if finished is None else []
+    assert page.locator(".remark").all_inner_texts() == remarks
+    assert page.locator("figcaption").all_inner_texts() == ["time of a round (ms)"]
+
+
+def test_the_page_begins_with_the_first_draft(show: Open, tmp_path: Path) -> None:
+    plain = {**traces.CHAIN, "position": 1, "draft": [], "parents": [], "target": [9], "last": "own"}
+    tree = {**traces.TREE, "position": 2}
+    page = show(traces.write(tmp_path / "t", traces.HEADER, traces.BEGIN, plain, tree))
+    assert page.locator(".panel h3").inner_text() == "Round 2 of 2: new tokens 2 to 4"
 
 
 def test_text_is_never_markup(show: Open, tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ def test_view_after_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert run.main([*argv, "--view"]) == 0
     names = "trace.html", "page.html", "sub.html", "trace-2.html"  # no earlier page is lost
     assert opened == [(tmp_path / name).as_uri() for name in names]
+    assert all(f'"file":"{file}"' in (tmp_path / page).read_text() for file, page in
+               (("this run", "trace.html"), ("sub.jsonl", "sub.html")))  # fmt: skip
 
 
 def test_the_pages_data() -> None:
@@ -166,6 +168,18 @@ def test_text_cannot_leave_its_element() -> None:
     (blob,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert json.loads(blob)[0]["turns"][0]["prompt"] == evil
     assert not re.search(r'(src|href)="(?!data:)', page), "the page loads nothing"
+
+
+def test_files_of_one_name_are_told_apart() -> None:
+    lines = [json.dumps(row) for row in (HEADER, BEGIN, TREE)]
+
+    def names(*paths: str) -> list[str]:
+        page = html([parse(lines, path) for path in paths])
+        (blob,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+        return [each["file"] for each in json.loads(blob)]
+
+    assert names("a/t.jsonl", "b/t.jsonl") == ["a/t.jsonl", "b/t.jsonl"]
+    assert names("a/t.jsonl", "b/u.jsonl") == ["t.jsonl", "u.jsonl"]
 
 
 BAD = {
@@ -220,13 +234,14 @@ def test_a_cut_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     whole = Path(traces.small(tmp_path / "t")).read_bytes()
     before = b"".join(whole.splitlines(keepends=True)[:-2])
     line = json.dumps({**CHAIN, "pieces": [" é"]}, ensure_ascii=False).encode()
+    cut = "the trace is cut in line 4, which is left out"
     shown = data(parse(before.decode().splitlines(), "t"))
     for end in range(1, len(line)):
         (tmp_path / "t").write_bytes(before + line[:end])
-        assert data(read(str(tmp_path / "t"))) == {**shown, "remarks": [f"{tmp_path / 't'} line 4 is cut, and left out"]}
+        assert data(read(str(tmp_path / "t"))) == {**shown, "remarks": [cut]}
     assert view.main([str(tmp_path / "t")]) == 0
     out, error = capsys.readouterr()
-    assert error == f"specker: warning: {tmp_path / 't'} line 4 is cut, and left out\n" and out.endswith("trace.html\n")
+    assert error == f"specker: warning: {tmp_path / 't'}: {cut}\n" and out.endswith("trace.html\n")
     (tmp_path / "t").write_bytes(before + line)
     assert read(str(tmp_path / "t")).warning == "" and len(read(str(tmp_path / "t")).turns[0].rounds) == 2
     for broken in (line[:-1] + b"\n", b"not json", b"\xff"):  # not what a cut leaves
