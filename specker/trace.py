@@ -15,12 +15,12 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
 
     round        number of the round; the sequences of a batch share it
     position     committed tokens before the round
-    tokens       ids that the round committed, without what follows a stop id
+    tokens       ids that the round committed, without what follows a stop id or string
     pieces       the text that each of them completes; "" within a character, and for special tokens
     accepted     the first so many of them were draft tokens
     last         of the token after those: "recovered" (the target's, where its draft was refused), "bonus" (the
                  target's, after a wholly accepted path) or "own" (nothing was drafted, or the text's limit cut the
-                 path); "accepted" if a stop id ended the text within the accepted path
+                 path); "accepted" if a stop id or string ended the text within the accepted path
     draft        ids; `parents`: the row of each one's parent
     probability  of each draft token after its parent, by the drafter. Above temperature 0 it includes the noise of the
                  draw. Missing where the drafter computes none: lookup, a diffusion model's blocks unless the policy

@@ -5,7 +5,7 @@ const views = [];
 
 const WORDS = { recovered: "recovered: the target's own token where the draft was refused",
   bonus: "bonus: the target's own token after a wholly accepted path",
-  own: "the target's own token", accepted: "ended by a stop token within the accepted path" };
+  own: "the target's own token" };
 
 // Columns -> rounds. `at`: tokens of the trace before the round; `where`: [turn, token within the turn].
 function unpack(trace) {

@@ -81,7 +81,7 @@ function layOut(trace, columns) {
   return out;
 }
 
-const ENDED = { stop: "ended by a stop token", length: "ended at its limit of tokens",
+const ENDED = { stop: "ended by a stop token or string", length: "ended at its limit of tokens",
   context: "ended because the context is full", "not finite": "ended because the logits are not finite" };
 
 // Draws the visible lines of a layout into `box`, which scrolls.

@@ -218,7 +218,7 @@ def test_nothing_is_cut_off_in_420_pixels(show: Open, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("finished", "words"),
     [
-        ("stop", "ended by a stop token"),
+        ("stop", "ended by a stop token or string"),
         ("length", "ended at its limit of tokens"),
         ("context", "ended because the context is full"),
         ("not finite", "ended because the logits are not finite"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM
 import specker
 from specker import run
 from specker.report import write_file
+from specker.runtime.choose import NONE, Chooser
+from specker.runtime.policy import Budget, Policy
 from specker.view import __main__ as view
 from specker.view.page import data, html
 from specker.view.read import parse, read
@@ -40,8 +43,16 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_trace_of_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A trace holds the tokens and the text of an untraced run, and its rounds are consistent."""
+def test_the_trace_of_a_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace holds the tokens and the text of an untraced run, and its rounds are consistent. Every proposed draft is
+    made: whether one pays depends on measured times."""
+
+    def longest(_: Chooser, policies: Sequence[Policy], *__: int) -> Budget:
+        return max((shape for p in policies for shape in p.budgets()), key=lambda shape: shape.nodes, default=NONE)
+
+    monkeypatch.setattr(Chooser, "choose", longest)
     argv = [
         "--device",
         "cpu",
