@@ -96,7 +96,7 @@ function treeRow(trace, r, row) {
   const [words, kind] = verdict(r, row);
   const line = element("tr", kind), token = element("td", "token");
   const indent = element("span", "indent", r.depths[row] > 1 ? "\u2514\u00a0" : "");
-  indent.style.setProperty("--depth", Math.min(r.depths[row] - 1, 24));
+  indent.style.setProperty("--depth", (r.depths[row] - 1) * Math.min(1, 8 / r.depth));
   token.append(indent, element("code", "", shown(trace, r.draft[row - 1])));
   const said = element("td", "said"), parent = r.parents[row - 1];
   if (kind === "off") said.textContent = "\u2013";
