@@ -44,11 +44,15 @@ def _answer(decoding: "Decoding", line: "Line", said: str, screen: Screen) -> No
     known = len(line.results)
     line.talk = replace(line.talk, turns=(*line.talk.turns[:known], said))
     try:
-        decoding.turn(line)
+        decoding.turn([line])
     except ValueError as error:  # the turn does not fit, or is not valid text
         del line.messages[2 * known :], line.results[known:]
         screen.note(f"{error}", "yellow")
     except KeyboardInterrupt:
-        result = line.results[-1]
-        result.finished = "interrupted"
-        line.messages.append({"role": "assistant", "content": result.text})
+        result = line.results[known] if len(line.results) > known else None
+        if result is None or not result.stats.rounds:  # with --check, plain decoding may go first
+            del line.messages[2 * known :], line.results[known:]
+            screen.notes.print()
+        elif result.finished is None:
+            result.finished = "interrupted"
+            line.messages.append({"role": "assistant", "content": result.text})

@@ -157,16 +157,21 @@ class Screen:
         if quiet:
             self.out = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
         self.terminal = self.out.isatty()
+        self.titled = False  # whether a title was printed
         self.text = Console(file=self.out, highlight=False)
         silent = self.terminal or quiet
         self.notes = self.text if silent else Console(stderr=True, highlight=False)
 
     def note(self, line: str, style: str = "dim") -> None:
-        self.notes.print(Text(line, style), soft_wrap=True)
+        """Print a sentence: in whole words on a terminal, as one line elsewhere."""
+        wraps = self.notes.is_terminal
+        self.notes.print(Text(line, style), no_wrap=not wraps, overflow="ignore", crop=False)
 
-    def remarks(self, remarks: dict[str, str]) -> None:
-        for name, sentence in remarks.items():
-            self.note(f"{name}: {sentence}", "yellow")
+    def remarks(self, engine: Any) -> None:
+        """Print the engine's remarks, except the one about made-up results, which the table has."""
+        for name, sentence in engine.remarks.items():
+            if name != "sizing":
+                self.note(sentence, "yellow")
 
     @contextlib.contextmanager
     def records(self) -> Iterator[None]:
@@ -186,16 +191,24 @@ class Screen:
             with _heard(logging.getLogger("specker.steps"), _Notes(shows, logging.INFO)):
                 yield lambda done, of: bar.update(task, description=what, completed=done, total=of)
 
-    def prompt(self, text: str) -> None:
-        """Print the prompt. On a terminal its continuation follows without a line break."""
+    def prompt(self, text: str, title: str | None = None) -> None:
+        """Print the prompt. On a terminal its continuation follows without a line break. Elsewhere `title`, the name of
+        one text among several, begins that text, as `head` prints the names of several files."""
         if self.terminal:
             self._put(text, "dim")
-        else:
-            self.note(text)
+            return
+        if title is not None:
+            gap = "\n" if self.titled else ""
+            self._put(f"{gap}==> {title} <==\n", "")
+            self.titled = True
+        self.notes.print(Text(text, "dim"), soft_wrap=True)
 
     def pieces(self, pieces: list[tuple[str, bool]]) -> None:
         for text, drafted in pieces:
             self._put(text, "green" if drafted else "")
+
+    def newline(self) -> None:
+        self._put("\n", "")
 
     def _put(self, text: str, style: str) -> None:
         if self.terminal:
@@ -214,55 +227,50 @@ class Screen:
     def table(self, engine: Any, results: list[Result]) -> None:
         stats, checked = _total(results), [r for r in results if r.check]
         plain = _total_ar(checked) if checked else None
-        models = f"{engine.target_name} + {engine.draft_name}" if engine.draft_name else engine.target_name
-        remarks = engine.remarks
-        title = Text(f"{models}, {engine.device}, {str(engine.dtype).removeprefix('torch.')}")
-        table = Table(title=title, title_justify="left", show_edge=False)
-        table.add_column("")
+        table = Table(show_edge=False)
+        table.add_column("", no_wrap=True)
         for name in (engine.strategy, "ar") if plain else (engine.strategy,):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", overflow="fold")
         rows = [_column(stats)] + ([_column(plain)] if plain else [])
         for name in rows[0]:
             if any(row.get(name) for row in rows):
                 table.add_row(name, *(row.get(name, "") for row in rows))
         if trim := engine.trim_report(stats):
             table.add_section()
-            table.add_row("kept rows of the draft's head", f"{trim['kept_rows']} of {trim['vocab_size']}")
-            table.add_row("kept rows ranked by", trim["ranking"])
-            table.add_row("kept rows that follow the text", str(trim["text_rows"]))
-            table.add_row("emitted tokens in kept rows", f"{trim['coverage']:.1%}")
-            table.add_row("rounds ended by a trimmed token", f"{trim['rounds_lost']} of {stats.rounds}")
-            table.add_row("head, KiB per draft step", f"{trim['head_bytes_per_draft_step'] / 1024:.0f}")
-            table.add_row("memory-bound speed-up (a model)", f"{trim['mbsu']:.2f}")
+            table.add_row("rows of the draft head", f"{trim['kept_rows']} of {trim['vocab_size']}")
+            table.add_row("tokens in these rows", f"{trim['coverage']:.1%}")
+            table.add_row("rounds cut by trimming", f"{trim['rounds_lost']} of {stats.rounds}")
         if plain:
             table.add_section()
             speedup = _total(checked).tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
             table.add_row("speedup", f"{speedup:.2f}x", "1.00x")
             if _compared(checked):
                 same = all(r.check.identical for r in checked)
-                table.add_row("identical", "[green]yes[/]" if same else "[red]no[/]", "")
-        if "sizing" in remarks:
-            table.add_section()
-            table.add_row("[yellow]sizing: not a real run", "[yellow]yes")
+                table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
         self.notes.print()
+        about = [engine.models, str(engine.device), str(engine.dtype).removeprefix("torch."), *engine.options.stand_ins]
+        self.note(", ".join(about), "bold")
         self.notes.print(table)
-        self.remarks(remarks)
+        if sizing := engine.remarks.get("sizing"):
+            self.note(sizing, "yellow")
+        if trim:
+            follow = f"; {trim['text_rows']} of them follow the text" if trim["text_rows"] else ""
+            self.note(f"the rows of the draft head were chosen by {trim['ranking']}{follow}")
         if cut := sum(result.finished == "context" for result in results):
             which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
-            full = f"the context of {engine.max_context} tokens is full (--max-context)"
-            self.note(f"{which} before --max-new-tokens: {full}", "yellow")
+            self.note(f"{which} early: the context of {engine.max_context} tokens is full (--max-context)", "yellow")
         if stats.rests:
             self.note(_rested(stats))
         if not plain and stats.drafted:
             passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
-            if stats.acceptance_length < passes:
+            if stats.acceptance_length < 0.95 * passes:
                 self.note(
-                    f"warning: a round commits {stats.acceptance_length:.2f} tokens in the time of {passes:.2f} verify "
-                    "passes: plain decoding is probably faster here, try --check",
+                    f"plain decoding is probably faster here: a round gives {stats.acceptance_length:.2f} tokens in "
+                    f"the time of {passes:.2f} verify passes (--check measures both)",
                     "yellow",
                 )
         if plain and engine.speculates and speedup < 1:
-            self.note(f"warning: slower than plain decoding here ({speedup:.2f}x); try --strategy ar", "yellow")
+            self.note(f"plain decoding was faster here, with a speedup of {speedup:.2f}x: try --strategy ar", "yellow")
 
 
 class _Notes(logging.Handler):
@@ -288,33 +296,35 @@ def _heard(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
 
 
 def _rested(stats: Stats) -> str:
-    """How often drafting paid, and why the other rounds drafted nothing."""
+    """How many rounds drafted, and why others did not."""
     why = {
-        "slower": "plain rounds were faster",
-        "nothing found": "there was nothing to copy",
-        "measured": "plain rounds were timed",
+        "slower": "because plain decoding was faster",
+        "nothing found": "because there was nothing to copy",
+        "measured": "in order to time plain decoding",
     }
-    rest = ", ".join(f"{why[reason]} in {count}" for reason, count in sorted(stats.rests.items()))
+    rest = ", ".join(f"{stats.rests[reason]} did not {words}" for reason, words in why.items() if reason in stats.rests)
     drafted = sum(count for length, count in stats.lengths.items() if length)
-    copied = f", {stats.copied} of them copied text" if stats.copied else ""
-    return f"drafting paid in {drafted} of {stats.rounds} rounds{copied}; {rest}"
+    copied = f", {stats.copied} of them by copying text" if stats.copied else ""
+    return f"{drafted} of {stats.rounds} rounds drafted{copied}; {rest}"
 
 
 def _column(stats: Stats) -> dict[str, str]:
+    """A column's cells by their labels; a stage below half a percent of the time has none."""
     column = {
         "tokens": str(stats.tokens),
         "tokens/s": f"{stats.tokens_per_second:.1f}",
         "tokens/s after prefill": f"{stats.decode_tokens_per_second:.1f}",
-        "prefill, tokens/s": f"{stats.prefill_tokens_per_second:.0f}",
+        "prefill tokens/s": f"{stats.prefill_tokens_per_second:.0f}",
         "acceptance length": f"{stats.acceptance_length:.2f}",
-        "accepted by position": " ".join(f"{share:.0%}" for share in stats.accepted_per_position[:8]),
+        "acceptance by position": " ".join(f"{share:.0%}" for share in stats.accepted_per_position[:8]),
     }
     if stats.found:
         found = stats.diffusion
-        column["L_gen, L_acc, k"] = f"{found['L_gen']:.1f} {found['L_acc']:.2f} {found['k']:.1f}"
-        column["candidates, path score"] = f"{found['lattice_width']:.1f} {found['path_score']:.2f}"
+        column["tokens of a block"] = f"{found['k']:.1f}"
+        column["candidates of a token"] = f"{found['lattice_width']:.1f}"
+    column["time"] = f"{stats.wall:.2f} s 100%"
     for name, seconds in stats.seconds.items():
-        label, per = (f"{name}, ms", 1) if name == "prefill" else (f"{name}, ms/round", stats.rounds or 1)
-        share = seconds / (stats.wall or 1)
-        column[label] = f"{1e3 * seconds / per:.2f} {share:5.0%}" if seconds else ""
+        label, count = (name, 1) if name == "prefill" else (f"{name} per round", stats.rounds or 1)
+        share, ms = seconds / (stats.wall or 1), 1e3 * seconds / count
+        column[label] = f"{ms:.{0 if ms >= 100 else 2}f} ms {share:4.0%}" if share >= 0.005 else ""
     return column

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -171,6 +172,7 @@ class Talk:
     turns: tuple[str, ...]
     where: str  # the file and line, or the flag, for error messages
     before: tuple[dict[str, str], ...] = ()  # chat messages before the first turn
+    part: int = 0  # which of its line's `turns` this prompt is, from 1, if each of them is a prompt
 
 
 def read_talks(job: Job) -> list[Talk]:
@@ -215,7 +217,9 @@ def _record(line: str, where: str, chat: bool) -> list[Talk]:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise ValueError(f"{where}: `prompt` must be a string, `turns` a list of at least one")
     checked = tuple(_text(turn, where) for turn in turns)
-    return [Talk(checked, where)] if chat else [Talk((turn,), where) for turn in checked]
+    if chat or len(checked) == 1:
+        return [Talk(checked, where)]
+    return [Talk((turn,), where, part=n) for n, turn in enumerate(checked, 1)]
 
 
 def _conversation(messages: Any, where: str, chat: bool) -> Talk:
@@ -287,13 +291,21 @@ class Line:
     first: int  # the number of its first turn among all results
     messages: list[dict[str, str]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)  # of the turns so far
-    shown: list[tuple[str, bool | None]] = field(
-        default_factory=list
-    )  # text not printed yet, and whether it was drafted (None: a prompt)
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # what to print when the earlier lines are done
 
     @property
     def done(self) -> bool:
         return len(self.results) == len(self.talk.turns) and self.results[-1].finished is not None
+
+    @property
+    def number(self) -> int:
+        """Of its last turn among all results."""
+        return self.first + len(self.results) - 1
+
+    def title(self, turn: int, samples: int) -> str:
+        """The name of a turn's text among several. `turn`: from 1; `samples`: of each talk."""
+        turns = f", turn {self.talk.part or turn}" if self.talk.part or len(self.talk.turns) > 1 else ""
+        return f"{self.talk.where}{turns}" + (f", seed {self.sampling.seed}" if samples > 1 else "")
 
 
 def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
@@ -308,98 +320,114 @@ def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
     return lines
 
 
+def several(lines: list[Line]) -> bool:
+    """Whether there is more than one text, so that each needs a title."""
+    return sum(len(line.talk.turns) for line in lines) > 1
+
+
 class Decoding:
-    """Decodes up to --batch-size lines at once and prints them one after another."""
+    """Decodes lines, up to --batch-size at once, and prints them one after another."""
 
     def __init__(
         self,
         engine: Any,
         job: Job,
         screen: Screen,
+        lines: list[Line],
         encode: Callable[[Line], list[int]],
         echo: bool = True,
         trace: Trace | None = None,
     ):
         """`echo`: print the prompts; a user who typed them has seen them. `trace`: told where requests begin and
         end."""
-        self.engine, self.job, self.screen, self.encode, self.echo = engine, job, screen, encode, echo
-        self.trace = trace
+        self.engine, self.job, self.screen, self.lines, self.encode = engine, job, screen, lines, encode
+        self.echo, self.trace, self.several = echo, trace, several(lines)
+        self._ar_first = False
 
-    def run(self, lines: list[Line]) -> None:
+    def run(self) -> None:
         """Decode every turn of the lines; with --check, compare with plain decoding. After Ctrl-C, raises
         KeyboardInterrupt at the end of a chunk; the lines keep their results so far."""
-        if self.engine.options.batch_size > 1:
-            self._together(lines)
+        size = self.engine.options.batch_size
+        if size > 1 and not self.job.check:
+            self._ask(self.lines)
+            self._serve(self.lines, to_the_end=True)
             return
+        for n in range(0, len(self.lines), size):
+            group = self.lines[n : n + size]
+            for turn in range(max(len(line.talk.turns) for line in group)):
+                self.turn([line for line in group if turn < len(line.talk.turns)])
+
+    def turn(self, lines: list[Line]) -> None:
+        """Decode the next turn of the lines in one batch. With --check, `ar` decodes the same prompts in a batch of its
+        own, before the strategy in every second call: who goes first pays for what both need, such as new memory."""
+        self._ask(lines)
+        plain = self._plain(lines) if self.job.check and self._ar_first else None
+        self._serve(lines)
+        if self.job.check:
+            self._compare(lines, plain or self._plain(lines))
+            self._ar_first = not self._ar_first
+
+    def _ask(self, lines: list[Line]) -> None:
+        """Begin the next turn of the lines, and print its prompt."""
         for line in lines:
-            for _ in line.talk.turns:
-                self.turn(line)
-
-    def turn(self, line: Line) -> None:
-        """Decode the next turn of a line, as `run` does."""
-        self._together([line], 1)
-
-    def _together(self, lines: list[Line], turns: int | None = None) -> None:
-        """Decode the lines in one batch: the next turn of each (`turns` 1), or all remaining turns (None)."""
-        from specker.runtime import text
-
-        owners: dict[int, Line] = {}
-        started: list[tuple[Line, Result]] = []
-        waiting: deque[Any] = deque()
-
-        def begin(line: Line) -> None:
-            number = line.first + len(line.results)
             turn = line.talk.turns[len(line.results)]
             line.messages.append({"role": "user", "content": turn})
-            ids = self.encode(line)
-            line.results.append(Result([], "", Stats(), ids=ids, seed=line.sampling.seed))
-            owners[number] = line
-            if self.trace is not None:
-                place = line.talk.where, len(line.results)
-                self.trace.begin(number, *place, turn, len(ids), line.sampling.seed)
-            started.append((line, line.results[-1]))
+            line.results.append(Result([], "", Stats(), ids=self.encode(line), seed=line.sampling.seed))
             if self.echo:
-                line.shown.append((f"{turn}\n" if self.job.chat else turn, None))
-            options = {"max_new_tokens": self.job.max_new_tokens, "stop": self.job.stop, **asdict(line.sampling)}
-            request = self.engine.request(number, ids, streams=True, **options)
-            # A batch of one keeps the K/V of earlier turns. Their bits are not a prefill's, which plain decoding has.
-            request.follows = self.job.chat and len(line.results) > 1 and not self.job.check
-            waiting.appendleft(request)
+                text, title = f"{turn}\n" if self.job.chat else turn, self._title(line)
+                line.waiting.append(partial(self.screen.prompt, text, title))
+        self._show()
 
-        for line in reversed(lines):
-            begin(line)
-        self._show(lines)
+    def _title(self, line: Line) -> str | None:
+        """The name of the text of a line's last turn; None if there is only one text."""
+        return line.title(len(line.results), self.job.samples) if self.several else None
+
+    def _request(self, line: Line) -> Any:
+        """The last turn of a line, for `engine.serve`."""
+        result, turn, seed = line.results[-1], len(line.results), line.sampling.seed
+        if self.trace is not None:
+            place = line.talk.where, line.talk.part or turn, line.talk.turns[turn - 1]
+            self.trace.begin(line.number, *place, len(result.ids), seed)
+        options = {"max_new_tokens": self.job.max_new_tokens, "stop": self.job.stop, **asdict(line.sampling)}
+        request = self.engine.request(line.number, result.ids, streams=True, **options)
+        # A batch of one keeps the K/V of earlier turns. Their bits are not a prefill's, which plain decoding has.
+        request.follows = self.job.chat and turn > 1 and not self.job.check
+        return request
+
+    def _serve(self, lines: list[Line], to_the_end: bool = False) -> None:
+        """Decode the last turn of the lines in one batch; with `to_the_end` the turns after it, too."""
+        from specker.runtime import text
+
+        owners = {line.number: line for line in lines}
+        waiting = deque(self._request(line) for line in lines)
         with _Stop() as stop, contextlib.closing(self.engine.serve(waiting)) as steps:
-            for step in self._prefilled(steps, started):
+            for step in self._prefilled(steps, lines):
                 chunk = text.chunk(step)
                 line = owners[chunk.prompt]
                 result = line.results[-1]
                 result.tokens += chunk.tokens
                 result.text += chunk.text
                 result.stats, result.finished = chunk.stats, chunk.finished
-                line.shown += chunk.pieces
+                line.waiting.append(partial(self.screen.pieces, chunk.pieces))
                 if chunk.finished:
                     if self.trace is not None:
                         self.trace.end(chunk.prompt, chunk.finished, chunk.stats)
-                    line.shown.append(("\n", False))
+                    line.waiting.append(self.screen.newline)
                     line.messages.append({"role": "assistant", "content": result.text})
-                    if turns is None and not line.done:
-                        begin(line)
-                self._show(lines)
+                    if to_the_end and not line.done:
+                        self._ask([line])
+                        owners[line.number] = line
+                        waiting.appendleft(self._request(line))
+                self._show()
                 if stop.asked:
                     break
         if stop.asked:
-            for line in lines:
-                self._put(line)
-            self.screen.pieces([("\n", False)])
+            self._show_all()
             raise KeyboardInterrupt
-        if self.job.check:
-            self._check(started)
 
-    def _prefilled(self, steps: Iterator[Any], started: list[tuple[Line, Result]]) -> Iterator[Any]:
+    def _prefilled(self, steps: Iterator[Any], lines: list[Line]) -> Iterator[Any]:
         """`steps`, with a progress bar during the prefill of a long conversation."""
-        longest = max((len(result.ids) for _, result in started), default=0)
-        if self.job.chat and len(started) == 1 and longest > LONG:
+        if self.job.chat and len(lines) == 1 and len(lines[0].results[-1].ids) > LONG:
             try:
                 with self.screen.progress("prefill") as self.engine.batch.tell:
                     first = next(steps)
@@ -408,34 +436,46 @@ class Decoding:
             yield first
         yield from steps
 
-    def _show(self, lines: list[Line]) -> None:
+    def _show(self) -> None:
         """Print the first unfinished line as it grows; later lines wait for it."""
-        for line in lines:
+        for line in self.lines:
             self._put(line)
             if not line.done:
                 break
 
-    def _put(self, line: Line) -> None:
-        for text, drafted in line.shown:
-            if drafted is None:
-                self.screen.prompt(text)
-            else:
-                self.screen.pieces([(text, drafted)])
-        line.shown.clear()
+    def _show_all(self) -> None:
+        """Print what every line has so far."""
+        for line in self.lines:
+            begun = bool(line.results and line.results[-1].stats.rounds)
+            if line.waiting and not begun:
+                line.waiting.pop()  # the prompt
+            self._put(line)
+            if begun and line.results[-1].finished is None:
+                self.screen.newline()
 
-    def _check(self, started: list[tuple[Line, Result]]) -> None:
-        """Decode the same prompts with `ar` in the same batch size, and compare."""
+    def _put(self, line: Line) -> None:
+        for show in line.waiting:
+            show()
+        line.waiting.clear()
+
+    def _plain(self, lines: list[Line]) -> list[Any]:
+        """The last turns of the lines as `ar` decodes them, in one batch."""
+        options = {f.name: [getattr(line.sampling, f.name) for line in lines] for f in fields(Sampling)}
+        prompts = [line.results[-1].ids for line in lines]
+        return self.engine.generate_ar(prompts, self.job.max_new_tokens, self.job.stop, **options)
+
+    def _compare(self, lines: list[Line], plain: list[Any]) -> None:
+        """Compare the last turns of the lines with `plain`."""
         from specker.runtime.check import compare
         from specker.runtime.engine import Generation
 
-        options = {f.name: [getattr(line.sampling, f.name) for line, _ in started] for f in fields(Sampling)}
-        prompts = [result.ids for _, result in started]
-        plain = self.engine.generate_ar(prompts, self.job.max_new_tokens, self.job.stop, **options)
-        for (line, result), ar in zip(started, plain, strict=True):
+        for line, ar in zip(lines, plain, strict=True):
+            result, title = line.results[-1], self._title(line)
             generation = Generation(result.tokens, result.text, result.stats, result.finished or "length")
             result.check = compare(self.engine, result.ids, generation, ar, **asdict(line.sampling))
             if result.check.identical is False:
-                self.screen.note(result.check.message, "yellow" if result.check.ok else "red")
+                message = result.check.message if title is None else f"{title}: {result.check.message}"
+                self.screen.note(message, "yellow" if result.check.ok else "red")
 
 
 def run(job: Job, options: Options, sampling: Sampling) -> int:
@@ -491,7 +531,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
 
     for talk in talks:
         encode(Line(talk, sampling, 0, [*talk.before, {"role": "user", "content": talk.turns[0]}]))
-    screen.remarks(engine.remarks)
+    screen.remarks(engine)
     if bare:
         count = len(encode(Line(talks[0], sampling, 0)))
         screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
@@ -514,13 +554,13 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.target.recommended):
         asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")
-    decoding = Decoding(engine, job, screen, encode, echo=not chatting, trace=trace)
+    decoding = Decoding(engine, job, screen, mine, encode, echo=not chatting, trace=trace)
     try:
         with screen.records():
             if chatting:
                 converse(decoding, lines[0], screen)
             else:
-                decoding.run(mine)
+                decoding.run()
     except KeyboardInterrupt:
         interrupted = True
     results = [result for line in mine for result in line.results if result.stats.rounds or not interrupted]
@@ -528,10 +568,13 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         dealt = collect(ranks, [line.results for line in mine]) or []
         results = [result for each in dealt for result in each]
         screen = Screen(job.json == "-", quiet=not first)
+        screen.remarks(engine)
         for line, each in zip(lines, dealt, strict=first):
-            for turn, result in zip(line.talk.turns, each, strict=True):
-                screen.prompt(f"{turn}\n" if job.chat else turn)
-                screen.pieces([(result.text, False), ("\n", False)])
+            for n, (turn, result) in enumerate(zip(line.talk.turns, each, strict=True), 1):
+                title = line.title(n, job.samples) if several(lines) else None
+                screen.prompt(f"{turn}\n" if job.chat else turn, title)
+                screen.pieces([(result.text, False)])
+                screen.newline()
     if not first:
         return 130 if interrupted else int(any(map(failed, results)))
     screen.table(engine, results)
@@ -593,7 +636,7 @@ def _view(path: str, trace: Trace, name: str, screen: Screen) -> None:
     from specker.view.read import parse as parse_trace
 
     write_file(path, html([parse_trace(trace.lines, name)]))
-    screen.note(f"the rounds: {path}")
+    screen.note(f"the rounds are in {path}")
     webbrowser.open(Path(path).resolve().as_uri())
 
 

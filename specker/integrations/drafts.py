@@ -107,8 +107,8 @@ class Drafts:
         o = parts.settled(o, family)
         notes: dict[str, str] = {}
         side, kept = drafting(main, source, o, kind, target, family, notes)
-        for name, sentence in notes.items():
-            log.warning("%s: %s", name, sentence)
+        for sentence in notes.values():
+            log.warning(sentence)
         if side is not None:
             room = Room((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
             o = replace(o, kv_tokens=room.pool(o.batch_size, kv_tokens)[0])

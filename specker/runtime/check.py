@@ -51,12 +51,13 @@ def compare(
 ) -> CheckResult:
     """`check` against a finished plain decoding `ar`."""
     if engine.options.stand_ins:
-        return CheckResult(ar, None, True, f"not compared with plain decoding: {engine.remarks['sizing']}")
+        return CheckResult(ar, None, True, f"the tokens were not compared: {engine.remarks['sizing']}")
     pairs = zip(generation.tokens, ar.tokens, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if first is None:
         same = len(generation.tokens) == len(ar.tokens)
-        message = "identical to plain decoding" if same else "a different number of tokens"
+        counts = f"the text has {len(generation.tokens)} tokens, plain decoding's has {len(ar.tokens)}"
+        message = "the tokens are those of plain decoding" if same else counts
         return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
     ids = engine.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
     with engine.alone():
@@ -65,7 +66,7 @@ def compare(
     ok = not exact and between <= bound
     verdict = "within" if between <= bound else "beyond"
     message = (
-        f"differs from plain decoding at token {first}: the two tokens' logits are {between:.2e} apart there, "
+        f"the text differs from plain decoding's at token {first}: the two tokens' logits are {between:.2e} apart, "
         f"{verdict} the rounding bound {bound:.2e} of {str(engine.dtype).removeprefix('torch.')}"
     )
     if exact:

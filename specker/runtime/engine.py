@@ -18,6 +18,7 @@ from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Kept
 from specker.runtime.loop import Batch, Step, decode
+from specker.runtime.model import gguf
 from specker.runtime.model.cache import KVCache
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.model.decoder import Model
@@ -62,13 +63,18 @@ class Engine:
     def __post_init__(self) -> None:
         made = compose(self.target, self.draft, self.options, self.kept, self.family, self.ranks)
         self.model, self.cache, self.drafter, self.policies, self.plan, self.batch = made
-        for name, sentence in self.remarks.items():
-            log.warning("%s: %s", name, sentence)
+        for sentence in self.remarks.values():
+            log.warning(sentence)
 
     def __repr__(self) -> str:
-        models = self.target_name if self.draft_name is None else f"{self.target_name} + {self.draft_name}"
         how = f"{self.device}, {str(self.dtype).removeprefix('torch.')}, context {self.max_context}"
-        return f"<specker.Engine: {models}, {self.strategy}, {how}>"
+        return f"<specker.Engine: {self.models}, {self.strategy}, {how}>"
+
+    @property
+    def models(self) -> str:
+        """The models' names for people: a folder's or a GGUF file's own name, or a hub id."""
+        sides = (self.target_name, self.target), (self.draft_name, self.draft)
+        return " + ".join((side and gguf.origin(side.folder)) or name for name, side in sides if name is not None)
 
     @property
     def captures(self) -> bool:
@@ -102,10 +108,11 @@ class Engine:
         """Caveats for a reader of the results: sentences by their keys in `--json`. Logged when the engine is made."""
         said = dict(self.notes)
         if self.options.stand_ins:
-            earned = "text, acceptance" if self.options.acceptance is None else "text"
-            said["sizing"] = f"{'; '.join(self.options.stand_ins)}: no statement about {earned} or losslessness"
+            nothing = "text and acceptance mean" if self.options.acceptance is None else "text means"
+            made_up = " and ".join(self.options.stand_ins)
+            said["sizing"] = f"with {made_up} a run measures time and memory only: its {nothing} nothing"
         if self.options.linear == "cublas":
-            said["linear"] = "cublas: rows are not batch-invariant, so chains are not bit-equal to plain decoding"
+            said["linear"] = "--linear cublas is not batch-invariant, so chains are not bit-equal to plain decoding"
         return said
 
     def encode(self, prompt: str) -> list[int]:

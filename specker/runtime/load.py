@@ -1,5 +1,6 @@
 """Load checkpoints into an Engine: check that models and options fit together, and size the context to the memory."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +79,8 @@ def load(
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
-    if (kinds := stored(main)) is not None:
-        notes["weights"] = kinds
+    if (sentence := stored(main, "target")) is not None:
+        notes["weights"] = sentence
     family = None if dummy and target is not None else family_of(main)
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
@@ -92,7 +93,8 @@ def load(
     if ranks is not None:
         context = ranks.least(context)
         if context < main.config.max_context:
-            lowered = lowered or f"lowered to {context} positions: another rank has too little memory for more"
+            less = f"the context is lowered to {context} positions: another rank has too little memory for more"
+            lowered = lowered or less
     if lowered is not None:
         notes["context"] = lowered
         main, side = _within(main, context), None if side is None else _within(side, context)
@@ -134,8 +136,8 @@ def drafting(
             pack=ranks is None and opts.linear != "cublas",
             tell=tell,
         )
-        if (kinds := stored(side)) is not None:
-            notes["draft_weights"] = kinds
+        if (sentence := stored(side, "draft")) is not None:
+            notes["draft_weights"] = sentence
         if ranks is not None:
             ranks.same("draft", dist.fingerprint(side.folder), drafters=True)
         side = _within(side, main.config.max_context)
@@ -153,12 +155,12 @@ def drafting(
     return side, kept
 
 
-def stored(checkpoint: Checkpoint) -> str | None:
-    """How the matrices are stored if not in the run's dtype, for the user."""
-    said = [] if checkpoint.quantised is None else [f"in {checkpoint.quantised}"]
+def stored(checkpoint: Checkpoint, name: str) -> str | None:
+    """How the matrices of the target or the draft, as `name` says, are stored if not in the run's dtype: a sentence."""
+    said = [] if checkpoint.quantised is None else [f"the {name}'s matrices are in {checkpoint.quantised}"]
     if checkpoint.restored:
         formats = ", ".join(checkpoint.restored)
-        said.append(f"those stored as {formats} are restored, because specker has no kernels for these bits")
+        said.append(f"the {name}'s {formats} matrices are restored, because specker has no kernels for these formats")
     return "; ".join(said) or None
 
 
@@ -241,5 +243,5 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype:
 
 
 def _name(source: str | Path) -> str:
-    path = Path(source)
-    return path.name if path.is_dir() else str(source)
+    path = Path(source).expanduser()
+    return Path(os.path.abspath(path)).name if path.is_dir() else str(source)

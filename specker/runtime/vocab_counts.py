@@ -111,7 +111,7 @@ class VocabCounts:
             self._waiting = 0
         except OSError as error:
             if not self._warned:
-                log.warning("vocab_learn: %s, so the counts of this run may be lost", self._unwritten(error))
+                log.warning("%s, so the counts of this run may be lost", self._unwritten(error))
             self._warned = True
         self._due = self._waiting + SAVE_EVERY
 

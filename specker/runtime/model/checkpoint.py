@@ -116,9 +116,10 @@ class Checkpoint:
 
     @property
     def quantised(self) -> str | None:
-        """The kinds of the quantised matrices, for reports: "int4 and int8"; None if there are none."""
+        """The kinds of the quantised matrices, for reports: "int4, int5 and int8"; None if there are none."""
         every = (*_matrices(self.weights), self.weights.head)
-        return " and ".join(sorted({kind for x in every if not isinstance(x, Tensor) for kind in x.kinds})) or None
+        kinds = sorted({kind for x in every if not isinstance(x, Tensor) for kind in x.kinds})
+        return " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:]))) or None
 
     @property
     def tokenizer(self) -> Any:

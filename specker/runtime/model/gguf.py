@@ -69,6 +69,14 @@ def converted(path: Path, dense: bool = False) -> Path:
         return folder if _complete(folder) else _converted(path, folder, digest, dense)
 
 
+def origin(folder: Path) -> str | None:
+    """The name of the GGUF file that was converted into the folder; None if it is another checkpoint."""
+    try:
+        return str(json.loads((folder / DONE).read_text())["source"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
     from gguf import GGUFReader
 

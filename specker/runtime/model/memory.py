@@ -88,7 +88,7 @@ def sized(
         raise ValueError(f"a context of {limit} positions needs {about}: not even 2 positions fit")
     if asked is not None:
         raise ValueError(f"--max-context {asked} needs {about}: the largest --max-context that fits is {most}")
-    return most, f"lowered to {most} positions: the checkpoint's {limit} need {about}"
+    return most, f"the context is lowered to {most} positions: the checkpoint's {limit} need {about}"
 
 
 def check_weights(name: str, size: int, elements: int, dtype: torch.dtype, free: int | None, where: str) -> None:
@@ -155,7 +155,8 @@ class Room:
             return asked, None
         if most == sequences * context:
             return None, None
-        return most, f"{most} positions for {sequences} sequences: memory allows no more, so some requests may wait"
+        note = f"the K/V pool has {most} positions for {sequences} sequences, because memory allows no more"
+        return most, f"{note}: some requests may wait"
 
     def allocating(self) -> AbstractContextManager[None]:
         """Context manager around allocating the caches: out of memory becomes a ValueError."""

@@ -118,7 +118,8 @@ def trimmed(
     unseen = [i for i in fixed[torch.isin(fixed, scores.ids, invert=True)].tolist() if i not in always]
     if unseen:
         notes["vocab_keep"] = (
-            f"the score file ranks only {len(scores.ids)} ids; {len(unseen)} of the kept rows are ids it never counted"
+            f"the score file counts only {len(scores.ids)} ids, so the draft head also has {len(unseen)} rows of ids "
+            "that it never counted"
         )
     text = trim.vocab_text
     if len(fixed) + text >= rows:  # nothing is left to follow
