@@ -525,7 +525,7 @@ def show(rows: list[dict[str, Any]], device: str) -> None:
             str(row.get("launches") or ""),
             f"{row['host'] * 1e6:.0f}" if "host" in row else "",
         )
-    table.caption = "\n".join(dict.fromkeys(f"{key}: {text}" for row in rows for key, text in row["remarks"].items()))
+    table.caption = "\n".join(dict.fromkeys(text for row in rows for text in row["remarks"].values()))
     Console(width=170).print(table)
 
 

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -163,9 +164,11 @@ class Screen:
         self.notes = self.text if silent else Console(stderr=True, highlight=False)
 
     def note(self, line: str, style: str = "dim") -> None:
-        """Print a sentence: in whole words on a terminal, as one line elsewhere."""
-        wraps = self.notes.is_terminal
-        self.notes.print(Text(line, style), no_wrap=not wraps, overflow="ignore", crop=False)
+        """Print a sentence. A terminal's lines end between words; no path is broken."""
+        if self.notes.is_terminal:
+            wrap = partial(textwrap.fill, width=self.notes.width, break_long_words=False, break_on_hyphens=False)
+            line = "\n".join(map(wrap, line.split("\n")))
+        self.notes.print(Text(line, style), soft_wrap=True)
 
     def remarks(self, engine: Any) -> None:
         """Print the engine's remarks, except the one about made-up results, which the table has."""
@@ -258,7 +261,8 @@ class Screen:
             self.note(f"the rows of the draft head were chosen by {trim['ranking']}{follow}")
         if cut := sum(result.finished == "context" for result in results):
             which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
-            self.note(f"{which} early: the context of {engine.max_context} tokens is full (--max-context)", "yellow")
+            full = f"the context of {engine.max_context} tokens is full (--max-context)"
+            self.note(f"{which} before --max-new-tokens: {full}", "yellow")
         if stats.rests:
             self.note(_rested(stats))
         if not plain and stats.drafted:
@@ -270,7 +274,7 @@ class Screen:
                     "yellow",
                 )
         if plain and engine.speculates and speedup < 1:
-            self.note(f"plain decoding was faster here, with a speedup of {speedup:.2f}x: try --strategy ar", "yellow")
+            self.note(f"plain decoding was faster here (speedup {speedup:.2f}x): try --strategy ar", "yellow")
 
 
 class _Notes(logging.Handler):
@@ -320,8 +324,8 @@ def _column(stats: Stats) -> dict[str, str]:
     }
     if stats.found:
         found = stats.diffusion
-        column["tokens of a block"] = f"{found['k']:.1f}"
-        column["candidates of a token"] = f"{found['lattice_width']:.1f}"
+        column["tokens per block"] = f"{found['k']:.1f}"
+        column["candidates per token"] = f"{found['lattice_width']:.1f}"
     column["time"] = f"{stats.wall:.2f} s 100%"
     for name, seconds in stats.seconds.items():
         label, count = (name, 1) if name == "prefill" else (f"{name} per round", stats.rounds or 1)

@@ -1,8 +1,9 @@
 """Decode prompts from the command line: `python -m specker.run --help`.
 
-The text streams to stdout as it is accepted; on a terminal the accepted draft tokens are coloured. The closing table
-follows it, or goes to stderr when stdout is a pipe or a file. Exit codes: 0 for success; 1 if `--check` or specker
-itself failed; 2 for an error that the user can correct; 130 after Ctrl-C, with partial results in table and `--json`.
+The text streams to stdout as it is accepted; on a terminal the accepted draft tokens are coloured, elsewhere a title
+precedes each of several texts. The closing table follows, or goes to stderr when stdout is a pipe or a file. Exit
+codes: 0 for success; 1 if `--check` or specker itself failed; 2 for an error that the user can correct; 130 after
+Ctrl-C, with partial results in table and `--json`.
 """
 
 from specker import interrupt
@@ -108,6 +109,9 @@ examples:
   specker --prompts questions.jsonl --batch-size 8 --json out.json
   specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
   source <(specker --print-completion bash)                # completion in this shell
+
+in a pipe: a line such as ==> questions.jsonl line 2 <== before each of several
+texts, none before a single one; --json - for programs
 
 exit codes: 0 success; 1 --check, specker or the job failed; 2 a mistake in the
 command or its files; 130 after Ctrl-C; 141 if the reader of stdout closed it

@@ -8,8 +8,8 @@
 The header has `strategy`, `target`, `draft` (null without a draft model), `device`, `dtype`, `graphs`, `sampling`,
 `settings` (the options in effect), `versions` and `remarks`.
 
-`begin` has `where` (the prompt's file and line, or its flag), `turn` (1 for the first one of a conversation), `text`
-(the user's), `prompt_tokens` (with the chat template and the earlier turns) and `seed`.
+`begin` has `where` (the prompt's file and line, or its flag), `turn` (from 1, of a conversation or of a line's
+`turns`), `text` (the user's), `prompt_tokens` (with the chat template and the earlier turns) and `seed`.
 
 A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
 

@@ -211,4 +211,5 @@ def test_from_the_command_line(family, strategy, capsys, tmp_path):
     assert (told["vocabulary"]["kept_rows"], told["vocabulary"]["text_rows"]) == (2048 + 256, 256)
     assert 0 < told["vocabulary"]["coverage"] <= 1
     shown = capsys.readouterr().err
-    assert "2304 of 8192" in shown and "memory-bound speed-up" in shown
+    assert "2304 of 8192" in shown and "rounds cut by trimming" in shown
+    assert "the rows of the draft head were chosen by vocab_scores.safetensors; 256 of them follow the text" in shown

@@ -179,7 +179,7 @@ def test_a_file_of_many_formats(tmp_path: Path, tied: bool) -> None:
         want = oracle(torch.tensor([text])).logits[0]
     checkpoint = load(file, dtype=torch.float32, device="cpu", activations="float32")
     w = checkpoint.weights
-    assert checkpoint.quantised == "int4 and int5 and int6 and int8" and not checkpoint.restored
+    assert checkpoint.quantised == "int4, int5, int6 and int8" and not checkpoint.restored
     assert [run.format for run in w.qkv[0].runs] == ["int4 super", "int5 super", "int6 sixteen"]
     assert isinstance(w.embed, Packed) and isinstance(w.head, Packed)
     assert (w.head.runs[0].data.data_ptr() == w.embed.runs[0].data.data_ptr()) is tied

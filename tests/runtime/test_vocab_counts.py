@@ -120,7 +120,7 @@ def test_a_full_disk_is_one_warning_and_loses_nothing(monkeypatch, caplog):
     for _ in range(4):
         counts.add([2, 2])
     assert [r.getMessage() for r in caplog.records] == [
-        f"vocab_learn: {folder()} cannot be written (No space left on device), so the counts of this run may be lost"
+        f"{folder()} cannot be written (No space left on device), so the counts of this run may be lost"
     ]
     monkeypatch.setattr(vocab_counts, "write", replace)
     counts.save()
