@@ -17,7 +17,7 @@ import specker
 from specker import chat, run
 from specker.config import Sampling
 from specker.report import Result, Screen
-from specker.runtime import strategies
+from specker.runtime import strategies, text
 from specker.runtime.engine import Engine
 from specker.runtime.stats import Stats
 
@@ -194,15 +194,16 @@ def test_ctrl_c_in_a_batch_prints_what_was_decoded(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A title for every text that has begun, none for a prompt that waits; each text ends its line."""
-    chunk, calls = Engine.chunk, []
+    calls: list[text.Step] = []
 
-    def interrupts(self: Engine, *step: Any) -> Any:
+    def interrupts(step: text.Step) -> text.Chunk:
         calls.append(step)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)
-        return chunk(self, *step)
+        return chunk(step)
 
-    monkeypatch.setattr(Engine, "chunk", interrupts)
+    chunk = text.chunk
+    monkeypatch.setattr(text, "chunk", interrupts)
     flags = argv(pair, tmp_path, "--batch-size", "2", "--draft-tokens", "1", "--max-new-tokens", "64")
     assert run.main(flags) == 130
     texts = [row["text"] for row in results(tmp_path)["prompts"]]
