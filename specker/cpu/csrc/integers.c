@@ -72,7 +72,7 @@ INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, 
     for (int part = 0; part < PARTS; part++) {
         vh q[8];
         codes(bits, w, part, q);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
             vi first = (vi){0}, second = (vi){0};
 #pragma GCC unroll 4
@@ -113,7 +113,7 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
                 if (scales == SIXTEEN) second = shift;
                 vf low_zero = scale * (float)-zero, high_zero = second * (float)-zero;
                 if (shifted) low_zero = zero ? low_zero + shift : shift;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int t = 0; t < T; t++) {
                     vf to = acc[t][part];
                     if (scales == SIXTEEN) {
@@ -133,7 +133,9 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
         for (int part = 0; part < PARTS; part++) store(y + t * row_y + part * LANES, acc[t][part]);
 }
 
-#if MOST == 8
+#if MOST == 16
+#define EACH_T(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16)
+#elif MOST == 8
 #define EACH_T(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #elif MOST == 6
 #define EACH_T(X) X(1) X(2) X(3) X(4) X(5) X(6)

@@ -12,8 +12,10 @@
 enum scales { HALF, HALF_SHIFT, FLOAT, FLOAT_SHIFT, SUPER, SIXTEEN };
 enum { FP8 = 9 }; // as a number of bits: eight, but no integers
 
-#if LANES == 16
-#define MOST 8 // rows of x in a tile: their sums and a group of W fit the registers
+#if LANES == 16 && defined(__AVX512VNNI__)
+#define MOST 16 // rows of x in a tile: their sums and a group of W fit the registers
+#elif LANES == 16
+#define MOST 8
 #elif LANES == 8
 #define MOST 6
 #else
