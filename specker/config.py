@@ -216,7 +216,7 @@ def stop_strings(value: Any) -> tuple[str, ...]:
     """The strings at which a text ends: one string or several. Raises ValueError."""
     several = (value,) if isinstance(value, str) else value
     if not isinstance(several, list | tuple) or not all(isinstance(stop, str) and stop for stop in several):
-        raise ValueError(f"--stop must be a string or a list of strings, none of them empty, got {value!r}")
+        raise ValueError(f"{option('stop')} must be a string or a list of strings, none of them empty, got {value!r}")
     return tuple(several)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     # refusals of a request
     ({"temperature": -1.0}, "temperature must be 0 or at least 1e-6", "--temperature must be 0 or"),
     ({"top_p": 1.5}, "top_p must be in (0, 1]", "--top-p must be in (0, 1]"),
+    ({"stop": ""}, "stop must be a string or a list of strings", "--stop must be a string or a list of strings"),
     ({"seed": -1}, "seed must be in [0, 2**64)", "--seed must be in [0, 2**64)"),
     (
         {"batch_size": 2, "kv_tokens": 1, "max_new_tokens": 500},
@@ -102,7 +104,8 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
 def test_one_refusal_two_spellings(
     given: dict[str, Any], python: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = {name: value for name, value in given.items() if hasattr(Sampling(), name) or name == "max_new_tokens"}
+    asked = ("max_new_tokens", "stop", *(f.name for f in fields(Sampling)))
+    request = {name: value for name, value in given.items() if name in asked}
     loading = {name: value for name, value in given.items() if name not in request}
     with pytest.raises(ValueError) as caught:
         specker.load(device="cpu", **loading).generate("def fib", **request)
@@ -149,6 +152,11 @@ def test_none_is_no_value_of_a_request() -> None:
     with pytest.raises(ValueError, match="seed must be a whole number, got None"):
         Sampling(seed=None)  # type: ignore[arg-type]
     assert strategies.options(batch_size=None) == strategies.options()  # but leaves out an option of an engine
+
+
+def test_a_remark_names_the_argument() -> None:
+    engine = specker.load(strategy="ar", device="cpu", linear="cublas", max_context=64)
+    assert engine.remarks["linear"].startswith("linear='cublas' is not batch-invariant")
 
 
 def test_a_command_ends_with_its_spelling(capsys: pytest.CaptureFixture[str]) -> None:

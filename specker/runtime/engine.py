@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 
 from specker.config import Options, Sampling, refuse_unknown, stop_strings
+from specker.flags import option
 from specker.runtime import strategies, text
 from specker.runtime.check import CheckResult, check
 from specker.runtime.compose import compose, room_of
@@ -112,7 +113,8 @@ class Engine:
             made_up = " and ".join(self.options.stand_ins)
             said["sizing"] = f"with {made_up} a run measures time and memory only: its {nothing} nothing"
         if self.options.linear == "cublas":
-            said["linear"] = "--linear cublas is not batch-invariant, so chains are not bit-equal to plain decoding"
+            linear = option("linear", "cublas")
+            said["linear"] = f"{linear} is not batch-invariant, so chains are not bit-equal to plain decoding"
         return said
 
     def encode(self, prompt: str) -> list[int]:
@@ -164,7 +166,7 @@ class Engine:
         refuse_unknown(sampling, ["max_new_tokens", "stop", *(f.name for f in fields(Sampling))])
         params, max_new_tokens, stops = Sampling(**sampling), text.count(max_new_tokens), stop_strings(stop)
         if stops and not self.has_tokenizer:
-            raise ValueError(f"{self.target_name} has no tokenizer, so its text cannot end at --stop")
+            raise ValueError(f"{self.target_name} has no tokenizer, so its text cannot end at {option('stop')}")
         ids = self.validate(prompt, max_new_tokens)
         asked, drafting = len(ids) + max_new_tokens, drafting and self.drafter is not None
         policy = self.policy() if drafting else Fixed(0, 0)
