@@ -44,7 +44,7 @@ def load(
     Args:
         target: a local folder, a GGUF file or a hub id. None: the bundled model of Python code.
         draft: the same for the model that drafts. None: the bundled one for the target.
-        strategy: a name as in `--strategy`, with the strategy's flags by name in `options`; or an `Options` with all of
+        strategy: a name such as `draft+lookup`, with its own options in `options`; or an `Options` with all of
             them. None: `vocabtrim+lookup` with a draft model, otherwise `lookup`.
         device: "cpu" or "cuda". None: cuda if available.
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that

@@ -11,12 +11,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from specker.flags import opt, settle
+from specker.flags import opt, option, settle
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
 ACTIVATIONS = ("int8", "bfloat16", "float32")
 MAX_BATCH = 256
+TREE = "must be WIDTHxDEPTH with both at least 1, such as 4x5"
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,19 @@ class Tree:
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.depth < 1:
-            raise ValueError(f"--tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got {str(self)!r}")
+            raise ValueError(f"{option('tree')} {TREE}; got {str(self)!r}")
         if self.width > 64 or self.width * self.depth > 255:
-            raise ValueError(f"--tree {self} is too large: the width is at most 64 and WIDTH*DEPTH at most 255")
+            raise ValueError(
+                f"{option('tree', self)} is too large: the width is at most 64 and WIDTH*DEPTH at most 255"
+            )
 
     @classmethod
     def parse(cls, value: "str | Tree") -> "Tree":
         if isinstance(value, Tree):
             return value
-        match = re.fullmatch(r"(\d+)x(\d+)", value)
+        match = re.fullmatch(r"(\d+)x(\d+)", str(value))
         if not match:
-            raise ValueError(f"--tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got {value!r}")
+            raise ValueError(f"{option('tree')} {TREE}; got {value!r}")
         return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
@@ -54,10 +57,11 @@ class Keep:
     coverage: float | None = None
 
     @classmethod
-    def parse(cls, text: "str | Keep") -> "Keep":
+    def parse(cls, given: "str | Keep") -> "Keep":
         """Parse `8192` (rows), `0.25` (of the vocabulary) or `coverage:0.98` (of the counted tokens)."""
-        if isinstance(text, Keep):
-            return text
+        if isinstance(given, Keep):
+            return given
+        text = str(given)
         value = text.removeprefix("coverage:")
         try:
             if value == text and re.fullmatch(r"\d+", text):
@@ -67,17 +71,17 @@ class Keep:
                 return cls(coverage=float(value)) if value != text else cls(fraction=float(value))
         except ValueError:
             pass
-        raise ValueError(
-            f"--vocab-keep must be rows (8192), a fraction (0.25) or a coverage (coverage:0.98), got {text!r}"
-        )
+        about = "must be rows (8192), a fraction (0.25) or a coverage (coverage:0.98)"
+        raise ValueError(f"{option('vocab_keep')} {about}, got {given!r}")
 
 
 def probability(value: str | float) -> float:
-    """--acceptance: `synthetic:0.8`, the probability with which the target agrees with a draft token."""
-    text = value if isinstance(value, str) else f"synthetic:{value:f}"
+    """`synthetic:0.8`, the probability with which the target agrees with a draft token."""
+    text = f"synthetic:{value:f}" if isinstance(value, int | float) else str(value)
     match = re.fullmatch(r"synthetic:(0|1|0?\.\d+|[01]\.\d*)", text)
     if not match or float(match[1]) > 1:
-        raise ValueError(f"--acceptance must be synthetic:PROBABILITY within 0-1, such as synthetic:0.8, got {value!r}")
+        about = "must be synthetic:PROBABILITY within 0-1, such as synthetic:0.8"
+        raise ValueError(f"{option('acceptance')} {about}, got {value!r}")
     return float(match[1]) if isinstance(value, str) else value
 
 
@@ -201,18 +205,18 @@ class Sampling:
     def __post_init__(self) -> None:
         settle(self)
         if not (self.temperature == 0 or 1e-6 <= self.temperature < float("inf")):  # logits / 1e-7 could overflow
-            raise ValueError(f"--temperature must be 0 or at least 1e-6, and finite, got {self.temperature}")
+            raise ValueError(f"{option('temperature')} must be 0 or at least 1e-6, and finite, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"--top-p must be in (0, 1], got {self.top_p}")
+            raise ValueError(f"{option('top_p')} must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"--seed must be in [0, 2**64), got {self.seed}")
+            raise ValueError(f"{option('seed')} must be in [0, 2**64), got {self.seed}")
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
     """The strings at which a text ends: one string or several. Raises ValueError."""
     several = (value,) if isinstance(value, str) else value
     if not isinstance(several, list | tuple) or not all(isinstance(stop, str) and stop for stop in several):
-        raise ValueError(f"--stop must be a string or a list of strings, none of them empty, got {value!r}")
+        raise ValueError(f"{option('stop')} must be a string or a list of strings, none of them empty, got {value!r}")
     return tuple(several)
 
 

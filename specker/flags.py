@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import field, fields
 from functools import cache
 from typing import Any, NoReturn
@@ -46,13 +47,24 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_ON_COMMAND_LINE: ContextVar[bool] = ContextVar("on command line", default=False)  # True inside of `ended`
+
+
+def option(name: str, value: Any = None) -> str:
+    """An option in a message, perhaps with a value, as its user writes it: `--policy adl` on a command line and
+    `policy='adl'` in Python."""
+    if _ON_COMMAND_LINE.get():
+        return flag(name) if value is None else f"{flag(name)} {value}"
+    return name if value is None else f"{name}={value if isinstance(value, int | float) else str(value)!r}"
+
+
 def settle(options: Any) -> None:
     """Parse and check every field of a frozen dataclass against its type and its `opt`. Call it from `__post_init__`.
-    Raises ValueError with a sentence that names the flag. None means the flag was left out and skips the checks."""
+    Raises ValueError with a sentence that names the option. A default of None skips the checks."""
     kinds = _kinds(type(options))  # type: ignore[arg-type]
     for f in fields(options):
         about, value = f.metadata, getattr(options, f.name)
-        if value is None:
+        if value is None and f.default is None:
             continue
         if f.name in kinds:
             value = _of_kind(f.name, value, kinds[f.name])
@@ -61,11 +73,11 @@ def settle(options: Any) -> None:
             value = about["parse"](value)
             object.__setattr__(options, f.name, value)
         if about.get("choices") and value not in about["choices"]:
-            raise ValueError(f"{flag(f.name)} must be one of {', '.join(about['choices'])}, got {value!r}")
+            raise ValueError(f"{option(f.name)} must be one of {', '.join(about['choices'])}, got {value!r}")
         least, most = about.get("least"), about.get("most")
         if least is not None and not (least <= value and (most is None or value <= most)):
             bounds = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise ValueError(f"{flag(f.name)} must be {bounds}, got {value}")
+            raise ValueError(f"{option(f.name)} must be {bounds}, got {value}")
 
 
 @cache
@@ -91,7 +103,7 @@ def _of_kind(name: str, value: Any, kind: type) -> Any:
         if kind is int and hasattr(value, "__index__"):
             return operator.index(value)
     wanted = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}[kind]
-    raise ValueError(f"{flag(name)} must be {wanted}, got {value!r}")
+    raise ValueError(f"{option(name)} must be {wanted}, got {value!r}")
 
 
 class JobError(RuntimeError):
@@ -228,8 +240,10 @@ def make(cls: type[T], values: dict[str, Any]) -> T:
 def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True) -> int:
     """Run a command and turn its errors into one line on stderr; SPECKER_DEBUG=1 raises them instead. Returns the exit
     code: 0 for success, 1 if specker itself or the job failed, 2 for an error that the user can correct, 130 after
-    Ctrl-C, 141 for a closed pipe. `speaks`, called on an error, says whether this process of the job prints it."""
+    Ctrl-C, 141 for a closed pipe. `speaks`, called on an error, says whether this process of the job prints it.
+    Messages call options by their flags meanwhile."""
     interrupt.raises()
+    before = _ON_COMMAND_LINE.set(True)
     try:
         code = command()
         sys.stdout.flush()
@@ -253,6 +267,8 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
         if speaks():
             print(f"specker: error: {line}", file=sys.stderr)
         return 1 if mine or isinstance(error, JobError) else 2
+    finally:
+        _ON_COMMAND_LINE.reset(before)
 
 
 def not_json(where: str, error: json.JSONDecodeError) -> ValueError:

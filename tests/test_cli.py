@@ -167,10 +167,10 @@ def test_a_strategy_is_one_registered_object(name: str, monkeypatch: pytest.Monk
     argv = ["--strategy", name, "--suffix", "5"]
     if name == "lookup":
         assert run.parse(argv)[1].own == Own(5) and run.parse(argv[:2])[1].own == Own()
-        with pytest.raises(ValueError, match="--suffix must be between 1 and 8, got 9"):
+        with pytest.raises(ValueError, match="suffix must be between 1 and 8, got 9"):
             run.parse([*argv[:3], "9"])
     else:
-        with pytest.raises(ValueError, match=f"--suffix is for strategy lookup, not '{name}'"):
+        with pytest.raises(ValueError, match=f"suffix is for strategy lookup, not '{name}'"):
             run.parse(argv)
 
 

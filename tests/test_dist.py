@@ -169,7 +169,7 @@ def test_the_parts_of_all_ranks_make_the_model(tmp_path, monkeypatch, arch, size
 def test_what_cannot_be_split_is_refused(tmp_path):
     folder = make(tmp_path / "m", heads=4, kv_heads=2)
     for size, message in ((3, "num_attention_heads, 4"), (8, "num_attention_heads, 4")):
-        with pytest.raises(CheckpointError, match=f"--tp {size} does not divide the target's {message}"):
+        with pytest.raises(CheckpointError, match=f"tp={size} does not divide the target's {message}"):
             checkpoint.load(folder, dtype=torch.float32, device="cpu", part=Part(0, size))
     six = make(tmp_path / "six", heads=6, kv_heads=2, hidden=96)
     with pytest.raises(CheckpointError, match="neither divides the target's num_key_value_heads, 2"):
@@ -188,9 +188,9 @@ def test_a_process_takes_its_own_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 2}, "--tp 2 times --dp 1 is 2, but this job has 1 process: start it with torchrun"),
-        ({"dp": 3}, "--tp 1 times --dp 3 is 3"),
-        ({"draft_ranks": 2}, "--draft-ranks 2 is more than the 1 ranks"),
+        ({"tp": 2}, "tp=2 times dp=1 is 2, but this job has 1 process: start it with torchrun"),
+        ({"dp": 3}, "tp=1 times dp=3 is 3"),
+        ({"draft_ranks": 2}, "draft_ranks=2 is more than the 1 ranks"),
     ],
 )
 def test_rank_options_that_need_more_processes_are_refused(pair, options, message):

@@ -438,13 +438,13 @@ def test_eligible_layers():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"policy": "lucky"}, "--policy must be one of"),
-        ({"exit_cost": "dollars"}, "--exit-cost must be one of"),
-        ({"exit_layer": 0, "policy": "fixed"}, "--exit-layer must be at least 1"),
+        ({"policy": "lucky"}, "policy must be one of"),
+        ({"exit_cost": "dollars"}, "exit_cost must be one of"),
+        ({"exit_layer": 0, "policy": "fixed"}, "exit_layer must be at least 1"),
         ({"exit_layer": 2}, "del chooses the layer"),
         ({"tree": "2x2"}, "drafts a chain"),
-        ({"strategy": "draft", "policy": "del"}, "--policy del is for strategy del"),
-        ({"strategy": "draft", "exit_layer": 2}, "--exit-layer is for strategy del"),
+        ({"strategy": "draft", "policy": "del"}, "policy='del' is for strategy del"),
+        ({"strategy": "draft", "exit_layer": 2}, "exit_layer is for strategy del"),
         ({"strategy": "draft", "tree": "2x2", "policy": "plus-minus-one"}, "is for chains"),
         ({"strategy": "ar", "policy": "fixed"}, "'ar' drafts nothing"),
         ({"strategy": "del+draft"}, "do not compose"),
@@ -456,7 +456,7 @@ def test_refuses(options, words):
 
 
 def test_refuses_what_the_target_lacks(target, tmp_path):
-    with pytest.raises(ValueError, match="--exit-layer must be below the target's 6 layers"):
+    with pytest.raises(ValueError, match="exit_layer must be below the target's 6 layers"):
         engine(target, policy="fixed", exit_layer=6)
     with pytest.raises(ValueError, match="uses no draft checkpoint"):
         specker.load(target, target, strategy="del")

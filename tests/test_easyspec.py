@@ -459,15 +459,15 @@ def test_schedules():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"layer_parallel": "0"}, "--layer-parallel must be a width"),
-        ({"layer_parallel": "two"}, "--layer-parallel must be a width"),
-        ({"layer_parallel": "[[0],[]]"}, "--layer-parallel must be a width"),
-        ({"layer_parallel": "[[0],[1.5]]"}, "--layer-parallel must be a width"),
+        ({"layer_parallel": "0"}, "layer_parallel must be a width"),
+        ({"layer_parallel": "two"}, "layer_parallel must be a width"),
+        ({"layer_parallel": "[[0],[]]"}, "layer_parallel must be a width"),
+        ({"layer_parallel": "[[0],[1.5]]"}, "layer_parallel must be a width"),
         ({"layer_parallel": "[[0],[2,1]]"}, "once and in order"),
         ({"layer_parallel": "[[0],[0,1]]"}, "once and in order"),
-        ({"calibrate": "sometimes"}, "--calibrate must be one of every, mismatch, never"),
-        ({"strategy": "draft", "layer_parallel": "4"}, "--layer-parallel is for strategy easyspec"),
-        ({"strategy": "ar", "calibrate": "every"}, "--calibrate is for strategy easyspec"),
+        ({"calibrate": "sometimes"}, "calibrate must be one of every, mismatch, never"),
+        ({"strategy": "draft", "layer_parallel": "4"}, "layer_parallel is for strategy easyspec"),
+        ({"strategy": "ar", "calibrate": "every"}, "calibrate is for strategy easyspec"),
         ({"strategy": "draft+easyspec"}, "do not compose"),
     ],
 )

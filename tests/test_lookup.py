@@ -95,11 +95,11 @@ def test_requests_do_not_share_texts(target):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ngram_least": 5, "ngram_most": 2}, "--ngram-least must be at most --ngram-most, got 5 and 2"),
-        ({"ngram_most": 0}, "--ngram-most must be between 1 and 64, got 0"),
+        ({"ngram_least": 5, "ngram_most": 2}, "ngram_least must be at most ngram_most, got 5 and 2"),
+        ({"ngram_most": 0}, "ngram_most must be between 1 and 64, got 0"),
         ({"policy": "draft-and-verify"}, "lookup runs none"),
         ({"strategy": "ar+lookup"}, "strategies ar and lookup do not compose: ar drafts nothing"),
-        ({"strategy": "draft", "ngram_most": 3}, "--ngram-most is for strategy lookup, not 'draft'"),
+        ({"strategy": "draft", "ngram_most": 3}, "ngram_most is for strategy lookup, not 'draft'"),
     ],
 )
 def test_refusals(options, message):

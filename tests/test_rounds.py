@@ -203,7 +203,7 @@ def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
     options = dataclasses.replace(engine.options, graphs="on")
     gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64)
     monkeypatch.setattr(compose, "Model", lambda *_, **__: gpu)
-    with pytest.raises(ValueError, match="--graphs on needs kernels"):
+    with pytest.raises(ValueError, match="graphs='on' needs kernels"):
         compose.compose(engine.target, engine.draft, options, None, False, None)
 
 

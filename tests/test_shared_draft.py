@@ -87,7 +87,7 @@ def test_a_bundled_draft_is_found_by_the_embedding(family, tmp_path, monkeypatch
     assert engine.draft.folder == thin and engine.draft_name == "shared"
     tied = json.loads((target / "config.json").read_text())["tie_word_embeddings"]
     other = make(tmp_path / "other", layers=3, seed=9, tied=tied)
-    with pytest.raises(ValueError, match=r"'easyspec' needs a draft checkpoint for .*other: pass --draft"):
+    with pytest.raises(ValueError, match=r"'easyspec' needs a draft checkpoint for .*other: pass draft"):
         specker.load(other, strategy="easyspec", **HOW)
     monkeypatch.setitem(sizes, "num_layers", 4)
     with pytest.raises(ValueError, match="needs a draft checkpoint"):

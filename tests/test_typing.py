@@ -3,9 +3,12 @@
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 import typing
+import venv
+import zipfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,6 +37,8 @@ texts = ["a", "b"]
 reveal_type(engine.generate(texts, [3, 4], temperature=[0.0, 0.5]))
 reveal_type(engine.generate([[1, 2], [3]]))
 engine.generate("x", temprature=0.5)
+import specker_models
+reveal_type(specker_models.__version__)
 """
 
 
@@ -77,20 +82,56 @@ def test_load_takes_what_the_loader_takes():
     assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
 
 
-def test_a_users_mypy_sees_the_types(tmp_path):
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """The python of an environment where a clone is installed for development (`pip install -e . -e ./models`)."""
+    clone, folder = tmp_path / "clone", tmp_path / "venv"
+    large = shutil.ignore_patterns("*.safetensors", "*.jsonl", "__pycache__")
+    for project, package in ((ROOT, "specker"), (ROOT / "models", "specker_models")):
+        target = clone / project.relative_to(ROOT)
+        shutil.copytree(project / package, target / package, ignore=large)
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(project / name, target)
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    build = "import sys; from setuptools.build_meta import build_editable; print(build_editable(sys.argv[1]))"
+    for project in (clone, clone / "models"):
+        command = [sys.executable, "-c", build, str(tmp_path)]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
+        with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+            wheel.extractall(site)
+    return folder / "bin" / "python"
+
+
+def test_a_users_mypy_sees_the_types(tmp_path: Path, environment: Path) -> None:
+    """Outside of the clone, by what the installation leaves in the environment."""
     pytest.importorskip("mypy")
-    (tmp_path / "user.py").write_text(USER)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir"]
-    command += [str(ROOT / ".mypy_cache"), "--follow-imports", "silent", str(tmp_path / "user.py")]
-    env = {**os.environ, "MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "user.py").write_text(USER)
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(environment), "user.py"]
+    env = {name: value for name, value in os.environ.items() if name != "MYPYPATH"}
+    done = subprocess.run(command, cwd=tmp_path / "user", env=env, capture_output=True, text=True)
     told: dict[int, str] = {}
     for line, said in re.findall(r"user\.py:(\d+): \w+: (.*)", done.stdout):
         told[int(line)] = told.get(int(line), "") + said
-    assert told.keys() == {*range(4, 13), 14, 15, 16}, done.stdout + done.stderr
+    assert told.keys() == {*range(4, 13), 14, 15, 16, 18}, done.stdout + done.stderr
     assert '"specker.runtime.engine.Engine"' in told[4] and '"int"' in told[5] and '"pathlib.Path"' in told[6]
     assert 'Unexpected keyword argument "batchsize"' in told[7] and '"batch_size"' in told[8]
     assert "'slow'" in told[9] and 'no attribute "generatee"' in told[10]
     assert all("specker.runtime.text.Generation" in told[n] for n in (11, 12)), told
     assert all("list[specker.runtime.text.Generation]" in told[n] for n in (14, 15)), told
-    assert "temprature" in told[16]
+    assert "temprature" in told[16] and '"str"' in told[18]
+
+
+def test_an_installed_clone_hides_no_module(tmp_path: Path, environment: Path) -> None:
+    """The environment finds the clone's folder after all others, and its folders beside the package are no packages."""
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {"specker"}
+    (tmp_path / "user" / "bench").mkdir(parents=True)
+    (tmp_path / "user" / "bench" / "own.py").write_text("")
+    (tmp_path / "clone" / "bench").mkdir()
+    (tmp_path / "clone" / "bench" / "own.py").write_text("raise ImportError")
+    script = "import sys, bench.own, specker; print(bench.own.__file__, specker.__file__, *sys.path[-2:])"
+    done = subprocess.run([environment, "-c", script], cwd=tmp_path / "user", capture_output=True, text=True)
+    clone = tmp_path / "clone"
+    own = tmp_path / "user" / "bench" / "own.py"
+    assert done.stdout.split() == [str(x) for x in (own, clone / "specker/__init__.py", clone, clone / "models")]

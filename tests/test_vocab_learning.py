@@ -211,7 +211,7 @@ def test_a_family_without_drafts_asks_for_the_users(models, coder, installed, mo
     if not installed:
         monkeypatch.setattr(zoo, "FOLDER", tmp_path / "absent")
     for strategy in ("draft", "vocabtrim", "easyspec", "diffuspec"):
-        with pytest.raises(ValueError, match=r"needs a draft checkpoint for .*target: pass --draft"):
+        with pytest.raises(ValueError, match=r"needs a draft checkpoint for .*target: pass draft"):
             specker.load(models[0], strategy=strategy, device="cpu")
     with pytest.raises(ValueError, match=r"needs a draft checkpoint for .*target: pass draft"):
         Drafts(models[0], device="cpu")

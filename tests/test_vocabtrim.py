@@ -148,20 +148,20 @@ def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strategy": "draft", "vocab_keep": "16"}, "--vocab-keep is for strategy vocabtrim"),
-        ({"strategy": "draft", "vocab_scores": "f"}, "--vocab-scores is for strategy vocabtrim"),
+        ({"strategy": "draft", "vocab_keep": "16"}, "vocab_keep is for strategy vocabtrim"),
+        ({"strategy": "draft", "vocab_scores": "f"}, "vocab_scores is for strategy vocabtrim"),
         ({"strategy": "ar+vocabtrim"}, "ar drafts nothing"),
         ({"strategy": "vocabtrim+vocabtrim"}, "do not compose"),
-        ({"strategy": "draft", "vocab_text": 4}, "--vocab-text is for strategy vocabtrim"),
-        ({"strategy": "vocabtrim", "vocab_text": -1}, "--vocab-text must be at least 0, got -1"),
-        ({"strategy": "vocabtrim", "vocab_keep": "some"}, "--vocab-keep must be rows"),
+        ({"strategy": "draft", "vocab_text": 4}, "vocab_text is for strategy vocabtrim"),
+        ({"strategy": "vocabtrim", "vocab_text": -1}, "vocab_text must be at least 0, got -1"),
+        ({"strategy": "vocabtrim", "vocab_keep": "some"}, "vocab_keep must be rows"),
         ({"strategy": "vocabtrim", "tree": "40x2", "vocab_keep": "16", "vocab_text": 0}, "wider than the 16 rows"),
         (
             {"strategy": "vocabtrim", "vocab_scores": None, "vocab_keep": "coverage:0.9"},
-            "coverage:X needs a score file",
+            "vocab_keep='coverage:X' needs a score file",
         ),
-        ({"strategy": "vocabtrim", "vocab_learn": "maybe"}, "--vocab-learn must be one of on, off, got 'maybe'"),
-        ({"strategy": "draft", "vocab_learn": "off"}, "--vocab-learn is for strategy vocabtrim"),
+        ({"strategy": "vocabtrim", "vocab_learn": "maybe"}, "vocab_learn must be one of on, off, got 'maybe'"),
+        ({"strategy": "draft", "vocab_learn": "off"}, "vocab_learn is for strategy vocabtrim"),
         ({"strategy": "vocabtrim", "vocab_scores": "/nowhere.pt"}, "no such vocabulary score file"),
     ],
 )

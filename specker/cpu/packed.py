@@ -12,7 +12,8 @@ and then its scales. In 32 columns register i holds columns 4 i .. 4 i + 3 of ro
     w = (code - zero) scale              without shifts: zero is 2^(bits - 1)
     w = code scale + shift               with shifts; eight bits: (code - 128) scale + shift
 
-A format keeps the numbers of its source: bytes and values are those of the GGUF file.
+A format keeps the numbers of its source, in as many bits as the GGUF file; only Q4_K and Q5_K have 1/8 bit a weight
+more, since their six-bit s and t are bytes, and Q6_K 1/16, since zeros fill its units up to whole cache lines.
 
     half, half shift     float16 for 32 columns          GGUF's Q4_0, Q5_0, Q8_0; Q4_1, Q5_1
     float, float shift   float32 for 32 columns          scales that float16 cannot hold

@@ -35,8 +35,9 @@ def accept_walk(
         [B], the target's token after the path's last row.
 
     Raises:
-        ValueError: other shapes or dtypes and, on a CPU, values that are not trees. On CUDA the host reads nothing:
-            such values give a meaningless result, but no access out of bounds.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes or devices and, on a CPU, values that are not trees. On CUDA the host reads
+            nothing: such values give a meaningless result, but no access out of bounds.
 
     Source: Leviathan et al., arXiv 2211.17192, with a draw that is shared by draft and target; trees as in SpecInfer,
     arXiv 2305.09781.
@@ -195,7 +196,6 @@ def variants(arch: int) -> Iterator[Variant]:
 def _launch_walk(
     tokens: Tensor, parents: Tensor | None, target: Tensor, cu_drafts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    same_device(tokens, parents=parents, target=target, cu_drafts=cu_drafts)
     N = tokens.shape[-1]
     tokens, target = (_rowwise(x) for x in (tokens, target))
     up = tokens if parents is None else _rowwise(parents)  # tokens is a dummy, not read
@@ -238,6 +238,7 @@ def _check_walk(tokens: Tensor, parents: Tensor | None, target: Tensor, cu_draft
             f"target must have a row for each draft and each root, {list(rows)} int64, got {tuple(target.shape)} "
             f"{target.dtype}"
         )
+    same_device(tokens, parents=parents, target=target, cu_drafts=cu_drafts)
 
 
 def _fake_walk(tokens: Tensor, _: Tensor | None, target: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:

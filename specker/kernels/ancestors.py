@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_WORDS = 4
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WORD = (1 << 64) - 1
 
 
@@ -27,7 +28,8 @@ def ancestor_words(parents: Tensor) -> Tensor:
         [N + 1, W] int64 on parents' device, W = ceil((N + 1) / 64); row r is at window column r.
 
     Raises:
-        ValueError: parents that are not rows of such a tree, or W > 4.
+        TypeError: parents is no tensor.
+        ValueError: parents that are not rows of such a tree, another shape or dtype, or W > 4.
 
     Source: the tree mask of SpecInfer, arXiv 2305.09781, as bits.
 
@@ -37,6 +39,10 @@ def ancestor_words(parents: Tensor) -> Tensor:
         >>> [f"{words[0]:04b}" for words in ancestor_words(torch.tensor([0, 0, 1])).tolist()]
         ['0001', '0011', '0101', '1011']
     """
+    if not isinstance(parents, Tensor):
+        raise TypeError(f"parents must be a Tensor, got {type(parents).__name__}")
+    if parents.dim() != 1 or parents.dtype not in INTEGERS:
+        raise ValueError(f"parents must be [N] integers, got {tuple(parents.shape)} {parents.dtype}")
     bits = [1]
     for n, parent in enumerate(parents.tolist()):
         if not 0 <= parent <= n:

@@ -32,7 +32,7 @@ from specker.kernels.ancestors import (
     unpack_words,
 )
 from specker.kernels.cpu import FEW_ROWS, plain
-from specker.kernels.registry import register
+from specker.kernels.registry import refuse, register
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -111,8 +111,9 @@ def tree_attention(
         out [T, Hq, D], and lse [T, Hq], float32 (float64 for float64).
 
     Raises:
-        ValueError: other shapes or dtypes. On a CPU also kv_len beyond the table; on CUDA, where the host must not
-            wait, that sequence's rows are NaN.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes or devices. On a CPU also kv_len beyond the table; on CUDA, where the host must
+            not wait, that sequence's rows are NaN.
 
     Source: tree attention of SpecInfer, arXiv 2305.09781, section 4.2.
 
@@ -128,7 +129,11 @@ def tree_attention(
         [1.5, 2.0, 2.2]
     """
     args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
-    done = _few_rows(*args, with_lse)
+    try:
+        done = _few_rows(*args, with_lse)
+    except Exception:
+        refuse(tree_attention, _check, args)
+        raise
     return _tree_attention(*args) if done is None else done
 
 
@@ -837,8 +842,6 @@ def _launch(
     ancestors: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    others = {"block_table": block_table, "kv_len": kv_len, "window": window, "cu_rows": cu_rows}
-    same_device(q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, **others)
     strides = k_cache.stride()
     if strides != v_cache.stride() or strides[3] != 1:
         raise ValueError(
@@ -888,11 +891,11 @@ def _check(
         raise ValueError(f"{q.shape[1]} query heads cannot share {k_cache.shape[2]} KV heads")
     if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
         raise ValueError(f"q and the caches must have one dtype: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
-    B = kv_len.shape[0]
-    if block_table.dim() != 2 or block_table.shape[0] != B or window.shape != (B,) or cu_rows.shape != (B + 1,):
+    B = block_table.shape[0] if block_table.dim() else 0
+    if kv_len.shape != (B,) or block_table.dim() != 2 or window.shape != (B,) or cu_rows.shape != (B + 1,):
         raise ValueError(
-            f"for {B} sequences expected block_table [{B}, P], window [{B}], cu_rows [{B + 1}]: "
-            f"{tuple(block_table.shape)}, {tuple(window.shape)}, {tuple(cu_rows.shape)}"
+            "expected block_table [B, P], kv_len [B], window [B], cu_rows [B + 1]: "
+            f"{tuple(block_table.shape)}, {tuple(kv_len.shape)}, {tuple(window.shape)}, {tuple(cu_rows.shape)}"
         )
     if not block_table.dtype == kv_len.dtype == window.dtype == cu_rows.dtype == torch.int32:
         raise ValueError(
@@ -905,6 +908,8 @@ def _check(
         raise ValueError(f"ancestors must be int64 words, got {ancestors.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
+    others = {"block_table": block_table, "kv_len": kv_len, "window": window, "cu_rows": cu_rows}
+    same_device(q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, **others)
 
 
 def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:

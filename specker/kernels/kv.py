@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.kernels.cpu import few, rms_norm
-from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+from specker.kernels.registry import refuse, register
+from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, sum_dtype, tl, triton
 
 
 def kv_calibrate(
@@ -51,7 +51,9 @@ def kv_calibrate(
         q [T, Hq, D], rotated.
 
     Raises:
-        ValueError: other shapes, dtypes or layouts, or an odd D.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes, devices or layouts, or an odd D; on a CPU also positions beyond the table and
+            slots beyond the caches.
 
     Source: RoFormer, arXiv 2104.09864, equation 34, in the halves of GPT-NeoX. One pass over accepted rows, bonus
     calibration, is EasySpec's, arXiv 2502.02493.
@@ -66,10 +68,13 @@ def kv_calibrate(
         >>> keys[0, 3].tolist(), values[0, 3].tolist()
         ([[2.0, 3.0]], [[4.0, 5.0]])
     """
-    q = _kv_calibrate_few(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
-    if q is not None:
-        return q
-    return _kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
+    args = qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps
+    try:
+        q = _kv_calibrate_few(*args)
+    except Exception:
+        refuse(kv_calibrate, _explain, args)
+        raise
+    return _kv_calibrate(*args) if q is None else q
 
 
 def kv_calibrate_ref(
@@ -122,7 +127,8 @@ def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) 
         [C, 2, D] float32, or float64 if dtype is float64.
 
     Raises:
-        RuntimeError: as torch does, for an inv_freq that is no vector.
+        TypeError: an argument of another type.
+        ValueError: an inv_freq that is no vector of floating point, or a negative length.
 
     Source: RoFormer, arXiv 2104.09864, equation 34.
 
@@ -132,10 +138,18 @@ def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) 
         >>> rope_table(torch.ones(1), 1.0, 2, torch.float32)[0].tolist()
         [[1.0, 1.0], [-0.0, 0.0]]
     """
+    refuse(rope_table, _check_table, (inv_freq, scale, length, dtype))
     angles = torch.arange(length, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq.float()
     cos, sin = angles.cos() * scale, angles.sin() * scale
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
     return table.to(torch.float64) if dtype == torch.float64 else table
+
+
+def _check_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) -> None:
+    if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
+        raise ValueError(f"inv_freq must be [D / 2] floating point, got {tuple(inv_freq.shape)} {inv_freq.dtype}")
+    if length < 0:
+        raise ValueError(f"length must be at least 0, got {length}")
 
 
 def _kv_calibrate_few(
@@ -341,12 +355,8 @@ def _launch(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    same_device(
-        qkv, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
-    )
-    check_contiguous(k_cache, v_cache)
-    if rope.dtype != torch.float32 or not rope.is_contiguous():
-        raise ValueError(f"rope must be a contiguous float32 table, got {rope.dtype}")
+    if not rope.is_contiguous():
+        raise ValueError(f"rope must be contiguous, got strides {rope.stride()}")
     qkv, positions, slots = qkv.contiguous(), positions.contiguous(), slots.contiguous()
     if q_norm is not None and k_norm is not None:
         q_norm, k_norm = q_norm.contiguous(), k_norm.contiguous()
@@ -375,9 +385,26 @@ def _check(
     k_norm: Tensor | None,
     eps: float,
 ) -> None:
-    Hkv, D = check_rows(qkv, qkv.shape[0], positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
+    T = qkv.shape[0] if qkv.dim() else 0
+    Hkv, D = check_rows(qkv, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] <= 2 * Hkv * D:
         raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
+
+
+def _explain(qkv: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor, *others: Any) -> None:
+    _check(qkv, positions, slots, rope, k_cache, *others)
+    check_places(positions, slots, rope, k_cache)
+
+
+def check_places(positions: Tensor, slots: Tensor, rope: Tensor, k_cache: Tensor) -> None:
+    """Raise ValueError for positions beyond the table or slots beyond the cache; reads them on the host."""
+    check_within("positions", positions, len(rope))
+    check_within("slots", slots, k_cache.shape[0] * k_cache.shape[1])
+
+
+def check_within(name: str, index: Tensor, end: int) -> None:
+    if index.numel() and not (index.min() >= 0 and index.max() < end):
+        raise ValueError(f"{name} must be in 0..{end - 1}, got {index.min()}..{index.max()}")
 
 
 def check_rows(
@@ -390,24 +417,31 @@ def check_rows(
     v_cache: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    eps: float,
 ) -> tuple[int, int]:
     """Raise ValueError unless T rows of x's dtype can be rotated, normed and written to the caches. Returns Hkv, D."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(f"caches must be [pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
     Hkv, D = k_cache.shape[2:]
-    if D % 2:
+    if D % 2 or not D:
         raise ValueError(f"D must be even, since halves of a head are rotated together; got {D}")
     for name, index in (("positions", positions), ("slots", slots)):
         if index.shape != (T,) or index.dtype != torch.int64:
             raise ValueError(f"{name} must be [{T}] int64, got {tuple(index.shape)} {index.dtype}")
-    if rope.dim() != 3 or rope.shape[1:] != (2, D):
-        raise ValueError(f"rope must be [C, 2, {D}], got {tuple(rope.shape)}")
-    if k_cache.dtype != x.dtype:
-        raise ValueError(f"the caches must have the input's dtype: {k_cache.dtype}, {x.dtype}")
+    if rope.dim() != 3 or rope.shape[1:] != (2, D) or rope.dtype != sum_dtype(x.dtype):
+        raise ValueError(f"rope must be [C, 2, {D}] {sum_dtype(x.dtype)}, got {tuple(rope.shape)} {rope.dtype}")
+    if not k_cache.dtype == v_cache.dtype == x.dtype:
+        raise ValueError(f"the caches must have the input's dtype: {k_cache.dtype}, {v_cache.dtype}, {x.dtype}")
+    check_contiguous(k_cache, v_cache)
+    same_device(
+        x, positions=positions, slots=slots, rope=rope, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm
+    )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together or not at all")
     if q_norm is None or k_norm is None:
         return Hkv, D
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
     if q_norm.dim() != 2 or q_norm.shape[1] != D or not len(q_norm) or T % len(q_norm):
         raise ValueError(f"q_norm must be [G, {D}] with G dividing {T} rows, got {tuple(q_norm.shape)}")
     if k_norm.shape != q_norm.shape or not q_norm.dtype == k_norm.dtype == x.dtype:
@@ -438,6 +472,7 @@ _kv_calibrate = register(
     fake=_fake,
     few=_kv_calibrate_few,
     mutates=("k_cache", "v_cache"),
+    explain=_explain,
 )
 
 
@@ -458,7 +493,8 @@ def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> Non
         Nothing; the caches are written.
 
     Raises:
-        ValueError: other shapes.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes, devices or layouts; on a CPU also slots beyond the caches.
 
     Source: the commit of a verified path, as in SpecInfer, arXiv 2305.09781.
 
@@ -538,8 +574,6 @@ def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
 
 
 def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
-    check_contiguous(k_cache, v_cache)
     L, pages, page_size, Hkv, D = k_cache.shape
     if M := src.shape[0]:
         bucket = next(b for b in (16, 64, MAX_COMMIT) if b >= M)
@@ -551,8 +585,18 @@ def _launch_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -
 def _check_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     if k_cache.shape != v_cache.shape or k_cache.dim() != 5:
         raise ValueError(f"caches must be [L, pages, page, Hkv, D], got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
-    if src.shape != dst.shape or src.dim() != 1:
-        raise ValueError(f"src and dst must be [M], got {tuple(src.shape)} and {tuple(dst.shape)}")
+    if src.shape != dst.shape or src.dim() != 1 or not src.dtype == dst.dtype == torch.int64:
+        raise ValueError(
+            f"src and dst must be [M] int64, got {tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}"
+        )
+    check_contiguous(k_cache, v_cache)
+    same_device(k_cache, v_cache=v_cache, src=src, dst=dst)
+
+
+def _explain_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    _check_commit(k_cache, v_cache, src, dst)
+    for name, slots in (("src", src), ("dst", dst)):
+        check_within(name, slots, k_cache.shape[1] * k_cache.shape[2])
 
 
 _kv_commit = register(
@@ -563,6 +607,7 @@ _kv_commit = register(
     fake=lambda *_: None,
     fits=lambda k_cache, v_cache, src, dst: src.shape[0] <= MAX_COMMIT,
     mutates=("k_cache", "v_cache"),
+    explain=_explain_commit,
 )
 
 

@@ -26,7 +26,7 @@ from specker.kernels.quant import (
     streams,
     types_of,
 )
-from specker.kernels.registry import register
+from specker.kernels.registry import refuse, register
 from specker.kernels.variant import (
     AMD,
     SMS,
@@ -83,7 +83,8 @@ def row_linear(
         "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E, device) alone.
 
     Raises:
-        ValueError: other shapes or dtypes, an unknown epilogue, or "split" with a bias.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes or devices, an unknown epilogue, or "split" with a bias.
 
     Source: SwiGLU, arXiv 2002.05202, equation 6, for "silu_mul".
 
@@ -93,25 +94,27 @@ def row_linear(
         >>> row_linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])).tolist()
         [[1.0, 2.0, 3.0]]
     """
-    if out is not None:
-        if x.is_cuda and x.dtype != torch.float64 and _fits(x, weight) and not is_compiling():
-            _check(x, weight, bias, epilogue)
-            return _launch(x, weight, bias, epilogue, out)
-        return out.copy_(row_linear(x, weight, bias, epilogue))
-    if epilogue == "float32" and x.dtype in (torch.float32, torch.float64):
-        epilogue = "none"
-    done = _row_linear_cpu(x, weight, bias, epilogue)
-    if done is not None:
-        return done
-    matrices = x.dim() == weight.dim() > 1
-    simple = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
-    eager = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
-    if eager and x.is_cpu and bias is None and matrices and simple and like(x, weight):
-        try:
+    try:  # check after a failure only, to spare decoding steps the checks
+        if out is not None:
+            if x.is_cuda and x.dtype != torch.float64 and _fits(x, weight) and not is_compiling():
+                _check(x, weight, bias, epilogue)
+                return _launch(x, weight, bias, epilogue, out)
+            y = row_linear(x, weight, bias, epilogue)
+            _check_out(out, y)
+            return out.copy_(y)
+        if epilogue == "float32" and x.dtype in (torch.float32, torch.float64):
+            epilogue = "none"
+        done = _row_linear_cpu(x, weight, bias, epilogue)
+        if done is not None:
+            return done
+        matrices = x.dim() == weight.dim() > 1
+        simple = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
+        eager = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
+        if eager and x.is_cpu and bias is None and matrices and simple and like(x, weight):
             return row_linear_ref(x, weight, bias, epilogue)
-        except RuntimeError:  # check after a failure only, to spare decoding steps the checks
-            _check(x, weight, bias, epilogue)
-            raise
+    except Exception:
+        refuse(row_linear, _check, (x, weight, bias, epilogue))
+        raise
     return _row_linear(x, weight, bias, epilogue)
 
 
@@ -170,7 +173,7 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
         return None
     if epilogue not in ("none", "silu_mul") or (epilogue == "silu_mul" and len(weight) % 2):
         return None
-    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1] or not bias.is_cpu):
         return None
     if len(x) <= COMPILED_ROWS:
         y = kernels.product(x, weight, "bfloat16" if weight.dtype == torch.bfloat16 else "float32")
@@ -808,7 +811,6 @@ def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:
 
 def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
     x, (w, scale, shift) = x.contiguous(), arguments_of(weight)
-    same_device(x, bias=bias, out=into, scale=scale, shift=shift)
     (*layers, T, E), O, form = x.shape, weight.shape[-2], format_of(weight)
     G, columns = math.prod(layers), O // 2 if epilogue == "silu_mul" else O
     stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, arch(x.device), G, sms(x.device), form)
@@ -819,8 +821,7 @@ def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into:
     else:
         y = x.new_empty(*layers, T, columns, dtype=torch.float32 if epilogue == "float32" else x.dtype)
     if into is not None:
-        if into.shape != y.shape or into.dtype != y.dtype or not into.is_contiguous():
-            raise ValueError(f"out must be contiguous {list(y.shape)} {y.dtype}, got {list(into.shape)} {into.dtype}")
+        _check_out(into, y)
         y = into
     if y.numel() == 0:
         return y
@@ -849,8 +850,20 @@ def _check(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Non
         raise ValueError(f"epilogue must be one of {EPILOGUES}, got {epilogue!r}")
     if epilogue == "silu_mul" and weight.shape[-2] % 2:
         raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[-2]}")
+    if epilogue == "split" and not weight.numel():
+        raise ValueError(f"split needs a weight with elements, got {list(weight.shape)}")
     if epilogue == "split" and bias is not None:
         raise ValueError("split has no bias: add it to the sum")
+    same_device(x, bias=bias)
+
+
+def _check_out(out: Tensor, y: Tensor) -> None:
+    """Raise TypeError or ValueError unless the result y can be written to `out`."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be Tensor | None, got {type(out).__name__}")
+    if out.shape != y.shape or out.dtype != y.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {list(y.shape)} {y.dtype}, got {list(out.shape)} {out.dtype}")
+    same_device(y, out=out)
 
 
 def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from specker.kernels.cpu import FEW_ROWS, few, rms_norm
-from specker.kernels.registry import register
+from specker.kernels.registry import refuse, register
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -58,7 +58,8 @@ def residual_merge(
         y [T, E] and normed [Q, T, E] (Q = 0 without weights). Neither aliases x.
 
     Raises:
-        ValueError: other shapes or dtypes.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes or devices, or a negative eps.
 
     Source: layers side by side are EasySpec's, arXiv 2502.02493.
 
@@ -70,7 +71,12 @@ def residual_merge(
         ([[3.0, 3.0, 3.0, 3.0]], [[[0.5, 0.5, 0.5, 0.5]]])
     """
     given = x, deltas, norm_weight, eps, last, split
-    return _residual_merge_few(*given) or _residual_merge(*given)
+    try:
+        done = _residual_merge_few(*given)
+    except Exception:
+        refuse(residual_merge, _check, given)
+        raise
+    return done or _residual_merge(*given)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -116,7 +122,7 @@ def residual_merge_ref(
         y = x + deltas[0]
         for p in range(1, P):
             y = y + deltas[p]
-    if norm_weight is None:
+    if norm_weight is None or not len(norm_weight):
         return y, y.new_empty(0, *y.shape)
     if norm_weight.shape[0] == 1:
         return y, F.rms_norm(y, y.shape[-1:], norm_weight[0], eps).unsqueeze(0)
@@ -292,7 +298,6 @@ def _launch(
     last: Tensor | None = None,
     split: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    same_device(x, deltas=deltas, norm_weight=norm_weight, last=last)
     x, deltas = x.contiguous(), deltas.contiguous()
     weight, apart = (x if y is None else y.contiguous() for y in (norm_weight, last))  # the kernel ignores x here
     (T, E), Q = x.shape, 0 if norm_weight is None else norm_weight.shape[0]
@@ -315,6 +320,9 @@ def _check(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, eps: float, la
         raise ValueError(f"the sums of splits must be float32, or float64 beside float64: {deltas.dtype}, {x.dtype}")
     if norm_weight is not None and (norm_weight.dim() != 2 or norm_weight.shape[1] != x.shape[1]):
         raise ValueError(f"norm_weight must be [Q, {x.shape[1]}], got {tuple(norm_weight.shape)}")
+    if norm_weight is not None and not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
+    same_device(x, deltas=deltas, norm_weight=norm_weight, last=last)
 
 
 def _fake(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:

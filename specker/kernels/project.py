@@ -9,11 +9,12 @@ the splits, written and read once.
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specker.kernels.kv import calibrate, check_contiguous, check_rows, kv_calibrate, kv_calibrate_cost
+from specker.kernels.kv import calibrate, check_places, check_rows, kv_calibrate, kv_calibrate_cost
 from specker.kernels.linear import (
     COMMON,
     MAX_ROWS,
@@ -86,7 +87,8 @@ def kv_project(
         q [G * T, Hq, D], rotated.
 
     Raises:
-        ValueError: other shapes or dtypes.
+        TypeError: an argument of another type.
+        ValueError: as for `kv_calibrate`, or a weight or bias of another shape or dtype.
 
     Source: as for `kv_calibrate`.
 
@@ -363,11 +365,8 @@ def _launch(
     eps: float,
 ) -> Tensor:
     w, scale, shift = arguments_of(weight)
-    others = {"weight": w, "bias": bias, "positions": positions, "slots": slots, "rope": rope}
-    same_device(x, k_cache=k_cache, v_cache=v_cache, q_norm=q_norm, k_norm=k_norm, scale=scale, shift=shift, **others)
-    check_contiguous(k_cache, v_cache)
-    if rope.dtype != torch.float32 or not rope.is_contiguous():
-        raise ValueError(f"rope must be a contiguous float32 table, got {rope.dtype}")
+    if not rope.is_contiguous():
+        raise ValueError(f"rope must be contiguous, got strides {rope.stride()}")
     x, positions, slots = x.contiguous(), positions.contiguous(), slots.contiguous()
     (*layers, T, E), O, (Hkv, D) = x.shape, weight.shape[-2], k_cache.shape[2:]
     G, Hq = math.prod(layers), O // D - 2 * Hkv
@@ -407,13 +406,19 @@ def _check(
     if not like(x, weight):
         raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
     G, T, O = math.prod(x.shape[:-2]), math.prod(x.shape[:-1]), weight.shape[-2]
-    Hkv, D = check_rows(x, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm)
+    Hkv, D = check_rows(x, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
     if O % D or 2 * Hkv * D >= O:
         raise ValueError(f"weight must have (Hq + 2*{Hkv}) * {D} rows, got {O}")
     if bias is not None and (bias.shape != weight.shape[:-1] or bias.dtype != x.dtype):
         raise ValueError(f"bias must be {list(weight.shape[:-1])} {x.dtype}, got {tuple(bias.shape)} {bias.dtype}")
+    same_device(x, bias=bias)
     if q_norm is not None and len(q_norm) != G:
         raise ValueError(f"q_norm must be [{G}, {D}], a row per layer, got {tuple(q_norm.shape)}")
+
+
+def _explain(*args: Any) -> None:
+    _check(*args)
+    check_places(*args[3:7])
 
 
 def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, *others: Tensor) -> Tensor:
@@ -436,4 +441,5 @@ _kv_project = register(
     fake=_fake,
     fits=_fits,
     mutates=("k_cache", "v_cache"),
+    explain=_explain,
 )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.variant import TYPES
+from specker.kernels.variant import TYPES, same_device
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # --quantize and the dtype of q
 HALF = 16  # columns in each half of an int4 block
@@ -115,6 +115,19 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    def check(self) -> None:
+        """Raise ValueError unless q, scale and shift fit together."""
+        scale, shape = self.scale, self.shape
+        same_device(self.q, scale=scale, shift=self.shift)
+        groups = scale.shape[-1] if scale.dim() else 0
+        kinds = (torch.float16, torch.float32)
+        if self.q.dtype not in KINDS.values() or scale.dtype not in kinds:
+            raise ValueError(f"unknown kind of matrix: q {self.q.dtype}, scale {scale.dtype}")
+        if scale.shape[:-1] != shape[:-1] or not groups or shape[-1] % groups:
+            raise ValueError(f"scale must be {[*shape[:-1], 'groups']} for a matrix {[*shape]}, got {[*scale.shape]}")
+        if self.shift is not None and (self.shift.shape != scale.shape or self.shift.dtype != scale.dtype):
+            raise ValueError(f"shift must be like scale, {[*scale.shape]} {scale.dtype}, got {[*self.shift.shape]}")
 
     def dim(self) -> int:
         return self.q.dim()

@@ -11,10 +11,14 @@ An op file ends with a registration; the op's function calls the result:
 The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. A parameter of
 type `Matrix` is a Tensor in the schema, which then ends with the scales and shifts of a `Quantized` one. The other
 functions take the same arguments, all of them and in that order. `check` raises on bad arguments and runs before
-every path.
+every path. It may take the arguments' types for granted: `refuse` compares them with the annotations, after a failure.
 """
 
 import inspect
+import numbers
+import re
+import types
+import typing
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -40,6 +44,7 @@ def register(
     fits: Callable[..., bool] | None = None,
     few: Callable[..., R | None] | None = None,
     mutates: tuple[str, ...] = (),
+    explain: Callable[..., object] | None = None,
     schema: Callable[..., object] | None = None,
     pack: Callable[..., tuple[Any, ...]] | None = None,
     unpack: Callable[..., tuple[Any, ...]] | None = None,
@@ -48,7 +53,8 @@ def register(
 
     `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
     `few` is the CPU form for few rows: it does its own checks and returns None to decline. The function calls it
-    first, to spare a CPU the work done here. `mutates` names the tensors that the op writes.
+    first, to spare a CPU the work done here. `mutates` names the tensors that the op writes. `explain` is called after
+    a failure instead of `check`, and may read values on the host.
 
     Where a schema cannot express the function's arguments, `pack` turns them into the registered ones and `unpack`
     turns those back. The annotated parameters of `schema` are then the registered ones; without it, the function's.
@@ -62,12 +68,17 @@ def register(
         parts = [inspect.Parameter(p, plain, default=None, annotation=Tensor | None) for p in ("scale", "shift")]
         positional = [p.replace(annotation=Tensor) if p.annotation == Matrix else p for p in positional] + parts
     defaults = tuple(p.default for p in positional)
+    explain = explain or check
 
     def call(*args: Any) -> Any:
         if is_dynamo_compiling() or (type(args[0]) is not Tensor and is_compiling()):  # 40 ns less than is_compiling()
             return overload(*flat(args if pack is None else pack(*args)))
-        check(*args)
-        return (path(args) if args[0].is_cuda else reference)(*args)
+        try:
+            check(*args)
+            return (path(args) if args[0].is_cuda else reference)(*args)
+        except Exception:
+            refuse(function, explain, args)
+            raise
 
     def path(args: tuple[Any, ...]) -> Callable[..., R]:  # on a GPU
         return launch if args[0].dtype != torch.float64 and (fits is None or fits(*args)) else reference
@@ -89,10 +100,14 @@ def register(
 
     def registered(*args: Any) -> Any:
         args = given(args)
-        if few is not None and (done := few(*args)) is not None:
-            return done
-        check(*args)
-        return (path(args) if args[0].is_cuda else reference)(*args)
+        try:
+            if few is not None and (done := few(*args)) is not None:
+                return done
+            check(*args)
+            return (path(args) if args[0].is_cuda else reference)(*args)
+        except Exception:
+            refuse(function, explain, args)
+            raise
 
     def abstract(*args: Any) -> Any:
         args = given(args)
@@ -109,3 +124,39 @@ def register(
     torch.library.register_fake(f"specker::{name}", abstract, lib=_LIBRARY)
     overload = getattr(torch.ops.specker, name).default
     return cast("Callable[P, R]", call)
+
+
+def refuse(function: Callable[..., object], check: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Called when an op has failed, so that checks of types cost nothing before. Raises TypeError for the first
+    argument that is not of the type in the signature of `function`, else ValueError as `check` does. Returns if the
+    arguments are not at fault."""
+    for parameter, value in zip(inspect.signature(function).parameters.values(), args, strict=False):
+        if not _of_type(value, parameter.annotation):
+            wanted = re.sub(r"\w+\.", "", inspect.formatannotation(parameter.annotation))
+            got = value.layout if isinstance(value, Tensor) else None if value is None else type(value).__name__
+            raise TypeError(f"{parameter.name} must be {wanted}, got {got}") from None
+    try:
+        for value in args:
+            if isinstance(value, Quantized):
+                value.check()
+        check(*args)
+    except ValueError as error:
+        raise error from None  # without the failure that it explains
+
+
+def _of_type(value: Any, kind: Any) -> bool:
+    """Whether `value` can be an argument annotated with `kind`."""
+    if isinstance(kind, types.UnionType):
+        return any(_of_type(value, k) for k in kind.__args__)
+    if typing.get_origin(kind) is tuple or hasattr(kind, "_fields"):
+        named = typing.get_origin(kind) is None
+        kinds = tuple(typing.get_type_hints(kind).values()) if named else typing.get_args(kind)
+        alike = isinstance(value, kind if named else tuple) and len(value) == len(kinds)
+        return alike and all(map(_of_type, value, kinds))
+    if kind is Tensor:
+        return isinstance(value, Tensor) and value.layout == torch.strided
+    if kind is bool:  # any value is true or false, but for tensors of several
+        return not isinstance(value, Tensor) or value.numel() == 1
+    if kind is int:
+        return hasattr(value, "__index__") and not isinstance(value, Tensor)
+    return isinstance(value, numbers.Real if kind is float else kind)

@@ -68,7 +68,8 @@ def sample_rows(
         [T] int64.
 
     Raises:
-        ValueError: other shapes, dtypes or ranges.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes, devices or ranges.
 
     Source: the Gumbel-max trick; the random numbers are Philox4x32-10's (Salmon et al., 2011).
 
@@ -708,7 +709,6 @@ def _launch_sample(
     merged: bool = True,
 ) -> Any:
     """The tokens [T] int64, or `Splits` if not `merged` and a row has several."""
-    same_device(logits, positions=positions, draw=draw)
     logits, positions = logits.contiguous(), positions.contiguous()
     T, V = logits.shape
     out = positions.new_empty(T)
@@ -751,8 +751,7 @@ def _check_sample(
         raise ValueError(f"logits must be [T, V >= 1] floating point, got {tuple(logits.shape)} {logits.dtype}")
     if positions.shape != logits.shape[:1] or positions.dtype != torch.int64:
         raise ValueError(f"positions must be [{logits.shape[0]}] int64, got {tuple(positions.shape)} {positions.dtype}")
-    if positions.device != logits.device:
-        raise ValueError(f"positions must be on {logits.device}, got {positions.device}")
+    same_device(logits, positions=positions, draw=draw)
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
     if not isinstance(top_k, int) or top_k < 0:

@@ -33,7 +33,7 @@ from specker.kernels.linear import (
 from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
-from specker.kernels.registry import register
+from specker.kernels.registry import refuse, register
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.variant import (
     AMD,
@@ -109,7 +109,8 @@ def vocab_topk(
         ids [T, k] int64 in the full vocabulary, logits [T, k] and lse [T], float32 (float64 for float64).
 
     Raises:
-        ValueError: other shapes, dtypes or ranges.
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes, devices or ranges.
 
     Source: the trimmed head is VocabTrim's, arXiv 2506.22694; the noise is the Gumbel-max trick.
 
@@ -125,12 +126,16 @@ def vocab_topk(
     given = hidden, weight, token_ids, k, norm, noise, with_lse
     if out is None:
         return _vocab_topk(*given)
-    if out.shape != (len(hidden), k) or out.dtype != torch.int64:
-        raise ValueError(f"out must be [{len(hidden)}, {k}] int64, got {tuple(out.shape)} {out.dtype}")
-    if hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
-        _check(*given)
-        return _launch(*given, out=out)
+    try:
+        if hidden.is_cuda and hidden.dtype != torch.float64 and _fits(*given) and not is_compiling():
+            _check(*given)
+            _check_out(out, hidden, k)
+            return _launch(*given, out=out)
+    except Exception:
+        refuse(vocab_topk, _check, given)
+        raise
     ids, logits, lse = _vocab_topk(*given)
+    _check_out(out, hidden, k)
     return out.copy_(ids), logits, lse
 
 
@@ -652,10 +657,7 @@ def _launch(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, positions, temperature, draw = (0, None, 0.0, None) if noise is None else Noise(*noise)
-    norm_weight = None if norm is None else norm[0]
     w, scale, shift = arguments_of(weight)
-    others = {"norm_weight": norm_weight, "positions": positions, "draw": draw, "scale": scale, "shift": shift}
-    same_device(hidden, token_ids=token_ids, out=out, **others)
     (T, E), K = hidden.shape, weight.shape[0]
     ids = hidden.new_empty((T, k), dtype=torch.int64) if out is None else out
     logits = hidden.new_empty((T, k), dtype=torch.float32)
@@ -715,8 +717,13 @@ def _check(
     if token_ids is not None and (token_ids.shape != (K,) or token_ids.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"token_ids must be [{K}] int32 or int64, got {tuple(token_ids.shape)} {token_ids.dtype}")
     same_device(hidden, token_ids=token_ids)
-    if norm is not None and norm[0].shape != hidden.shape[1:]:
-        raise ValueError(f"norm weight must be [{hidden.shape[1]}], got {tuple(norm[0].shape)}")
+    if norm is not None:
+        by, eps = norm
+        if by.shape != hidden.shape[1:] or not by.is_floating_point():
+            raise ValueError(f"norm weight must be [{hidden.shape[1]}] floating, got {tuple(by.shape)} {by.dtype}")
+        if not eps >= 0:
+            raise ValueError(f"norm eps must be at least 0, got {eps}")
+        same_device(hidden, norm_weight=by)
     if noise is not None:
         seed, positions, temperature, draw = Noise(*noise)
         check_seed(seed)
@@ -725,6 +732,15 @@ def _check(
             raise ValueError(f"noise positions must be [{T}] int64, got {tuple(positions.shape)} {positions.dtype}")
         if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
             raise ValueError(f"noise temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {temperature}")
+        same_device(hidden, positions=positions, draw=draw)
+
+
+def _check_out(out: Tensor, hidden: Tensor, k: int) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be Tensor | None, got {type(out).__name__}")
+    if out.shape != (len(hidden), k) or out.dtype != torch.int64:
+        raise ValueError(f"out must be [{len(hidden)}, {k}] int64, got {tuple(out.shape)} {out.dtype}")
+    same_device(hidden, out=out)
 
 
 def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:

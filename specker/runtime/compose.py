@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from specker.config import Options
+from specker.flags import option
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
 from specker.runtime.costs import Costs
@@ -44,14 +45,16 @@ def compose(
     ranks: Ranks | None,
 ) -> Composed:
     """`draft`, `kept`: the draft checkpoint and the kept rows of its head. `family`: the bundled files for the target.
-    Raises ValueError for --graphs on if rounds cannot be captured."""
+    Raises ValueError for `graphs` on if rounds cannot be captured."""
     strategy, model = strategies.of(o), Model(target, linear=linear(o), ranks=ranks)
     gpu = model.device.type == "cuda"
     alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
     if o.graphs == "on" and not alone and ranks is not None and ranks.drafting < ranks.size:
-        raise ValueError("--graphs on with several ranks needs all of them to draft: set --draft-ranks to --tp")
+        all_draft = f"needs all of them to draft: set {option('draft_ranks')} to {option('tp')}"
+        raise ValueError(f"{option('graphs', 'on')} with several ranks {all_draft}")
     if o.graphs == "on" and gpu and model.dtype == torch.float64:
-        raise ValueError("--graphs on needs kernels, and float64 has none: use --graphs off or another --dtype")
+        other = f"use {option('graphs', 'off')} or another {option('dtype')}"
+        raise ValueError(f"{option('graphs', 'on')} needs kernels, and float64 has none: {other}")
     cache = allocate(model, o)
     context = DraftContext(o, target, model, cache, draft, kept, family, ranks)
     inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
@@ -65,7 +68,7 @@ def compose(
     policies = PolicyContext(o, target.config.num_layers, family, known, head_cost, reads)
     plan = strategies.plan(policies)
     # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
-    # collectives, so they need --graphs on.
+    # collectives, so they need `graphs` on.
     fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
     graphs = Graphs(fixed and gpu)
     batch = Batch(model, cache, drafter, plan.largest, fixed, graphs, known, SCRATCH, o.acceptance, ranks)

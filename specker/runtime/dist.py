@@ -25,7 +25,7 @@ import torch.distributed as td
 from torch import Tensor
 
 from specker.config import Options
-from specker.flags import JobError
+from specker.flags import JobError, option
 from specker.runtime.model.parts import Part
 from specker.runtime.policy import Budget
 from specker.runtime.sampling import Draws
@@ -187,11 +187,12 @@ def join(options: Options, device: torch.device, divides: bool = False, timeout:
     tp = options.tp or max(world // dp, 1)
     if tp * dp != world:
         raise ValueError(
-            f"--tp {tp} times --dp {dp} is {tp * dp}, but this job has {world} process{'es' * (world > 1)}: start it "
-            f"with torchrun --nproc-per-node {tp * dp} -m specker.run ..."
+            f"{option('tp', tp)} times {option('dp', dp)} is {tp * dp}, but this job has {world} "
+            f"process{'es' * (world > 1)}: start it with torchrun --nproc-per-node {tp * dp} -m specker.run ..."
         )
     if options.draft_ranks is not None and options.draft_ranks > tp:
-        raise ValueError(f"--draft-ranks {options.draft_ranks} is more than the {tp} ranks of --tp")
+        asked = option("draft_ranks", options.draft_ranks)
+        raise ValueError(f"{asked} is more than the {tp} ranks of {option('tp')}")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # NCCL, events, streams and graphs use the current device
     if world == 1:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 
 from specker.config import Options, Sampling, refuse_unknown, stop_strings
+from specker.flags import option
 from specker.runtime import strategies, text
 from specker.runtime.check import CheckResult, check
 from specker.runtime.compose import compose, room_of
@@ -112,15 +113,19 @@ class Engine:
             made_up = " and ".join(self.options.stand_ins)
             said["sizing"] = f"with {made_up} a run measures time and memory only: its {nothing} nothing"
         if self.options.linear == "cublas":
-            said["linear"] = "--linear cublas is not batch-invariant, so chains are not bit-equal to plain decoding"
+            linear = option("linear", "cublas")
+            said["linear"] = f"{linear} is not batch-invariant, so chains are not bit-equal to plain decoding"
         return said
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, with the tokenizer's own special tokens."""
+        """Token ids of a prompt, with the tokenizer's own special tokens. Raises ValueError."""
+        if not isinstance(prompt, str):
+            raise ValueError(f"a prompt must be a string to be encoded, got {prompt!r}")
         return list(self.tokenizer(prompt)["input_ids"])
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, through the tokenizer's chat template, ready for the assistant's turn."""
+        """Token ids of a conversation, through the tokenizer's chat template, ready for the assistant's turn. Raises
+        ValueError."""
         return text.encode_chat(self.target, self.target_name, messages)
 
     def decode(self, tokens: list[int]) -> str:
@@ -130,6 +135,7 @@ class Engine:
 
     def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
         """A prompt's token ids. Raises ValueError if it is empty, has ids that the target lacks or can never fit."""
+        max_new_tokens = text.count(max_new_tokens)
         ids = self.encode(prompt) if isinstance(prompt, str) else text.token_ids(prompt)
         text.checked(ids, self.target, self.target_name)
         self.batch.check_fits(len(ids), min(len(ids) + max_new_tokens, self.max_context))
@@ -160,7 +166,7 @@ class Engine:
         refuse_unknown(sampling, ["max_new_tokens", "stop", *(f.name for f in fields(Sampling))])
         params, max_new_tokens, stops = Sampling(**sampling), text.count(max_new_tokens), stop_strings(stop)
         if stops and not self.has_tokenizer:
-            raise ValueError(f"{self.target_name} has no tokenizer, so its text cannot end at --stop")
+            raise ValueError(f"{self.target_name} has no tokenizer, so its text cannot end at {option('stop')}")
         ids = self.validate(prompt, max_new_tokens)
         asked, drafting = len(ids) + max_new_tokens, drafting and self.drafter is not None
         policy = self.policy() if drafting else Fixed(0, 0)
@@ -169,7 +175,7 @@ class Engine:
         return Sequence(index, ids, min(asked, self.max_context), params, policy, drafting, reader=reader, ends=ends)
 
     def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
-        """Decode requests, at most `--batch-size` at once; the caller may append to `waiting` at any time. Requests of
+        """Decode requests, at most `batch_size` at once; the caller may append to `waiting` at any time. Requests of
         other threads wait until the last one is done."""
         own = () if self.options.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
         with self.alone() as turn:

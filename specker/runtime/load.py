@@ -10,6 +10,7 @@ import torch
 
 from specker import cpu, zoo
 from specker.config import DTYPES, Options
+from specker.flags import option
 from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
@@ -40,14 +41,17 @@ def load(
     where = dist.own_device(device_of(device))
     ranks = dist.join(opts, where, parts.divides)
     if draft is not None and not parts.needs_draft:
-        raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out --draft")
+        raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
     dummy = opts.load == "dummy"
     notes: dict[str, str] = {}
     if dummy and target is not None and draft is None and parts.needs_draft:
         draft = target
-        notes["draft_shape"] = f"without --draft, the draft has the shape of {_name(target)}"
+        notes["draft_shape"] = f"without {option('draft')}, the draft has the shape of {_name(target)}"
+    for name, source in (("target", target), ("draft", draft)):
+        if not isinstance(source, str | os.PathLike | None):
+            raise ValueError(f"{option(name)} must be a folder, a GGUF file or a hub id, got {source!r}")
     if target is None and draft is not None:
-        raise ValueError("--draft needs --target: the bundled target has its own draft")
+        raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target
     # Each config is read once, and before any weights: the checkpoint may come from the hub.
     main_source = opened(target_source, max_context=opts.max_context)
@@ -148,7 +152,7 @@ def drafting(
         ids = min(side.config.vocab_size, main.config.vocab_size)
         ids -= opts.acceptance is not None  # to disagree, the target needs a token that no child has
         if opts.width > ids:
-            raise ValueError(f"--tree {opts.tree} is wider than the vocabulary")
+            raise ValueError(f"{option('tree', opts.tree)} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy, (target or main.folder, called))
     if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
         side, kept = trim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
@@ -174,7 +178,7 @@ def family_of(target: Checkpoint) -> zoo.Family | None:
 
 
 def _no_draft(options: Options, target: object) -> str:
-    return f"strategy {options.strategy!r} needs a draft checkpoint for {target}: pass --draft"
+    return f"strategy {options.strategy!r} needs a draft checkpoint for {target}: pass {option('draft')}"
 
 
 def _within(checkpoint: Checkpoint, context: int) -> Checkpoint:
@@ -223,12 +227,12 @@ def device_of(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"unknown device {str(device)!r}: use cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device} is not supported: use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda needs a CUDA GPU, and torch finds none: use --device cpu")
+        raise ValueError(f"device cuda needs a CUDA GPU, and torch finds none: use {option('device', 'cpu')}")
     return device
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.flags import option
 from specker.kernels.cpu import native
 from specker.runtime.auto import Experience
 from specker.runtime.choose import NONE, Chooser
@@ -128,7 +129,8 @@ class Batch:
                 room = pages * cache.page_size - self.scratch
                 raise ValueError(
                     f"the prompt has {prompt} tokens and {limit - prompt} more are asked for, but the K/V pool holds "
-                    f"at most {max(0, room)} of one sequence: lower --max-new-tokens or raise --kv-tokens"
+                    f"at most {max(0, room)} of one sequence: lower {option('max_new_tokens')} or raise "
+                    f"{option('kv_tokens')}"
                 )
 
     def admits(self, sequence: Sequence) -> bool:

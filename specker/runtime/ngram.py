@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from specker.flags import option
+
 FORMAT, VERSION = "specker-ngram", 1
 MAX_VOCABULARY = 1 << 21  # its cube fits a key of 63 bits
 _MERGE = 1 << 20  # unsorted keys to collect before a merge
@@ -104,7 +106,8 @@ class NGram:
         p3 += spare[which] * p2[np.searchsorted(bigrams, keys % (V * V))]
         much, wide = times >= least, different >= least
         if not much.any() or not wide.any():
-            raise ValueError(f"no n-gram was seen {least} times: keep rarer ones (--ngram-least) or give more text")
+            rarer = f"keep rarer ones ({option('ngram_least')}) or give more text"
+            raise ValueError(f"no n-gram was seen {least} times: {rarer}")
         logs = (np.log(x).astype(np.float32) for x in (p2[wide], p3[much]))
         log_p2, log_p3 = logs
         return cls(V, np.log(p1).astype(np.float32), bigrams[wide], log_p2, keys[much], log_p3, **about)

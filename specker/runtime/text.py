@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specker.flags import option
 from specker.runtime.loop import Step
 from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.stats import Stats
@@ -33,15 +34,17 @@ def token_ids(prompt: Any) -> list[int]:
 def count(value: Any) -> int:
     """`max_new_tokens` as Python's integer. Raises ValueError."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise ValueError(f"--max-new-tokens must be a whole number of at least 1, got {value!r}")
+        raise ValueError(f"{option('max_new_tokens')} must be a whole number of at least 1, got {value!r}")
     return operator.index(value)
 
 
 def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a conversation, up to the assistant's turn, by the tokenizer's chat template. `name`: the model, for
-    the message. Raises ValueError if there is no chat template."""
+    the message. Raises ValueError if there is no chat template, or for messages without a role."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError(f"messages must be a list of dicts, each with its role and content, got {messages!r}")
     if not getattr(target.tokenizer, "chat_template", None):
-        raise ValueError(f"--chat: the tokenizer of {name} has no chat template")
+        raise ValueError(f"{option('chat')}: the tokenizer of {name} has no chat template")
     text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 

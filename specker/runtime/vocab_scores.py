@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from specker.config import Keep
+from specker.flags import option
 
 FORMAT, VERSION = "specker-vocab-scores", 1
 SOURCES = ("target", "draft", "text")
@@ -282,5 +283,7 @@ def exported(path: str | Path, ids: Tensor, ranked: Tensor, vocab_size: int) -> 
 
         return save({"d2t": d2t, "t2d": t2d})
     else:
-        raise ValueError(f"--export {path}: expected .pt (FR-Spec), .npy or .safetensors (EAGLE-3's d2t and t2d)")
+        raise ValueError(
+            f"{option('export', path)}: expected .pt (FR-Spec), .npy or .safetensors (EAGLE-3's d2t and t2d)"
+        )
     return out.getvalue()

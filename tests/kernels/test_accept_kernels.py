@@ -618,13 +618,13 @@ def test_kernels_per_launch_with_and_without_filter():
     assert len(module._sample_variants(torch.float16, 4097, True, True, False)) == 3
 
 
-def test_kernels_refuse():
+def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="positions must be on cpu, got meta"):
-        _launch_sample(rows(2, 8), 1.0, 0, 1.0, 0, at(2).to("meta"))
+        sample_rows(rows(2, 8), 1.0, 0, 1.0, 0, at(2).to("meta"))
     tensors = forest([3, 2], 0)
     for i, name in enumerate(("parents", "target", "cu_drafts"), 1):
         with pytest.raises(ValueError, match=f"{name} must be on cpu, got meta"):
-            _launch_walk(*tensors[:i], tensors[i].to("meta"), *tensors[i + 1 :])
+            accept_walk(*tensors[:i], tensors[i].to("meta"), *tensors[i + 1 :])
 
 
 def test_the_ops_refuse_what_the_functions_refuse():

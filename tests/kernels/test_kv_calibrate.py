@@ -284,22 +284,24 @@ def test_refuses():
         kv_commit(k[None], k[None].clone(), at, at[:1])
 
 
-def test_kernels_refuse():
+def test_other_devices_and_layouts_are_refused():
     args = inputs(3, (4, 2, 8), 1, torch.float32)
     names = ("positions", "slots", "rope", "k_cache", "v_cache", "q_norm", "k_norm")
     for i, name in enumerate(names, 1):
         with pytest.raises(ValueError, match=f"{name} must be on cpu, got meta"):
-            _launch(*args[:i], args[i].to("meta"), *args[i + 1 :])
-    with pytest.raises(ValueError, match="float32 table"):
-        _launch(*args[:3], args[3].half(), *args[4:])
+            kv_calibrate(*args[:i], args[i].to("meta"), *args[i + 1 :])
+    with pytest.raises(ValueError, match=r"rope must be \[C, 2, 8\] torch.float32, got .* torch.float16"):
+        kv_calibrate(*args[:3], args[3].half(), *args[4:])
+    with pytest.raises(ValueError, match="rope must be contiguous, got strides"):
+        _launch(*args[:3], args[3].repeat(1, 1, 2)[..., ::2], *args[4:])
     apart = args[4].transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="must be contiguous"):
-        _launch(*args[:4], apart, *args[5:])
+        kv_calibrate(*args[:4], apart, *args[5:])
     k5, at = torch.zeros(2, 3, 4, 1, 8), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="must be contiguous"):
-        _launch_commit(k5, k5.transpose(1, 2).contiguous().transpose(1, 2), at, at)
+        kv_commit(k5, k5.transpose(1, 2).contiguous().transpose(1, 2), at, at)
     with pytest.raises(ValueError, match="src must be on cpu, got meta"):
-        _launch_commit(k5, k5, at.to("meta"), at)
+        kv_commit(k5, k5, at.to("meta"), at)
 
 
 @pytest.mark.gpu

@@ -184,13 +184,13 @@ def test_refuses():
         with pytest.raises(ValueError, match="must have x's dtype"):
             residual_merge(x, bad[0], None, EPS, *bad[1:])
     with pytest.raises(ValueError, match="last must be on cpu, got meta"):
-        _launch(x, torch.zeros(1, 2, 8), None, EPS, torch.zeros(2, 8, device="meta"))
+        residual_merge(x, torch.zeros(1, 2, 8), None, EPS, torch.zeros(2, 8, device="meta"))
     with pytest.raises(ValueError, match="norm_weight must be"):
         residual_merge(x, torch.zeros(1, 2, 8), torch.zeros(8), EPS)
     with pytest.raises(ValueError, match="deltas must be on cpu, got meta"):
-        _launch(x, torch.zeros(1, 2, 8, device="meta"), None, EPS)
+        residual_merge(x, torch.zeros(1, 2, 8, device="meta"), None, EPS)
     with pytest.raises(ValueError, match="norm_weight must be on cpu, got meta"):
-        _launch(x, torch.zeros(1, 2, 8), torch.zeros(1, 8, device="meta"), EPS)
+        residual_merge(x, torch.zeros(1, 2, 8), torch.zeros(1, 8, device="meta"), EPS)
 
 
 @pytest.mark.gpu

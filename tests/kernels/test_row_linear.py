@@ -317,7 +317,7 @@ def test_no_length_recompiles():
 def test_refuses():
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="bias must be on cpu, got meta"):
-        _launch(x, torch.zeros(6, 8), torch.zeros(6, device="meta"), "none")
+        row_linear(x, torch.zeros(6, 8), torch.zeros(6, device="meta"), "none")
     with pytest.raises(ValueError, match=r"bias must be like x, torch\.float32, got torch\.float64"):
         row_linear(x, torch.zeros(6, 8), torch.zeros(6, dtype=torch.float64))
     with pytest.raises(ValueError, match="expected x"):

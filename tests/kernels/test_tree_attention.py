@@ -194,7 +194,7 @@ def test_cost_counts_each_byte_once():
         ({"q": torch.zeros(2, 4, 8)}, "expected q"),
         ({"q": torch.zeros(53, 5, 16, dtype=torch.float64)}, "cannot share"),
         ({"q": torch.zeros(53, 4, 16)}, "one dtype"),
-        ({"kv_len": torch.ones(2, dtype=torch.int32)}, "for 2 sequences"),
+        ({"kv_len": torch.ones(2, dtype=torch.int32)}, r"expected block_table \[B, P\], kv_len \[B\]"),
         ({"ancestors": torch.ones(5, 1, dtype=torch.int64)}, "ancestors must be"),
         ({"ancestors": torch.ones(53, 1, dtype=torch.int32)}, "int64"),
         ({"kv_len": torch.ones(3, dtype=torch.int64)}, "must be int32"),
@@ -533,18 +533,11 @@ def test_compiles_into_one_graph():
     assert torch.equal(got[0], out + 1) and torch.equal(got[1], lse)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kv_len": torch.ones(3, dtype=torch.int32, device="meta")}, "kv_len must be on cpu, got meta"),
-        ({"v_cache": torch.zeros(20, 8, 16, 2).mT}, "one layout with adjacent elements"),
-    ],
-)
-def test_the_launcher_refuses(change, message):
+def test_the_launcher_needs_one_layout():
     args, *_ = ragged(0, torch.float32)
     assert args["v_cache"].shape == (20, 8, 2, 16)
-    with pytest.raises(ValueError, match=message):
-        op._launch(**{**args, **change})
+    with pytest.raises(ValueError, match="one layout with adjacent elements"):
+        op._launch(**{**args, "v_cache": torch.zeros(20, 8, 16, 2).mT})
 
 
 # On a device, in bfloat16.

@@ -294,7 +294,7 @@ def test_arguments_are_checked():
             (hidden, weight, torch.arange(20).float(), 1),
             r"token_ids must be \[20\] int32 or int64, got \(20,\) torch.fl",
         ),
-        ((hidden, weight, None, 1, (torch.ones(7), 1e-5)), r"norm weight must be \[8\], got \(7,\)"),
+        ((hidden, weight, None, 1, (torch.ones(7), 1e-5)), r"norm weight must be \[8\] floating, got \(7,\)"),
         ((hidden, weight, None, 1, None, (0, positions[:1], 1.0)), r"noise positions must be \[2\] int64, got \(1,\)"),
         ((hidden, weight, None, 1, None, (0, positions.int(), 1.0)), r"noise positions .* got \(2,\) torch.int32"),
         ((hidden, weight, None, 1, None, (0, positions, -1.0)), "noise temperature must be 0 or in .*, got -1.0"),

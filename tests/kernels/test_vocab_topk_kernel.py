@@ -354,7 +354,7 @@ def test_refuses():
         ((None, 1, None, (0, meta[:2], 1.0)), "positions must be on cpu, got meta"),
     ]:
         with pytest.raises(ValueError, match=message):
-            _launch(hidden, weight, *arguments, True)
+            vocab_topk(hidden, weight, *arguments)
     with pytest.raises(RuntimeError, match="k must be in"):
         torch.compile(lambda x: vocab_topk(x, weight, None, 65), fullgraph=True, backend="aot_eager")(hidden)
 

@@ -237,7 +237,7 @@ def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = make(tmp_path, **options)
     assert read(folder, max_context=100).config.max_context == 100
     for context in (None, 101):
-        with pytest.raises(CheckpointError, match=r"sliding window of 100.* --max-context 100 or less"):
+        with pytest.raises(CheckpointError, match=r"sliding window of 100.* max_context=100 or less"):
             read(folder, max_context=context)
 
 

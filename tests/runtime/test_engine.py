@@ -128,12 +128,12 @@ def test_unknown_options_are_refused(pair):
         ({"strategy": "medusa"}, "unknown strategy 'medusa'"),
         ({"strategy": "ar+draft"}, "do not compose"),
         ({"strategy": "ar"}, "uses no draft checkpoint"),
-        ({"draft_tokens": 0}, "--draft-tokens must be between 1 and 255, got 0"),
+        ({"draft_tokens": 0}, "draft_tokens must be between 1 and 255, got 0"),
         ({"tree": "0x3"}, "WIDTHxDEPTH"),
         ({"tree": "3"}, "WIDTHxDEPTH"),
         ({"tree": "65x1"}, "too large"),
-        ({"page_size": 0}, "--page-size"),
-        ({"max_context": 0}, "--max-context"),
+        ({"page_size": 0}, "page_size"),
+        ({"max_context": 0}, "max_context"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"device": "tpu"}, "device"),
         ({"device": "meta"}, "not supported"),
@@ -177,7 +177,7 @@ def test_a_draft_is_needed_and_refused_alone(pair):
         specker.load(pair[0], strategy="vocabtrim+lookup")
     assert specker.load(pair[0], device="cpu").options.strategy == "lookup"
     assert specker.load(*pair, device="cpu").options.strategy == "vocabtrim+lookup"
-    with pytest.raises(ValueError, match="--draft needs --target"):
+    with pytest.raises(ValueError, match="draft needs target"):
         specker.load(draft=pair[1])
 
 
@@ -191,15 +191,15 @@ def test_a_draft_is_needed_and_refused_alone(pair):
         (None, 5, {}, "a prompt must be a string or a list of token ids, got None"),
         (b"x", 5, {}, "a prompt must be a string or a list of token ids, got b'x'"),
         ([1.5], 5, {}, "a prompt must be a string or a list of token ids, got 1.5"),
-        ([1], 0, {}, "--max-new-tokens must be a whole number of at least 1, got 0"),
-        ([1], 3.5, {}, "--max-new-tokens must be a whole number of at least 1, got 3.5"),
-        ([1], 5, {"temperature": "hot"}, "--temperature must be a number, got 'hot'"),
-        ([1], 5, {"seed": 0.5}, "--seed must be a whole number, got 0.5"),
-        ([1], 5, {"temperature": -1.0}, "--temperature"),
-        ([1], 5, {"top_p": 0.0}, r"--top-p must be in \(0, 1\], got 0.0"),
-        ([1], 5, {"top_p": 1.5}, "--top-p"),
-        ([1], 5, {"top_k": -1}, "--top-k"),
-        ([1], 5, {"seed": -1}, "--seed"),
+        ([1], 0, {}, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ([1], 3.5, {}, "max_new_tokens must be a whole number of at least 1, got 3.5"),
+        ([1], 5, {"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ([1], 5, {"seed": 0.5}, "seed must be a whole number, got 0.5"),
+        ([1], 5, {"temperature": -1.0}, "temperature"),
+        ([1], 5, {"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ([1], 5, {"top_p": 1.5}, "top_p"),
+        ([1], 5, {"top_k": -1}, "top_k"),
+        ([1], 5, {"seed": -1}, "seed"),
     ],
 )
 def test_refusals_of_a_request(pair, prompt, count, sampling, message):
@@ -224,7 +224,7 @@ def test_a_misspelt_option_has_a_suggestion(pair):
     engine = specker.load(*pair)
     with pytest.raises(TypeError, match=r"unknown option 'max_tokens' \(did you mean max_new_tokens\?\)"):
         engine.generate([1], max_tokens=3)
-    with pytest.raises(ValueError, match="--batch-size must be a whole number, got 'x'"):
+    with pytest.raises(ValueError, match="batch_size must be a whole number, got 'x'"):
         specker.load(*pair, batch_size="x")
 
 

@@ -242,7 +242,23 @@ def test_a_conversion_says_where_and_how_much(model: Path, cache: Path, caplog: 
         folder = gguf.converted(model / "tiny.gguf")
     said = [record.getMessage() for record in caplog.records]
     assert f"converting tiny.gguf once into {folder} (0.00 GB)" in said
-    assert [line for line in said if line.endswith("%")] != []
+    sizes = [int(tensor.n_bytes) for tensor in writer.GGUFReader(model / "tiny.gguf").tensors]
+    total, done = sum(sizes), [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    reached = [next(x for x in done if 10 * x >= n * total) for n in range(1, 10)]  # when each tenth was done
+    shares = [100 * x // total for x in dict.fromkeys(reached) if x < total]
+    assert len(shares) > 3
+    assert [line for line in said if line.endswith("%")] == [f"converting tiny.gguf: {share}%" for share in shares]
+
+
+@pytest.mark.parametrize("kind", blocks.READERS)
+def test_a_copy_has_the_bits_of_its_file(kind: str) -> None:
+    """Of weights in whole units; the K formats have a little more (cpu/packed.py)."""
+    weights, size, _ = blocks.READERS[kind]
+    more = {"Q4_K": 1 / 8, "Q5_K": 1 / 8, "Q6_K": 1 / 16}.get(kind, 0)
+    form = FORMATS[blocks.PACKED[kind]]
+    assert 8 * form.bytes_of(16, 1024) / (16 * 1024) == 8 * size / weights + more
+    file = torch.from_numpy(quantised(np.ones((16, 1024), np.float32), kind))
+    assert pack(blocks.read(kind, file)).nbytes == form.bytes_of(16, 1024)
 
 
 @pytest.fixture

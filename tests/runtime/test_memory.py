@@ -53,7 +53,7 @@ def test_sized():
     assert context == largest([EIGHT], enough - 1, 256, SCRATCH) < 40_960
     assert note is not None and f"lowered to {context} positions" in note and "40960" in note and gib(enough) in note
     most = largest([EIGHT], 2 * GIB, 256, SCRATCH)
-    words = f"--max-context 40960 needs {gib(enough)} .* 2.00 GiB are free .* largest --max-context that fits is {most}"
+    words = f"max_context=40960 needs {gib(enough)} .* 2.00 GiB are free .* largest max_context that fits is {most}"
     with pytest.raises(ValueError, match=words):
         sized([EIGHT], 3 * GIB, GIB, 256, SCRATCH, 40_960)
     with pytest.raises(ValueError, match=r"40960 positions needs .* 0.00 GiB are free .* not even 2 positions fit"):
@@ -66,9 +66,9 @@ def test_weights_that_do_not_fit():
     memory.check_weights("m", 8 * billions, billions, torch.float64, None, "cpu")
     for dtype, free, words in (
         (torch.float32, 20 * GIB, "m needs 29.80 GiB .* in float32, and 20.00 GiB are free on the cuda: "
-                                  "--dtype bfloat16 needs 14.90 GiB"),
-        (torch.float32, 10 * GIB, "not even --dtype bfloat16 would fit, which needs 14.90 GiB"),
-        (torch.float16, 10 * GIB, "in float16, and 10.00 GiB .* use --quantize int8 or int4, a smaller model or"),
+                                  "dtype='bfloat16' needs 14.90 GiB"),
+        (torch.float32, 10 * GIB, "not even dtype='bfloat16' would fit, which needs 14.90 GiB"),
+        (torch.float16, 10 * GIB, "in float16, and 10.00 GiB .* use quantize='int8' or int4, a smaller model or"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             memory.check_weights("m", dtype.itemsize * billions, billions, dtype, free, "cuda")
@@ -78,9 +78,9 @@ def test_weights_that_do_not_fit():
 
 
 def test_the_message_names_the_next_context_to_try():
-    assert "--max-context 30720 would fit" in memory.too_long([EIGHT], 40_960, 99 * GIB, GIB, 256, SCRATCH)
+    assert "max_context=30720 would fit" in memory.too_long([EIGHT], 40_960, 99 * GIB, GIB, 256, SCRATCH)
     most = largest([EIGHT], GIB, 256, SCRATCH)
-    assert f"--max-context {most} would fit" in memory.too_long([EIGHT], 40_960, 3 * GIB, GIB, 256, SCRATCH)
+    assert f"max_context={most} would fit" in memory.too_long([EIGHT], 40_960, 3 * GIB, GIB, 256, SCRATCH)
     assert "no shorter one would fit" in memory.too_long([EIGHT], 40_960, GIB, GIB, 256, SCRATCH)
 
 
@@ -144,7 +144,7 @@ def test_a_lowered_context_is_reported(pair, monkeypatch):
     assert "the checkpoint's 512" in engine.remarks["context"] and f"lowered to {most}" in engine.remarks["context"]
     out = engine.generate([1, 2, 3], 600)
     assert len(out.tokens) == most - 3 and out.tokens == engine.generate_ar([1, 2, 3], 600).tokens
-    with pytest.raises(ValueError, match=f"the largest --max-context that fits is {most}"):
+    with pytest.raises(ValueError, match=f"the largest max_context that fits is {most}"):
         specker.load(*pair, device="cpu", page_size=16, max_context=300)
     assert specker.load(*pair, device="cpu", page_size=16, max_context=most).remarks == {}
 
@@ -190,7 +190,7 @@ def test_out_of_memory_while_reading(pair, monkeypatch):
 
 def test_out_of_memory_while_allocating(pair, monkeypatch):
     monkeypatch.setattr("specker.runtime.compose.allocate", runs_out)
-    with pytest.raises(ValueError, match="out of memory with a context of 512 positions: --max-context 384 would fit"):
+    with pytest.raises(ValueError, match="out of memory with a context of 512 positions: max_context=384 would fit"):
         specker.load(*pair, device="cpu")
 
 
@@ -209,13 +209,13 @@ def test_out_of_memory_while_warming_up(pair, monkeypatch, error):
         raise error
 
     monkeypatch.setattr("specker.runtime.warmup.launch", out)
-    with pytest.raises(ValueError, match="out of memory with a context of 512 positions: --max-context 384 would fit"):
+    with pytest.raises(ValueError, match="out of memory with a context of 512 positions: max_context=384 would fit"):
         engine.warmup()
 
 
 def test_out_of_memory_while_decoding(pair, monkeypatch, capsys):
     engine = specker.load(*pair, device="cpu")
-    sentence = "out of memory with a context of 512 positions: --max-context 384 would fit"
+    sentence = "out of memory with a context of 512 positions: max_context=384 would fit"
     stream = engine.stream([1, 2, 3], 40)
     next(stream)
     monkeypatch.setattr("specker.runtime.loop.launch", runs_out)
@@ -227,7 +227,8 @@ def test_out_of_memory_while_decoding(pair, monkeypatch, capsys):
             call()
     argv = ["--load", "dummy", "--target", str(pair[0]), "--draft", str(pair[1]), "--device", "cpu"]
     assert run.main(argv) == 2
-    assert capsys.readouterr().err.endswith(f"specker: error: {sentence}\n")
+    spelt = sentence.replace("max_context=384", "--max-context 384")
+    assert capsys.readouterr().err.endswith(f"specker: error: {spelt}\n")
 
 
 def test_other_errors_are_not_reported_as_out_of_memory():

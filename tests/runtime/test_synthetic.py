@@ -198,6 +198,6 @@ def test_a_tree_must_leave_a_token_to_disagree_with(tmp_path):
     folder = make(tmp_path, vocab=8, layers=1)
     edit(folder, eos_token_id=None)
     assert len(specker.load(folder, folder, tree="8x1", device="cpu").generate([1], 5).tokens) == 5
-    with pytest.raises(ValueError, match="--tree 8x1 is wider than the vocabulary"):
+    with pytest.raises(ValueError, match="tree='8x1' is wider than the vocabulary"):
         specker.load(folder, folder, tree="8x1", device="cpu", acceptance="synthetic:0")
     assert len(specker.load(folder, folder, tree="7x1", device="cpu", acceptance="synthetic:0").generate([1], 5).tokens)

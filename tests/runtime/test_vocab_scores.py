@@ -71,7 +71,7 @@ def test_ids_beyond_a_smaller_draft_are_not_kept():
     "text", ["0", "-3", "1.5", "0.0", "coverage:0", "coverage:2", "coverage:", "many", "nan", "3e2"]
 )
 def test_keep_refuses(text):
-    with pytest.raises(ValueError, match="--vocab-keep must be rows"):
+    with pytest.raises(ValueError, match="vocab_keep must be rows"):
         Keep.parse(text)
 
 

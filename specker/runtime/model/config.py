@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.flags import option
+
 # architecture -> model_type; a base model (LlamaModel) has the same weights under names without "model."
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -165,7 +167,8 @@ def _context(hf: Any, arch: str, wanted: int | None) -> int:
     context = limit if wanted is None else wanted
     if not 1 <= context <= limit:
         raise CheckpointError(
-            f"max_context must be between 1 and this checkpoint's max_position_embeddings {limit}; got {context}"
+            f"{option('max_context')} must be between 1 and this checkpoint's max_position_embeddings {limit}; got "
+            f"{context}"
         )
     if arch == "LlamaForCausalLM":
         return context
@@ -176,7 +179,7 @@ def _context(hf: Any, arch: str, wanted: int | None) -> int:
     if "sliding_attention" in layers and window is not None and context > window:
         raise CheckpointError(
             f"{arch} has a sliding window of {window}, and longer contexts are not supported; "
-            f"use --max-context {window} or less"
+            f"use {option('max_context', window)} or less"
         )
     return context
 

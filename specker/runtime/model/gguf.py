@@ -260,10 +260,7 @@ def _save(
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    every = len(tensors)
-    for count, (name, kind, x) in enumerate(_tensors(path, tensors, config, dense), 1):
-        if 4 * count // every > 4 * (count - 1) // every and count < every:
-            log.info("converting %s: %d%%", path.name, 100 * count // every)
+    for name, kind, x in _tensors(path, tensors, config, dense):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module = name.removesuffix(".weight")
@@ -288,6 +285,16 @@ def _save(
     return modules, sorted(restored)
 
 
+def _told(path: Path, tensors: Sequence[Any]) -> Iterator[Any]:
+    """`tensors` one by one, with a record in between for each tenth of their bytes that is done."""
+    total, done = sum(int(tensor.n_bytes) for tensor in tensors), 0
+    for tensor in tensors:
+        yield tensor
+        before, done = done, done + int(tensor.n_bytes)
+        if 10 * before // total < 10 * done // total < 10:
+            log.info("converting %s: %d%%", path.name, 100 * done // total)
+
+
 def _tensors(
     path: Path, tensors: Sequence[Any], config: Any, dense: bool
 ) -> Iterator[tuple[str, str, Tensor | Numbers]]:
@@ -296,7 +303,7 @@ def _tensors(
     from gguf.quants import dequantize
 
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for tensor in tensors:
+    for tensor in _told(path, tensors):
         name = _named(tensor.name, path)
         if name is None:
             continue

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from specker.flags import option
 from specker.runtime.model.config import ModelConfig
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: decoder.PREFILL_CHUNK
@@ -76,7 +77,7 @@ def sized(
 ) -> tuple[int, str | None]:
     """The context to run with, and a note if memory allows less than the first model's limit (else None).
 
-    `free`: bytes, None for no limit; `spare` of them stay free. `asked`: --max-context, which is also the limit then;
+    `free`: bytes, None for no limit; `spare` of them stay free. `asked`: `max_context`, which is also the limit then;
     it is never lowered. Raises ValueError if it does not fit, or if no context fits."""
     limit = costs[0].limit
     if free is None or (need := needed(costs, limit, page_size, scratch)) <= free - spare:
@@ -87,7 +88,9 @@ def sized(
     if most < 2:
         raise ValueError(f"a context of {limit} positions needs {about}: not even 2 positions fit")
     if asked is not None:
-        raise ValueError(f"--max-context {asked} needs {about}: the largest --max-context that fits is {most}")
+        raise ValueError(
+            f"{option('max_context', asked)} needs {about}: the largest {option('max_context')} that fits is {most}"
+        )
     return most, f"the context is lowered to {most} positions: the checkpoint's {limit} need {about}"
 
 
@@ -107,10 +110,10 @@ def too_heavy(name: str, size: int, elements: int, dtype: torch.dtype, free: int
     if quantised:
         return f"{need}: use a smaller model or a device with more memory"
     if dtype.itemsize == 2:
-        return f"{need}: use --quantize int8 or int4, a smaller model or a device with more memory"
+        return f"{need}: use {option('quantize', 'int8')} or int4, a smaller model or a device with more memory"
     if free is None or half <= free:
-        return f"{need}: --dtype bfloat16 needs {gib(half)}"
-    return f"{need}: not even --dtype bfloat16 would fit, which needs {gib(half)}"
+        return f"{need}: {option('dtype', 'bfloat16')} needs {gib(half)}"
+    return f"{need}: not even {option('dtype', 'bfloat16')} would fit, which needs {gib(half)}"
 
 
 def too_long(costs: Sequence[Cost], context: int, room: int, spare: int, page_size: int, scratch: int) -> str:
@@ -119,7 +122,7 @@ def too_long(costs: Sequence[Cost], context: int, room: int, spare: int, page_si
     most = min(largest(costs, room - 2 * spare, page_size, scratch), context - context // 4)
     if most < 2:
         return f"out of memory with a context of {context} positions: no shorter one would fit"
-    return f"out of memory with a context of {context} positions: --max-context {most} would fit"
+    return f"out of memory with a context of {context} positions: {option('max_context', most)} would fit"
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Room:
 
     def pool(self, sequences: int, asked: int | None) -> tuple[int | None, str | None]:
         """(positions in the K/V pool, note). Positions are None if each of `sequences` has a whole context; the note
-        says when memory allows less. `asked`: --kv-tokens. Raises ValueError if it does not fit."""
+        says when memory allows less. `asked`: `kv_tokens`. Raises ValueError if it does not fit."""
         context = self.configs[0].max_context + self.scratch
         if sequences == 1:
             return None, None
@@ -151,7 +154,9 @@ class Room:
             most = min(most, context + max(0, limit - spare - first) // each)
         if asked is not None:
             if asked > most and most < sequences * context:
-                raise ValueError(f"--kv-tokens {asked} does not fit: the largest --kv-tokens that fits is {most}")
+                raise ValueError(
+                    f"{option('kv_tokens', asked)} does not fit: the largest {option('kv_tokens')} that fits is {most}"
+                )
             return asked, None
         if most == sequences * context:
             return None, None

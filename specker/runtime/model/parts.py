@@ -7,6 +7,7 @@ norms.
 
 from dataclasses import dataclass, replace
 
+from specker.flags import option
 from specker.runtime.model.config import CheckpointError, ModelConfig
 
 
@@ -19,12 +20,10 @@ class Part:
         """Raise CheckpointError if the model cannot be split over `size` ranks."""
         for what, count in (("num_attention_heads", c.num_heads), ("intermediate_size", c.intermediate_size)):
             if count % self.size:
-                raise CheckpointError(f"--tp {self.size} does not divide the target's {what}, {count}")
+                raise CheckpointError(f"{option('tp', self.size)} does not divide the target's {what}, {count}")
         if c.num_kv_heads % self.size and self.size % c.num_kv_heads:
-            raise CheckpointError(
-                f"--tp {self.size} neither divides the target's num_key_value_heads, {c.num_kv_heads}, nor is a "
-                "multiple of them"
-            )
+            heads = f"the target's num_key_value_heads, {c.num_kv_heads}, nor is a multiple of them"
+            raise CheckpointError(f"{option('tp', self.size)} neither divides {heads}")
 
     def heads(self, c: ModelConfig) -> tuple[int, int]:
         """(first, count) of the query heads."""

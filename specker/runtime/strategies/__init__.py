@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from specker.config import Common, Options, refuse_unknown
-from specker.flags import Parser, flag, make
+from specker.flags import Parser, flag, make, option
 from specker.runtime.draft import Drafter
 from specker.runtime.policy import AUTO, GENERAL, Policy
 from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup
@@ -81,14 +81,14 @@ def options(**flat: Any) -> Options:
     owners = _owners()
     refuse_unknown(flat, [f.name for f in fields(Common)] + list(owners))
     flat = {name: value for name, value in flat.items() if value is not None}
-    asked: str = flat.get("strategy", Common.strategy)
+    asked = flat.get("strategy", Common.strategy)
     base, trimmed, copies = _parts(asked)
     for name in flat:
         owner = owners.get(name)
         if owner == TRIM and not trimmed:
-            raise ValueError(f"{flag(name)} is for strategy {TRIM} or a combination with it, not {asked!r}")
+            raise ValueError(f"{option(name)} is for strategy {TRIM} or a combination with it, not {asked!r}")
         if owner not in (None, TRIM, base) and not (copies and owner == COPY):
-            raise ValueError(f"{flag(name)} is for strategy {owner}, not {asked!r}")
+            raise ValueError(f"{option(name)} is for strategy {owner}, not {asked!r}")
     strategy, common = STRATEGIES[base], make(Common, flat)
     own = None if strategy.options is None else make(strategy.options, flat)
     trim = make(TrimOptions, flat) if trimmed else None
@@ -157,9 +157,11 @@ def _owners() -> dict[str, str]:
     return {f.name: name for name, cls in own_options().items() for f in fields(cls)}
 
 
-def _parts(asked: str) -> tuple[str, bool, bool]:
+def _parts(asked: Any) -> tuple[str, bool, bool]:
     """(name of the strategy that drafts, whether its head is trimmed, whether copied text joins it). Raises ValueError
     for an unknown name."""
+    if not isinstance(asked, str):
+        raise ValueError(f"{option('strategy')} must be a string, got {asked!r}")
     parts = asked.split("+")
     for part in parts:
         if part not in NAMES:
@@ -181,9 +183,9 @@ def _check_policy(options: Options, strategy: Strategy) -> None:
     if policy is None:
         return
     if policy not in POLICIES:
-        raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        raise ValueError(f"{option('policy')} must be one of {', '.join(POLICIES)}, got {policy!r}")
     if policy not in (AUTO, *GENERAL, *strategy.policies):
         owner = next(s.name for s in _ALL if policy in s.policies)
-        raise ValueError(f"--policy {policy} is for strategy {owner}, not {options.strategy!r}")
+        raise ValueError(f"{option('policy', policy)} is for strategy {owner}, not {options.strategy!r}")
     if policy != "fixed" and options.tree is not None:
-        raise ValueError(f"--policy {policy} is for chains: leave out --tree")
+        raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('tree')}")

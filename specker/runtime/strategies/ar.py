@@ -1,6 +1,7 @@
 """Strategy `ar`: plain decoding without a draft, the baseline. It runs the same ops and weights as other strategies."""
 
 from specker.config import Options
+from specker.flags import option
 from specker.runtime.policy import Budget, Fixed, Policy
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
@@ -13,9 +14,10 @@ class PlainDecoding(Strategy):
 
     def check(self, options: Options) -> None:
         if any(x is not None for x in (options.tree, options.draft_tokens, options.policy)):
-            raise ValueError("strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply")
+            others = f"{option('tree')}, {option('draft_tokens')} and {option('policy')}"
+            raise ValueError(f"strategy 'ar' drafts nothing: {others} do not apply")
         if options.acceptance is not None:
-            raise ValueError("strategy 'ar' drafts nothing: --acceptance does not apply")
+            raise ValueError(f"strategy 'ar' drafts nothing: {option('acceptance')} does not apply")
 
     def default_policy(self, options: Options) -> None:
         return None

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specker.config import Options
-from specker.flags import opt, settle
+from specker.flags import opt, option, settle
 from specker.runtime.auto import ENGINE, TEXT, Share, shorter
 from specker.runtime.draft import Drafter
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
@@ -47,7 +47,8 @@ class LookupOptions:
         settle(self)
         if self.ngram_least > self.ngram_most:
             raise ValueError(
-                f"--ngram-least must be at most --ngram-most, got {self.ngram_least} and {self.ngram_most}"
+                f"{option('ngram_least')} must be at most {option('ngram_most')}, got {self.ngram_least} and "
+                f"{self.ngram_most}"
             )
 
 
@@ -186,7 +187,8 @@ class Lookup(Strategy):
 
     def check(self, options: Options) -> None:
         if options.policy in CONFIDENT:
-            raise ValueError(f"--policy {options.policy} needs the confidence of a model, but lookup runs none")
+            policy = option("policy", options.policy)
+            raise ValueError(f"{policy} needs the confidence of a model, but lookup runs none")
 
     def drafter(self, context: DraftContext) -> LookupDrafter:
         return LookupDrafter(context.options.own, context.options.width)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specker.config import Options
-from specker.flags import opt, settle
+from specker.flags import opt, option, settle
 from specker.runtime.policy import (
     AUTO,
     CONFIDENT,
@@ -105,20 +105,23 @@ class Chunks(Fixed):
 
 
 def span(value: str | tuple[int, int]) -> tuple[int, int]:
-    """Parse --adl: the shortest and the longest block, such as `20-30`."""
-    text = value if isinstance(value, str) else "-".join(map(str, value))
+    """Parse the shortest and the longest block, such as `20-30`."""
+    text = "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
     match = re.fullmatch(r"(\d{1,3})-(\d{1,3})", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]) <= 255:
-        raise ValueError(f"--adl must be SHORTEST-LONGEST within 1-255, such as 20-30, got {text!r}")
+        raise ValueError(f"{option('adl')} must be SHORTEST-LONGEST within 1-255, such as 20-30, got {value!r}")
     return int(match[1]), int(match[2])
 
 
 def chunked(value: str | tuple[int, float]) -> tuple[int, float]:
-    """Parse --chunk: tokens per pass and the probability below which a token ends the draft, such as `8:0.5`."""
-    text = value if isinstance(value, str) else f"{value[0]}:{value[1]:f}"
+    """Parse tokens per pass and the probability below which a token ends the draft, such as `8:0.5`."""
+    text = str(value)
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float):
+        text = f"{value[0]}:{value[1]:f}"
     match = re.fullmatch(r"(\d{1,3}):(0|1|0?\.\d+|1\.0*)", text)
     if not match or not 1 <= int(match[1]) <= 128:
-        raise ValueError(f"--chunk must be TOKENS:PROBABILITY within 1-128 and 0-1, such as 8:0.5, got {text!r}")
+        about = "must be TOKENS:PROBABILITY within 1-128 and 0-1, such as 8:0.5"
+        raise ValueError(f"{option('chunk')} {about}, got {value!r}")
     return int(match[1]), float(match[2])
 
 
@@ -167,12 +170,13 @@ class DiffuSpecOptions:
     def __post_init__(self) -> None:
         settle(self)
         if self.cps == "off" and self._search_options:
-            raise ValueError("--cps off disables the search: the other --cps-... flags and --ngram do not apply")
+            others = ", ".join(map(option, self._search_options))
+            raise ValueError(f"{option('cps', 'off')} disables the search: leave out {others}")
 
     @property
-    def _search_options(self) -> bool:
+    def _search_options(self) -> list[str]:
         names = ("cps_paths", "cps_candidates", "cps_mass", "cps_lambda", "ngram")
-        return any(getattr(self, name) is not None for name in names)
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def search(self) -> str:
@@ -200,16 +204,18 @@ class DiffuSpec(Strategy):
         own: DiffuSpecOptions = options.own
         policy = options.policy or self.default_policy(options)
         if options.tree is not None:
-            raise ValueError("strategy diffuspec drafts a block: --tree does not apply, but --cps tree does")
+            other = f"{option('tree')} does not apply, but {option('cps', 'tree')} does"
+            raise ValueError(f"strategy diffuspec drafts a block: {other}")
         if policy in CONFIDENT:
-            raise ValueError(f"--policy {policy} ends a draft token by token, but diffuspec drafts a block")
+            raise ValueError(f"{option('policy', policy)} ends a draft token by token, but diffuspec drafts a block")
         if policy in ("plus-minus-one", AUTO) and own.search == "tree":
-            raise ValueError(f"--policy {policy} is for chains: leave out --cps tree")
+            raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('cps', 'tree')}")
         for name in self.policies:
             if getattr(own, name) is not None and policy != name:
-                raise ValueError(f"--{name} is for --policy {name}")
+                raise ValueError(f"{option(name)} is for {option('policy', name)}")
         if policy == "adl" and options.draft_tokens is not None:
-            raise ValueError("--policy adl chooses the block's length: --adl bounds it, --draft-tokens does not apply")
+            other = f"{option('adl')} bounds it, {option('draft_tokens')} does not apply"
+            raise ValueError(f"{option('policy', 'adl')} chooses the block's length: {other}")
 
     def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
         shifted = options.own.shifted_logits

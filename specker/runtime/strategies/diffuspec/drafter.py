@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
+from specker.flags import option
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
 from specker.runtime import ngram
@@ -291,8 +292,8 @@ def _search(context: DraftContext, own: DiffuSpecOptions) -> Search | None:
     weight = CPS_LAMBDA if own.cps_lambda is None else own.cps_lambda
     if path is None and weight < 1:
         raise ValueError(
-            f"--cps {how} needs --ngram for {target.folder} (python -m specker.calibrate --ngram makes one), "
-            "or --cps-lambda 1 to search without it, or --cps off"
+            f"{option('cps', how)} needs {option('ngram')} for {target.folder} (python -m specker.calibrate --ngram "
+            f"makes one), or {option('cps_lambda', 1)} to search without it, or {option('cps', 'off')}"
         )
     model = None
     if path is not None and weight < 1:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specker.config import Options
-from specker.flags import opt, settle
+from specker.flags import opt, option, settle
 from specker.runtime.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Policy, general
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
@@ -72,9 +72,10 @@ class SelfDrafting(Strategy):
 
     def check(self, options: Options) -> None:
         if options.tree is not None:
-            raise ValueError("strategy del drafts a chain: --tree does not apply")
+            raise ValueError(f"strategy del drafts a chain: {option('tree')} does not apply")
         if options.own.exit_layer is not None and options.policy in (None, *self.policies):
-            raise ValueError(f"--exit-layer is for --policy {', '.join(GENERAL)}: del chooses the layer")
+            policies = option("policy", ", ".join(GENERAL))
+            raise ValueError(f"{option('exit_layer')} is for {policies}: del chooses the layer")
 
     def default_policy(self, options: Options) -> str:
         return self.policies[0]
@@ -82,7 +83,7 @@ class SelfDrafting(Strategy):
     def check_target(self, options: Options, layers: int) -> None:
         exit_layer = options.own.exit_layer
         if exit_layer is not None and exit_layer >= layers:
-            raise ValueError(f"--exit-layer must be below the target's {layers} layers")
+            raise ValueError(f"{option('exit_layer')} must be below the target's {layers} layers")
         if layers < 2:
             raise ValueError(f"strategy {options.strategy!r} needs a target of at least 2 layers")
 

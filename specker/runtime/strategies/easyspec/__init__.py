@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specker.flags import opt, settle
+from specker.flags import opt, option, settle
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import SmallModel
 
@@ -28,8 +28,8 @@ Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of 
 
 
 def groups(value: Any) -> Groups:
-    """--layer-parallel: a group's width, `4`, or all groups, `[[0],[1,2,3],[4]]`: every layer once, in order."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    """A group's width, `4`, or all groups, `[[0],[1,2,3],[4]]`: every layer once, in order."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -38,9 +38,11 @@ def groups(value: Any) -> Groups:
         return value
     lists = isinstance(value, list) and value and all(isinstance(group, list) and group for group in value)
     if not lists or any(type(n) is not int for group in value for n in group):
-        raise ValueError(f"--layer-parallel must be a width (4) or all groups ([[0],[1,2],[3]]), got {text!r}")
+        raise ValueError(
+            f"{option('layer_parallel')} must be a width (4) or all groups ([[0],[1,2],[3]]), got {text!r}"
+        )
     if (order := [n for group in value for n in group]) != list(range(len(order))):
-        raise ValueError(f"--layer-parallel must hold every layer from 0 on once and in order, got {text}")
+        raise ValueError(f"{option('layer_parallel')} must hold every layer from 0 on once and in order, got {text}")
     return tuple(map(tuple, value))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.flags import option
 from specker.kernels.quant import Quantized, joined
 from specker.runtime.dist import Ranks
 from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
@@ -39,7 +40,8 @@ class Schedule:
         if isinstance(groups, int):
             return cls.parallel(layers, groups)
         if (count := sum(map(len, groups))) != layers:
-            raise ValueError(f"--layer-parallel {cls(groups)} has {count} layers, but the draft has {layers}")
+            asked = option("layer_parallel", cls(groups))
+            raise ValueError(f"{asked} has {count} layers, but the draft has {layers}")
         return cls(groups)
 
     def owner(self, layer: int, ranks: int) -> int:
@@ -162,7 +164,8 @@ def _in_one(each: list[Any]) -> Any:
     if any(isinstance(x, Quantized) for x in each):
         if not all(isinstance(x, Quantized) for x in each):
             raise ValueError(
-                "EasySpec cannot run quantised and other layers side by side: choose other --layer-parallel groups"
+                "EasySpec cannot run quantised and other layers side by side: choose other "
+                f"{option('layer_parallel')} groups"
             )
         return joined(each, stack=True)
     if all(x.is_contiguous() for x in each):

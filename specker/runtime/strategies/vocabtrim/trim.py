@@ -9,6 +9,7 @@ import torch
 
 from specker import zoo
 from specker.config import Keep, Options
+from specker.flags import option
 from specker.runtime import vocab_memo, vocab_scores
 from specker.runtime.dist import Ranks
 from specker.runtime.head import Kept
@@ -32,7 +33,7 @@ class Ranking(NamedTuple):
     """Which rows to keep first."""
 
     scores: VocabScores
-    keep: Keep  # the default of --vocab-keep
+    keep: Keep  # the default of `vocab_keep`
     source: str  # for the user
     counts: VocabCounts | None = None  # where to count what the target writes
 
@@ -73,8 +74,8 @@ def ranking(
         return Ranking(scores, default_keep(scores, family), Path(path).name)
     if trim.vocab_keep is not None and trim.vocab_keep.coverage is not None:
         raise ValueError(
-            "--vocab-keep coverage:X needs a score file (--vocab-scores); without one, keep a number of rows or a "
-            "fraction"
+            f"{option('vocab_keep', 'coverage:X')} needs a score file ({option('vocab_scores')}); without one, keep a "
+            "number of rows or a fraction"
         )
     if options.load == "dummy":
         return Ranking(VocabScores(torch.arange(vocab), None), Keep(fraction=VOCAB_KEEP), "id")
@@ -106,7 +107,7 @@ def trimmed(
     that follow the text). The embedding stays whole, because the text may contain any token. `every_rank`: all ranks of
     a replica call this, not only those that draft. Adds remarks to `notes`: rows are kept that the score file never
     counted, or the counts of earlier runs cannot be read or written. Raises ValueError if a score file does not match
-    the target, or if --vocab-keep needs one."""
+    the target, or if `vocab_keep` needs one."""
     trim: TrimOptions = options.trim
     scores, default, source, counts = ranking(target, options, family, notes, ranks, every_rank)
     tokenizer = target.tokenizer_or_none
@@ -128,7 +129,8 @@ def trimmed(
     spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
     ids = torch.cat((fixed, spare)).to(whole.device)
     if options.width > len(ids):
-        raise ValueError(f"--tree {options.tree} is wider than the {len(ids)} rows that --vocab-keep leaves")
+        tree = option("tree", options.tree)
+        raise ValueError(f"{tree} is wider than the {len(ids)} rows that {option('vocab_keep')} leaves")
     kept = Kept(ids, len(spare), whole if text else None, source, counts)
     return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
 

@@ -1,0 +1,188 @@
+"""How messages call options: by their flags on a command line, by their names in Python."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specker
+from specker import calibrate, run
+from specker.config import Sampling
+from specker.flags import option
+from specker.runtime import strategies
+
+PACKAGE = Path(specker.__file__).parent
+# These run behind a command line only.
+COMMANDS = {"__main__", "run", "report", "chat", "calibrate", "flags", "storage", "trace", "view", "zoo"}
+
+# option -> value, the sentence in Python, the sentence on a command line
+SHARED: list[tuple[dict[str, Any], str, str]] = [
+    ({"batch_size": 257}, "batch_size must be between 1 and 256, got 257", "--batch-size must be between"),
+    ({"graphs": "maybe"}, "graphs must be one of on, off, got 'maybe'", "--graphs must be one of"),
+    ({"tree": "abc"}, "tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got 'abc'", "--tree must be"),
+    ({"tree": "65x1"}, "tree='65x1' is too large", "--tree 65x1 is too large"),
+    ({"acceptance": "0.8"}, "acceptance must be synthetic:PROBABILITY", "--acceptance must be synthetic:"),
+    ({"vocab_keep": "some"}, "vocab_keep must be rows", "--vocab-keep must be rows"),
+    ({"exit_layer": 2}, "exit_layer is for strategy del, not", "--exit-layer is for strategy del, not"),
+    ({"policy": "best"}, "policy must be one of auto, ", "--policy must be one of auto, "),
+    ({"policy": "adl"}, "policy='adl' is for strategy diffuspec", "--policy adl is for strategy diffuspec"),
+    ({"policy": "auto", "tree": "2x2"}, "policy='auto' is for chains: leave out tree", "--policy auto is for"),
+    (
+        {"strategy": "ar", "draft_tokens": 2},
+        "strategy 'ar' drafts nothing: tree, draft_tokens and policy do not apply",
+        "strategy 'ar' drafts nothing: --tree, --draft-tokens and --policy do not apply",
+    ),
+    ({"strategy": "ar", "acceptance": 0.5}, "acceptance does not apply", "--acceptance does not apply"),
+    (
+        {"strategy": "lookup", "ngram_least": 9},
+        "ngram_least must be at most ngram_most, got 9 and 8",
+        "--ngram-least must be at most --ngram-most, got 9 and 8",
+    ),
+    ({"strategy": "lookup", "policy": "draft-and-verify"}, "policy='draft-and-verify' needs", "--policy draft-and-v"),
+    ({"strategy": "del", "tree": "2x2"}, "drafts a chain: tree does", "drafts a chain: --tree does"),
+    ({"strategy": "del", "exit_layer": 2}, "exit_layer is for policy='", "--exit-layer is for --policy "),
+    ({"strategy": "easyspec", "layer_parallel": "x"}, "layer_parallel must be a width", "--layer-parallel must be a"),
+    ({"strategy": "easyspec", "layer_parallel": "[[1]]"}, "layer_parallel must hold", "--layer-parallel must hold"),
+    ({"strategy": "diffuspec", "adl": "9"}, "adl must be SHORTEST-LONGEST", "--adl must be SHORTEST-LONGEST"),
+    ({"strategy": "diffuspec", "chunk": "9"}, "chunk must be TOKENS:PROBABILITY", "--chunk must be TOKENS:"),
+    ({"strategy": "diffuspec", "chunk": "4:0.5"}, "chunk is for policy='chunk'", "--chunk is for --policy chunk"),
+    (
+        {"strategy": "diffuspec", "cps": "off", "ngram": "f", "cps_paths": 3},
+        "cps='off' disables the search: leave out cps_paths, ngram",
+        "--cps off disables the search: leave out --cps-paths, --ngram",
+    ),
+    (
+        {"strategy": "diffuspec", "tree": "2x2"},
+        "tree does not apply, but cps='tree' does",
+        "--tree does not apply, but --cps tree does",
+    ),
+    (
+        {"strategy": "diffuspec", "policy": "adl", "draft_tokens": 2},
+        "policy='adl' chooses the block's length: adl bounds it, draft_tokens does not apply",
+        "--policy adl chooses the block's length: --adl bounds it, --draft-tokens does not apply",
+    ),
+    (
+        {"strategy": "diffuspec", "policy": "auto", "cps": "tree"},
+        "policy='auto' is for chains: leave out cps='tree'",
+        "--policy auto is for chains: leave out --cps tree",
+    ),
+    ({"strategy": "diffuspec", "policy": "draft-and-verify"}, "policy='draft-", "--policy draft-and-verify ends"),
+    # refusals of the models
+    ({"draft": "somewhere"}, "draft needs target: the bundled", "--draft needs --target: the bundled"),
+    ({"strategy": "ar", "draft": "x"}, "leave out draft", "leave out --draft"),
+    ({"max_context": 4096}, "max_context must be between 1 and this", "--max-context must be between 1 and this"),
+    ({"strategy": "del", "policy": "fixed", "exit_layer": 99}, "exit_layer must be below", "--exit-layer must be"),
+    ({"tree": "60x1", "vocab_keep": "9", "vocab_text": 0}, "tree='60x1' is wider than the ", "--tree 60x1 is wider"),
+    (
+        {"strategy": "easyspec", "layer_parallel": "[[0],[1]]"},
+        "layer_parallel='[[0],[1]]' has 2 layers, but",
+        "--layer-parallel [[0],[1]] has 2 layers, but",
+    ),
+    (
+        {"tp": 2, "dp": 3},
+        "tp=2 times dp=3 is 6, but this job has 1 process",
+        "--tp 2 times --dp 3 is 6, but this job has 1 process",
+    ),
+    ({"draft_ranks": 2}, "draft_ranks=2 is more than the 1 ranks of tp", "--draft-ranks 2 is more than the 1"),
+    # refusals of a request
+    ({"temperature": -1.0}, "temperature must be 0 or at least 1e-6", "--temperature must be 0 or"),
+    ({"top_p": 1.5}, "top_p must be in (0, 1]", "--top-p must be in (0, 1]"),
+    ({"stop": ""}, "stop must be a string or a list of strings", "--stop must be a string or a list of strings"),
+    ({"seed": -1}, "seed must be in [0, 2**64)", "--seed must be in [0, 2**64)"),
+    (
+        {"batch_size": 2, "kv_tokens": 1, "max_new_tokens": 500},
+        "lower max_new_tokens or raise kv_tokens",
+        "lower --max-new-tokens or raise --kv-tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "python", "command"), SHARED, ids=lambda x: x if isinstance(x, str) else "")
+def test_one_refusal_two_spellings(
+    given: dict[str, Any], python: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("max_new_tokens", "stop", *(f.name for f in fields(Sampling)))
+    request = {name: value for name, value in given.items() if name in asked}
+    loading = {name: value for name, value in given.items() if name not in request}
+    with pytest.raises(ValueError) as caught:
+        specker.load(device="cpu", **loading).generate("def fib", **request)
+    assert python in str(caught.value) and "--" not in str(caught.value).partition("torchrun")[0]
+
+    values = given | ({"acceptance": "synthetic:0.5"} if given.get("acceptance") == 0.5 else {})
+    argv = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert run.main(["--device", "cpu", "--prompt", "def fib", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and command in err.splitlines()[-1]
+    assert not any(f"{name}=" in err for name in given)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tree": 5}, "tree must be WIDTHxDEPTH with both at least 1, such as 4x5; got 5"),
+        ({"tree": (4, 5)}, r"tree must be .* got \(4, 5\)"),
+        ({"vocab_keep": []}, r"vocab_keep must be .* got \(\)"),
+        ({"acceptance": [1]}, r"acceptance must be .* got \(1,\)"),
+        ({"strategy": 5}, "strategy must be a string, got 5"),
+        ({"strategy": "diffuspec", "adl": 5}, "adl must be .* got 5"),
+        ({"strategy": "diffuspec", "chunk": (8,)}, r"chunk must be .* got \(8,\)"),
+        ({"strategy": "diffuspec", "chunk": ("a", "b")}, r"chunk must be .* got \('a', 'b'\)"),
+        ({"strategy": "easyspec", "layer_parallel": {1}}, "layer_parallel must be .* got "),
+        ({"batch_size": "2"}, "batch_size must be a whole number, got '2'"),
+        ({"load": 5}, "load must be a string, got 5"),
+    ],
+)
+def test_values_of_another_type(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        strategies.options(**options)
+
+
+def test_models_of_another_type() -> None:
+    for name in ("target", "draft"):
+        with pytest.raises(ValueError, match=f"{name} must be a folder, a GGUF file or a hub id, got 5"):
+            specker.load(**{name: 5})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"unknown device '\[\]': use cpu or cuda"):
+        specker.load(device=[])  # type: ignore[arg-type]
+
+
+def test_none_is_no_value_of_a_request() -> None:
+    with pytest.raises(ValueError, match="seed must be a whole number, got None"):
+        Sampling(seed=None)  # type: ignore[arg-type]
+    assert strategies.options(batch_size=None) == strategies.options()  # but leaves out an option of an engine
+
+
+def test_a_remark_names_the_argument() -> None:
+    engine = specker.load(strategy="ar", device="cpu", linear="cublas", max_context=64)
+    assert engine.remarks["linear"].startswith("linear='cublas' is not batch-invariant")
+
+
+def test_a_command_ends_with_its_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    """After a refusal and after help, for each command."""
+    for main, argv in ((run.main, []), (calibrate.main, ["--scores", "x"])):
+        assert main([*argv, "--vocab-keep", "0"]) == 2
+        assert "--vocab-keep must be rows" in capsys.readouterr().err
+        assert option("vocab_keep", 1) == "vocab_keep=1"
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        assert option("vocab_keep", "0.5") == "vocab_keep='0.5'"
+
+
+def test_the_library_writes_no_flags() -> None:
+    """Its strings take the spelling of an option from `option`. Help texts belong to the command line, and a whole
+    command is one in Python, too."""
+    paths = [p for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0].removesuffix(".py") not in COMMANDS]
+    assert len(paths) > 90
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        free: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "opt":
+                free.update(map(id, ast.walk(node)))
+            if isinstance(node, ast.Expr):
+                free.add(id(node.value))  # a docstring
+        texts = [str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in free]
+        flags = [text for text in texts if re.search(r"(?<![\w-])--[a-z]", text)]
+        assert [text for text in flags if "python -m" not in text and "torchrun" not in text] == [], path
