@@ -109,7 +109,7 @@ def keys_wait(session: "PromptSession[Any]") -> Iterator[None]:
     before = termios.tcgetattr(terminal)
     quiet = [*before]
     quiet[tty.IFLAG] &= ~termios.ICRNL
-    quiet[tty.LFLAG] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+    quiet[tty.LFLAG] &= ~(termios.ECHO | termios.ICANON)
     try:
         termios.tcsetattr(terminal, termios.TCSANOW, quiet)
         yield

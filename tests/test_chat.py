@@ -63,7 +63,7 @@ class Terminal:
     def echoes(self) -> bool:
         return bool(termios.tcgetattr(self.main)[tty.LFLAG] & termios.ECHO)
 
-    def until(self, pattern: str, seconds: float = 60) -> str:
+    def until(self, pattern: str, seconds: float = 25) -> str:
         """Read until `pattern` matches what came since the last match, without escape sequences; returns that."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, seen := ESCAPES.sub("", self.raw)[self.taken :], re.DOTALL)) is None:
@@ -131,6 +131,8 @@ def typed(
         main, side = pty.openpty()
         tty.setraw(side)
         before = termios.tcgetattr(side)
+        before[tty.LFLAG] |= termios.ECHO
+        termios.tcsetattr(side, termios.TCSANOW, before)
         os.write(main, f"{keys}/save {saved}\r{END}".encode("utf-8", "surrogateescape"))
         argv = ["--target", target, "--strategy", "ar", "--chat", "--device", "cpu", "--dtype", "float64"]
         with os.fdopen(side) as stdin, monkeypatch.context() as patch, create_app_session() as session:
@@ -197,10 +199,11 @@ def test_keys_pressed_during_an_answer_wait_for_its_end(endless: str, own: Path,
     shell.type("one\r")
     shell.until(r"one\n.{8}")
     assert shell.raw.rindex("\x1b[?2004h") > shell.raw.rindex("\x1b[?2004l")
-    shell.type(pasted("two\nthree") + "\r/save " + str(saved) + "\r" + END)
+    shell.type(pasted("two\nthree") + "\rfour\x1b\rfive\r/save " + str(saved) + "\r" + END)
     shell.until(r"> two *\n  three *\n.+saved: ")
     assert shell.ended() == 0
-    assert [message["content"] for message in json.loads(saved.read_text())["messages"]][::2] == ["one", "two\nthree"]
+    turns = [message["content"] for message in json.loads(saved.read_text())["messages"]][::2]
+    assert turns == ["one", "two\nthree", "four\nfive"]
     assert shell.raw.rindex("\x1b[?2004h") < shell.raw.rindex("\x1b[?2004l")
 
 
@@ -267,7 +270,9 @@ def test_help_names_every_command(typed: Callable[..., Talk]) -> None:
     assert typed("one\r/exit\rtwo\r").rows[1:] == []
 
 
-def test_a_new_conversation_is_a_fresh_one(typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_conversation_is_a_fresh_one(
+    typed: Callable[..., Talk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After /clear and /system: no message and no K/V of the turns before, and the texts of a conversation that starts
     there, greedy and sampled. The drafts of `lookup` are fresh as well."""
     from specker.runtime.stats import Stats
@@ -275,9 +280,12 @@ def test_a_new_conversation_is_a_fresh_one(typed: Callable[..., Talk], monkeypat
     prefilled: list[int] = []
     to_json = Stats.to_json
     monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prompt) or to_json(self))
+    traced = "--trace", str(tmp_path / "t.jsonl")
     for how in ((), ("--temperature", "0.9", "--seed", "5", "--strategy", "lookup")):
         prefilled.clear()
-        talk = typed("one two one two\rtwo\r/clear\rone\rtwo\r/system be brief\rone\r/clear\rone\r", *how)
+        talk = typed("one two one two\rtwo\r/clear\rone\rtwo\r/system be brief\rone\r/clear\rone\r", *how, *traced)
+        begun = [row for row in map(json.loads, (tmp_path / "t.jsonl").read_text().splitlines()) if "begin" in row]
+        assert [row["begin"] for row in begun] == list(range(6)) and [r["turn"] for r in begun] == [1, 2, 1, 2, 1, 1]
         lengths = [row["prompt_tokens"] for row in talk.rows]
         assert [n - 1 == p for n, p in zip(lengths, prefilled, strict=False)] == [True, False, True, False, True, True]
         assert [message["content"] for message in talk.messages] == ["be brief", "one"]
@@ -303,12 +311,13 @@ def test_the_system_message(typed: Callable[..., Talk], endless: str, tmp_path: 
 
 
 def test_a_saved_conversation_is_answered_again(
-    typed: Callable[..., Talk], endless: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    typed: Callable[..., Talk], endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     file, out = tmp_path / "talk.jsonl", tmp_path / "o.json"
     file.write_text("old")
     talk = typed(
-        f'/system be brief\rone\r"""\rtwo \u00e9\r"""\r/save {file}\r/save {tmp_path}/no/x\r/save {tmp_path}\r'
+        f'/system be brief\rone\r"""\rtwo \u00e9\r"""\r/save ~/{file.name}\r/save {tmp_path}/no/x\r/save {tmp_path}\r'
     )
     assert f"saved: {file}\n" in talk.notes
     assert f"/save {tmp_path}/no/x: cannot be written: No such file or directory" in talk.notes
@@ -368,12 +377,18 @@ def test_an_answer_that_is_interrupted(
 
 
 def test_an_error_restores_the_terminal(typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
+    from prompt_toolkit.output.plain_text import PlainTextOutput
+
     def fails(self: run.Decoding, line: run.Line) -> None:
         assert not termios.tcgetattr(sys.stdin)[tty.LFLAG] & termios.ECHO
         raise RuntimeError("broken")
 
     monkeypatch.setattr(run.Decoding, "turn", fails)
+    marked: list[bool] = []  # whether the terminal marks what is pasted
+    monkeypatch.setattr(PlainTextOutput, "enable_bracketed_paste", lambda self: marked.append(True))
+    monkeypatch.setattr(PlainTextOutput, "disable_bracketed_paste", lambda self: marked.append(False))
     assert "RuntimeError: broken" in typed("one\r", code=1).notes
+    assert marked[-2:] == [True, False]
 
 
 def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
