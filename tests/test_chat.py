@@ -109,7 +109,8 @@ def own(tmp_path: Path) -> Path:
 class Talk:
     rows: list[Any]  # of --json
     messages: list[dict[str, str]]  # of the last conversation, as /save wrote them
-    notes: str  # what the user saw beside the answers
+    text: str  # what a pipe got
+    notes: str  # what the user saw beside it
 
     @property
     def turns(self) -> list[str]:
@@ -145,7 +146,7 @@ def typed(
         messages = json.loads(saved.read_text())["messages"] if saved.exists() else []
         for file in (out, saved):
             file.unlink(missing_ok=True)
-        return Talk(rows, messages, capsys.readouterr().err)
+        return Talk(rows, messages, *capsys.readouterr())
 
     return talk
 
@@ -283,13 +284,16 @@ def test_a_new_conversation_is_a_fresh_one(
     traced = "--trace", str(tmp_path / "t.jsonl")
     for how in ((), ("--temperature", "0.9", "--seed", "5", "--strategy", "lookup")):
         prefilled.clear()
-        talk = typed("one two one two\rtwo\r/clear\rone\rtwo\r/system be brief\rone\r/clear\rone\r", *how, *traced)
+        talk = typed(
+            "/clear\rone two one two\rtwo\r/clear\rone\rtwo\r/system be brief\rone\r/clear\rone\r", *how, *traced
+        )
         begun = [row for row in map(json.loads, (tmp_path / "t.jsonl").read_text().splitlines()) if "begin" in row]
         assert [row["begin"] for row in begun] == list(range(6)) and [r["turn"] for r in begun] == [1, 2, 1, 2, 1, 1]
         lengths = [row["prompt_tokens"] for row in talk.rows]
         assert [n - 1 == p for n, p in zip(lengths, prefilled, strict=False)] == [True, False, True, False, True, True]
         assert [message["content"] for message in talk.messages] == ["be brief", "one"]
-        assert talk.notes.count("the conversation is forgotten") == 2
+        assert talk.notes.count("the conversation is forgotten") == 3
+        assert talk.text == "".join(f"{row['text']}\n" for row in talk.rows)
         assert "the system message is set; the conversation begins anew\n" in talk.notes
         fresh = typed("one\rtwo\r", *how).rows + typed("/system be brief\rone\r", *how).rows
         assert [row["tokens"] for row in talk.rows[2:5]] == [row["tokens"] for row in fresh]
@@ -356,15 +360,15 @@ def test_an_answer_that_is_interrupted(
     """Before its first token, after it, and once it is complete."""
     turn, count = run.Decoding.turn, 0
 
-    def interrupted(self: run.Decoding, line: run.Line) -> None:
+    def interrupted(self: run.Decoding, lines: list[run.Line]) -> None:
         nonlocal count
         count += 1
-        turn(self, line)
+        turn(self, lines)
         if count == 2:
             if finished is None:
-                line.messages.pop()
-                result = line.results[-1]
-                result.finished, result.tokens = None, result.tokens[:tokens]
+                lines[0].messages.pop()
+                result = lines[0].results[-1]
+                result.finished, result.tokens, result.stats.rounds = None, result.tokens[:tokens], tokens
             raise KeyboardInterrupt
 
     monkeypatch.setattr(run.Decoding, "turn", interrupted)
@@ -379,7 +383,7 @@ def test_an_answer_that_is_interrupted(
 def test_an_error_restores_the_terminal(typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
     from prompt_toolkit.output.plain_text import PlainTextOutput
 
-    def fails(self: run.Decoding, line: run.Line) -> None:
+    def fails(self: run.Decoding, lines: list[run.Line]) -> None:
         assert not termios.tcgetattr(sys.stdin)[tty.LFLAG] & termios.ECHO
         raise RuntimeError("broken")
 
