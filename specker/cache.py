@@ -1,5 +1,5 @@
-"""Where specker keeps what it makes or fetches: converted checkpoints, compiled kernels, token counts, and what it
-remembers of files so as not to compute it at each start."""
+"""Where specker keeps what it makes or fetches: converted checkpoints, compiled kernels, token counts, the
+history of conversations, and what it remembers of files so as not to compute it at each start."""
 
 import os
 import tempfile

@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 import specker
 from specker import zoo
-from specker.chat import converse
 from specker.config import DTYPES, Common, Options, Sampling, stop_strings
 from specker.flags import SHELLS, Parser, completion, ended, make, not_json, opt, settle, silence
 from specker.report import Result, Screen, probe, report, write_file
@@ -104,7 +103,7 @@ MORE = {
 EPILOG = """\
 examples:
   specker --check                                          # built-in prompts
-  specker --target Qwen/Qwen3-4B --strategy lookup --chat  # a conversation
+  specker --target Qwen/Qwen3-4B --chat --temperature 0.7  # a conversation
   specker --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
   specker --prompts questions.jsonl --batch-size 8 --json out.json
   specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
@@ -310,6 +309,11 @@ class Line:
         """The name of a turn's text among several. `turn`: from 1; `samples`: of each talk."""
         turns = f", turn {self.talk.part or turn}" if self.talk.part or len(self.talk.turns) > 1 else ""
         return f"{self.talk.where}{turns}" + (f", seed {self.sampling.seed}" if samples > 1 else "")
+
+    def anew(self, before: tuple[dict[str, str], ...]) -> "Line":
+        """Another conversation after this one, which starts with the messages `before`."""
+        talk = replace(self.talk, turns=(), before=before)
+        return Line(talk, self.sampling, self.first + len(self.results), list(before))
 
 
 def lines_of(talks: list[Talk], job: Job, sampling: Sampling) -> list[Line]:
@@ -527,12 +531,14 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     def encode(line: Line) -> list[int]:
         if bare:
             return made_up(engine.target.config.vocab_size, min(MADE_UP, engine.max_context // 2))
-        ids = engine.encode_chat(line.messages) if job.chat else engine.encode(line.messages[-1]["content"])
+        text = line.messages[-1]["content"]
         try:
-            return engine.validate(ids, count)
+            return engine.validate(engine.encode_chat(line.messages) if job.chat else engine.encode(text), count)
         except ValueError as error:
             raise ValueError(f"{line.talk.where}: {error}") from None
 
+    if chatting:
+        engine.encode_chat([{"role": "user", "content": "Hi"}])  # refuses a target without a chat template
     for talk in talks:
         encode(Line(talk, sampling, 0, [*talk.before, {"role": "user", "content": talk.turns[0]}]))
     screen.remarks(engine)
@@ -552,9 +558,11 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         engine.trace = trace.round
     interrupted = False
     if screen.terminal and engine.speculates and not sizing:
-        screen.notes.print("[dim]the prompt,[/] [green]accepted draft tokens,[/] the target's own tokens\n")
+        prompt = "" if chatting else "[dim]the prompt,[/] "
+        screen.notes.print(f"{prompt}[green]accepted draft tokens,[/] the target's own tokens\n")
     if job.built_in and options.load != "dummy":
-        screen.note('a toy model writes this; for a real one: --target "$(python -m specker.zoo.real)" --chat\n')
+        real = '--target "$(python -m specker.zoo.real)" --chat --temperature 0.7'
+        screen.note(f"a toy model writes this; for a real one: {real}\n")
     if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.target.recommended):
         asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")
@@ -562,7 +570,9 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     try:
         with screen.records():
             if chatting:
-                converse(decoding, lines[0], screen)
+                from specker.chat import converse
+
+                converse(decoding, mine, screen)
             else:
                 decoding.run()
     except KeyboardInterrupt:
@@ -581,7 +591,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
                 screen.newline()
     if not first:
         return 130 if interrupted else int(any(map(failed, results)))
-    screen.table(engine, results)
+    if results or not chatting:
+        screen.table(engine, results)
     unwritten: list[str] = []  # one that cannot be written must not cost the others
     if job.json is not None:
         text = json.dumps(report(engine, results, sampling, interrupted), ensure_ascii=False) + "\n"

@@ -1,6 +1,7 @@
 """What specker keeps on disk, listed and removed: `specker cache --help`, or `python -m specker.storage --help`.
 
-Everything there is made or fetched again when it is needed, except the token counts, which come from your own runs.
+Everything there is made or fetched again when it is needed, except the token counts and the history of conversations,
+which come from your own runs.
 """
 
 import shutil
@@ -20,6 +21,7 @@ ABOUT = {
     "cpu": "compiled kernels",
     "digests": "SHA-256 of GGUF files",
     "gguf": "converted GGUF files",
+    "history": "what was typed in conversations",
     "locks": "locks",
     "peers": "files of bench/peers.py",
     "tokenizers": "orders and hashes of tokenizers",

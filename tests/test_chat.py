@@ -1,71 +1,88 @@
-"""A conversation in the terminal, through a pseudo-terminal, and what is refused."""
+"""A conversation in the terminal: what is typed and pasted, commands, and what is refused."""
 
+import fcntl
 import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import termios
 import time
+import tty
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from make_checkpoint import edit, make
 
-from specker import run
+from specker import cache, run
 
 ROOT = Path(__file__).parents[1]
+ESCAPES = re.compile(r"\x1b(\[[0-9;?]*([A-Za-z~]|$)|$)|\r")
+END = "\x04"
+
+
+def pasted(text: str) -> str:
+    """What a terminal sends for a paste of `text`."""
+    return "\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~"
 
 
 class Terminal:
-    """`specker.run --chat` in a pseudo-terminal."""
+    """`specker.run --chat` in a pseudo-terminal that is its controlling one."""
 
-    def __init__(self, *argv: str):
+    def __init__(self, *argv: str, cache: Path):
         self.main, side = pty.openpty()
         command = [sys.executable, "-m", "specker.run", "--chat", "--device", "cpu", *argv]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
+        more = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100", "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=env,
+            env={**os.environ, **more, "SPECKER_CACHE": str(cache)},
             stdin=side,
             stdout=side,
             stderr=side,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
+            preexec_fn=self._owned,
         )
         os.close(side)
-        self.seen = ""
+        self.raw, self.taken = "", 0
 
-    def until(self, pattern: str, seconds: float = 60) -> str:
-        """Read until `pattern` matches what came since the last match; returns that."""
+    @staticmethod
+    def _owned() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job ignores it
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    @property
+    def echoes(self) -> bool:
+        return bool(termios.tcgetattr(self.main)[tty.LFLAG] & termios.ECHO)
+
+    def until(self, pattern: str, seconds: float = 25) -> str:
+        """Read until `pattern` matches what came since the last match, without escape sequences; returns that."""
         deadline = time.monotonic() + seconds
-        while (found := re.search(pattern, self.seen, re.DOTALL)) is None:
-            assert time.monotonic() < deadline, f"{pattern!r} did not come: {self.seen[-2000:]!r}"
+        while (found := re.search(pattern, seen := ESCAPES.sub("", self.raw)[self.taken :], re.DOTALL)) is None:
+            assert time.monotonic() < deadline, f"{pattern!r} did not come: {seen[-2000:]!r}"
             if select.select([self.main], [], [], 0.2)[0]:
                 try:
-                    self.seen += os.read(self.main, 65536).decode(errors="replace")
+                    self.raw += os.read(self.main, 65536).decode(errors="replace")
                 except OSError:  # the other side is closed
-                    assert re.search(pattern, self.seen, re.DOTALL), f"{pattern!r} did not come: {self.seen[-2000:]!r}"
-        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
-        return text
-
-    def waits(self, seconds: float = 60) -> None:
-        """Return once the main thread sleeps: it has printed all and reads the next key."""
-        deadline = time.monotonic() + seconds
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        while stat.read_text().rsplit(")", 1)[1].split()[0] != "S":
-            assert time.monotonic() < deadline, "it never waits for a key"
-            time.sleep(0.01)
+                    deadline = 0
+        self.taken += found.end()
+        return seen[: found.end()]
 
     def type(self, text: str) -> None:
         os.write(self.main, text.encode())
 
     def ended(self) -> int:
-        self.until(r"$^|tokens/s")  # the closing table
+        self.until("tokens/s")  # the closing table
         code = self.process.wait(60)
+        assert self.echoes
         os.close(self.main)
         return code
 
@@ -79,38 +96,303 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_a_conversation(endless: str, tmp_path: Path) -> None:
-    """Two answers, a line that Ctrl-C discards, an answer that Ctrl-C ends, one more, Ctrl-D."""
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A cache of its own, with the user's compiled kernels."""
+    (tmp_path / "cache").mkdir()
+    (cache.root() / "cpu").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "cpu").symlink_to(cache.root() / "cpu")
+    return tmp_path / "cache"
+
+
+@dataclass
+class Talk:
+    rows: list[Any]  # of --json
+    messages: list[dict[str, str]]  # of the last conversation, as /save wrote them
+    text: str  # what a pipe got
+    notes: str  # what the user saw beside it
+
+    @property
+    def turns(self) -> list[str]:
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
+
+@pytest.fixture
+def typed(
+    endless: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Talk]:
+    """A function that runs a conversation, in float64, whose keys wait in the terminal from the start."""
+    from prompt_toolkit.application import create_app_session  # without it, all share the first one's stdin
+    from prompt_toolkit.input.typeahead import clear_typeahead
+
+    monkeypatch.setenv("SPECKER_CACHE", str(own))
+    out, saved = tmp_path / "out.json", tmp_path / "saved.jsonl"
+
+    def talk(keys: str, *more: str, target: str = endless, code: int = 0) -> Talk:
+        main, side = pty.openpty()
+        tty.setraw(side)
+        before = termios.tcgetattr(side)
+        before[tty.LFLAG] |= termios.ECHO
+        termios.tcsetattr(side, termios.TCSANOW, before)
+        os.write(main, f"{keys}/save {saved}\r{END}".encode("utf-8", "surrogateescape"))
+        argv = ["--target", target, "--strategy", "ar", "--chat", "--device", "cpu", "--dtype", "float64"]
+        with os.fdopen(side) as stdin, monkeypatch.context() as patch, create_app_session() as session:
+            patch.setattr(sys, "stdin", stdin)
+            assert run.main([*argv, "--max-new-tokens", "6", "--json", str(out), *more]) == code
+            clear_typeahead(session.input)
+            assert termios.tcgetattr(side) == before, "the terminal is as it was"
+        os.close(main)
+        rows = json.loads(out.read_text())["prompts"] if out.exists() else []
+        messages = json.loads(saved.read_text())["messages"] if saved.exists() else []
+        for file in (out, saved):
+            file.unlink(missing_ok=True)
+        return Talk(rows, messages, *capsys.readouterr())
+
+    return talk
+
+
+def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
+    """Two answers, a text that Ctrl-C discards, an answer that Ctrl-C ends, one more, Ctrl-D."""
     out = tmp_path / "o.json"
     more = ["--target", endless, "--strategy", "ar", "--max-new-tokens", "600", "--json", str(out)]
-    shell = Terminal(*more)
-    told = shell.until("> ")
-    assert "the checkpoint recommends --temperature 0.6 --top-p 0.92" in told and "Ctrl-C ends an answer" in told
-    shell.type("one\n")
-    shell.until(r"one\r\n.+\r\n> ")
-    shell.type("half a li")
-    shell.until("half a li")
-    shell.waits()  # readline would see an earlier signal only with the next key
-    os.killpg(shell.process.pid, signal.SIGINT)
-    shell.until("> ")
-    shell.type("two\n")
-    shell.until(r"two\r\n.{8}")
-    os.killpg(shell.process.pid, signal.SIGINT)
-    shell.until("> ")
-    shell.type("x" * 4000 + "\n")
+    shell = Terminal(*more, cache=own)
+    told = shell.until("\n>")
+    assert "the checkpoint recommends --temperature 0.6 --top-p 0.92" in told and told.count("/help") == 1
+    shell.type("one\r")
+    told = shell.until(r"one\n.+\n>")
+    assert "the answer ends at --max-new-tokens" in told
+    shell.type("half a li\x03")
+    shell.until(r"half a li *\n>")
+    shell.type("\x03")
+    shell.until(r"\nCtrl-D ends the conversation.\n>")
+    shell.type("two\r")
+    shell.until(r"two\n.{8}")
+    assert not shell.echoes, "^C would be part of the answer"
+    shell.type("\x03")
+    shell.until("\n>")
+    shell.type("x" * 4000 + "\r")
     shell.until("this turn: the prompt has")
-    shell.until("> ")
-    shell.type("\n")
-    shell.until("> ")
-    shell.type("three\n")
-    shell.until(r"three\r\n.+\r\n> ")
-    shell.type("\x04")
+    shell.until("\n>")
+    shell.type("\r")
+    shell.until("\n>")
+    shell.type("three\r")
+    shell.until(r"three\n.+\n>")
+    shell.type(END)
     assert shell.ended() == 0
     rows = json.loads(out.read_text())["prompts"]
     assert [row["finish_reason"] for row in rows] == ["length", "interrupted", "length"]
     assert [len(row["tokens"]) for row in rows][::2] == [600, 600] and 0 < len(rows[1]["tokens"]) < 600
     lengths = [row["prompt_tokens"] for row in rows]
     assert lengths[0] + 500 < lengths[1] < lengths[2], "the answers are part of the conversation"
+
+
+def test_keys_pressed_during_an_answer_wait_for_its_end(endless: str, own: Path, tmp_path: Path) -> None:
+    """Also a paste of several lines, which stays one turn; the terminal is told to mark it. Tab completes a command."""
+    saved = tmp_path / "talk.jsonl"
+    shell = Terminal("--target", endless, "--strategy", "ar", "--max-new-tokens", "300", cache=own)
+    shell.until("\n>")
+    shell.type("/hel")
+    shell.until("/hel")
+    shell.type("\t")
+    shell.until("p")
+    shell.type("\r")
+    shell.until("show this.+\n>")
+    shell.type("one\r")
+    shell.until(r"one\n.{8}")
+    assert shell.raw.rindex("\x1b[?2004h") > shell.raw.rindex("\x1b[?2004l")
+    shell.type(pasted("two\nthree") + "\rfour\x1b\rfive\r/save " + str(saved) + "\r" + END)
+    shell.until(r"> two *\n  three *\n.+saved: ")
+    assert shell.ended() == 0
+    turns = [message["content"] for message in json.loads(saved.read_text())["messages"]][::2]
+    assert turns == ["one", "two\nthree", "four\nfive"]
+    assert shell.raw.rindex("\x1b[?2004h") < shell.raw.rindex("\x1b[?2004l")
+
+
+def test_completion(tmp_path: Path) -> None:
+    from prompt_toolkit.completion import CompleteEvent
+    from prompt_toolkit.document import Document
+
+    from specker.chat import COMMANDS
+    from specker.terminal import Commands
+
+    def offers(text: str) -> list[str]:
+        return [each.text for each in Commands(COMMANDS).get_completions(Document(text), CompleteEvent())]
+
+    (tmp_path / "talk.jsonl").touch()
+    assert offers("/s") == ["/system ", "/save "] and offers("/h") == ["/help"] and len(offers("")) == len(COMMANDS)
+    assert offers(f"/save {tmp_path}/ta") == ["lk.jsonl"] and offers("a") == offers("a /s") == offers("/system /") == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "turns"),
+    [
+        (pasted("def f():\n\treturn 1\n\nwhy?\n") + "\r", ["def f():\n\treturn 1\n\nwhy?"]),
+        ("a " + pasted("b\nc") + " d\r", ["a b\nc d"]),
+        ("a\x1b\rb\r", ["a\nb"]),
+        ('"""a\rb\r  c"""\rd\r', ["a\nb\n  c", "d"]),
+        ('"""\r/clear\r\rb\r"""\r', ["/clear\n\nb"]),
+        ('"""\rdef f():\r  """doc"""\r"""\r', ['def f():\n  """doc"""']),
+        ('what is """?\r""""""\r"""a"""\r', ['what is """?', "a"]),
+        (pasted('"""Doc."""\nimport os') + "\r", ['"""Doc."""\nimport os']),
+        ("//clear\r/etc/hosts is what?\r// c\r/* c */\r", ["/clear", "/etc/hosts is what?", "// c", "/* c */"]),
+        ("one\x01\x0b\r  \rtwo\x7f\r", ["tw"]),
+        ("caf\udce9\rok\r", ["ok"]),
+    ],
+)
+def test_what_is_one_turn(typed: Callable[..., Talk], keys: str, turns: list[str]) -> None:
+    """Pastes, Alt-Enter, blocks in quotes, texts that start with a slash, edited lines."""
+    talk = typed(keys)
+    assert talk.turns == turns and len(talk.rows) == len(turns)
+    assert ("not valid text in the terminal's encoding" in talk.notes) == ("\udce9" in keys)
+
+
+def test_commands_that_are_refused(typed: Callable[..., Talk], tmp_path: Path) -> None:
+    """One sentence each; nothing is sent to the model and nothing is written."""
+    talk = typed(f"/sistem x\r/bye\r/\r/save\r/save {tmp_path}/x\r/system\r")
+    for line in (
+        "there is no /sistem; did you mean /system? (//sistem sends it to the model)",
+        "there is no /bye; see /help (//bye sends it to the model)",
+        "there is no /; see /help (// sends it to the model)",
+        "/save needs the name of a file",
+        "there is no answer to save yet",
+        "there is no system message",
+    ):
+        assert f"\n{line}\n" in talk.notes
+    assert not talk.rows and not (tmp_path / "x").exists() and "tokens/s" not in talk.notes
+
+
+def test_help_names_every_command(typed: Callable[..., Talk]) -> None:
+    from specker.chat import COMMANDS
+    from specker.terminal import KEYS
+
+    told = typed("/help\r").notes
+    for name in (*COMMANDS, "//TEXT", *KEYS):
+        assert f"\n  {name} " in told
+    assert typed("one\r/exit\rtwo\r").rows[1:] == []
+
+
+def test_a_new_conversation_is_a_fresh_one(
+    typed: Callable[..., Talk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After /clear and /system: no message and no K/V of the turns before, and the texts of a conversation that starts
+    there, greedy and sampled. The drafts of `lookup` are fresh as well."""
+    from specker.runtime.stats import Stats
+
+    prefilled: list[int] = []
+    to_json = Stats.to_json
+    monkeypatch.setattr(Stats, "to_json", lambda self: prefilled.append(self.prompt) or to_json(self))
+    traced = "--trace", str(tmp_path / "t.jsonl")
+    for how in ((), ("--temperature", "0.9", "--seed", "5", "--strategy", "lookup")):
+        prefilled.clear()
+        talk = typed(
+            "/clear\rone two one two\rtwo\r/clear\rone\rtwo\r/system be brief\rone\r/clear\rone\r", *how, *traced
+        )
+        begun = [row for row in map(json.loads, (tmp_path / "t.jsonl").read_text().splitlines()) if "begin" in row]
+        assert [row["begin"] for row in begun] == list(range(6)) and [r["turn"] for r in begun] == [1, 2, 1, 2, 1, 1]
+        lengths = [row["prompt_tokens"] for row in talk.rows]
+        assert [n - 1 == p for n, p in zip(lengths, prefilled, strict=False)] == [True, False, True, False, True, True]
+        assert [message["content"] for message in talk.messages] == ["be brief", "one"]
+        assert talk.notes.count("the conversation is forgotten") == 3
+        assert talk.text == "".join(f"{row['text']}\n" for row in talk.rows)
+        assert "the system message is set; the conversation begins anew\n" in talk.notes
+        fresh = typed("one\rtwo\r", *how).rows + typed("/system be brief\rone\r", *how).rows
+        assert [row["tokens"] for row in talk.rows[2:5]] == [row["tokens"] for row in fresh]
+        assert talk.rows[5]["tokens"] == fresh[2]["tokens"] != talk.rows[2]["tokens"]
+
+
+def test_the_system_message(typed: Callable[..., Talk], endless: str, tmp_path: Path) -> None:
+    talk = typed('/system """be\rbrief"""\r/system\rone\r/system ' + "x" * 5000 + "\r/system\r")
+    assert talk.messages[0] == {"role": "system", "content": "be\nbrief"} and talk.turns == ["one"]
+    assert talk.notes.count("\nbe\nbrief\n") == 2 and "\nthe system message is set\n" in talk.notes
+    assert "the prompt has 50" in talk.notes, "one that does not fit leaves the conversation as it is"
+    picky = tmp_path / "picky"
+    shutil.copytree(endless, picky)
+    only = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}user: "
+    (picky / "chat_template.jinja").write_text(only)
+    talk = typed("one\r/system x\r/system\r", target=str(picky))
+    assert "the chat template of picky refuses the conversation: no system role\n" in talk.notes
+    assert talk.turns == ["one"] and "there is no system message" in talk.notes
+
+
+def test_a_saved_conversation_is_answered_again(
+    typed: Callable[..., Talk], endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file, out = tmp_path / "talk.jsonl", tmp_path / "o.json"
+    file.write_text("old")
+    talk = typed(
+        f'/system be brief\rone\r"""\rtwo \u00e9\r"""\r/save ~/{file.name}\r/save {tmp_path}/no/x\r/save {tmp_path}\r'
+    )
+    assert f"saved: {file}\n" in talk.notes
+    assert f"/save {tmp_path}/no/x: cannot be written: No such file or directory" in talk.notes
+    assert f"/save {tmp_path}: cannot be written: Is a directory" in talk.notes
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "talk.jsonl"}, "no part of a file is left"
+    assert file.read_text().count("\n") == 1
+    row = json.loads(file.read_text())
+    assert [message["content"] for message in row["messages"]] == [
+        "be brief",
+        "one",
+        talk.rows[0]["text"],
+        "two \u00e9",
+    ]
+    assert row["answer"] == talk.rows[1]["text"]
+    argv = ["--target", endless, "--strategy", "ar", "--chat", "--prompts", str(file), "--max-new-tokens", "6"]
+    assert run.main([*argv, "--dtype", "float64", "--device", "cpu", "--json", str(out)]) == 0
+    (again,) = json.loads(out.read_text())["prompts"]
+    assert again["tokens"] == talk.rows[1]["tokens"]
+
+
+def test_the_history_lasts(typed: Callable[..., Talk], own: Path) -> None:
+    typed(pasted("one\ntwo") + "\r")
+    file = own / "history"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    up = "\x1b[A"
+    assert typed(up * 3 + "\r").turns == ["one\ntwo"], "two lines, below /save"
+    file.unlink()
+    file.mkdir()
+    assert typed(up + "one\r").turns == ["one"], "a folder can be neither read nor written"
+
+
+@pytest.mark.parametrize(("tokens", "finished"), [(0, None), (1, None), (1, "length")])
+def test_an_answer_that_is_interrupted(
+    typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch, tokens: int, finished: str | None
+) -> None:
+    """Before its first token, after it, and once it is complete."""
+    turn, count = run.Decoding.turn, 0
+
+    def interrupted(self: run.Decoding, lines: list[run.Line]) -> None:
+        nonlocal count
+        count += 1
+        turn(self, lines)
+        if count == 2:
+            if finished is None:
+                lines[0].messages.pop()
+                result = lines[0].results[-1]
+                result.finished, result.tokens, result.stats.rounds = None, result.tokens[:tokens], tokens
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.Decoding, "turn", interrupted)
+    talk = typed("one\rtwo\rthree\r")
+    kept = ["one", "two", "three"] if tokens else ["one", "three"]
+    assert talk.turns == kept and len(talk.rows) == len(kept)
+    assert [message["role"] for message in talk.messages] == (["user", "assistant"] * len(kept))[:-1]
+    ends = [row["finish_reason"] for row in talk.rows]
+    assert ("interrupted" in ends) == (tokens == 1 and finished is None)
+
+
+def test_an_error_restores_the_terminal(typed: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
+    from prompt_toolkit.output.plain_text import PlainTextOutput
+
+    def fails(self: run.Decoding, lines: list[run.Line]) -> None:
+        assert not termios.tcgetattr(sys.stdin)[tty.LFLAG] & termios.ECHO
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(run.Decoding, "turn", fails)
+    marked: list[bool] = []  # whether the terminal marks what is pasted
+    monkeypatch.setattr(PlainTextOutput, "enable_bracketed_paste", lambda self: marked.append(True))
+    monkeypatch.setattr(PlainTextOutput, "disable_bracketed_paste", lambda self: marked.append(False))
+    assert "RuntimeError: broken" in typed("one\r", code=1).notes
+    assert marked[-2:] == [True, False]
 
 
 def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +418,15 @@ def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("more", [["--samples", "2"], ["--batch-size", "2"]])
-def test_a_conversation_is_one(endless: str, more: list[str]) -> None:
-    shell = Terminal("--target", endless, "--strategy", "ar", *more)
+def test_a_conversation_is_one(endless: str, own: Path, more: list[str]) -> None:
+    shell = Terminal("--target", endless, "--strategy", "ar", *more, cache=own)
     shell.until("a conversation in the terminal is one: leave out torchrun, --samples and --batch-size")
     assert shell.process.wait(60) == 2
+
+
+def test_a_target_without_a_chat_template(typed: Callable[..., Talk], endless: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(endless, bare)
+    (bare / "chat_template.jinja").unlink()
+    notes = typed("one\r", target=str(bare), code=2).notes
+    assert notes.splitlines()[-1] == ("specker: error: the tokenizer of bare has no chat template, which --chat needs")

@@ -520,6 +520,16 @@ def test_chat_without_a_template(capsys: pytest.CaptureFixture[str], pair: tuple
     refused(capsys, models((str(tmp_path / "bare"), pair[1]), "--chat", "--prompt", "x"), "chat template", "bare")
 
 
+def test_messages_that_a_chat_template_refuses(
+    capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(pair[0], tmp_path / "strict")
+    (tmp_path / "strict" / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    argv = models((str(tmp_path / "strict"), pair[1]), "--chat", "--prompts", str(tmp_path / "p.jsonl"))
+    refused(capsys, argv, "p.jsonl line 1: the chat template of strict refuses the conversation: no system role")
+
+
 # --- results
 
 

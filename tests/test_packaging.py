@@ -85,7 +85,7 @@ def test_a_wheel_that_is_too_large_is_refused(tmp_path, monkeypatch):
         dist.check_contents(tmp_path / SPECKER[0])
 
 
-HEAVY = ("transformers", "tokenizers", "huggingface_hub")
+HEAVY = ("transformers", "tokenizers", "huggingface_hub", "prompt_toolkit")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from specker.runtime.model.tokens import Tokens
 ROOT = Path(__file__).parents[1]
 
 
-HEAVY = ("torch", "numpy", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub")
+HEAVY = ("torch", "numpy", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "prompt_toolkit")
 COMMAND = f"""
 import runpy, sys
 sys.argv = sys.argv[1:]

@@ -40,12 +40,18 @@ def count(value: Any) -> int:
 
 def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a conversation, up to the assistant's turn, by the tokenizer's chat template. `name`: the model, for
-    the message. Raises ValueError if there is no chat template, or for messages without a role."""
+    the message. Raises ValueError if there is no chat template, if it refuses the messages, or for messages without a
+    role."""
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError(f"messages must be a list of dicts, each with its role and content, got {messages!r}")
     if not getattr(target.tokenizer, "chat_template", None):
-        raise ValueError(f"{option('chat')}: the tokenizer of {name} has no chat template")
-    text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        raise ValueError(f"the tokenizer of {name} has no chat template, which {option('chat')} needs")
+    from jinja2 import TemplateError  # torch depends on it
+
+    try:
+        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:  # such as one without a place for a system message
+        raise ValueError(f"the chat template of {name} refuses the conversation: {error}") from None
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
