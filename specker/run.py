@@ -104,8 +104,8 @@ MORE = {
 EPILOG = """\
 examples:
   specker --check                                          # built-in prompts
-  specker --target Qwen/Qwen3-4B --strategy lookup --chat  # a conversation
-  specker --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
+  specker --target Qwen/Qwen3-1.7B --strategy lookup --chat  # a conversation
+  specker --target Qwen/Qwen3-1.7B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
   specker --prompts questions.jsonl --batch-size 8 --json out.json
   specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
   source <(specker --print-completion bash)                # completion in this shell
