@@ -102,12 +102,12 @@ MORE = {
 }
 EPILOG = """\
 examples:
-  specker --check                                          # built-in prompts
-  specker --target Qwen/Qwen3-4B --chat --temperature 0.7  # a conversation
-  specker --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
+  specker --check                                            # built-in prompts
+  specker --target Qwen/Qwen3-1.7B --chat --temperature 0.7  # a conversation
+  specker --target Qwen/Qwen3-1.7B --draft Qwen/Qwen3-0.6B --prompt "Hello" --chat
   specker --prompts questions.jsonl --batch-size 8 --json out.json
   specker --strategy easyspec+vocabtrim --temperature 0.8 --seed 7
-  source <(specker --print-completion bash)                # completion in this shell
+  source <(specker --print-completion bash)                  # completion in this shell
 
 in a pipe: a line such as ==> questions.jsonl line 2 <== before each of several
 texts, none before a single one; --json - for programs
