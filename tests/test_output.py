@@ -144,7 +144,8 @@ def test_ctrl_c_in_a_conversation_while_ar_goes_first() -> None:
         return one
 
     for said, decoded, finished in (("a", 0, None), ("b", 3, "stop"), ("c", 0, None), ("d", 2, None)):
-        chat._answer(SimpleNamespace(turn=turn(decoded, finished)), line, said, screen)  # type: ignore[arg-type]
+        decoding: Any = SimpleNamespace(turn=turn(decoded, finished))
+        chat.Conversation(decoding, [line], screen).take(said)  # type: ignore[arg-type]
     assert [(m["role"], m["content"]) for m in line.messages] == [
         ("user", "b"),
         ("assistant", "xxx"),
