@@ -1,8 +1,8 @@
-"""Compile kernels without a GPU. This runs in a separate process, since a kernel's definition decides whether it is
-interpreted or compiled.
+"""Run what needs Triton's compiler and no GPU. This happens in a separate process, since a kernel's definition decides
+whether it is interpreted or compiled.
 
-`compilations(test_file, function)` runs `function()` of a test file there. The function calls launchers on CPU tensors;
-a launch compiles for sm_90 through Triton's own cache and runs nothing. Returns {kernel: number of compilations}.
+`compilations(test_file)` says what `launches()` of a test file would compile. It calls launchers on CPU tensors; Triton
+specialises each launch for sm_90 as ever, and neither compiles nor runs it.
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,16 @@ def python(*command: str) -> str:
     return done.stdout
 
 
-def compilations(test_file: str, function: str) -> dict[str, int]:
-    return json.loads(python(__file__, test_file, function).splitlines()[-1])
+def compilations(test_file: str) -> dict[str, int]:
+    """{kernel: number of compilations}."""
+    return _of_all_files()[str(Path(test_file).resolve().relative_to(ROOT))]
+
+
+@cache
+def _of_all_files() -> dict[str, dict[str, int]]:
+    """In one process, whose imports take longer than all the launches."""
+    files = [path for path in sorted(ROOT.glob("tests/**/*.py")) if "\ndef launches(" in path.read_text("utf-8")]
+    return json.loads(python(__file__, *(str(path.relative_to(ROOT)) for path in files)).splitlines()[-1])
 
 
 class _Driver:
@@ -44,26 +53,34 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def _main(test_file: str, function: str) -> None:
+def _main(test_files: list[str]) -> None:
     import triton
 
     from specker.kernels.variant import Variant
 
     triton.runtime.driver.set_active(_Driver())
-    kernels = set()
+    found: dict[str, set[str]] = {}
 
-    def compile_only(self: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
+    def specialise(self: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
         self.kernel.warmup(*arguments, grid=grid, **self.constants(90), **self.compile_options(90))
-        kernels.add(self.kernel)
 
-    Variant.__call__ = compile_only  # type: ignore[method-assign]
-    spec = importlib.util.spec_from_file_location("kernels_under_test", test_file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    getattr(module, function)()
-    print(json.dumps({k.__name__: len(k.device_caches[0][0]) for k in kernels}))
+    def instead_of_compiling(*, key: str, fn: Any, **_: Any) -> bool:
+        found.setdefault(fn.name, set()).add(key)
+        return True
+
+    Variant.__call__ = specialise  # type: ignore[method-assign]
+    triton.knobs.runtime.jit_cache_hook = instead_of_compiling
+    counts = {}
+    for n, test_file in enumerate(test_files):
+        found.clear()
+        spec = importlib.util.spec_from_file_location(f"kernels_under_test_{n}", test_file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.launches()
+        counts[test_file] = {name: len(keys) for name, keys in found.items()}
+    print(json.dumps(counts))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(sys.argv[1:])

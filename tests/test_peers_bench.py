@@ -9,30 +9,31 @@ import time
 from pathlib import Path
 
 import pytest
+from make_checkpoint import make
 
 from bench import harness, llama_server, peer_settings, peers, plot
 from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
+from specker.runtime.model import gguf as gguf_files
 from specker.runtime.model.checkpoint import read_tokenizer
 
 
-def settings(**options):
-    own = {"engine": "specker", "target": str(zoo.path("code-target")), "dtype": "float32", "context": 256}
-    return lambda: {**own, "threads": 1, "eos": [], "options": {"strategy": "ar"}, **options}
+def toy(ways, base, **more):
+    """The toy in several configurations."""
+    return Model(str(zoo.path("code-target")), "toy", ways, base, base, **more)
 
 
 def test_engines_take_turns_and_a_failing_one_gives_its_reason(tmp_path):
-    args = Args(rounds=2, threads=1)
-    ways = {
-        "plain": settings(),
-        "lookup": settings(options={"strategy": "lookup"}),
-        "absent": settings(target=str(tmp_path / "no model")),
-    }
-    running = [peers.started(name, made, tmp_path, args) for name, made in ways.items()]
+    args = Args(rounds=2, threads=1, max_context=256)
+    ways = {name: {"engine": "specker", "dtype": "float32", "options": {"strategy": name}} for name in ("ar", "lookup")}
+    ways["absent"] = {"engine": "llama_server", "program": "/bin/false", "flags": []}
+    model = toy(ways, "ar", questions=tmp_path, asked=0, new_tokens=0)
+    started = peers.settings_of(model, args)
+    running = [peers.started(name, made, tmp_path, args) for name, made in started.items()]
     try:
         plain, lookup, absent = running
-        assert plain.version and not plain.reason and "no folder" in absent.reason
+        assert plain.version and not plain.reason and "ended with exit code 1" in absent.reason
         peers.measure(running, [[1, 2, 3], [4, 5, 6, 7]], 6, args)
     finally:
         for peer in running:
@@ -159,15 +160,24 @@ def test_a_server_that_ends_gives_its_reason(server):
     assert "exit code 1: llama-server ended with exit code 1" in peer.reason
 
 
+class Instant(Peer):
+    """An engine that answers at once, and says that each token of the prompt took a second."""
+
+    def ask(self, ids, count):
+        return {"tokens": [sum(ids)] * count, "seconds": float(len(ids)), "report": {"acceptance_length": 1.0}}
+
+
 def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys):
-    """The whole bench with the toy in two configurations."""
+    """The whole bench."""
     target = zoo.path("code-target")
     questions = tmp_path / "questions.jsonl"
-    rows = [{"category": c, "prompt": f"def f{n}():"} for n, c in enumerate(("complete", "chat", "complete", "edit"))]
+    kinds = "complete", "chat", "complete", "edit"
+    rows = [{"category": kind, "prompt": "def f" + "(" * n} for n, kind in enumerate(kinds, 1)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ways = {name: {"engine": "specker", "options": {"strategy": name}} for name in ("ar", "lookup", "del")}
-    model = Model(str(target), "toy", ways, "ar", "ar", questions, asked=3, new_tokens=5, apart=True)
+    model = toy(ways, "ar", questions=questions, asked=3, new_tokens=5, apart=True)
     monkeypatch.setattr(peers, "MODELS", {"toy": lambda: model, "smollm2": pytest.fail})
+    monkeypatch.setattr(peers, "started", lambda name, settings, folder, args: Instant(name, None, folder))
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     asked = peers.prompts_of(model, Args())
     ids = [read_tokenizer(target)(row["prompt"])["input_ids"] for row in rows]
@@ -182,6 +192,7 @@ def test_rows_are_apart_for_each_kind_of_question(tmp_path, monkeypatch, capsys)
         (kind, way) for kind in ("complete", "chat", "edit") for way in ("ar", "lookup")
     ]
     assert all(r["prompts"] == r["equal_texts"] == 1 and r["max_new_tokens"] == 5 for r in found)
+    assert all(r["prefill_tokens_per_second"] == 1 for r in found), "a row has the times of other prompts"
     assert {(r["target"], r["base"], r["reference"]) for r in found} == {("toy", "ar", "ar")}
     assert "over ar" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["bench/peers.py", "--model", "llama"])
@@ -267,23 +278,21 @@ def test_prompts_of_three_kinds_take_turns():
             compile(row["prompt"] + ("        pass" if "__init__" in row["prompt"] else "    pass"), "complete", "exec")
 
 
-@pytest.mark.real
 def test_gguf_files_hold_the_matrices_of_the_checkpoint(tmp_path, monkeypatch):
     import gguf
     import numpy as np
+    from runtime.test_gguf import write
     from safetensors import safe_open
 
-    from specker.zoo import real
-
-    target = real.at_hand()
-    if target is None:
-        pytest.skip("SmolLM2-135M is not at hand: run make real")
-    monkeypatch.setattr(peer_settings, "CACHE", tmp_path)
-    reader = gguf.GGUFReader(peer_settings.gguf_of(real.file(), str(target), "F32"))
+    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(peer_settings, "CACHE", tmp_path / "peers")
+    source = write(tmp_path / "tiny.gguf", make(tmp_path / "made"), "Q4_1")
+    target = gguf_files.converted(source, dense=True)
+    reader = gguf.GGUFReader(peer_settings.gguf_of(source, str(target), "F32"))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     with safe_open(target / "model.safetensors", "np") as state:
-        down = state.get_tensor("model.layers.3.mlp.down_proj.weight")
+        down = state.get_tensor("model.layers.2.mlp.down_proj.weight")
     assert np.array_equal(
-        gguf.dequantize(tensors["blk.3.ffn_down.weight"].data, tensors["blk.3.ffn_down.weight"].tensor_type), down
+        gguf.dequantize(tensors["blk.2.ffn_down.weight"].data, tensors["blk.2.ffn_down.weight"].tensor_type), down
     )
     assert reader.fields["general.file_type"].contents() == 0

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker import cpu
+from specker import cpu, run
 from specker.cpu import build, library, packed
 from specker.kernels.cpu import native
 
+ROOT = Path(__file__).parents[2]
 ONE = 'int answer(void) { return 42; } // "one source": a compiler runs twice, to compile and to link\n'
 
 
@@ -135,16 +137,19 @@ def test_levels(monkeypatch):
         build.level()
 
 
+def as_in_a_new_process():
+    for cached in (native, library._loaded):
+        cached.cache_clear()
+
+
 @pytest.fixture
 def uncompiled(tmp_path, monkeypatch):
     """A process without a C compiler."""
-    for cached in (native, library._loaded):
-        cached.cache_clear()
+    as_in_a_new_process()
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "compiler", lambda: None)
     yield
-    for cached in (native, library._loaded):
-        cached.cache_clear()
+    as_in_a_new_process()
 
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96}
@@ -177,42 +182,45 @@ def test_a_compiled_engine_has_no_remark(tmp_path):
     assert "cpu" not in engine.remarks and engine.model.stack is not None
 
 
-def run(cache: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "specker.run",
-        "--device",
-        "cpu",
-        "--strategy",
-        "ar",
-        "--max-new-tokens",
-        "2",
-        *args,
-    ]
-    env = {**os.environ, "SPECKER_CACHE": str(cache), "COLUMNS": "200", **env}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
+@pytest.fixture
+def unloaded(tmp_path, monkeypatch):
+    """An empty cache, no library in use, and a compiler that is quick: it copies what was compiled before."""
+    before = build.library()
+    as_in_a_new_process()
+    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_compile", lambda command, name, path: shutil.copy(before, path))
+    yield
+    as_in_a_new_process()
 
 
-def test_the_command_line_says_so_once(tmp_path):
-    said = "compiling the CPU kernels (portable): some seconds, once on this machine"
-    first, second = (run(tmp_path / "cache", SPECKER_CPU="portable") for _ in range(2))
-    assert first.returncode == second.returncode == 0
-    assert first.stderr.count(said) == 1 and said not in first.stdout
-    assert said not in second.stderr and second.stdout == first.stdout
+ARGV = ["--device", "cpu", "--strategy", "ar", "--max-new-tokens", "2"]
 
 
-def test_the_command_line_refuses_an_unknown_level(tmp_path):
-    done = run(tmp_path / "cache", SPECKER_CPU="nonsense")
-    assert done.returncode == 2 and "SPECKER_CPU must be one of" in done.stderr and "Traceback" not in done.stderr
+def test_the_command_line_says_so_once(unloaded, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    said, found = f"compiling the CPU kernels ({build.level()}): some seconds, once on this machine", []
+    for _ in range(2):
+        assert run.main(ARGV) == 0
+        found.append(capsys.readouterr())
+        as_in_a_new_process()
+    first, second = found
+    assert first.err.count(said) == 1 and said not in first.out
+    assert said not in second.err and second.out == first.out
 
 
-def test_every_process_finds_the_same_library(tmp_path):
+def test_the_command_line_refuses_an_unknown_level(unloaded, capsys, monkeypatch):
+    monkeypatch.setenv("SPECKER_CPU", "nonsense")
+    assert run.main(ARGV) == 2
+    assert "specker: error: SPECKER_CPU must be one of" in capsys.readouterr().err
+
+
+def test_every_process_finds_the_same_library():
     """The name must not depend on the order of a set, which differs by process."""
-    code = "from specker.cpu import build; print(build.library().name)"
+    code = "import runpy; print(runpy.run_path('specker/cpu/build.py')['library']().name)"
     names = set()
     for seed in "0", "1":
         env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=True)
         names.add(done.stdout)
     assert len(names) == 1

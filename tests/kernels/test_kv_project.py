@@ -186,7 +186,7 @@ def launches():
 
 
 def test_no_length_recompiles():
-    assert compilations(__file__, "launches") == {"_kv_project_kernel": 1}
+    assert compilations(__file__) == {"_kv_project_kernel": 1}
 
 
 @pytest.mark.gpu

@@ -158,7 +158,7 @@ def launches():
 def test_no_length_recompiles():
     """One compilation per number of words for chains and for trees; of start_rows also one for texts and one for
     steps ahead."""
-    assert compilations(__file__, "launches") == {"_place_rows_kernel": 4, "_start_rows_kernel": 4}
+    assert compilations(__file__) == {"_place_rows_kernel": 4, "_start_rows_kernel": 4}
 
 
 def test_refusals():
