@@ -607,9 +607,7 @@ def launches():
 
 def test_no_length_recompiles():
     kernels = ("argmax", "merge", "peak", "histogram", "select")
-    assert compilations(__file__) == {f"_sample_{k}_kernel": 1 for k in kernels} | {
-        "_accept_walk_kernel": 1
-    }
+    assert compilations(__file__) == {f"_sample_{k}_kernel": 1 for k in kernels} | {"_accept_walk_kernel": 1}
 
 
 def test_kernels_per_launch_with_and_without_filter():
