@@ -73,7 +73,7 @@ class History(FileHistory):
         return []
 
     def store_string(self, string: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # a byte that the terminal's encoding lacks
             os.makedirs(os.path.dirname(self.filename), exist_ok=True)
             os.close(os.open(self.filename, os.O_CREAT | os.O_WRONLY, 0o600))
             super().store_string(string)

@@ -123,6 +123,7 @@ def typed(
 ) -> Callable[..., Talk]:
     """A function that runs a conversation, in float64, whose keys wait in the terminal from the start."""
     from prompt_toolkit.application import create_app_session  # without it, all share the first one's stdin
+    from prompt_toolkit.input import create_input
     from prompt_toolkit.input.typeahead import clear_typeahead
 
     monkeypatch.setenv("SPECKER_CACHE", str(own))
@@ -136,10 +137,11 @@ def typed(
         termios.tcsetattr(side, termios.TCSANOW, before)
         os.write(main, f"{keys}/save {saved}\r{END}".encode("utf-8", "surrogateescape"))
         argv = ["--target", target, "--strategy", "ar", "--chat", "--device", "cpu", "--dtype", "float64"]
-        with os.fdopen(side) as stdin, monkeypatch.context() as patch, create_app_session() as session:
+        with os.fdopen(side) as stdin, monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", stdin)
-            assert run.main([*argv, "--max-new-tokens", "6", "--json", str(out), *more]) == code
-            clear_typeahead(session.input)
+            with create_app_session(create_input(stdin)) as session:
+                assert run.main([*argv, "--max-new-tokens", "6", "--json", str(out), *more]) == code
+                clear_typeahead(session.input)
             assert termios.tcgetattr(side) == before, "the terminal is as it was"
         os.close(main)
         rows = json.loads(out.read_text())["prompts"] if out.exists() else []
