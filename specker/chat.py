@@ -124,7 +124,7 @@ class Conversation:
         """Begin a new conversation with this system message; without `text`, show the present one."""
         if not text:
             before = self.line.talk.before
-            self.screen.note(before[0]["content"] if before else "there is no system message")
+            self.screen.note(before[0]["content"] if before else "none is set; the chat template may have its own")
             return
         message, engine = {"role": "system", "content": text}, self.decoding.engine
         ids = engine.encode_chat([message, {"role": "user", "content": "Hi"}])  # templates may refuse the role

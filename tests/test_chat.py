@@ -257,7 +257,7 @@ def test_commands_that_are_refused(typed: Callable[..., Talk], tmp_path: Path) -
         "there is no /; see /help (// sends it to the model)",
         "/save needs the name of a file",
         "there is no answer to save yet",
-        "there is no system message",
+        "none is set; the chat template may have its own",
     ):
         assert f"\n{line}\n" in talk.notes
     assert not talk.rows and not (tmp_path / "x").exists() and "tokens/s" not in talk.notes
@@ -313,7 +313,7 @@ def test_the_system_message(typed: Callable[..., Talk], endless: str, tmp_path: 
     (picky / "chat_template.jinja").write_text(only)
     talk = typed("one\r/system x\r/system\r", target=str(picky))
     assert "the chat template of picky refuses the conversation: no system role\n" in talk.notes
-    assert talk.turns == ["one"] and "there is no system message" in talk.notes
+    assert talk.turns == ["one"] and "none is set;" in talk.notes
 
 
 def test_a_saved_conversation_is_answered_again(
@@ -374,10 +374,10 @@ def test_an_answer_that_is_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(run.Decoding, "turn", interrupted)
-    talk = typed("one\rtwo\rthree\r")
+    talk = typed("/system brief\rone\rtwo\rthree\r")
     kept = ["one", "two", "three"] if tokens else ["one", "three"]
     assert talk.turns == kept and len(talk.rows) == len(kept)
-    assert [message["role"] for message in talk.messages] == (["user", "assistant"] * len(kept))[:-1]
+    assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * len(kept)][:-1]
     ends = [row["finish_reason"] for row in talk.rows]
     assert ("interrupted" in ends) == (tokens == 1 and finished is None)
 
