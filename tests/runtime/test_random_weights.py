@@ -121,5 +121,5 @@ def test_a_draft_may_differ_in_tokenizer_but_not_in_vocabulary_size(tmp_path, pa
 
 def test_coverage_needs_a_score_file(tmp_path):
     folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
-    with pytest.raises(ValueError, match="coverage:X needs a score file"):
+    with pytest.raises(ValueError, match="vocab_keep='coverage:X' needs a score file"):
         specker.load(folder, folder, "vocabtrim", device="cpu", load="dummy", vocab_keep="coverage:0.9")
