@@ -1,4 +1,4 @@
-"""Make Triton's interpreter several times as fast, and the same on every CPU. Import this after TRITON_INTERPRET is set."""
+"""Make Triton's interpreter several times as fast, and the same on every CPU. Import it after setting TRITON_INTERPRET."""
 
 import dataclasses
 from types import SimpleNamespace
