@@ -1,4 +1,4 @@
-"""Make Triton's interpreter several times as fast, and the same on every CPU. Import it after setting TRITON_INTERPRET."""
+"""Make Triton's interpreter several times as fast, and equal on every CPU. Import this with TRITON_INTERPRET set."""
 
 import dataclasses
 from types import SimpleNamespace
