@@ -55,13 +55,14 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
     monkeypatch.setattr("specker.runtime.costs.Costs.observe", lambda *_: None)
     monkeypatch.setattr("specker.runtime.costs.Costs.observe_prefill", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.choose.PLAIN", 0)
+    monkeypatch.setattr("specker.runtime.choose.LOOK", 0)
 
 
 @pytest.fixture
 def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts cost next to nothing, so policies that rest draft whenever they can."""
     monkeypatch.setattr("specker.runtime.compose.draft_cost", lambda budget, *_: 0.001 * budget.depth)
+    monkeypatch.setattr("specker.runtime.choose.AGAIN", 1)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specker.runtime.auto import Acceptance, Auto, Experience
-from specker.runtime.choose import FIRST, SHARE, Chooser
+from specker.runtime.choose import AGAIN, APART, FIRST, LOOK, SHARE, TRIAL, Chooser
 from specker.runtime.costs import Costs, Curve
 from specker.runtime.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
 from specker.runtime.strategies.lookup import RATES, Copying
@@ -83,7 +83,7 @@ def test_it_converges_to_the_best_length(step, row, a):
     world = World(step, row, lambda n: a, noise=0.2).run(600)
     late = World(step, row, lambda n: a, noise=0.2, seed=2, known=world.known).run(1500)
     best = max(world.rate(k, a) * STEP for k in (0, *LENGTHS))
-    assert 1.1 * late.speedup > 0.95 * best, "the noise lengthens every round by a tenth on average"
+    assert 1.1 * late.speedup > 0.94 * best, "the noise lengthens every round by a tenth on average"
     if best == 1:
         assert late.drafted.count(0) > 0.95 * len(late.drafted)
 
@@ -105,7 +105,9 @@ def test_it_recovers_when_the_text_becomes_predictable(confident):
     assert world.drafted[300:].count(0) > 240
     world.run(300)
     first = next(n for n, k in enumerate(world.drafted[600:]) if k)
-    assert first < 140 and world.drafted[600 + first + 40 :].count(0) < 4
+    assert first < 140
+    plain = world.drafted[600 + first + 40 :].count(0)
+    assert plain <= 3 * LOOK, "only to measure plain decoding"
 
 
 def test_overrated_drafts_are_stopped_by_the_credit():
@@ -179,12 +181,67 @@ def test_a_batch_shares_one_length():
     assert sum(small.drafted[100:]) / 200 > 3 and large.drafted[100:].count(0) > 490
 
 
+@pytest.mark.parametrize("gain", [1.1, 3.0])
+def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
+    """What drafts would have gained meanwhile stays within SHARE of the time."""
+    world = World(1e-3, 0.0, lambda n: 0.0)
+    world.chooser.credit = math.inf
+    world.policies[0].expected = lambda budget: gain
+    world.run(2000)
+    looks = [n for n, k in enumerate(world.drafted) if not k]
+    runs = [n for n in looks if n - 1 not in looks]
+    assert len(looks) - 4 * LOOK <= LOOK * len(runs) <= len(looks) + LOOK
+    lost = len(looks) * (1 - 1 / gain)
+    assert SHARE * 2000 / 2 - LOOK < lost < SHARE * 2000 + LOOK
+    assert min(b - a for a, b in itertools.pairwise(runs)) >= APART
+
+
+def test_a_measurement_counts_its_shortest_round():
+    known = Experience(Costs(lambda budget: 1.0))
+    chooser = Chooser(known.costs)
+    known.costs.measured(1, Budget(0, 0), 0, 0.0, 1.0)
+    for n in range(LOOK):
+        chooser.measured(1, 0.9 - 0.1 * n)
+        assert known.costs.plain(1) == (1.0 if n < LOOK - 1 else pytest.approx(0.9 - 0.1 * n))
+
+
+def test_a_resting_chooser_asks_its_policies_now_and_then():
+    world = World(0.4, 0.2, lambda n: 0.0).run(200)
+    asked, policy = [], world.policies[0]
+    budgets = policy.budgets
+    policy.budgets = lambda: asked.append(world.n) or budgets()
+    world.run(320)
+    assert 0 < len(asked) < 320 / AGAIN + 12
+    policy.copies = True
+    asked.clear()
+    world.run(32)
+    assert len(asked) == 32
+
+
+def test_a_short_text_is_not_spent_on_a_trial():
+    world = World(0.4, 0.2, lambda n: 0.0).run(400)
+    chooser = world.chooser
+
+    def trials(remaining, credit):
+        chooser.credit, tried = credit, 0
+        for _ in range(300):
+            shape = chooser.choose(world.policies, remaining)
+            tried += bool(shape.nodes)
+        return tried
+
+    price = chooser._price
+    assert price > 0.2
+    assert not trials(price / TRIAL - 1, 1.9 * price)
+    assert trials(price / TRIAL + 1, 1.9 * price) and trials(price / TRIAL - 1, 2.1 * price)
+
+
 def test_prefill_must_be_earned_back():
     world = World(0.05, 0.02, lambda n: 0.8).run(300)
     costs, chooser = world.known.costs, world.chooser
     costs.observe_prefill(100, 100 * STEP / 10)  # ten tokens take a plain round
     assert chooser.choose(world.policies, 500, behind=200).nodes
     assert not chooser.choose(world.policies, 20, behind=200).nodes and chooser.reason == "slower"
+    chooser.admitted()
     assert chooser.choose(world.policies, 20, behind=0).nodes
 
 

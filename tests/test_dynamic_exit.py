@@ -16,6 +16,7 @@ from one_round import after_every_round, apart, outcome
 import specker
 from specker import run
 from specker.runtime import round, strategies
+from specker.runtime.auto import PRIOR, Experience
 from specker.runtime.choose import Chooser
 from specker.runtime.costs import Costs
 from specker.runtime.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
@@ -149,7 +150,7 @@ def test_combines_with_a_trimmed_head(target, tmp_path):
     assert 0 < fast.trim_report(got.stats)["mbsu"] < 19
 
 
-def test_statistics_do_not_carry_over_to_the_next_prompt(target):
+def test_what_a_text_starts_from_does_not_show_in_its_tokens(target):
     fast = engine(target)
     rounds = []
     fast.trace = rounds.append
@@ -160,7 +161,21 @@ def test_statistics_do_not_carry_over_to_the_next_prompt(target):
         rounds.clear()
         fast.generate([5], 60, temperature=0.7)
         told.append([{**row, "seconds": None, "round": 0} for row in rounds])
-    assert told[0] == told[1] and len({(r["exit"], len(r["draft"])) for r in told[0]}) > 2
+    texts = [[token for row in rows for token in row["tokens"]] for rows in told]
+    assert texts[0] == texts[1] and len({(r["exit"], len(r["draft"])) for r in told[0]}) > 2
+    assert told[0] != told[1], "the second text starts from the statistics of the first one"
+
+
+def test_a_text_starts_from_a_few_of_the_earlier_rows():
+    known = Experience(Costs(lambda budget: 1.0))
+    before = DynamicExit((2, 4), 6, earlier=known)
+    for _ in range(200):
+        before.learn((2, 4), np.array([[True] * 3 + [False], [False] * 4]), np.full((2, 4), 0.5))
+    after = DynamicExit((2, 4), 6, earlier=known)
+    assert after._counts.sum(1) == pytest.approx([PRIOR, PRIOR])
+    assert after.match_rates() == pytest.approx([0.75, 0.0])
+    known.clear()
+    assert not DynamicExit((2, 4), 6, earlier=known)._counts.any()
 
 
 # --- the formulas in plain Python
@@ -302,7 +317,7 @@ def test_watching_is_kept_below_its_share(monkeypatch):
         if watching:
             now[0] += 0.003
             del_.learn((1,), np.array([[True]]), np.array([[0.5]]), 0.003)
-        shares.append(del_._watching / (now[0] - 5.0))
+        shares.append(del_.earlier.watching / (now[0] - 5.0))
     assert shares[0] > 0 and shares[-1] > 0.0035, "it does watch"
     assert max(shares[100:]) <= 0.005, "the share includes the cost of the next watched round"
 

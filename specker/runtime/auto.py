@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specker.runtime.policy import LENGTHS, TRIED, Budget, Outcome, Policy, StopRule
 
@@ -59,13 +59,17 @@ class Acceptance:
     tokens: Share = field(init=False)  # that a round with a draft committed
     drafted: Share = field(init=False)  # tokens of a draft
     buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
+    _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # by length: E(k), a_1 .. a_k
 
     def __post_init__(self) -> None:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
         self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
 
     def add(self, outcome: Outcome) -> None:
-        """Count one draft."""
+        """Count one draft, here and in `before`."""
+        if self.before is not None:
+            self.before.add(outcome)
+        self._table = []
         right, drafted = len(outcome.path) - 1, outcome.drafted
         seen = min(right + 1, drafted)  # the tokens after a wrong one were not compared
         self.agrees += [Share(self.decay) for _ in range(seen - len(self.agrees))]
@@ -87,6 +91,14 @@ class Acceptance:
         prior = overall if self.before is None else 0.5 * (overall + self.before.at(j))
         return self.agrees[j].mean(prior) if j < len(self.agrees) else prior
 
+    def expected(self, length: int) -> float:
+        """E(length) of the module's docstring."""
+        while len(self._table) <= length:
+            total, reach = self._table[-1] if self._table else (0.0, 1.0)
+            reach *= self.at(len(self._table) - 1) if self._table else 1.0
+            self._table.append((total + reach, reach))
+        return self._table[length][0]
+
     def scales(self) -> tuple[float, ...]:
         """Right over promised tokens, by the draft's probability."""
         prior = (1.0,) * BUCKETS if self.before is None else self.before.scales()
@@ -105,21 +117,12 @@ class Auto(Policy):
         lengths = [n for n in LENGTHS if n < size.depth] if not confident else []
         self.shapes = tuple(replace(size, nodes=n, depth=n) for n in (*lengths, size.depth))
         self._first: tuple[float, float] | None = None
-        self._table: list[float] = []
 
     def budgets(self) -> Sequence[Budget]:
         return self.shapes
 
     def expected(self, budget: Budget) -> float:
-        if self.confident:
-            return self._means()[0]
-        while len(self._table) <= budget.depth:
-            if not self._table:
-                self._table, self._reach = [1.0], 1.0
-            else:
-                self._reach *= self.seen.at(len(self._table) - 1)
-                self._table.append(self._table[-1] + self._reach)
-        return self._table[budget.depth]
+        return self._means()[0] if self.confident else self.seen.expected(budget.depth)
 
     def drafts(self, budget: Budget) -> float:
         return min(self._means()[1], budget.depth) if self.confident else budget.depth
@@ -136,8 +139,6 @@ class Auto(Policy):
     def observe(self, outcome: Outcome) -> None:
         if outcome.drafted:
             self.seen.add(outcome)
-            self.before.add(outcome)
-            self._table = []
 
     def _means(self) -> tuple[float, float]:
         """Mean committed and draft tokens of rounds whose drafts end by the rule. Before the first draft of an engine:
@@ -150,6 +151,21 @@ class Auto(Policy):
             before = self.before
             self._first = before.tokens.mean(sum(reach[: best + 1])), before.drafted.mean(best)
         return self.seen.tokens.mean(self._first[0]), self.seen.drafted.mean(self._first[1])
+
+
+class Experienced(Policy):
+    """For the policies of papers: drafts as the paper says, but none while plain rounds are faster."""
+
+    rests = True
+    seen: Acceptance | None = None  # what drafts have achieved in this text; None: go by the smoothed rate
+
+    def expected(self, budget: Budget) -> float:
+        return super().expected(budget) if self.seen is None else self.seen.expected(min(budget.depth, budget.nodes))
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.drafted and self.seen is not None:
+            self.seen.add(outcome)
 
 
 def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
@@ -171,3 +187,5 @@ class Experience:
         self.costs.clear()
         self.drafts = Acceptance(ENGINE)  # of a model
         self.matches: dict[int, Share] = {}  # of copied text: right tokens, by the length of the match
+        self.exits: Any = None  # of the target's layers: DEL's counts and sums of confidence
+        self.watching = self.decoding = 0.0  # seconds that DEL watched layers, and of all its rounds

@@ -7,10 +7,14 @@ from specker.runtime.costs import Costs
 from specker.runtime.policy import Budget, Policy
 
 # The losses that drafts may cause, in plain rounds: at first, as a share of the time, and at most at once.
-FIRST, SHARE, MOST = 5.0, 0.015, 12.0
-WAIT, DOUBLED = 8, 4  # plain rounds before a trial; how often losing trials double them
+FIRST, SHARE, MOST = 3.0, 0.015, 12.0
+TRIAL = 0.02  # the share of the rest of the texts that a trial may cost, unless there is credit for two
+START = 1.03  # the gain that drafts must promise after a plain round: they disturb what the caches hold
+WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how often losing trials double them
+AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
 REFRESH = 8  # rounds that prices are kept for
-PLAIN, AGAIN = 3, 128  # plain rounds to measure before the first draft; drafts in a row before another plain round
+LOOK = 5  # plain rounds in a row that measure plain decoding
+APART = 16  # the fewest drafts between two such measurements
 NONE = Budget(0, 0)
 
 
@@ -32,7 +36,12 @@ class Chooser:
     def clear(self) -> None:
         """Forget the past, such as a warm-up's."""
         self.credit, self._waited, self._lost, self.trial = FIRST, 0, 0, False
-        self._in_row = 0  # drafts
+        self._resting = 0  # sequences of the last round, if it drafted nothing
+        self._drafting = False  # whether the last round drafted for its gain
+        self._none = NONE  # the shape of a round without a draft, of the strategy
+        self._look: list[float] = []  # seconds of the plain rounds of a measurement
+        self._looks = 0  # of its rounds that are still to come
+        self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
         self._price = 0.0  # of the next trial, in plain rounds
         self._prices: tuple[float, ...] = ()
         self._priced: tuple[int, Budget, bool] | None = None
@@ -40,11 +49,15 @@ class Chooser:
 
     def admitted(self) -> None:
         """A new text may suit the drafts better than the last one: try again soon."""
-        self._lost = min(self._lost, 1)
+        self._lost, self._resting = min(self._lost, 1), 0
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
         tokens of all texts that a model must prefill before it can draft."""
+        n = len(policies)
+        if self._resting == n and self._waited % AGAIN and not policies[0].copies:
+            self._waited += 1
+            return self._none
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
         self.reason, self.trial = "", False
         if not policies[0].rests or not self.learns:
@@ -52,29 +65,35 @@ class Chooser:
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
         if not drafts:
-            self.reason = "slower" if shapes else "nothing found"
-            self._waited += 1
-            return none
-        n = len(policies)
-        if self.costs.plain_rounds < PLAIN or self._in_row >= AGAIN:
-            self.reason, self._in_row = "measured", 0
-            return none
+            return self._rest(n, none, "slower" if shapes else "nothing found")
+        if not (self._looks or self.costs.plain_rounds):
+            self._looks = LOOK
         plain = n / self.costs.plain(n)
         rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
         best = max(drafts, key=lambda shape: rates[shape])
         # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
         rate = self.rate(policies, best)
-        if rate > plain and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
-            self._waited, self._in_row = 0, self._in_row + 1
+        if self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent:
+            self._looks = LOOK
+        if self._looks:
+            self.reason, self._looks, self._since, self._spent = "measured", self._looks - 1, 0, 0.0
+            return none
+        bar = plain if self._drafting else START * plain
+        if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
+            self._waited, self._resting, self._drafting = 0, 0, True
             return best
         trial = policies[0].trial(best)
         late = self._late(trial, behind)
         self._price = (self._seconds(policies, trial) + late) * plain / n - 1
-        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit and n < remaining:
+        allowed = self.credit if self._price <= TRIAL * remaining / n else self.credit / 2
+        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= allowed:
             self.trial, self._waited = True, 0
             return trial
-        self.reason, self._in_row = "slower", 0
-        self._waited += 1
+        return self._rest(n, none, "slower")
+
+    def _rest(self, n: int, none: Budget, reason: str) -> Budget:
+        self.reason, self._resting, self._none = reason, n, replace(none, taps=())
+        self._waited, self._drafting = self._waited + 1, False
         return none
 
     def rate(self, policies: Sequence[Policy], shape: Budget, late: float = 0.0) -> float:
@@ -92,6 +111,14 @@ class Chooser:
         self._kept += 1
         return self._prices
 
+    def measured(self, n: int, seconds: float) -> None:
+        """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. The first rounds
+        of a measurement find a draft's data in the processor's caches, so its shortest round counts."""
+        self._look.append(seconds)
+        if len(self._look) >= LOOK:
+            self.costs.measured(n, NONE, 0, 0.0, min(self._look))
+            self._look = []
+
     def finished(self, n: int, shape: Budget, drafted: int, tokens: int, trial: bool, behind: int = 0) -> None:
         """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all. `behind`:
         tokens that were prefilled for it."""
@@ -99,12 +126,13 @@ class Chooser:
         took = self.costs.round(n, shape, drafted) / plain
         self.credit += SHARE * took
         if drafted:
+            self._since, self._spent = self._since + 1, self._spent + took
             gained = tokens / n - took
             if trial:
                 gained -= self._late(shape, behind) / plain
                 self._lost = 0 if gained > 0 else self._lost + 1
             self.credit += gained
-        self.credit = min(self.credit, max(MOST, self._price))
+        self.credit = min(self.credit, max(MOST, 2 * self._price))
 
     def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
         n = len(policies)

@@ -32,10 +32,12 @@ class Curve:
         self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
         self.ratios: dict[int, float] = {}  # of measured sizes, to the prior
         self._table: list[float] = []
-        self._priors: Any = None  # of the tabulated sizes
+        self._priors = [prior(x) for x in range(TABLE)]
 
     def at(self, size: float) -> float:
         """The cost of this size over `factor`."""
+        if (ratio := self.ratios.get(size)) is not None and size < TABLE:  # type: ignore[call-overload]
+            return self._priors[int(size)] * ratio
         if not self._table:
             self._table = self._tabulated()
         below = int(size)
@@ -75,17 +77,15 @@ class Curve:
 
     def _tabulated(self) -> list[float]:
         """The costs of sizes 0 to TABLE - 1 over `factor`. Every round changes them, so all at once."""
-        if self._priors is None:
-            self._priors = np.array([self.prior(x) for x in range(TABLE)])
         known = sorted(self.ratios)
         if not known:
-            return self._priors.tolist()
+            return self._priors
         values = [self.ratios[x] for x in known]
         ratios = np.interp(SIZES, known, values)
         if len(known) > 1:
             slope = max((values[-1] - values[-2]) / (known[-1] - known[-2]), 0.0)
             ratios += slope * np.maximum(SIZES - known[-1], 0)
-        return (self._priors * ratios).tolist()
+        return (np.array(self._priors) * ratios).tolist()
 
     def _ratio(self, size: float) -> float:
         known = sorted(self.ratios)
@@ -119,7 +119,7 @@ class Costs:
     def verify(self, n: int, rows: float, exit: int = 0) -> float:
         """Seconds of a verify pass over `rows` rows of each of n sequences, with all that follows it in the round.
         `exit`: layers of the target that have already run on all rows but one."""
-        curve = self._of(self._verify, (n, exit), lambda rows: 1.0)
+        curve = self._verifying(n, exit)
         return curve.at(rows) * (curve.factor or self._unit(n))
 
     def draft(self, n: int, budget: Budget, tokens: float) -> float:
@@ -135,6 +135,12 @@ class Costs:
         exit = budget.exit if tokens else 0
         return self.draft(n, budget, tokens) + self.verify(n, tokens + 1, exit)
 
+    def rounds(self, n: int, budget: Budget, most: int) -> list[float]:
+        """Seconds of rounds of n sequences with drafts of 0 to `most` tokens."""
+        draft, verify = self._drafting(n, budget), self._verifying(n, budget.exit)
+        each, all = draft.factor or self._unit(n), verify.factor or self._unit(n)
+        return [self.plain(n), *(draft.at(k) * each + verify.at(k + 1) * all for k in range(1, most + 1))]
+
     def plain(self, n: int) -> float:
         """Seconds of a round of n sequences without a draft."""
         return self.verify(n, 1)
@@ -146,15 +152,15 @@ class Costs:
     def prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:
         """What a draft's second, third, .. token costs: the tokens of one sequence that a batch of n emits meanwhile at
         `rate` tokens per second."""
-        each, exit = rate / n, budget.exit
-        total = [self.draft(n, budget, k) + self.verify(n, k + 1, exit) for k in range(1, budget.depth + 1)]
+        each = rate / n
+        _, *total = self.rounds(n, budget, budget.depth)
         return tuple(each * max(0.0, b - a) for a, b in pairwise(total))
 
     def observe(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`."""
         exit = budget.exit if tokens else 0
         self.plain_rounds += not tokens
-        self._of(self._verify, (n, exit), lambda rows: 1.0).learn(tokens + 1, verify)
+        self._verifying(n, exit).learn(tokens + 1, verify)
         if tokens:
             self._drafting(n, budget).learn(tokens, draft)
 
@@ -162,7 +168,7 @@ class Costs:
         """Like `observe`, for careful measurements."""
         exit = budget.exit if tokens else 0
         self.plain_rounds += REPEATED * (not tokens)
-        self._of(self._verify, (n, exit), lambda rows: 1.0).set(tokens + 1, verify)
+        self._verifying(n, exit).set(tokens + 1, verify)
         if tokens:
             self._drafting(n, budget).set(tokens, draft)
 
@@ -170,6 +176,9 @@ class Costs:
         """Learn from a prefill of `tokens` tokens by the drafter."""
         each = seconds / tokens
         self._prefill += (each - self._prefill) * (0.3 if self._prefill else 1.0)
+
+    def _verifying(self, n: int, exit: int) -> Curve:
+        return self._of(self._verify, (n, exit), lambda rows: 1.0)
 
     def _drafting(self, n: int, budget: Budget) -> Curve:
         how = Budget(1, 1, budget.exit, block=budget.block, part=budget.part)
@@ -194,5 +203,5 @@ class Costs:
 
     def _unit(self, n: int) -> float:
         """Seconds of a plain step, as far as known; 1 before any measurement."""
-        curve = self._of(self._verify, (n, 0), lambda rows: 1.0)
+        curve = self._verifying(n, 0)
         return curve.factor or 1.0

@@ -222,8 +222,9 @@ class Batch:
                 last, end = tapped.pop(depth), self.cache.exact_len[slot]
                 positions = self.target.positions[end - len(last) : end]
                 draws = Draws.of([sequence.sampling], self.state.draw, False)
-                target = self.target.draw(draws, self.target.logits(Final(last)), positions)
-                sequence.policy.learn(tuple(tapped), *drafter.watch(tapped, draws, target, positions))
+                with self.threads():
+                    target = self.target.draw(draws, self.target.logits(Final(last)), positions)
+                    sequence.policy.learn(tuple(tapped), *drafter.watch(tapped, draws, target, positions))
 
     def _agrees(self, sequence: Sequence) -> Tensor | None:
         if self.acceptance is None:
@@ -375,7 +376,10 @@ class Batch:
             costs.observe_prefill(r.behind, seconds["prefill"])
         if not r.taps:
             rest = seconds["verify"] + seconds["accept"] + (0.0 if self.graphs.capture else share)
-            costs.observe(n, r.budget, r.size, seconds["draft"], rest)
+            if r.reason == "measured":
+                self.chooser.measured(n, rest)
+            else:
+                costs.observe(n, r.budget, r.size, seconds["draft"], rest)
         tokens = sum(len(tokens) for _, _, tokens in out)
         self.chooser.finished(n, r.budget, r.size, tokens, r.trial, r.behind)
 

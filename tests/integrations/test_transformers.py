@@ -135,13 +135,13 @@ def test_our_ops_emit_the_models_tokens(pairs, arch, only_ops):
         {"batch_size": 2},
     ],
 )
-def test_our_ops_take_every_strategy(pairs, options, only_ops):
+def test_our_ops_take_every_strategy(pairs, options, only_ops, cheap):
     _, draft, model = pairs("llama")
     needs = options.get("strategy") is None
     same(model, Generate(draft if needs else None, **options), **PADDED, **GREEDY)
 
 
-def test_the_seed_gives_the_tokens_of_ar(pairs, guessed):
+def test_the_seed_gives_the_tokens_of_ar(pairs, guessed, cheap):
     target, draft, model = pairs("qwen2")
     plain = specker.load(target, strategy="ar", dtype="float64")
     how = {"temperature": 0.8, "top_k": 30, "top_p": 0.9}

@@ -29,6 +29,8 @@ COPIED = Budget(16, 16, part=1)  # the longest copied draft
 class JoinedPolicy(Policy):
     """The proposals of two policies. Part 0 is the model's, part 1 that of copied text."""
 
+    copies = True
+
     def __init__(self, model: Policy, copied: Copying):
         self.parts: tuple[Policy, Policy] = (model, copied)
         self.rests, self.layers = model.rests, model.layers

@@ -84,7 +84,7 @@ class Index:
 class Copying(Policy):
     """Policy `auto` for copied text: a_n by the length of the match, in this text and in the engine's earlier ones."""
 
-    rests = True
+    rests = copies = True
 
     def __init__(self, known: dict[int, Share], size: Budget):
         """`known`: the engine's counts, by the length of a match. `size`: the longest draft."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from specker.config import Options
 from specker.flags import opt, option, settle
+from specker.runtime.auto import TEXT, Acceptance, Experienced
 from specker.runtime.policy import (
     AUTO,
     CONFIDENT,
@@ -52,7 +53,7 @@ LONGEST_CHUNKS = 32  # maximum tokens of all chunks
 
 
 @dataclass
-class AdaptiveLength(Policy):
+class AdaptiveLength(Experienced):
     """ADL of DiffuSpec (arXiv 2510.02358): follow the number of guesses before the first stop token, and add `step`
     while the target accepts as many.
 
@@ -66,7 +67,7 @@ class AdaptiveLength(Policy):
     step: int = 10
     rho: float = 0.5
     nodes: int = 255  # of all paths
-    rests = True
+    seen: Acceptance | None = None
     length: int = field(init=False)  # k
     generated: float = field(default=0.0, init=False)  # smoothed
     accepted: float = field(default=0.0, init=False)
@@ -88,13 +89,13 @@ class AdaptiveLength(Policy):
 
 
 @dataclass
-class Chunks(Fixed):
+class Chunks(Experienced, Fixed):
     """Draft further blocks while every token is at least as probable as `threshold` (FailFast, arXiv 2512.20573)."""
 
     block: int = 4
     threshold: float = 0.5
+    seen: Acceptance | None = None
     confident = True
-    rests = True
 
     def budget(self) -> Budget:
         return Budget(self.nodes, self.depth, block=self.block)
@@ -235,11 +236,14 @@ class DiffuSpec(Strategy):
         """All paths of a block have its length, so the policies limit the depth; only MAX_NODES limits the nodes."""
         options, own = context.options, context.options.own
         length, rule = options.draft_tokens or BLOCK, options.policy or "fixed"
+        seen = None if context.known is None else Acceptance(TEXT, context.known.drafts)
         if rule == "adl":
-            return AdaptiveLength(*own.lengths(context.family))
+            shortest, longest = own.lengths(context.family)
+            return AdaptiveLength(shortest, longest, seen=seen)
         if rule == "chunk":
             block, threshold = own.chunk or CHUNK
-            return Chunks(MAX_NODES, options.draft_tokens or LONGEST_CHUNKS, block=block, threshold=threshold)
+            longest = options.draft_tokens or LONGEST_CHUNKS
+            return Chunks(MAX_NODES, longest, block=block, threshold=threshold, seen=seen)
         if rule == AUTO:
             longest = options.draft_tokens or LENGTHS[-1]
             return self.auto(replace(context, confident=False), Budget(longest, longest))

@@ -111,8 +111,10 @@ class SelfDrafting(Strategy):
         layers, rule = context.layers, context.options.policy or "del"
         if rule in self.policies:
             eligible = eligible_layers(layers, context.head_cost)
-            costs = context.known.costs if context.known and context.options.own.exit_cost == "measured" else None
-            return DynamicExit(eligible, layers, context.head_cost, rule == "del-length", costs=costs)
+            known = context.known
+            assert known is not None
+            costs, length = known.costs if context.options.own.exit_cost == "measured" else None, rule == "del-length"
+            return DynamicExit(eligible, layers, context.head_cost, length, costs=costs, earlier=known)
         exit, size = context.options.own.exit(layers), self.size(context.options)
         return self.auto(context, replace(size, exit=exit)) if rule == AUTO else general(rule, size, exit)
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from specker.runtime.auto import ENGINE, PRIOR, Experience
 from specker.runtime.costs import Costs
 from specker.runtime.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
 
 DECAY = 0.95  # of a layer's statistics at each update of that layer
-REFRESH = 32  # uses of the costs of rounds before they are asked for again
+REFRESH = 8  # budgets until the costs of rounds are asked for again
 TRUST = 2.0  # tokens of a draft for each row that its exit layer's match rate was counted on
 PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
 
@@ -38,18 +39,23 @@ class DynamicExit(Policy):
     by_length: bool = False
     overhead: float = 0.005  # maximum share of the time spent on watching layers
     costs: Costs | None = None  # measured seconds of rounds; None: TPL counts layers
+    earlier: Experience = field(default_factory=lambda: Experience(Costs(lambda budget: 1.0)))
+    """The statistics of the engine's earlier texts, which a text starts from."""
     chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
     threshold: float | None = field(default=None, init=False)
     _seconds: Any = field(default=None, init=False, repr=False)  # of rounds [layers, 18], or layers that they load
-    _asked: int = field(default=0, init=False)  # how often those were used
+    _asked: int = field(default=0, init=False)  # budgets that used those
+    _table: Any = field(default=None, init=False, repr=False)  # TPL; None: the statistics have changed
     _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
     _sums: Any = field(init=False, repr=False)  # sums of confidence, [layers, (match, mismatch)], decayed
-    _watching: float = field(default=0.0, init=False)  # seconds spent on watching
     _last: float = field(default=0.0, init=False)  # seconds of the last watch
-    _since: float | None = field(default=None, init=False)  # start time of the first round
+    _since: float | None = field(default=None, init=False)  # start time of the last round
 
     def __post_init__(self) -> None:
         self._counts, self._sums = np.zeros((2, len(self.layers), 2))
+        if self.earlier.exits is not None:
+            rows = self.earlier.exits[0].sum(1, keepdims=True)
+            self._counts, self._sums = self.earlier.exits * np.minimum(1, PRIOR / np.maximum(rows, 1))
 
     @property
     def confident(self) -> bool:  # type: ignore[override]
@@ -60,7 +66,8 @@ class DynamicExit(Policy):
         if not self._counts.any():
             self.chosen, self.threshold = (0, 1), None
         else:
-            table = self.tokens_per_layer()
+            self._ask()
+            table = self.tokens_per_layer().copy()
             table[:, 0] *= 1 - PATIENCE
             index, g = divmod(int(table.argmax()), table.shape[1])
             g = min(g, int(TRUST * self._counts[index].sum()))  # one match out of one row would make the longest draft
@@ -91,10 +98,10 @@ class DynamicExit(Policy):
 
     def _affordable(self) -> bool:
         """Whether another watch, at the last one's cost, keeps watching within its share of the time."""
-        now = time.perf_counter()
-        if self._since is None:
-            self._since = now
-        return self._watching + self._last <= self.overhead * (now - self._since)
+        now, known = time.perf_counter(), self.earlier
+        known.decoding += 0.0 if self._since is None else now - self._since
+        self._since = now
+        return known.watching + self._last <= self.overhead * known.decoding
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]
@@ -111,14 +118,20 @@ class DynamicExit(Policy):
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         if seconds:
-            self._watching, self._last = self._watching + seconds, seconds
+            self._last = seconds
+            self.earlier.watching += seconds
         self._hear([self.layers.index(n) for n in layers], match, confidence)
 
     def _hear(self, at: list[int], match: Any, confidence: Any) -> None:
         """Update the statistics of the layers with indices `at` from match and confidence [len(at), rows]."""
         split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
-        self._counts[at] = DECAY * self._counts[at] + split.sum(1)
-        self._sums[at] = DECAY * self._sums[at] + (split * confidence[..., None]).sum(1)
+        new = np.stack((split.sum(1), (split * confidence[..., None]).sum(1)))
+        self._table = None
+        self._counts[at] = DECAY * self._counts[at] + new[0]
+        self._sums[at] = DECAY * self._sums[at] + new[1]
+        if self.earlier.exits is None:
+            self.earlier.exits = np.zeros((2, len(self.layers), 2))
+        self.earlier.exits[:, at] = ENGINE * self.earlier.exits[:, at] + new
 
     def match_rates(self) -> Any:
         """a_l [layers]; 0 for layers without data."""
@@ -127,21 +140,23 @@ class DynamicExit(Policy):
 
     def tokens_per_layer(self) -> Any:
         """TPL(l, g) of the module docstring, [layers, 18] for g = 0..17."""
-        a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
-        tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
-        return tokens / self._round_costs()
+        if self._table is None:
+            if self._seconds is None:
+                self._ask()
+            a, g = self.match_rates()[:, None], np.arange(LONGEST + 1)
+            tokens = np.where(a < 1, (1 - a ** (g + 1)) / np.where(a < 1, 1 - a, 1), g + 1.0)
+            self._table = tokens / self._seconds
+        return self._table
 
-    def _round_costs(self) -> Any:
-        """The cost of a round for each exit and g, [layers, 18]: its layers, or measured seconds."""
+    def _ask(self) -> None:
+        """Refresh the cost of a round for each exit and g, [layers, 18]: its layers, or measured seconds."""
         if self._seconds is None or (self.costs is not None and self._asked % REFRESH == 0):
-            g = np.arange(LONGEST + 1)
+            g, self._table = np.arange(LONGEST + 1), None
             if self.costs is None or not self.costs.plain_rounds:
                 self._seconds = self.total + g * (np.array(self.layers)[:, None] + self.head_cost)
             else:
-                rounds = [[self.costs.round(1, Budget(n, n, exit)) for n in g.tolist()] for exit in self.layers]
-                self._seconds = np.array(rounds)
+                self._seconds = np.array([self.costs.rounds(1, Budget(1, 1, exit), LONGEST) for exit in self.layers])
         self._asked += 1
-        return self._seconds
 
     def _threshold(self, index: int) -> float | None:
         """The midpoint of a layer's mean confidences for matches and for mismatches. None if one of them has no data or
