@@ -540,7 +540,11 @@ def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str,
     path.write_text('{"prompt": "def f("}\n{"prompt": "class A:"}\n')
     assert (
         run.main(
-            models(pair, "--prompts", str(path), "--json", str(tmp_path / "o.json"), "--check", "--policy", "fixed")
+            models(
+                pair,
+                *("--prompts", str(path), "--json", str(tmp_path / "o.json"), "--check"),
+                *("--strategy", "draft", "--policy", "fixed"),
+            )
         )
         == 0
     )

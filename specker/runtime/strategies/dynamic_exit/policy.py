@@ -30,7 +30,7 @@ class DynamicExit(Policy):
     useful only if all tokens before it are right.
 
     A round without a draft yields no statistics, so a few bad rows could stop drafting for a long time. Therefore g = 0
-    must win by PATIENCE; otherwise at least one token is drafted."""
+    must win by PATIENCE; otherwise a draft is proposed, which may be a trial (choose.py)."""
 
     rests = True
     layers: tuple[int, ...] = field()  # eligible exit layers, ascending, below `total`
