@@ -55,7 +55,7 @@ class Chooser:
         """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
         tokens of all texts that a model must prefill before it can draft."""
         n = len(policies)
-        if self._resting == n and self._waited % AGAIN and not policies[0].copies:
+        if self._resting == n and self._waited % AGAIN and not any(p.copies for p in policies):
             self._waited += 1
             return self._none
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))

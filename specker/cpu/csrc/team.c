@@ -1,5 +1,5 @@
-// Threads sleep between calls. Within a call they spin at barriers, which are microseconds apart, and sleep only if one
-// of them has lost its processor.
+// Threads sleep between calls. Within a call they spin at barriers, which are microseconds apart. If one of them has lost
+// its processor to another process, the others soon sleep until it arrives: it can continue on theirs.
 #define _GNU_SOURCE
 #include "team.h"
 #include <pthread.h>
@@ -7,14 +7,14 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
-#include <unistd.h>
 
-#define SPINS 20000  // checks at a barrier before a thread gives up its processor
-#define AWAKE 1000000 // nanoseconds that a thread waits for the next call before it sleeps: waking it takes as long
+// Nanoseconds that a thread spins before it sleeps: at a barrier, about as long as waking it takes; for the next call.
+#define MEET 30000
+#define AWAKE 1000000
 
 struct team {
     pthread_mutex_t turn, lock; // turn: one call at a time; lock: guards the fields below
-    pthread_cond_t begun;
+    pthread_cond_t begun, met;
     work *function;
     void *arg;
     char *scratch;
@@ -24,6 +24,7 @@ struct team {
     _Alignas(64) atomic_long arrived; // at the current barrier
     _Alignas(64) atomic_long meeting; // barriers passed
     _Alignas(64) atomic_long taken;   // by `next`
+    _Alignas(64) atomic_int waiting;  // threads that sleep at a barrier
 };
 
 typedef struct {
@@ -45,20 +46,39 @@ static int64_t now(void) {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
+// Spins while *x == old, for some nanoseconds. Returns whether it has changed.
+static int spin(atomic_long *x, long old, int64_t most) {
+    for (int64_t end = 0;;) {
+        for (int n = 0; n < 64; n++) {
+            if (atomic_load_explicit(x, memory_order_acquire) != old) return 1;
+            pause_();
+        }
+        if (!end) end = now() + most;
+        if (now() > end) return 0;
+    }
+}
+
 void meet(const member *m) {
     team *t = m->team;
     long meeting = atomic_load_explicit(&t->meeting, memory_order_acquire);
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
         atomic_store_explicit(&t->taken, 0, memory_order_relaxed);
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&t->meeting, meeting + 1, memory_order_release);
+        // Sequentially consistent, as in the sleepers: either they see the new number, or they are seen here.
+        atomic_store(&t->meeting, meeting + 1);
+        if (atomic_load(&t->waiting)) {
+            pthread_mutex_lock(&t->lock);
+            pthread_cond_broadcast(&t->met);
+            pthread_mutex_unlock(&t->lock);
+        }
         return;
     }
-    for (long n = 0; atomic_load_explicit(&t->meeting, memory_order_acquire) == meeting; n++)
-        if (n < SPINS)
-            pause_();
-        else
-            usleep(20); // one that yields instead waits for a whole time slice
+    if (spin(&t->meeting, meeting, MEET)) return;
+    pthread_mutex_lock(&t->lock);
+    atomic_fetch_add(&t->waiting, 1);
+    while (atomic_load(&t->meeting) == meeting) pthread_cond_wait(&t->met, &t->lock);
+    atomic_fetch_sub(&t->waiting, 1);
+    pthread_mutex_unlock(&t->lock);
 }
 
 int64_t next(const member *m) { return atomic_fetch_add_explicit(&m->team->taken, 1, memory_order_relaxed); }
@@ -77,11 +97,7 @@ static void *serve(void *arg) {
 #endif
     member m = {t, s.me, t->size, 0};
     for (long seen = 0;; seen++) {
-        for (const int64_t end = now() + AWAKE; atomic_load_explicit(&t->call, memory_order_acquire) == seen;) {
-            for (int n = 0; n < 64 && atomic_load_explicit(&t->call, memory_order_acquire) == seen; n++) pause_();
-            if (now() > end) break;
-        }
-        if (atomic_load_explicit(&t->call, memory_order_acquire) == seen) {
+        if (!spin(&t->call, seen, AWAKE)) {
             pthread_mutex_lock(&t->lock);
             t->sleeping++;
             while (atomic_load_explicit(&t->call, memory_order_acquire) == seen) pthread_cond_wait(&t->begun, &t->lock);
@@ -125,7 +141,8 @@ team *team_new(int size, const int *cpus, int count) {
     if (!t) return 0;
     *t = (team){.size = size, .count = count < 1024 ? count : 0};
     for (int i = 0; i < t->count; i++) t->cpus[i] = cpus[i];
-    pthread_mutex_init(&t->turn, 0), pthread_mutex_init(&t->lock, 0), pthread_cond_init(&t->begun, 0);
+    pthread_mutex_init(&t->turn, 0), pthread_mutex_init(&t->lock, 0);
+    pthread_cond_init(&t->begun, 0), pthread_cond_init(&t->met, 0);
     for (int n = 1; n < size; n++) {
         start *s = malloc(sizeof(start));
         pthread_t thread;

@@ -29,8 +29,6 @@ COPIED = Budget(16, 16, part=1)  # the longest copied draft
 class JoinedPolicy(Policy):
     """The proposals of two policies. Part 0 is the model's, part 1 that of copied text."""
 
-    copies = True
-
     def __init__(self, model: Policy, copied: Copying):
         self.parts: tuple[Policy, Policy] = (model, copied)
         self.rests, self.layers = model.rests, model.layers
@@ -39,6 +37,10 @@ class JoinedPolicy(Policy):
     @property
     def confident(self) -> bool:  # type: ignore[override]
         return self.parts[self.part].confident
+
+    @property
+    def copies(self) -> bool:  # type: ignore[override]
+        return self.parts[1].copies
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]
