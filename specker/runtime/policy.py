@@ -68,7 +68,7 @@ class Policy:
 
     confident: bool = False  # whether drafts end by `rule`, token by token
     rests: bool = False  # whether rounds draft nothing while that is faster
-    copies: bool = False  # whether there is text to copy now (`announced`), a chance of its own
+    copies: bool = False  # whether this round may be a chance that the last one was not: text to copy
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch
     rule: StopRule = StopRule()  # of this round
     rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path

@@ -40,7 +40,7 @@ class JoinedPolicy(Policy):
 
     @property
     def copies(self) -> bool:  # type: ignore[override]
-        return self.parts[1].copies
+        return self.parts[1].matched > 0
 
     @property
     def rule(self) -> StopRule:  # type: ignore[override]

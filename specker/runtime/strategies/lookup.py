@@ -84,7 +84,7 @@ class Index:
 class Copying(Policy):
     """Policy `auto` for copied text: a_n by the length of the match, in this text and in the engine's earlier ones."""
 
-    rests = True
+    rests = copies = True
 
     def __init__(self, known: dict[int, Share], size: Budget):
         """`known`: the engine's counts, by the length of a match. `size`: the longest draft."""
@@ -93,10 +93,6 @@ class Copying(Policy):
         lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
         self.shapes = tuple(replace(size, nodes=n, depth=n) for n in lengths)
         self.matched = self.available = 0
-
-    @property
-    def copies(self) -> bool:  # type: ignore[override]
-        return self.matched > 0
 
     def announced(self, matched: int, available: int) -> None:
         self.matched, self.available = matched, available
