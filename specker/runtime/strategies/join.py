@@ -30,7 +30,7 @@ class JoinedPolicy(Policy):
     """The proposals of two policies. Part 0 is the model's, part 1 that of copied text."""
 
     def __init__(self, model: Policy, copied: Copying):
-        self.parts: tuple[Policy, Policy] = (model, copied)
+        self.parts: tuple[Policy, Copying] = (model, copied)
         self.rests, self.layers = model.rests, model.layers
         self.part = 0  # that drafts in this round
 
