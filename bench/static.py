@@ -73,8 +73,8 @@ class Report:
 
 
 def ops() -> dict[str, Any]:
-    """The modules of specker.kernels and specker.runtime.ops that expose `variants`, by name."""
-    packages = [importlib.import_module(name) for name in ("specker.kernels", "specker.runtime.ops")]
+    """The modules of specker.kernels and specker.kernels.round that expose `variants`, by name."""
+    packages = [importlib.import_module(name) for name in ("specker.kernels", "specker.kernels.round")]
     modules = {
         m.name: importlib.import_module(f"{package.__name__}.{m.name}")
         for package in packages

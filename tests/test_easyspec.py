@@ -13,13 +13,13 @@ from pairs import perturbed
 import specker
 from specker.config import Sampling
 from specker.kernels import merge
+from specker.kernels.round.repeat import Repeated, repeat_rows
 from specker.runtime import strategies
 from specker.runtime.head import Head
 from specker.runtime.model import decoder
 from specker.runtime.model.cache import KVCache, sequence_bounds
 from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.model.decoder import Final, Model, forward, prefill
-from specker.runtime.ops.repeat import Repeated, repeat_rows
 from specker.runtime.policy import Budget
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
@@ -207,7 +207,7 @@ def kernels(monkeypatch):
     from specker.kernels import kv, merge, project
     from specker.kernels import linear as products
     from specker.kernels import topk as select
-    from specker.runtime.ops import repeat
+    from specker.kernels.round import repeat
 
     def add_norm(x, delta, weight, eps):
         split = delta is not None and delta.dim() == 3

@@ -11,7 +11,7 @@ import torch
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.runtime.ops.grow import grow, grow_cost, prune, prune_cost
+from specker.kernels.round.grow import grow, grow_cost, prune, prune_cost
 
 
 def trees(B: int, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.kernels.round.settle import settle, settle_cost
 from specker.kernels.sample import Splits
-from specker.runtime.ops.settle import settle, settle_cost
 
 PAGE, PAGES, LENGTH = 256, 16, 1000
 CAPACITY = PAGE * PAGES - 64  # every row of a window has a page

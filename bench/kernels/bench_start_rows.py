@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
-from specker.runtime.ops.rounds import place_rows
-from specker.runtime.ops.start import start_rows, start_rows_cost
+from specker.kernels.round.place import place_rows
+from specker.kernels.round.start import start_rows, start_rows_cost
 
 PAGE, PAGES, LENGTH = 256, 16, 2000
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -8,7 +8,7 @@ import torch
 from compile_only import compilations
 from windows import POISON, a_tree, among
 
-from specker.runtime.ops.grow import _launch_grow, _launch_prune, grow, grow_cost, prune, prune_cost
+from specker.kernels.round.grow import _launch_grow, _launch_prune, grow, grow_cost, prune, prune_cost
 
 I64 = torch.int64
 

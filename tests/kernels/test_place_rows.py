@@ -8,8 +8,8 @@ import torch
 from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
-from specker.runtime.ops.rounds import _launch_place, place_rows, place_rows_cost
-from specker.runtime.ops.start import _launch, start_rows, start_rows_cost
+from specker.kernels.round.place import _launch_place, place_rows, place_rows_cost
+from specker.kernels.round.start import _launch, start_rows, start_rows_cost
 
 I64 = torch.int64
 

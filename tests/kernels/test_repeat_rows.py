@@ -4,7 +4,7 @@ import pytest
 import torch
 from compile_only import compilations
 
-from specker.runtime.ops.repeat import _launch, repeat_rows, repeat_rows_cost
+from specker.kernels.round.repeat import _launch, repeat_rows, repeat_rows_cost
 
 I64, I32 = torch.int64, torch.int32
 

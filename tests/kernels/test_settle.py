@@ -8,9 +8,9 @@ from compile_only import compilations
 from windows import POISON, a_tree, among, table
 
 from specker.kernels.accept import accept_walk
+from specker.kernels.round import settle as ops
+from specker.kernels.round.settle import settle, settle_cost
 from specker.kernels.sample import Splits, _launch_sample
-from specker.runtime.ops import settle as ops
-from specker.runtime.ops.settle import settle, settle_cost
 
 I64 = torch.int64
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ptx.cases import Case, Verdict
 from specker.kernels.accept import _launch_walk, accept_walk_ref
+from specker.kernels.round import grow as growing
+from specker.kernels.round import place as rounds
+from specker.kernels.round import repeat, start
+from specker.kernels.round import settle as end
 from specker.kernels.sample import Splits
-from specker.runtime.ops import grow as growing
-from specker.runtime.ops import repeat, rounds, start
-from specker.runtime.ops import settle as end
 
 
 def _equal(label: str, kernel: Callable[[], Any], reference: Callable[[], Any]) -> Case:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.kernels.round.place import check_place, place, place_arguments, place_rows, place_rows_cost, rowwise
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
-from specker.runtime.ops.rounds import check_place, place, place_arguments, place_rows, place_rows_cost, rowwise
 
 
 def start_rows(

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from specker.kernels.accept import follow
+from specker.kernels.round.place import MAX_ROWS, check_table, rowwise, slot, slots
 from specker.kernels.sample import Splits
 from specker.kernels.variant import Variant, same_device, start_after_previous, tl, triton
-from specker.runtime.ops.rounds import MAX_ROWS, check_table, rowwise, slot, slots
 
 
 def settle(
