@@ -50,6 +50,8 @@ from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
 from specker.config import Sampling
+from specker.model.decoder import forward
+from specker.model.sampling import GREEDY
 from specker.runtime import round as stage
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
@@ -57,10 +59,8 @@ from specker.runtime.costs import Costs
 from specker.runtime.engine import Engine
 from specker.runtime.graphs import Graphs
 from specker.runtime.loop import Batch
-from specker.runtime.model.decoder import forward
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round
-from specker.runtime.sampling import GREEDY
 from specker.runtime.state import Sequence
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.synthetic import agreements

@@ -23,8 +23,8 @@ from bench import harness, plot
 from bench.e2e import Decoded, differing, joined, ours, row_of, share_target
 from specker.config import Sampling
 from specker.kernels.sample import sample_rows
+from specker.model.decoder import Final, forward
 from specker.runtime.engine import Engine
-from specker.runtime.model.decoder import Final, forward
 
 LENGTHS = range(18)
 

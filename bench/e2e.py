@@ -36,9 +36,9 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
+from specker.checkpoints.checkpoint import read_config
 from specker.runtime import strategies
 from specker.runtime.engine import Engine, Generation
-from specker.runtime.model.checkpoint import read_config
 from specker.runtime.stats import Stats
 from specker.zoo import Family
 

@@ -20,8 +20,8 @@ from transformers import HfArgumentParser
 import specker
 from bench import harness
 from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
+from specker.model.decoder import forward, prefill
 from specker.runtime.engine import Engine
-from specker.runtime.model.decoder import forward, prefill
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 

@@ -34,7 +34,7 @@ from transformers import HfArgumentParser
 
 from bench import harness
 from bench.peer_settings import HERE, MODELS, PACKAGES, Model, installed, last_line
-from specker.runtime.model.checkpoint import read_config, read_tokenizer
+from specker.checkpoints.checkpoint import read_config, read_tokenizer
 
 
 @dataclass(frozen=True)

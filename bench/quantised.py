@@ -43,8 +43,8 @@ from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
 from specker.kernels.cpu import native
 from specker.kernels.linear import row_linear
-from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import Final, forward, prefill
+from specker.model.config import layer_elements
+from specker.model.decoder import Final, forward, prefill
 from specker.zoo import real
 
 SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head

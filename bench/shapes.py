@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specker.runtime.model.config import ModelConfig, layer_elements
+from specker.model.config import ModelConfig, layer_elements
 
 
 def _config(

@@ -195,8 +195,8 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
 def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[str]]:
     """(n -> token ids of text n, vocabulary size, tokenizer, the models and texts that identify the job)."""
     from specker import zoo
+    from specker.checkpoints.checkpoint import read_config, read_tokenizer
     from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
-    from specker.runtime.model.checkpoint import read_config, read_tokenizer
 
     target = job.target or zoo.path("code-target")
     if job.text:
@@ -344,8 +344,8 @@ def draw(scores: Any, path: Path) -> None:
 
 def _export(job: Calibration, scores: Any) -> None:
     from specker import zoo
+    from specker.checkpoints.checkpoint import read_config, read_tokenizer
     from specker.runtime import vocab_scores
-    from specker.runtime.model.checkpoint import read_config, read_tokenizer
 
     target = job.target or zoo.path("code-target")
     config, tokenizer = read_config(target), read_tokenizer(target)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from specker.config import Sampling
+from specker.model.cache import KVCache
+from specker.model.decoder import Model, prefill
+from specker.model.sampling import Draws
 from specker.runtime import loop
 from specker.runtime import state as states
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.policy import Budget, Fixed, Outcome, Policy
 from specker.runtime.round import Round
-from specker.runtime.sampling import Draws
 from specker.runtime.stats import DiffusionStats
 
 

@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specker.checkpoints import buffers
 from specker.kernels import variant as variants
 from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
+from specker.model import cache
 from specker.runtime.graphs import Graphs
-from specker.runtime.model import buffers, cache
 from specker.runtime.strategies.diffuspec import drafter as diffuspec
 
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}

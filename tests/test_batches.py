@@ -12,8 +12,8 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
+from specker.model import decoder
 from specker.runtime import loop, round
-from specker.runtime.model import decoder
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.draft import drafter
 

@@ -11,8 +11,8 @@ import pytest
 
 import specker
 from specker import run, zoo
+from specker.checkpoints.checkpoint import load, read_config
 from specker.integrations.drafts import Drafts
-from specker.runtime.model.checkpoint import load, read_config
 from specker.runtime.stats import Stats
 
 CHAIN = {"draft_tokens": 4}

@@ -9,8 +9,8 @@ from bench import decode, harness
 from bench.decode import ACCEPTANCE, Args, Bench, Case, Decoded, Goal
 from bench.harness import Timing
 from bench.shapes import step_bytes
+from specker.checkpoints.checkpoint import read_config
 from specker.runtime import loop
-from specker.runtime.model.checkpoint import read_config
 
 RANDOM = "with random weights a run measures time and memory only: its text and acceptance mean nothing"
 GIVEN = "with random weights and synthetic acceptance 0.8 a run measures time and memory only: its text means nothing"
@@ -213,7 +213,7 @@ def test_timed_forwards_have_the_rows_of_a_round(bench, monkeypatch):
 
 
 def test_a_case_that_does_not_fit_is_a_row_and_the_others_run(rows_of, monkeypatch):
-    monkeypatch.setattr("specker.runtime.model.memory.free", lambda device: 1 << 30)
+    monkeypatch.setattr("specker.model.memory.free", lambda device: 1 << 30)
     refused, done = rows_of("--cases", "ar 32b 512, ar tiny 64")
     assert refused["case"] == "ar 32b 512" and done["case"] == "ar tiny 64"
     assert "needs 122.05 GiB for its weights in float32, and 1.00 GiB are free on the cpu" in refused["reason"]

@@ -16,10 +16,10 @@ from pairs import perturbed
 
 import specker
 from specker import run
+from specker.checkpoints import buffers, checkpoint
+from specker.model.config import CheckpointError
+from specker.model.split import Part
 from specker.runtime import dist
-from specker.runtime.model import buffers, checkpoint
-from specker.runtime.model.config import CheckpointError
-from specker.runtime.model.parts import Part
 
 PROMPT = [5, 9, 40, 77, 3, 8]
 BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
@@ -284,7 +284,7 @@ def test_ranks_with_other_counts_keep_the_same_rows(tmp_path):
     script.write_text(f"""
 import os, torch, specker
 from specker.runtime import vocab_scores
-from specker.runtime.model.checkpoint import read_tokenizer
+from specker.checkpoints.checkpoint import read_tokenizer
 from specker.runtime.dist import leave
 from specker.runtime.vocab_counts import VocabCounts
 rank = int(os.environ["RANK"])

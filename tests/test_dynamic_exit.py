@@ -325,8 +325,8 @@ def test_watching_is_kept_below_its_share(monkeypatch):
 def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
     """Against a fresh pass over the committed text; rows after the first mismatch are not observed."""
     from specker.kernels.sample import sample_rows
-    from specker.runtime.model.cache import KVCache
-    from specker.runtime.model.decoder import Final, forward
+    from specker.model.cache import KVCache
+    from specker.model.decoder import Final, forward
 
     fast = engine(target)
     heard = []

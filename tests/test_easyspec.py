@@ -11,15 +11,15 @@ from one_round import accept, apart, draft, parents
 from pairs import perturbed
 
 import specker
+from specker.checkpoints.checkpoint import load as load_checkpoint
 from specker.config import Sampling
 from specker.kernels import merge
 from specker.kernels.round.repeat import Repeated, repeat_rows
+from specker.model import decoder
+from specker.model.cache import KVCache, sequence_bounds
+from specker.model.decoder import Final, Model, forward, prefill
 from specker.runtime import strategies
 from specker.runtime.head import Head
-from specker.runtime.model import decoder
-from specker.runtime.model.cache import KVCache, sequence_bounds
-from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.decoder import Final, Model, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule

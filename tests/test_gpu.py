@@ -151,8 +151,8 @@ def test_nccl_collectives_within_graphs(reduce, monkeypatch):
     """In a job of one rank every sum and gather goes through NCCL, is captured with the rest, and changes nothing."""
     import torch.distributed as td
 
+    from specker.model.split import Part
     from specker.runtime.dist import Ranks
-    from specker.runtime.model.parts import Part
 
     plain = specker.load(device="cuda", dtype="bfloat16")
     ours = specker.load(device="cuda", dtype="bfloat16")

@@ -15,11 +15,11 @@ from pairs import perturbed
 import specker
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
-from specker.runtime import head, loop, round, sampling
-from specker.runtime import rows as begins
+from specker.model import cache, sampling
+from specker.model import rows as begins
+from specker.model.decoder import Final
+from specker.runtime import head, loop, round
 from specker.runtime.head import Head, Kept
-from specker.runtime.model import cache
-from specker.runtime.model.decoder import Final
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 
 PROMPT, COUNT = [5, 9, 40, 77], 24

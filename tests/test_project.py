@@ -14,14 +14,15 @@ from bench import latency, project
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from bench.latency import SHAPES, Cost, Inputs, Shape
 from specker import zoo
+from specker.checkpoints import checkpoint
+from specker.checkpoints.config import parse_config
 from specker.kernels.round.grow import grow
+from specker.model.cache import KVCache
+from specker.model.config import layer_elements
+from specker.model.decoder import Model, forward
+from specker.model.rows import begin
+from specker.model.sampling import GREEDY
 from specker.runtime.head import Head
-from specker.runtime.model import checkpoint
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.config import layer_elements, parse_config
-from specker.runtime.model.decoder import Model, forward
-from specker.runtime.rows import begin
-from specker.runtime.sampling import GREEDY
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]

@@ -19,17 +19,17 @@ from recorded import kernels, recording
 
 import specker
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
+from specker.checkpoints import buffers, checkpoint
 from specker.config import Sampling
+from specker.model.cache import KVCache
+from specker.model.decoder import Model, forward
+from specker.model.sampling import Draws
 from specker.runtime import compose
 from specker.runtime.graphs import Graphs
 from specker.runtime.head import Head
 from specker.runtime.loop import Batch
-from specker.runtime.model import buffers, checkpoint
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Model, forward
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round, launch
-from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.warmup import DRAWS, warm_rounds
@@ -587,7 +587,7 @@ def test_a_warm_up_covers_every_kv_bucket(pairs, plain, tmp_path, monkeypatch, c
 @pytest.mark.parametrize("strategy", ["draft", "del"])
 def test_a_warm_up_covers_every_filter(strategy, monkeypatch):
     """Uncaptured launches, for a first round or a prompt's rows, use different kernels for each filter."""
-    from specker.runtime import sampling
+    from specker.model import sampling
 
     seen = set()
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import specker
 from specker import zoo
-from specker.runtime.model.checkpoint import load as load_checkpoint
-from specker.runtime.model.config import CheckpointError
+from specker.checkpoints.checkpoint import load as load_checkpoint
+from specker.model.config import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 HOW = {"dtype": "float64", "device": "cpu", "page_size": 16}

@@ -14,8 +14,8 @@ from make_checkpoint import make
 
 import specker
 from specker import run
-from specker.runtime.model import checkpoint
-from specker.runtime.model.tokens import Tokens
+from specker.checkpoints import checkpoint
+from specker.checkpoints.tokenizer import Tokens
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,9 +12,9 @@ from pairs import perturbed
 
 import specker
 from specker import run, zoo
+from specker.checkpoints.checkpoint import read_config, read_tokenizer
 from specker.integrations.drafts import Drafts
 from specker.runtime import vocab_counts, vocab_scores
-from specker.runtime.model.checkpoint import read_config, read_tokenizer
 from specker.runtime.stats import Stats
 from specker.runtime.vocab_counts import VocabCounts
 from specker.runtime.vocab_scores import VocabScores

@@ -14,8 +14,8 @@ import torch
 from transformers import HfArgumentParser
 
 from specker.calibrate import HELD_OUT, show
+from specker.checkpoints.checkpoint import read_config, read_tokenizer
 from specker.report import write_file
-from specker.runtime.model.checkpoint import read_config, read_tokenizer
 from specker.runtime.ngram import NGram, NGramCounts
 from specker.runtime.vocab_scores import VocabScores, tokenizer_hash
 

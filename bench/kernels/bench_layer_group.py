@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from bench import harness
 from bench.kernels import common
 from bench.kernels.common import DEVICE, Built, Case, Goal
+from specker.checkpoints import checkpoint
 from specker.kernels.attention import tree_attention
 from specker.kernels.kv import kv_calibrate
-from specker.runtime.model import checkpoint
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.config import layer_elements
-from specker.runtime.model.decoder import Model, forward
+from specker.model.cache import KVCache
+from specker.model.config import layer_elements
+from specker.model.decoder import Model, forward
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specker.runtime.model.buffers import activations
-from specker.runtime.model.checkpoint import DTYPES, Checkpoint, Weights, folder_of
-from specker.runtime.model.config import ARCHITECTURES, CheckpointError, parse_config
+from specker.checkpoints.buffers import activations
+from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
+from specker.checkpoints.config import ARCHITECTURES, parse_config
+from specker.model.config import CheckpointError
+from specker.model.weights import Weights
 
 
 def adoptable(model: Any) -> bool:

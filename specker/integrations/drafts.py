@@ -20,8 +20,16 @@ import torch
 from transformers import AutoConfig
 
 from specker import zoo
+from specker.checkpoints import checkpoint
+from specker.checkpoints.buffers import served
+from specker.checkpoints.checkpoint import Checkpoint, folder_of, read_config
+from specker.checkpoints.config import eos_ids, read_json, reason
 from specker.config import MAX_BATCH, Sampling
 from specker.kernels.cpu import native
+from specker.model.config import CheckpointError, ModelConfig
+from specker.model.memory import Room
+from specker.model.sampling import Draws, pack
+from specker.model.weights import Weights
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
 from specker.runtime.choose import Chooser
@@ -30,14 +38,8 @@ from specker.runtime.costs import Costs
 from specker.runtime.draft import CATCH_UP_ROWS
 from specker.runtime.graphs import Graphs
 from specker.runtime.load import device_of, drafting, dtype_of, family_of
-from specker.runtime.model import checkpoint
-from specker.runtime.model.buffers import served
-from specker.runtime.model.checkpoint import Checkpoint, Weights, folder_of, read_config
-from specker.runtime.model.config import CheckpointError, ModelConfig, eos_ids, read_json, reason
-from specker.runtime.model.memory import Room
 from specker.runtime.policy import AUTO, Outcome
 from specker.runtime.round import Round
-from specker.runtime.sampling import Draws, pack
 from specker.runtime.state import Sequence, State
 from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext
 

@@ -40,12 +40,12 @@ from specker.integrations.adopt import adopt, adoptable, files, state
 from specker.integrations.attention import register_attention
 from specker.integrations.drafts import Drafts
 from specker.kernels.sample import sample_rows
+from specker.model.sampling import pack
 from specker.runtime import strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
 from specker.runtime.load import drafting, family_of
 from specker.runtime.loop import decode
-from specker.runtime.sampling import pack
 from specker.runtime.stats import Stats
 
 __all__ = ["Generate", "register_attention"]

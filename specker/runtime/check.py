@@ -12,8 +12,8 @@ import torch
 
 from specker.config import Sampling, from_kwargs
 from specker.kernels.noise import gumbel
+from specker.model.decoder import forward, prefill
 from specker.runtime import strategies
-from specker.runtime.model.decoder import forward, prefill
 from specker.runtime.text import token_ids
 
 if TYPE_CHECKING:

@@ -5,8 +5,12 @@ from typing import NamedTuple
 
 import torch
 
+from specker.checkpoints.checkpoint import Checkpoint
 from specker.config import Options
 from specker.flags import option
+from specker.model import memory
+from specker.model.cache import KVCache
+from specker.model.decoder import Model
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
 from specker.runtime.costs import Costs
@@ -15,10 +19,6 @@ from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
 from specker.runtime.head import Kept
 from specker.runtime.loop import KV_BUCKETS, Batch
-from specker.runtime.model import memory
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Budget
 from specker.runtime.shared import SharedDrafter
 from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear

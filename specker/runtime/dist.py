@@ -26,9 +26,9 @@ from torch import Tensor
 
 from specker.config import Options
 from specker.flags import JobError, option
-from specker.runtime.model.parts import Part
+from specker.model.sampling import Draws
+from specker.model.split import Part
 from specker.runtime.policy import Budget
-from specker.runtime.sampling import Draws
 
 _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # its name from torch 2.13 on
 TIMEOUT = 60.0  # seconds to wait for a rank

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command line imports it
     from torch import Tensor
 
+    from specker.model.cache import KVCache
+    from specker.model.decoder import Model
+    from specker.model.sampling import Draws
     from specker.runtime.head import Head
-    from specker.runtime.model.cache import KVCache
-    from specker.runtime.model.decoder import Model
     from specker.runtime.policy import Budget
     from specker.runtime.round import Round
-    from specker.runtime.sampling import Draws
     from specker.runtime.state import Sequence
 
 CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
@@ -113,7 +113,7 @@ class ModelDrafter(Drafter):
         return missing if not known or missing > (self.repeated if fixed else CATCH_UP_ROWS) else 0
 
     def prefill(self, slot: int, text: list[int]) -> None:
-        from specker.runtime.model.decoder import prefill
+        from specker.model.decoder import prefill
 
         if len(text) <= self.model.config.max_context:
             prefill(self.model, self.cache, self.known(text[self.cache.exact_len[slot] : -1]), slot=slot)

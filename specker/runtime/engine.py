@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
+from specker.checkpoints import gguf
+from specker.checkpoints.checkpoint import Checkpoint
 from specker.config import Options, Sampling, refuse_unknown, stop_strings
 from specker.flags import option
+from specker.model.cache import KVCache
+from specker.model.decoder import Model
 from specker.runtime import strategies, text
 from specker.runtime.check import CheckResult, check
 from specker.runtime.compose import compose, room_of
@@ -19,10 +23,6 @@ from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Kept
 from specker.runtime.loop import Batch, Step, decode
-from specker.runtime.model import gguf
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.checkpoint import Checkpoint
-from specker.runtime.model.decoder import Model
 from specker.runtime.policy import Fixed, Policy
 from specker.runtime.state import Sequence
 from specker.runtime.stats import Stats

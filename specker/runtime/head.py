@@ -13,10 +13,10 @@ from torch import Tensor
 from specker.cpu.packed import Packed
 from specker.kernels.cpu import native
 from specker.kernels.topk import largest_of, vocab_topk
+from specker.model.decoder import Final
+from specker.model.sampling import Draws
+from specker.model.weights import Matrix
 from specker.runtime import state as states
-from specker.runtime.model.buffers import Matrix
-from specker.runtime.model.decoder import Final
-from specker.runtime.sampling import Draws
 from specker.runtime.vocab_counts import VocabCounts
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from specker import cpu, zoo
+from specker.checkpoints.buffers import served
+from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
+from specker.checkpoints.checkpoint import load as load_checkpoint
 from specker.config import DTYPES, Options
 from specker.flags import option
+from specker.model.split import WHOLE
 from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
 from specker.runtime.head import Kept
-from specker.runtime.model.buffers import served
-from specker.runtime.model.checkpoint import WHOLE, Checkpoint, Opened, made_for, opened
-from specker.runtime.model.checkpoint import load as load_checkpoint
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.strategies.vocabtrim import trim
 

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from specker.flags import option
 from specker.kernels.cpu import native
+from specker.model.cache import KVCache
+from specker.model.decoder import Final, Model, prefill
+from specker.model.sampling import Draws
 from specker.runtime.auto import Experience
 from specker.runtime.choose import NONE, Chooser
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Final, Model, prefill
 from specker.runtime.policy import Budget, Outcome
 from specker.runtime.round import Round, collect, launch, send
-from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence, State
 from specker.runtime.synthetic import agreements
 

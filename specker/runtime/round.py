@@ -24,15 +24,15 @@ from torch import Tensor
 from specker.kernels.kv import kv_commit
 from specker.kernels.round.grow import grow
 from specker.kernels.round.settle import settle
+from specker.model.cache import KVCache, Lengths
+from specker.model.decoder import Final, Model, forward
+from specker.model.rows import begin
+from specker.model.sampling import Draws
 from specker.runtime import state as states
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
 from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache, Lengths
-from specker.runtime.model.decoder import Final, Model, forward
 from specker.runtime.policy import Budget
-from specker.runtime.rows import begin
-from specker.runtime.sampling import Draws
 from specker.runtime.state import State
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.synthetic import synthetic

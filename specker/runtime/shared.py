@@ -4,11 +4,11 @@ lengths and last tokens; ranks that disagree stop with an error."""
 import torch
 from torch import Tensor
 
+from specker.model.sampling import Draws
 from specker.runtime.dist import RankLost, Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
-from specker.runtime.sampling import Draws
 from specker.runtime.state import Sequence
 
 HEADER = 3  # numbers at the start of a message: size, depth, tree

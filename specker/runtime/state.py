@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specker.config import Sampling
+from specker.model.sampling import pack
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.policy import Policy
-from specker.runtime.sampling import pack
 from specker.runtime.stats import Stats
 
 

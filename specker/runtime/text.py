@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specker.checkpoints.checkpoint import Checkpoint
 from specker.flags import option
 from specker.runtime.loop import Step
-from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.stats import Stats
 
 Prompt = str | Sequence[int]

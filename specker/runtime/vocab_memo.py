@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specker.cache import root, write
+from specker.checkpoints.tokenizer import Tokens
+from specker.model.config import CheckpointError
 from specker.runtime import vocab_order, vocab_scores
-from specker.runtime.model.config import CheckpointError
-from specker.runtime.model.tokens import Tokens
 
 VERSION = 1  # raise it when what vocab_scores or vocab_order computes changes
 

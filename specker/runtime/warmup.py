@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specker.config import Sampling
+from specker.model.decoder import PREFILL_CHUNK
 from specker.runtime import state as states
 from specker.runtime.choose import NONE
-from specker.runtime.model.decoder import PREFILL_CHUNK
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round, accept, collect, launch, send, verify
 

@@ -2,7 +2,7 @@
 
 | `python -m specker.zoo.real` | fetches | prints |
 |---|---|---|
-| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (runtime/model/gguf.py) |
+| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (checkpoints/gguf.py) |
 | `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the GGUF files of target and draft, a line each |
 | `coder target`, `coder draft` | one of these | its GGUF file |
 
@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specker.checkpoints import gguf
+from specker.checkpoints.config import reason
 from specker.flags import Parser, ended
-from specker.runtime.model import gguf
-from specker.runtime.model.config import reason
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from make_checkpoint import make
 
+from specker.checkpoints.checkpoint import load
 from specker.cpu import Packed
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Final, Model, forward, prefill
+from specker.model.cache import KVCache
+from specker.model.decoder import Final, Model, forward, prefill
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}

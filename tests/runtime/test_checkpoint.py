@@ -13,8 +13,9 @@ import transformers
 from make_checkpoint import CASES, LLAMA3, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
-from specker.runtime.model.checkpoint import Checkpoint, load, read_config
-from specker.runtime.model.config import ARCHITECTURES, SIZES, CheckpointError, parse_config
+from specker.checkpoints.checkpoint import Checkpoint, load, read_config
+from specker.checkpoints.config import ARCHITECTURES, SIZES, parse_config
+from specker.model.config import CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -118,15 +119,15 @@ def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than a chunk with a partial last chunk, and rows larger than a chunk."""
     want = tensors(read(make(tmp_path)))
     for chunk in (64 * 5, 7):
-        monkeypatch.setattr("specker.runtime.model.buffers.CHUNK", chunk)
+        monkeypatch.setattr("specker.checkpoints.buffers.CHUNK", chunk)
         got = tensors(read(tmp_path))
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 MEMORY = """
 import sys, threading, time
-import specker.runtime.model.buffers as buffers
-import specker.runtime.model.checkpoint as checkpoint
+import specker.checkpoints.buffers as buffers
+import specker.checkpoints.checkpoint as checkpoint
 assert not {"transformers", "huggingface_hub", "safetensors"} & sys.modules.keys(), "imports must be lazy"
 import torch
 torch.set_num_threads(1)

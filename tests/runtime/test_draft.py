@@ -9,12 +9,12 @@ from make_checkpoint import make, oracle
 from one_round import accept, apart, draft, new_round, parents, tokens
 from safetensors.torch import load_file, save_file
 
+from specker.checkpoints.checkpoint import load
 from specker.config import Sampling
 from specker.kernels.noise import gumbel
+from specker.model.cache import KVCache
+from specker.model.decoder import Model, prefill
 from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Model, prefill
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import launch
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter

@@ -9,9 +9,9 @@ from make_checkpoint import byte_tokenizer, edit, make
 from pairs import perturbed
 
 import specker
+from specker.model.cache import KVCache
 from specker.runtime import check
 from specker.runtime.detokenize import Detokenizer
-from specker.runtime.model.cache import KVCache
 from specker.runtime.stats import Stats
 
 

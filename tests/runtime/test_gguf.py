@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import specker
+from specker.checkpoints import gguf
+from specker.checkpoints import gguf_blocks as blocks
+from specker.checkpoints.checkpoint import load, read_config
+from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import FORMATS, Packed, pack
-from specker.runtime.model import blocks, gguf
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.checkpoint import load, read_config
-from specker.runtime.model.config import CheckpointError
-from specker.runtime.model.decoder import Final, Model, prefill
-from specker.runtime.model.tokens import Tokens
+from specker.model.cache import KVCache
+from specker.model.config import CheckpointError
+from specker.model.decoder import Final, Model, prefill
 
 writer = pytest.importorskip("gguf")
 

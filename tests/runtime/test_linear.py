@@ -5,10 +5,10 @@ import torch
 from make_checkpoint import make
 
 import specker
+from specker.checkpoints.checkpoint import load
 from specker.kernels.linear import row_linear, row_linear_ref
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Final, Model, forward, prefill
+from specker.model.cache import KVCache
+from specker.model.decoder import Final, Model, forward, prefill
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 LAYERS = 4
@@ -23,7 +23,7 @@ def test_no_other_linear_runs(tmp_path, monkeypatch):
 
     checkpoint = load(make(tmp_path, layers=LAYERS), dtype=torch.float64, device="cpu")
     model = Model(checkpoint, linear=spy)
-    monkeypatch.setattr("specker.runtime.model.decoder.row_linear", None)
+    monkeypatch.setattr("specker.model.decoder.row_linear", None)
     cache = KVCache(model.config, 64, dtype=model.dtype, device="cpu", page_size=16)
     counted = []
     with torch.inference_mode():

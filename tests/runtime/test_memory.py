@@ -6,9 +6,10 @@ from make_checkpoint import make
 
 import specker
 from specker import run
+from specker.checkpoints import checkpoint
+from specker.model import memory
+from specker.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.compose import room_of
-from specker.runtime.model import checkpoint, memory
-from specker.runtime.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.strategies.base import SCRATCH
 
 EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # an 8B model in bfloat16

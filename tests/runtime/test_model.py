@@ -4,10 +4,10 @@ import pytest
 import torch
 from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
 
+from specker.checkpoints.checkpoint import load
 from specker.kernels.attention import ancestor_words
-from specker.runtime.model.cache import KVCache, Rows
-from specker.runtime.model.checkpoint import load
-from specker.runtime.model.decoder import Model, after, forward, prefill
+from specker.model.cache import KVCache, Rows
+from specker.model.decoder import Model, after, forward, prefill
 
 F64 = torch.float64
 
@@ -209,8 +209,8 @@ def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):
         biases.append(after(rows, end))
         return biases[-1]
 
-    monkeypatch.setattr("specker.runtime.model.decoder.splits", lambda device: False)
-    monkeypatch.setattr("specker.runtime.model.decoder.after", seen)
+    monkeypatch.setattr("specker.model.decoder.splits", lambda device: False)
+    monkeypatch.setattr("specker.model.decoder.after", seen)
     cache.truncate(0)
     cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
     prefill(model, cache, tokens, chunk=32)

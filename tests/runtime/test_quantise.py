@@ -8,12 +8,12 @@ import torch
 from make_checkpoint import make, oracle
 
 import specker
+from specker.checkpoints.checkpoint import load, read_config
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
 from specker.kernels.quant import Quantized
-from specker.runtime.model.checkpoint import load, read_config
-from specker.runtime.model.config import CheckpointError
-from specker.runtime.model.parts import Part
+from specker.model.config import CheckpointError
+from specker.model.split import Part
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 3}
 PROMPT = [5, 17, 80, 3, 41]
@@ -119,7 +119,7 @@ def test_none_restores(target, tmp_path):
 
 def test_a_cpu_without_the_kernels_restores(target, monkeypatch):
     kept = load(target, dtype=torch.float32, device="cpu", quantize="int8")
-    monkeypatch.setattr("specker.runtime.model.buffers.native", lambda: None)
+    monkeypatch.setattr("specker.checkpoints.buffers.native", lambda: None)
     whole = load(target, dtype=torch.float32, device="cpu", quantize="int8")
     assert whole.quantised is None
     assert torch.equal(whole.weights.down[1], kept.weights.down[1].dequantised(torch.float32))

@@ -8,8 +8,9 @@ import torch
 from make_checkpoint import CASES, make
 
 import specker
-from specker.runtime.model import checkpoint, memory
-from specker.runtime.model.checkpoint import load
+from specker.checkpoints import checkpoint
+from specker.checkpoints.checkpoint import load
+from specker.model import memory
 
 OTHERS = {"inv_freq", "rope_scale"}
 

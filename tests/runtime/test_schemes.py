@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specker
+from specker.checkpoints.checkpoint import load, read_config
+from specker.checkpoints.quantised import scheme_of
 from specker.kernels.quant import Quantized
-from specker.runtime.model.checkpoint import load, read_config
-from specker.runtime.model.config import CheckpointError
-from specker.runtime.model.quantised import scheme_of
+from specker.model.config import CheckpointError
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 2}
 PROMPT = [5, 17, 80, 3, 41]

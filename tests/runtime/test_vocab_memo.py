@@ -7,8 +7,8 @@ import pytest
 import torch
 from make_checkpoint import make
 
+from specker.checkpoints.tokenizer import Tokens
 from specker.runtime import vocab_memo, vocab_order, vocab_scores
-from specker.runtime.model.tokens import Tokens
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_without_an_order_the_lowest_ids_come_first(tokenizer):
 def test_the_order_of_a_real_tokenizer_ranks_frequent_tokens_first():
     """Of the bundled tokenizer, on text that it was not trained on: its first quarter covers far more than the rest."""
     from specker import zoo
-    from specker.runtime.model.checkpoint import read_tokenizer
+    from specker.checkpoints.checkpoint import read_tokenizer
 
     tokenizer = read_tokenizer(zoo.path("code-target"))
     order = learnt(tokenizer, 8192).tolist()

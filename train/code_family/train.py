@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from specker.runtime.model.checkpoint import read_tokenizer
+from specker.checkpoints.checkpoint import read_tokenizer
 from specker.runtime.ngram import NGram, NGramCounts
 from specker.runtime.vocab_scores import VocabScores, tokenizer_hash
 

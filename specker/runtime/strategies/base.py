@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.model.cache import KVCache
+    from specker.model.decoder import Model
+    from specker.model.weights import Matrix
     from specker.runtime.dist import Ranks
     from specker.runtime.draft import Drafter
     from specker.runtime.head import Head, Kept
-    from specker.runtime.model.buffers import Matrix
-    from specker.runtime.model.cache import KVCache
-    from specker.runtime.model.checkpoint import Checkpoint
-    from specker.runtime.model.decoder import Model
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
@@ -58,7 +58,7 @@ class DraftContext:
 
     def draft_model(self) -> Model:
         """A model of the draft checkpoint."""
-        from specker.runtime.model.decoder import Model
+        from specker.model.decoder import Model
 
         assert self.draft is not None
         return Model(self.draft, linear=linear(self.options))
@@ -203,7 +203,7 @@ def linear(options: Options) -> Callable[..., Tensor]:
 def allocate(model: Model, options: Options) -> KVCache:
     """A cache for `--batch-size` sequences, each with the model's whole context and the scratch columns, or with a pool
     of `--kv-tokens` positions."""
-    from specker.runtime.model.cache import KVCache
+    from specker.model.cache import KVCache
 
     page = options.page_size
     return KVCache(

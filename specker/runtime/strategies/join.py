@@ -19,8 +19,8 @@ from specker.runtime.strategies.lookup import Copying, LookupDrafter
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specker.model.sampling import Draws
     from specker.runtime.round import Round
-    from specker.runtime.sampling import Draws
     from specker.runtime.state import Sequence as Request
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft

@@ -41,7 +41,7 @@ from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, S
 from specker.zoo import Family
 
 if TYPE_CHECKING:
-    from specker.runtime.model.checkpoint import Checkpoint
+    from specker.checkpoints.checkpoint import Checkpoint
     from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
 
 # The measured winners on the bundled pair.

@@ -14,13 +14,13 @@ from specker.config import Sampling
 from specker.flags import option
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
+from specker.model.cache import KVCache
+from specker.model.decoder import Final, Model, forward, prefill
 from specker.runtime import ngram
 from specker.runtime import state as states
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head, Kept
 from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Final, Model, forward, prefill
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from specker.kernels.cpu import native
 from specker.kernels.round.grow import grow, prune
+from specker.model.cache import KVCache, Lengths, Rows
+from specker.model.decoder import Final, Model, forward
+from specker.model.rows import begin, begin_text
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache, Lengths, Rows
-from specker.runtime.model.decoder import Final, Model, forward
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
-from specker.runtime.rows import begin, begin_text
 
 if TYPE_CHECKING:  # which builds on this file
     from specker.runtime.strategies.easyspec.drafter import LayerParallel

@@ -27,8 +27,8 @@ from specker.runtime.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Poli
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 if TYPE_CHECKING:
+    from specker.model.decoder import Group, Model
     from specker.runtime.head import Head
-    from specker.runtime.model.decoder import Group, Model
     from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
 
 ELIGIBLE = 8  # maximum number of exit layers

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.model.cache import KVCache
+from specker.model.decoder import Final, Model, forward
+from specker.model.rows import begin, begin_step
+from specker.model.sampling import Draws
 from specker.runtime.draft import Drafter
 from specker.runtime.head import Head
-from specker.runtime.model.cache import KVCache
-from specker.runtime.model.decoder import Final, Model, forward
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
-from specker.runtime.rows import begin, begin_step
-from specker.runtime.sampling import Draws
 
 
 class EarlyExitDrafter(Drafter):

@@ -12,9 +12,9 @@ from torch import Tensor
 from specker.flags import option
 from specker.kernels.quant import Quantized, joined
 from specker.kernels.round.repeat import repeat_rows
+from specker.model.cache import KVCache, Rows, sequence_bounds
+from specker.model.decoder import Attention, Batch, Group, Model, Output, Step, compiled, over_pages, run_layers
 from specker.runtime.dist import Ranks
-from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
-from specker.runtime.model.decoder import Attention, Batch, Group, Model, Output, Step, compiled, over_pages, run_layers
 from specker.runtime.strategies.easyspec import Groups
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specker import zoo
+from specker.checkpoints.checkpoint import Checkpoint
 from specker.config import Keep, Options
 from specker.flags import option
 from specker.runtime import vocab_memo, vocab_scores
 from specker.runtime.dist import Ranks
 from specker.runtime.head import Kept
-from specker.runtime.model.checkpoint import Checkpoint
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.vocabtrim import TrimOptions
 from specker.runtime.vocab_counts import VocabCounts

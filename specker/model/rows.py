@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from specker.kernels.round.start import start_rows
-from specker.runtime.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
-from specker.runtime.model.decoder import Model
+from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
+from specker.model.decoder import Model
 
 
 def begin(

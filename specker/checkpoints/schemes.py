@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specker.kernels import quant
 from specker.kernels.quant import Quantized
-from specker.runtime.model.config import CheckpointError
+from specker.model.config import CheckpointError
 
 Get = Callable[[str], Tensor | None]  # a tensor's full name -> the tensor, None if the checkpoint lacks it
 Stored = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # a tensor's full name -> (shape, safetensors dtypes)

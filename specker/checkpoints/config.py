@@ -5,7 +5,6 @@ transformers fills in defaults and normalises older spellings. `checkpoint.py` r
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specker.flags import option
+from specker.model.config import CheckpointError, ModelConfig
 
 # architecture -> model_type; a base model (LlamaModel) has the same weights under names without "model."
 ARCHITECTURES = {
@@ -40,37 +40,6 @@ SHARED = ("embed_tokens", "lm_head")
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
 OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-class CheckpointError(ValueError):
-    """The checkpoint cannot be used. The message is one sentence: what is wrong and what to do."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder's settings; none depends on the run's dtype or device."""
-
-    architecture: str  # a key of ARCHITECTURES
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each head's q and k before RoPE
-    tied: bool  # the LM head is the embedding
-    causal: bool  # False: a diffusion drafter, in which all rows see each other
-    shifted_logits: bool  # row i - 1 predicts position i (causal models and Dream); False: row i does
-    mask_token_id: int | None
-    max_context: int  # positions
-    eos_ids: tuple[int, ...]  # sorted, from config.json, generation_config.json and the tokenizer; may be empty
-    bos_id: int | None
-    shares: tuple[str, ...] = ()  # of SHARED: tensors of the target that this draft uses instead of its own
 
 
 def parse_config(
@@ -267,10 +236,3 @@ def reason(error: Exception) -> str:
     """Format an exception for a message: its type and its first non-empty line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
-def layer_elements(config: ModelConfig) -> int:
-    """Elements of all layers' linear weights, which every step reads in addition to the head."""
-    c = config
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)

@@ -13,20 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.checkpoints.quantised import Get, Scheme
 from specker.cpu import packed
 from specker.cpu.packed import Packed
 from specker.kernels import quant
 from specker.kernels.cpu import native
 from specker.kernels.quant import Quantized
-from specker.runtime.model.config import CheckpointError, ModelConfig
-from specker.runtime.model.parts import Part
-from specker.runtime.model.quantised import Get, Scheme
+from specker.model.config import CheckpointError, ModelConfig
+from specker.model.split import Part
+from specker.model.weights import Matrix
 
 SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of safetensors dtypes
 CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
-
-
-Matrix = Tensor | Quantized | Packed
 
 
 def served(c: ModelConfig) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.kv import kv_commit
 from specker.kernels.round.place import place_rows
-from specker.runtime.model.config import ModelConfig
+from specker.model.config import ModelConfig
 
 Lengths = Sequence[int] | Tensor
 """Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""

@@ -6,8 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specker.runtime.model import gguf
-from specker.runtime.model.config import CheckpointError, read_json, reason
+from specker.checkpoints import gguf
+from specker.checkpoints.config import read_json, reason
+from specker.model.config import CheckpointError
 
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 # Besides NAMES, what may define tokens or ids.

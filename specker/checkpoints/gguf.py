@@ -26,9 +26,10 @@ from torch import Tensor
 
 from specker.cache import root as cache_root
 from specker.cache import write
+from specker.checkpoints import gguf_blocks as blocks
+from specker.checkpoints.config import ARCHITECTURES, reason
 from specker.cpu.packed import FORMATS, Numbers, pack
-from specker.runtime.model import blocks
-from specker.runtime.model.config import ARCHITECTURES, CheckpointError, reason
+from specker.model.config import CheckpointError
 
 log = logging.getLogger("specker.steps")  # what takes long: `Screen.progress` shows it
 PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # floors, as in the extra `gguf`

@@ -20,10 +20,10 @@ from specker.kernels.linear import MAX_ROWS, row_linear
 from specker.kernels.merge import add_norm, residual_merge
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
-from specker.runtime.dist import Ranks
-from specker.runtime.model.cache import KVCache, Rows, sequence_bounds
-from specker.runtime.model.checkpoint import Checkpoint, Weights
-from specker.runtime.sampling import Draws
+from specker.model.cache import KVCache, Rows, sequence_bounds
+from specker.model.sampling import Draws
+from specker.model.split import OtherRanks
+from specker.model.weights import Parameters, Weights
 
 PREFILL_CHUNK = 1024
 PACKED_CHUNK = 256  # on a CPU with packed weights: its activations stay in the caches
@@ -97,23 +97,23 @@ class Model:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        parameters: Parameters,
         linear: Callable[..., Tensor] = row_linear,
-        ranks: Ranks | None = None,
+        ranks: OtherRanks | None = None,
     ):
         """`linear`: a function with the signature of `row_linear`, for the layers and the head. `ranks`: the
         ranks of a split model."""
-        config, weights = checkpoint.local, checkpoint.weights
+        config, weights = parameters.local, parameters.weights
         self.config, self.ranks = config, ranks
         self.embed, self.norm = weights.embed, weights.norm
         self.dtype, self.device = weights.norm.dtype, weights.norm.device  # of the activations and the K/V
         self.linear = linear
         self.layers = _layers(weights, config.num_layers)
-        self.head: Any = checkpoint.own_head  # a matrix of any kind
+        self.head: Any = parameters.own_head  # a matrix of any kind
         self.rope = rope_table(weights.inv_freq.to(self.device), weights.rope_scale, config.max_context, self.dtype)
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5
-        self.activations = checkpoint.activations
+        self.activations = parameters.activations
         self.stack = self._stack()
 
     def _stack(self) -> Any:

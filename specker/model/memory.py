@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from specker.flags import option
-from specker.runtime.model.config import ModelConfig
+from specker.model.config import ModelConfig
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: decoder.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of the largest verify pass

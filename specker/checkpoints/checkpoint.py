@@ -5,7 +5,7 @@ Tensors are cast while they are copied from the memory-mapped safetensors file t
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.checkpoints import gguf
+from specker.checkpoints.buffers import Buffers, Piece, Storage, part_of, pieces_of, random_weights, served
+from specker.checkpoints.config import parse_config, read_json, reason
+from specker.checkpoints.quantised import Scheme, scheme_of
+from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import Packed
-from specker.runtime.model import gguf, memory
-from specker.runtime.model.buffers import Buffers, Matrix, Piece, Storage, part_of, pieces_of, random_weights, served
-from specker.runtime.model.config import (
-    CheckpointError,
-    ModelConfig,
-    layer_elements,
-    parse_config,
-    read_json,
-    reason,
-)
-from specker.runtime.model.parts import Part
-from specker.runtime.model.quantised import Scheme, scheme_of
-from specker.runtime.model.tokens import Tokens
+from specker.model import memory
+from specker.model.config import CheckpointError, ModelConfig
+from specker.model.split import WHOLE, Part
+from specker.model.weights import Matrix, Parameters, Weights
 
-WHOLE = Part()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
 
@@ -40,49 +35,12 @@ CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation c
 OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
 
 
-Stacked = Matrix | Sequence[Matrix]
-
-
 @dataclass(frozen=True, eq=False)
-class Weights:
-    """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
-    vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
-    [L, ..] may also be a list of the layers' tensors, and the layers' matrices and the head may be `Quantized` or
-    `Packed`."""
+class Checkpoint(Parameters):
+    """A model's weights and where they come from."""
 
-    embed: Tensor | Packed  # [V, E]
-    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
-    qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
-    q_norm: Tensor | None  # [L, D]
-    k_norm: Tensor | None  # [L, D]
-    o: Stacked  # [L, E, Hq * D]
-    o_bias: Tensor | None  # [L, E]
-    gate_up: Stacked  # [L, 2 * F, E], gate rows first
-    gate_up_bias: Tensor | None  # [L, 2 * F]
-    down: Stacked  # [L, E, F]
-    down_bias: Tensor | None  # [L, E]
-    norm_in: Tensor  # [L, E]
-    norm_post: Tensor  # [L, E]
-    norm: Tensor  # [E]
-    head: Matrix  # [V, E], the same tensor as `embed` if tied and not quantised
-    inv_freq: Tensor  # [D / 2] float32 in every run
-    rope_scale: float  # factor of cos and sin (yarn)
-
-
-def _matrices(w: Weights) -> list[Matrix]:
-    """The layers' matrices, stacked or each."""
-    stacks = w.qkv, w.o, w.gate_up, w.down
-    return [x for stack in stacks for x in ((stack,) if isinstance(stack, Matrix) else stack)]
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    config: ModelConfig  # of the whole model
-    weights: Weights  # of the part; the head may be whole
     folder: Path
-    part: Part = WHOLE
     restored: tuple[str, ...] = ()  # GGUF formats that were restored to the run's dtype
-    activations: str = "int8"  # on a CPU, to what products round the rows (cpu.ACTIVATIONS)
     shared: Tokens | None = None  # with copies of this checkpoint, and with a draft of the same tokenizer
 
     def __post_init__(self) -> None:
@@ -93,33 +51,6 @@ class Checkpoint:
     def tokens(self) -> Tokens:
         assert self.shared is not None
         return self.shared
-
-    @property
-    def local(self) -> ModelConfig:
-        """The part as a model of its own."""
-        return self.part.config(self.config)
-
-    @property
-    def own_head(self) -> Matrix:
-        """The part's rows of the head."""
-        first, count = self.part.vocabulary(self.config)
-        head = self.weights.head
-        return head[first : first + count] if self.part.size > 1 and len(head) > count else head
-
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes of all layers' matrices, of the whole model."""
-        w, c = self.weights, self.local
-        if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
-            return layer_elements(self.config) * w.norm.element_size()
-        return held * layer_elements(self.config) / layer_elements(c)
-
-    @property
-    def quantised(self) -> str | None:
-        """The kinds of the quantised matrices, for reports: "int4, int5 and int8"; None if there are none."""
-        every = (*_matrices(self.weights), self.weights.head)
-        kinds = sorted({kind for x in every if not isinstance(x, Tensor) for kind in x.kinds})
-        return " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:]))) or None
 
     @property
     def tokenizer(self) -> Any:
@@ -241,7 +172,7 @@ def load(
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
     weights = Weights(**{**absent, **buffers}, inv_freq=found.inv_freq.to(device), rope_scale=found.rope_scale)  # type: ignore[arg-type]
     restored = getattr(scheme, "restored", ())
-    return Checkpoint(config, weights, folder, part, restored, activations or "int8")
+    return Checkpoint(config, weights, folder, restored, part=part, activations=activations or "int8")
 
 
 def read_config(

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from specker.kernels.quant import Quantized
-from specker.runtime.model.schemes import (
+from specker.checkpoints.schemes import (
     FLOATS,
     Blocks,
     Get,
@@ -24,6 +23,7 @@ from specker.runtime.model.schemes import (
     strings,
     unpacked,
 )
+from specker.kernels.quant import Quantized
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specker.checkpoints.compressed import compressed_tensors
+from specker.checkpoints.config import reason
+from specker.checkpoints.schemes import Get, Stored, awq, fp8, gptq, refused
 from specker.cpu.packed import FORMATS, ROWS, Packed, Run
 from specker.kernels.quant import Quantized
-from specker.runtime.model.compressed import compressed_tensors
-from specker.runtime.model.config import CheckpointError, reason
-from specker.runtime.model.schemes import Get, Stored, awq, fp8, gptq, refused
+from specker.model.config import CheckpointError
 
 METHODS: dict[str, Callable[[dict[str, Any]], "Scheme"]] = {  # quant_method -> what reads its settings
     "awq": awq,

@@ -6,9 +6,13 @@ norms.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
 
 from specker.flags import option
-from specker.runtime.model.config import CheckpointError, ModelConfig
+from specker.model.config import CheckpointError, ModelConfig
+from specker.model.sampling import Draws
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,22 @@ class Part:
     def _share(self, count: int) -> tuple[int, int]:
         each = count // self.size
         return self.rank * each, each
+
+
+WHOLE = Part()
+
+
+class OtherRanks(Protocol):
+    """What a split model needs of the ranks that hold its other parts (runtime/dist.py)."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x."""
+        ...
+
+    def whole(self, logits: Tensor, vocab: int) -> Tensor:
+        """This rank's columns of the logits [T, n] -> all ranks' [T, vocab]."""
+        ...
+
+    def draw(self, draws: Draws, logits: Tensor, positions: Tensor, vocab: int) -> Tensor:
+        """The token after each row [T] int64, from this rank's columns of the logits [T, n] at `positions` [T]."""
+        ...

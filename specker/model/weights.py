@@ -1,0 +1,84 @@
+"""The weights of a model in memory: one tensor for each kind of weight, stacked over the layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from specker.cpu.packed import Packed
+from specker.kernels.quant import Quantized
+from specker.model.config import ModelConfig, layer_elements
+from specker.model.split import WHOLE, Part
+
+Matrix = Tensor | Quantized | Packed
+Stacked = Matrix | Sequence[Matrix]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
+    vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
+    [L, ..] may also be a list of the layers' tensors, and the layers' matrices and the head may be `Quantized` or
+    `Packed`."""
+
+    embed: Tensor | Packed  # [V, E]
+    qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
+    qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
+    q_norm: Tensor | None  # [L, D]
+    k_norm: Tensor | None  # [L, D]
+    o: Stacked  # [L, E, Hq * D]
+    o_bias: Tensor | None  # [L, E]
+    gate_up: Stacked  # [L, 2 * F, E], gate rows first
+    gate_up_bias: Tensor | None  # [L, 2 * F]
+    down: Stacked  # [L, E, F]
+    down_bias: Tensor | None  # [L, E]
+    norm_in: Tensor  # [L, E]
+    norm_post: Tensor  # [L, E]
+    norm: Tensor  # [E]
+    head: Matrix  # [V, E], the same tensor as `embed` if tied and not quantised
+    inv_freq: Tensor  # [D / 2] float32 in every run
+    rope_scale: float  # factor of cos and sin (yarn)
+
+
+def _matrices(w: Weights) -> list[Matrix]:
+    """The layers' matrices, stacked or each."""
+    stacks = w.qkv, w.o, w.gate_up, w.down
+    return [x for stack in stacks for x in ((stack,) if isinstance(stack, Matrix) else stack)]
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The weights of a model, or of a tensor-parallel rank's part, and the settings that say what they are."""
+
+    config: ModelConfig  # of the whole model
+    weights: Weights  # of the part; the head may be whole
+    part: Part = field(default=WHOLE, kw_only=True)
+    activations: str = field(default="int8", kw_only=True)
+    """On a CPU, to what products round the rows (cpu.ACTIVATIONS)."""
+
+    @property
+    def local(self) -> ModelConfig:
+        """The part as a model of its own."""
+        return self.part.config(self.config)
+
+    @property
+    def own_head(self) -> Matrix:
+        """The part's rows of the head."""
+        first, count = self.part.vocabulary(self.config)
+        head = self.weights.head
+        return head[first : first + count] if self.part.size > 1 and len(head) > count else head
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes of all layers' matrices, of the whole model."""
+        w, c = self.weights, self.local
+        if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
+            return layer_elements(self.config) * w.norm.element_size()
+        return held * layer_elements(self.config) / layer_elements(c)
+
+    @property
+    def quantised(self) -> str | None:
+        """The kinds of the quantised matrices, for reports: "int4, int5 and int8"; None if there are none."""
+        every = (*_matrices(self.weights), self.weights.head)
+        kinds = sorted({kind for x in every if not isinstance(x, Tensor) for kind in x.kinds})
+        return " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:]))) or None
