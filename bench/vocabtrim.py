@@ -27,8 +27,8 @@ import specker
 from bench import harness
 from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
 from specker import calibrate
-from specker.runtime import vocab_scores
 from specker.runtime.engine import Engine
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim import trim
 from train.code_family.corpus import is_held_out
 

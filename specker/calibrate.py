@@ -125,7 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Calibration, Sampling]:
 
 
 def run(job: Calibration, sampling: Sampling) -> int:
-    from specker.runtime import vocab_scores
+    from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
     if job.scores:
         scores = vocab_scores.read(job.scores)
@@ -159,8 +159,8 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
     """Count the job's text: (VocabScores, NGram or None without --ngram). Resumes an earlier run of the same job."""
     import torch
 
-    from specker.runtime import vocab_scores
-    from specker.runtime.ngram import NGram
+    from specker.runtime.strategies.diffuspec.ngram import NGram
+    from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
     texts, vocab_size, tokenizer, fingerprint = _texts(job, sampling)
     what = [fingerprint, asdict(sampling), job.max_new_tokens, job.chat, job.ngram is not None]
@@ -276,7 +276,7 @@ def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any, Any]:
     import torch
     from safetensors import safe_open
 
-    from specker.runtime.ngram import NGramCounts
+    from specker.runtime.strategies.diffuspec.ngram import NGramCounts
 
     if not part.exists():
         counts, held = torch.zeros(2, vocab_size, dtype=torch.int64)
@@ -345,7 +345,7 @@ def draw(scores: Any, path: Path) -> None:
 def _export(job: Calibration, scores: Any) -> None:
     from specker import zoo
     from specker.checkpoints.checkpoint import read_config, read_tokenizer
-    from specker.runtime import vocab_scores
+    from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
     target = job.target or zoo.path("code-target")
     config, tokenizer = read_config(target), read_tokenizer(target)

@@ -107,7 +107,7 @@ def test_check_passes_on_the_built_in_prompts(shape, temperature):
 
 
 @pytest.mark.parametrize(("strategy", "temperature"), cases.one_in(2, STRATEGIES, FLOOR))
-def test_every_strategy_needs_no_flag_and_passes_its_check(strategy, temperature):
+def test_every_strategy_needs_no_flag_and_passes_its_check(strategy, temperature, cheap):
     engine = specker.load(strategy=strategy, device="cpu")
     accepted = 0
     for prompt in specker.zoo.PROMPTS[::2]:

@@ -13,8 +13,8 @@ import torch
 
 import specker
 from specker import calibrate
-from specker.runtime import vocab_scores
-from specker.runtime.ngram import NGram, NGramCounts
+from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,10 +15,10 @@ from one_round import after_every_round, apart, draft, outcome, tokens
 import specker
 from specker import run
 from specker.config import Sampling
-from specker.runtime.ngram import NGram, NGramCounts
 from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
 from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
+from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
@@ -97,7 +97,7 @@ def test_chunks_and_the_exact_prefix_are_placed_by_the_host(family):
 
 @pytest.mark.parametrize("keep", [12, 40])
 def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
-    from specker.runtime.vocab_scores import VocabScores
+    from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
     scores = tmp_path / "s.safetensors"
     scores.write_bytes(VocabScores.from_counts(torch.arange(1, 129)).to_bytes())

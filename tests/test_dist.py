@@ -283,10 +283,10 @@ def test_ranks_with_other_counts_keep_the_same_rows(tmp_path):
     script = tmp_path / "counts.py"
     script.write_text(f"""
 import os, torch, specker
-from specker.runtime import vocab_scores
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.checkpoints.checkpoint import read_tokenizer
 from specker.runtime.dist import leave
-from specker.runtime.vocab_counts import VocabCounts
+from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 rank = int(os.environ["RANK"])
 torch.set_num_threads(1)
 own = range(200, 210) if rank == 0 else range(220, 230)

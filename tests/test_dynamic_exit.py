@@ -134,7 +134,7 @@ def test_no_layer_row_runs_twice(target, monkeypatch):
 
 
 def test_combines_with_a_trimmed_head(target, tmp_path):
-    from specker.runtime.vocab_scores import VocabScores
+    from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
     path = tmp_path / "s.safetensors"
     path.write_bytes(VocabScores.from_counts(torch.arange(128)).to_bytes())

@@ -432,7 +432,7 @@ def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
 
 
 def test_combines_with_a_trimmed_head(pair, tmp_path):
-    from specker.runtime.vocab_scores import VocabScores
+    from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
     path = tmp_path / "s.safetensors"
     path.write_bytes(VocabScores.from_counts(torch.arange(128)).to_bytes())

@@ -48,7 +48,7 @@ def load(world, name, scores, **more):
 def scores(tmp_path_factory):
     import torch
 
-    from specker.runtime.vocab_scores import VocabScores
+    from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
     path = tmp_path_factory.mktemp("scores") / "s.safetensors"
     path.write_bytes(VocabScores.from_counts(torch.arange(128)).to_bytes())

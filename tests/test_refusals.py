@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specker.flags import ended
-from specker.runtime.vocab_scores import read
+from specker.runtime.strategies.vocabtrim.scores import read
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,8 +12,8 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker.runtime import ngram
-from specker.runtime.vocab_scores import read
+from specker.runtime.strategies.diffuspec import ngram
+from specker.runtime.strategies.vocabtrim.scores import read
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,10 +14,11 @@ import specker
 from specker import run, zoo
 from specker.checkpoints.checkpoint import read_config, read_tokenizer
 from specker.integrations.drafts import Drafts
-from specker.runtime import vocab_counts, vocab_scores
 from specker.runtime.stats import Stats
-from specker.runtime.vocab_counts import VocabCounts
-from specker.runtime.vocab_scores import VocabScores
+from specker.runtime.strategies.vocabtrim import counts as vocab_counts
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
+from specker.runtime.strategies.vocabtrim.counts import VocabCounts
+from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
 SHAPES = {"chain": {"draft_tokens": 5}, "tree": {"tree": "3x4"}}
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))

@@ -10,7 +10,7 @@ from pairs import perturbed
 
 import specker
 from specker import run
-from specker.runtime.vocab_scores import VocabScores
+from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 SHAPES = {"chain": {"draft_tokens": 5}, "tree": {"tree": "3x4"}}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS
-from specker.runtime.vocab_scores import exported, read
+from specker.runtime.strategies.vocabtrim.scores import exported, read
 
 
 class TreeMask(IntEnum):

@@ -13,6 +13,7 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Model
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
+from specker.runtime.broadcast import SharedDrafter
 from specker.runtime.costs import Costs
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
@@ -20,7 +21,6 @@ from specker.runtime.graphs import Graphs
 from specker.runtime.head import Kept
 from specker.runtime.loop import KV_BUCKETS, Batch
 from specker.runtime.policy import Budget
-from specker.runtime.shared import SharedDrafter
 from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
 from specker.zoo import Family
 

@@ -17,7 +17,7 @@ from specker.model.decoder import Final
 from specker.model.sampling import Draws
 from specker.model.weights import Matrix
 from specker.runtime import state as states
-from specker.runtime.vocab_counts import VocabCounts
+from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 
 
 @dataclass(frozen=True)

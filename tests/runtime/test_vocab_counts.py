@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specker.runtime import vocab_counts, vocab_scores
-from specker.runtime.vocab_counts import VocabCounts, folder
+from specker.runtime.strategies.vocabtrim import counts as vocab_counts
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
+from specker.runtime.strategies.vocabtrim.counts import VocabCounts, folder
 
 ROOT = Path(__file__).parents[2]
 NAME = "ab" * 32
@@ -60,7 +61,7 @@ def test_the_first_tokens_are_written_at_once_and_later_ones_now_and_then(monkey
 
 
 def test_what_waits_is_written_when_the_process_ends():
-    code = f"from specker.runtime.vocab_counts import VocabCounts; c = VocabCounts({NAME!r}, {{}})"
+    code = f"from specker.runtime.strategies.vocabtrim.counts import VocabCounts; c = VocabCounts({NAME!r}, {{}})"
     code += "; c.add([1]); c.add([2, 2])"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert opened().earlier == {1: 1, 2: 2}
@@ -156,7 +157,7 @@ def test_counts_are_bounded_and_newer_text_weighs_more(monkeypatch):
 
 def test_processes_at_once_lose_nothing():
     code = f"""
-from specker.runtime import vocab_counts
+from specker.runtime.strategies.vocabtrim import counts as vocab_counts
 vocab_counts.SAVE_EVERY, vocab_counts.WAIT = 1, 600  # however busy the machine is
 import sys
 counts = vocab_counts.VocabCounts({NAME!r}, {{}})

@@ -8,7 +8,9 @@ import torch
 from make_checkpoint import make
 
 from specker.checkpoints.tokenizer import Tokens
-from specker.runtime import vocab_memo, vocab_order, vocab_scores
+from specker.runtime.strategies.vocabtrim import memo as vocab_memo
+from specker.runtime.strategies.vocabtrim import order as vocab_order
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
 
 @pytest.fixture

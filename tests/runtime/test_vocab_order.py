@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from specker.runtime.vocab_order import learnt
+from specker.runtime.strategies.vocabtrim.order import learnt
 
 
 def wrapped(core):

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from specker.config import Keep
-from specker.runtime import vocab_scores
-from specker.runtime.vocab_scores import VocabScores, exported, read
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
+from specker.runtime.strategies.vocabtrim.scores import VocabScores, exported, read
 
 COUNTS = torch.tensor([3, 0, 50, 7, 7, 0, 1, 32])  # ranked 2, 7, 3, 4, 0, 6
 

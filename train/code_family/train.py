@@ -16,8 +16,8 @@ import typer
 from torch import Tensor
 
 from specker.checkpoints.checkpoint import read_tokenizer
-from specker.runtime.ngram import NGram, NGramCounts
-from specker.runtime.vocab_scores import VocabScores, tokenizer_hash
+from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
+from specker.runtime.strategies.vocabtrim.scores import VocabScores, tokenizer_hash
 
 from . import corpus, distill
 from . import net as nets

@@ -52,7 +52,7 @@ class DraftContext:
     @property
     def tokenizer_hash(self) -> str | None:
         """The hash of the target's tokenizer; None without one."""
-        from specker.runtime.vocab_memo import tokenizer_hash
+        from specker.runtime.strategies.vocabtrim.memo import tokenizer_hash
 
         return tokenizer_hash(self.target.tokens)
 

@@ -251,7 +251,7 @@ class DiffuSpec(Strategy):
 
     def plan(self, context: PolicyContext) -> Plan:
         """A searched path may end anywhere, so the warm-up verifies drafts of every size."""
-        from specker.runtime.lattice import Search
+        from specker.runtime.strategies.diffuspec.lattice import Search
 
         options, own = context.options, context.options.own
         rule, shortest, longest = options.policy, 1, options.draft_tokens or BLOCK

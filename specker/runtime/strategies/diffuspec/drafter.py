@@ -16,16 +16,15 @@ from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward, prefill
-from specker.runtime import ngram
 from specker.runtime import state as states
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head, Kept
-from specker.runtime.lattice import Lattice, Search, best_paths, lattice, trie
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Strategy
-from specker.runtime.strategies.diffuspec import CPS_LAMBDA, DiffuSpecOptions
+from specker.runtime.strategies.diffuspec import CPS_LAMBDA, DiffuSpecOptions, ngram
+from specker.runtime.strategies.diffuspec.lattice import Lattice, Search, best_paths, lattice, trie
 
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from specker.cache import root, write
 from specker.checkpoints.tokenizer import Tokens
 from specker.model.config import CheckpointError
-from specker.runtime import vocab_order, vocab_scores
+from specker.runtime.strategies.vocabtrim import order as vocab_order
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
 VERSION = 1  # raise it when what vocab_scores or vocab_order computes changes
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from specker.runtime.ngram import NGram
+from specker.runtime.strategies.diffuspec.ngram import NGram
 
 
 @dataclass(frozen=True)

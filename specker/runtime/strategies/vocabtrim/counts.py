@@ -1,7 +1,7 @@
 """Counts of the tokens that targets write, kept between runs, for a trimmed LM head without a score file.
 
 There is one file for each tokenizer, `vocab/HASH.safetensors` in specker's cache, in the format of score files
-(vocab_scores.py). A process adds its counts to what the file holds at that time, under a lock, and replaces the file in
+(scores.py). A process adds its counts to what the file holds at that time, under a lock, and replaces the file in
 one step, so processes that run side by side lose nothing and no reader sees half a file. An error in the cache never
 ends a run: it is one remark. Only acceptance depends on the counts, never a token.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from specker.cache import root, write
-from specker.runtime import vocab_scores
-from specker.runtime.vocab_scores import VocabScores
+from specker.runtime.strategies.vocabtrim import scores as vocab_scores
+from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
 try:
     import fcntl
