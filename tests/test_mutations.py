@@ -19,8 +19,8 @@ from specker.model import cache, sampling
 from specker.model import rows as begins
 from specker.model.decoder import Final
 from specker.runtime import head, loop, round
-from specker.runtime.head import Head, Kept
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+from specker.runtime.strategies.vocabtrim.head import Kept
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
 HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}
@@ -100,7 +100,7 @@ def trimmed_head_speaks_full_ids(world):
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(12, 8, generator=generator), torch.randn(2, 8, generator=generator)
     ids = torch.arange(12) * 2 + 1
-    head, final = Head(weight, torch.ones(8), 1e-6, Kept(ids)), Final(hidden)
+    head, final = Kept(ids).head(weight, torch.ones(8), 1e-6), Final(hidden)
     got, _ = head.candidates(final, 1, sampling.GREEDY, torch.arange(2))
     assert got[:, 0].tolist() == ids[(hidden @ weight.T).argmax(1)].tolist()
 

@@ -1,6 +1,6 @@
 """Checkpoints of compressed-tensors, which llm-compressor writes: a `Scheme` (quantised.py).
 
-As in schemes.py, w = (q - zero) * scale, and activations are not quantised. Each config group names its modules, its
+As in stored.py, w = (q - zero) * scale, and activations are not quantised. Each config group names its modules, its
 format and which weights share a scale. Source: the compressors of compressed-tensors 0.20.
 """
 
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from specker.checkpoints.schemes import (
+from specker.checkpoints.stored import (
     FLOATS,
     Blocks,
     Get,

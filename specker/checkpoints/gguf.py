@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint: it is converted once, into a folder of the cache.
 
 The folder has Hugging Face's format (config, tokenizer with chat template, safetensors), so everything after it is the
-same for both formats. Matrices whose blocks blocks.py reads keep their bits (quantised.Own); of other formats they
-become float32, with a note. `dense=True` writes float32, for tools that cannot read our quantised format.
+same for both formats. Matrices whose blocks gguf_blocks.py reads keep their bits (quantised.OwnFormat); others become
+float32, with a note. `dense=True` writes float32, for tools that cannot read our quantised format.
 It lies under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf) and is named by the file's SHA-256: another file never
 meets an old folder. The cache remembers the SHA-256 of each file, so that a start does not read the whole file.
 """
@@ -246,7 +246,7 @@ def _save(
     path: Path, folder: Path, tensors: Sequence[Any], config: Any, dense: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the weights into shards of about SHARD bytes. Returns the quantised modules and the restored formats (see
-    quantised.Own)."""
+    quantised.OwnFormat)."""
     from safetensors.torch import save_file
 
     modules: dict[str, Any] = {}

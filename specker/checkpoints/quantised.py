@@ -5,9 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specker.checkpoints.awq import awq
 from specker.checkpoints.compressed import compressed_tensors
 from specker.checkpoints.config import reason
-from specker.checkpoints.schemes import Get, Stored, awq, fp8, gptq, refused
+from specker.checkpoints.fp8 import fp8
+from specker.checkpoints.gptq import gptq
+from specker.checkpoints.stored import Get, Stored, refused
 from specker.cpu.packed import FORMATS, ROWS, Packed, Run
 from specker.kernels.quant import Quantized
 from specker.model.config import CheckpointError
@@ -46,7 +49,7 @@ class Scheme(Protocol):
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnFormat:
     """specker's own format, which GGUF files are converted to: <module>.packed, as in cpu/packed.py, so that a CPU maps
     the file and multiplies. config.json has the format of each module."""
 
@@ -71,11 +74,11 @@ class Own:
         return Packed((Run(data, self.modules[module], shape[0]),), shape[1])
 
 
-def _own(settings: dict[str, Any], source: str) -> Own:
+def _own(settings: dict[str, Any], source: str) -> OwnFormat:
     modules = settings.get("modules")
     if not isinstance(modules, dict) or not all(str(form) in FORMATS for form in modules.values()):
         raise CheckpointError(f"the quantization_config of {source} is damaged; convert the checkpoint again")
-    return Own(modules, tuple(map(str, settings.get("restored") or ())))
+    return OwnFormat(modules, tuple(map(str, settings.get("restored") or ())))
 
 
 def scheme_of(raw: dict[str, Any], source: str) -> Scheme | None:

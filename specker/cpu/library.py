@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specker.cpu import build
-from specker.cpu.packed import described
 
 ACTIVATIONS = {"int8": 0, "bfloat16": 1, "float32": 2}
 
@@ -29,7 +29,10 @@ class Matrix(Structure):
     def of(cls, weight: Any, activations: str) -> "Matrix":
         """weight: a tensor [O, E] in float32 or bfloat16, or `Packed`; it must outlive the struct. `activations`: to
         what a product rounds its other factor, a key of ACTIVATIONS; for a bfloat16 tensor int8 means bfloat16."""
-        runs = described(weight)
+        if isinstance(weight, Tensor):
+            runs = [(weight.data_ptr(), len(weight), 0 if weight.dtype == torch.float32 else 1)]
+        else:
+            runs = weight.segments
         parts = (Segment * 3)(*(Segment(*run) for run in runs))
         return cls(parts, len(runs), *weight.shape, ACTIVATIONS[activations])
 

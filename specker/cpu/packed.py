@@ -23,7 +23,7 @@ more, since their six-bit s and t are bytes, and Q6_K 1/16, since zeros fill its
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,6 +155,11 @@ class Packed:
         code = FORMATS[run.format].code
         places = run.data.data_ptr(), at.data_ptr(), other.data.data_ptr(), ids.data_ptr(), len(at)
         native().copy_rows(code, self.columns, *places)
+
+    @property
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(address, rows, format) of the runs, for the library."""
+        return [(run.data.data_ptr(), run.rows, FORMATS[run.format].code) for run in self.runs]
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weights [O, E], rounded to float32 and then to `dtype`."""
@@ -296,10 +301,3 @@ def _quantised(n: Numbers) -> Quantized:
         return Quantized(packed(n.codes), scale, shift)
     zero = 128 if form.bits == 8 else 0 if shift is not None else 1 << form.bits - 1
     return Quantized((n.codes.to(torch.int16) - zero).to(torch.int8), scale, shift)
-
-
-def described(w: Any) -> list[tuple[int, int, int]]:
-    """(address, rows, format) of the runs of a matrix: a tensor in float32 or bfloat16, or `Packed`."""
-    if isinstance(w, Packed):
-        return [(run.data.data_ptr(), run.rows, FORMATS[run.format].code) for run in w.runs]
-    return [(w.data_ptr(), len(w), 0 if w.dtype == torch.float32 else 1)]

@@ -13,8 +13,8 @@ from specker.kernels.accept import accept_walk
 from specker.kernels.attention import ancestor_words, tree_attention
 from specker.kernels.kv import kv_calibrate, kv_commit, rope_table
 from specker.kernels.linear import row_linear
-from specker.kernels.merge import residual_merge
 from specker.kernels.project import kv_project
+from specker.kernels.residual import residual_merge
 from specker.kernels.sample import sample_rows
 from specker.kernels.topk import vocab_topk
 

@@ -30,10 +30,10 @@ from specker.kernels.linear import (
     stream_rows,
     wide_rows,
 )
-from specker.kernels.merge import _launch as _norm
 from specker.kernels.noise import add_gumbel_, check_draw, check_seed, drawn, gumbel_of, signed, unpack_draw
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import refuse, register
+from specker.kernels.residual import _launch as _norm
 from specker.kernels.sample import MIN_TEMPERATURE, first_argmax
 from specker.kernels.variant import (
     AMD,

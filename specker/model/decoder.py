@@ -17,9 +17,9 @@ from specker.kernels.attention import tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import MAX_ROWS, row_linear
-from specker.kernels.merge import add_norm, residual_merge
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
+from specker.kernels.residual import add_norm, residual_merge
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks

@@ -18,10 +18,10 @@ from specker.runtime.costs import Costs
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
 from specker.runtime.graphs import Graphs
-from specker.runtime.head import Kept
 from specker.runtime.loop import KV_BUCKETS, Batch
 from specker.runtime.policy import Budget
 from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
+from specker.runtime.strategies.vocabtrim.head import Kept
 from specker.zoo import Family
 
 COPYING = 1e-3  # the cost of a draft that copies text, in steps of plain decoding, before it is measured

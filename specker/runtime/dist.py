@@ -1,6 +1,6 @@
 """Several processes, started by torchrun: tensor parallelism within a replica, and data-parallel replicas.
 
-Every rank of a replica runs the same loop on the same text. The target's linears are split (parts.py), with two
+Every rank of a replica runs the same loop on the same text. The target's linears are split (split.py), with two
 all-reduces per layer. The LM head's results are gathered: (logit, id) pairs for greedy decoding, logits for sampling.
 All ranks choose tokens from the same gathered numbers, so they choose the same tokens. Rank 0 drafts, alone or with
 others (EasySpec divides its groups over the first `--draft-ranks`). It broadcasts the draft once per round, with each

@@ -21,13 +21,13 @@ from specker.runtime.compose import compose, room_of
 from specker.runtime.detokenize import Detokenizer, whole
 from specker.runtime.dist import Ranks
 from specker.runtime.draft import Drafter
-from specker.runtime.head import Kept
 from specker.runtime.loop import Batch, Step, decode
 from specker.runtime.policy import Fixed, Policy
 from specker.runtime.state import Sequence
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.base import Plan, PolicyContext
 from specker.runtime.strategies.vocabtrim import trim
+from specker.runtime.strategies.vocabtrim.head import Kept
 from specker.runtime.text import Chunk, Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.turns import Turn, Turns
 from specker.runtime.warmup import warm_up

@@ -18,9 +18,9 @@ from specker.model.split import WHOLE
 from specker.runtime import dist, strategies
 from specker.runtime.compose import room_of
 from specker.runtime.engine import Engine
-from specker.runtime.head import Kept
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.strategies.vocabtrim import trim
+from specker.runtime.strategies.vocabtrim.head import Kept
 
 
 def load(

@@ -435,7 +435,7 @@ class Batch:
         if "probability" not in told and len(confidence) >= N > 0:
             told["probability"] = confidence[:N]
         head = self.drafter.head if self.drafter is not None and sequence.drafting else None
-        if head is not None and head.kept is not None:
+        if head is not None and head.known is not None:
             told["outside"] = [n for n, token in enumerate(tokens) if token not in head.known]
         if r.found:
             told["diffusion"] = asdict(r.found[slot])
@@ -525,9 +525,9 @@ def _emitted(
                 break
     drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
     head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
-    trimmed = head is not None and head.kept is not None and not r.budget.part
-    ended = head is not None and bool(tokens) and tokens[-1] not in head.known
-    lost = bool(trimmed and ended and len(path) - 1 < r.depth)
+    known = None if head is None else head.known  # the ids of a trimmed head
+    ended = known is not None and bool(tokens) and tokens[-1] not in known
+    lost = ended and not r.budget.part and len(path) - 1 < r.depth
     if stop is not None:
         del sequence.text[len(sequence.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]
@@ -542,6 +542,6 @@ def _emitted(
     if reader is not None and sequence.finished:
         pieces.append((reader.flush(), False))
     sequence.stats.observe(drafted, accepted, len(tokens))
-    if head is not None and head.kept is not None:
-        sequence.stats.observe_kept(sum(token in head.known for token in tokens), lost)
+    if known is not None:
+        sequence.stats.observe_kept(sum(token in known for token in tokens), lost)
     return Step(sequence, tokens, accepted, [piece for piece in pieces if piece[0]])

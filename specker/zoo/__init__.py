@@ -64,9 +64,7 @@ class Family:
     sizes: Mapping[str, int]  # of the target's ModelConfig, to recognise it
     vocab_scores: Path  # counts of tokens that the target wrote; see strategies/vocabtrim/scores.py
     drafts: Mapping[str, Path] = field(default_factory=dict)  # strategy -> the draft's checkpoint folder
-    ngram: Path | None = (
-        None  # trigrams of tokens that the target wrote; see strategies/diffuspec/ngram.py
-    )
+    ngram: Path | None = None  # trigrams of tokens that the target wrote; see strategies/diffuspec/ngram.py
     adl: tuple[int, int] | None = None  # shortest and longest block of diffuspec's policy adl; None: as for any target
     vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
     target: Path | None = None  # None: the user has it

@@ -11,7 +11,7 @@ from specker.kernels.attention import _few_rows, tree_attention, tree_attention_
 from specker.kernels.cpu import FEW_ROWS
 from specker.kernels.kv import _kv_calibrate_few, kv_calibrate_ref
 from specker.kernels.linear import row_linear
-from specker.kernels.merge import _residual_merge_few, add_norm, residual_merge, residual_merge_ref
+from specker.kernels.residual import _residual_merge_few, add_norm, residual_merge, residual_merge_ref
 
 DTYPES = [torch.float32, torch.float64]
 

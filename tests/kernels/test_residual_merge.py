@@ -7,9 +7,9 @@ import torch
 from compile_only import compilations
 from formulas import close, randn
 
-from specker.kernels.merge import _launch, residual_merge, residual_merge_cost, residual_merge_ref
+from specker.kernels.residual import _launch, residual_merge, residual_merge_cost, residual_merge_ref
 
-module = importlib.import_module("specker.kernels.merge")
+module = importlib.import_module("specker.kernels.residual")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0, 1), (1, 0), (1, 1), (2, 1), (1, 4), (3, 2)]
 EPS = 1e-5

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from specker.model.weights import Matrix
     from specker.runtime.dist import Ranks
     from specker.runtime.draft import Drafter
-    from specker.runtime.head import Head, Kept
+    from specker.runtime.head import Head
+    from specker.runtime.strategies.vocabtrim.head import Kept
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
@@ -68,7 +69,8 @@ class DraftContext:
         from specker.runtime.head import Head
 
         rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
-        return Head(rows, model.norm, eps, self.kept, model.activations)
+        make = Head if self.kept is None else self.kept.head
+        return make(rows, model.norm, eps, model.activations)
 
     def allocate(self, model: Model) -> KVCache:
         """A cache for a draft model."""

@@ -18,13 +18,14 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward, prefill
 from specker.runtime import state as states
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
-from specker.runtime.head import Head, Kept
+from specker.runtime.head import Head
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.diffuspec import CPS_LAMBDA, DiffuSpecOptions, ngram
 from specker.runtime.strategies.diffuspec.lattice import Lattice, Search, best_paths, lattice, trie
+from specker.runtime.strategies.vocabtrim.head import Kept
 
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
 
@@ -64,8 +65,7 @@ class DiffusionDrafter(ModelDrafter):
     def draft(self, r: Round) -> None:
         """Draft a block of budget.block tokens (budget.depth if that is 0), and further blocks while the policies
         accept the probability of the last block's least confident token."""
-        if self.head.kept is not None:
-            self.head.follow(r.sequences)
+        self.head.follow(r.sequences)
         depth = min(r.budget.depth, r.budget.nodes)
         if r.fixed:
             r.run(("block", depth), lambda: self._fixed_block(r, depth))
@@ -274,7 +274,7 @@ def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
     model = context.draft_model()
     cache, head = context.allocate(model), context.head(model)
-    stops = Head(rows[at], model.norm, model.config.rms_norm_eps, Kept(torch.tensor(ids, device=rows.device)))
+    stops = Kept(torch.tensor(ids, device=rows.device)).head(rows[at], model.norm, model.config.rms_norm_eps)
     exact = own.diffusion_prefix == "exact"
     return DiffusionDrafter(
         model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact, context.depth(strategy)

@@ -55,8 +55,7 @@ class AutoregressiveDrafter(ModelDrafter):
     def draft(self, r: Round) -> None:
         """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
         which the target rejects."""
-        if self.head.kept is not None:
-            self.head.follow(r.sequences)
+        self.head.follow(r.sequences)
         depth = r.depth = min(r.budget.depth, r.budget.nodes)
         if self.width == 1 and not r.fixed and self._compiles(r):
             self._compiled_chain(r, depth)

@@ -28,8 +28,7 @@ class EarlyExitDrafter(Drafter):
 
     def draft(self, r: Round) -> None:
         """Draft a chain with layers [0, r.budget.exit); one CUDA graph per exit runs a step."""
-        if self.head.kept is not None:
-            self.head.follow(r.sequences)
+        self.head.follow(r.sequences)
         budget, s = r.budget, r.state
         hidden: list[Tensor] = []
         tapped: dict[int, list[Tensor]] = {n: [] for n in budget.taps if n < budget.exit}

@@ -12,12 +12,12 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.config import Keep, Options
 from specker.flags import option
 from specker.runtime.dist import Ranks
-from specker.runtime.head import Kept
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.vocabtrim import TrimOptions
 from specker.runtime.strategies.vocabtrim import memo as vocab_memo
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
+from specker.runtime.strategies.vocabtrim.head import Kept
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 from specker.zoo import Family
 

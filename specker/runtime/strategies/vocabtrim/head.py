@@ -1,0 +1,102 @@
+"""A trimmed LM head (VocabTrim, arXiv 2506.22694): most kept rows are fixed at load time. A few rows follow the text,
+so a rare name in the prompt can still be drafted. The number of rows never changes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specker.cpu.packed import Packed
+from specker.model.weights import Matrix
+from specker.runtime import state as states
+from specker.runtime.head import Head
+from specker.runtime.strategies.vocabtrim.counts import VocabCounts
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The rows of a trimmed head."""
+
+    ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
+    text: int = 0
+    whole: Matrix | None = None  # [V, E], the untrimmed head, source of those rows
+    ranking: str = ""  # what the fixed rows were chosen by, for the user
+    counts: VocabCounts | None = None  # counts what the target writes, for the next run
+
+    def head(self, weight: Matrix, norm: Tensor, eps: float, activations: str = "int8") -> "TrimmedHead":
+        """A head with the rows `weight` [K, E]."""
+        return TrimmedHead(weight, norm, eps, activations, kept=self)
+
+
+@dataclass
+class TrimmedHead(Head):
+    kept: Kept = field(kw_only=True)
+    known: set[int] = field(init=False, default_factory=set)
+    _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
+    _seen: dict[int, int] = field(init=False, default_factory=dict)  # committed tokens processed, by sequence
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.kept.ids.clone()
+        self.known.update(self.kept.ids.tolist())
+        self.reset()
+
+    def reset(self) -> None:
+        """Restore the rows as loaded."""
+        self._seen.clear()
+        if not self.kept.text:
+            return
+        fixed = len(self.kept.ids) - self.kept.text
+        first = self.kept.ids[fixed:].tolist()
+        if list(self._slots) != first:
+            self.known.difference_update(self._slots)
+            self._slots.clear()
+            self._write(first, range(fixed, len(self.kept.ids)))
+
+    def follow(self, sequences: Iterable[states.Sequence]) -> None:
+        """Give rows to the new tokens of the batch's texts; the least recently seen token loses its row."""
+        if not self.kept.text:
+            return
+        assert self.kept.whole is not None
+        moved: dict[int, int] = {}
+        for sequence in sequences:
+            seen, text = self._seen.get(sequence.index, 0), sequence.text
+            if seen == len(text):
+                continue
+            for token in text[seen:]:
+                if token in self._slots:
+                    self._slots[token] = self._slots.pop(token)
+                elif token not in self.known and token < len(self.kept.whole):
+                    oldest = next(iter(self._slots))
+                    self.known.remove(oldest)
+                    self.known.add(token)
+                    self._slots[token] = moved[token] = self._slots.pop(oldest)
+                    moved.pop(oldest, None)
+            self._seen[sequence.index] = len(text)
+        if moved:
+            self._write(list(moved), moved.values())
+
+    def count(self, tokens: list[int]) -> None:
+        """The target has written these tokens."""
+        if self.kept.counts is not None:
+            self.kept.counts.add(tokens)
+
+    def forget(self, sequence: states.Sequence) -> None:
+        """The sequence has ended; its tokens keep their rows until other ones need them."""
+        self._seen.pop(sequence.index, None)
+
+    def _write(self, ids: list[int], rows: Iterable[int]) -> None:
+        assert self.kept.whole is not None and self.token_ids is not None
+        rows = list(rows)
+        self._slots.update(zip(ids, rows, strict=True))
+        self.known.update(ids)
+        both = torch.tensor([rows, ids])
+        if self.weight.is_cuda:  # the host does not wait for a pinned copy
+            both = both.pin_memory().to(self.weight.device, non_blocking=True)
+        at, tokens = both
+        if isinstance(self.weight, Packed) and isinstance(self.kept.whole, Packed):
+            self.weight.copy(at, self.kept.whole, tokens)
+        else:
+            self.weight[at] = self.kept.whole[tokens]  # type: ignore[index, assignment]
+        self.token_ids[at] = tokens
