@@ -45,6 +45,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama-sharded", {"shards": 3}),
     ("llama-base-model", {"tied": True, "prefix": False}),
     ("llama-eps", {"rms_norm_eps": 1e-2}),
+    ("llama-geglu", {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True}),
+    ("qwen2-gelu", {"arch": "qwen2", "hidden_act": "gelu"}),
     ("mistral", {"arch": "mistral"}),
     ("mistral-head-dim", {"arch": "mistral", "head_dim": 8, "tied": True}),
     ("mistral-window", {"arch": "mistral", "sliding_window": 256}),

@@ -156,7 +156,7 @@ def test_model_configs_and_sizes():
     assert target.architecture == draft.architecture == "LlamaForCausalLM"
     assert target.vocab_size == draft.vocab_size == diffusion.vocab_size >= 8192
     assert (diffusion.architecture, diffusion.causal, diffusion.shifted_logits) == ("DreamModel", False, True)
-    assert diffusion.qkv_bias and diffusion.mask_token_id is not None
+    assert diffusion.layer.qkv_bias and diffusion.mask_token_id is not None
 
     def read_per_step(name):  # weights read by a decoding step
         w = load(specker.zoo.path(name), dtype=torch.float32, device="cpu").weights

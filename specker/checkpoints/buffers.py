@@ -28,9 +28,9 @@ CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
 
 
 def served(c: ModelConfig) -> bool:
-    """Whether a CPU has compiled kernels for a model of these sizes, in float32, bfloat16 and quantised."""
+    """Whether a CPU has compiled kernels for such layers, in float32, bfloat16 and quantised."""
     kernels, sizes = native(), (c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
-    return kernels is not None and kernels.Stack.takes_sizes(*sizes)
+    return kernels is not None and not kernels.Stack.lacks(c.layer) and kernels.Stack.takes_sizes(*sizes)
 
 
 def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -72,22 +72,22 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
     q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
     Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
     rows = [  # split by their outputs: name, buffer, first row, (first, count, of all), has a bias
-        ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.qkv_bias),
-        ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.qkv_bias),
-        ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.mlp_bias),
-        ("mlp.up_proj", "gate_up", f, (f0, f, F), c.mlp_bias),
+        ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.layer.qkv_bias),
+        ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.layer.qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.layer.qkv_bias),
+        ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.layer.mlp_bias),
+        ("mlp.up_proj", "gate_up", f, (f0, f, F), c.layer.mlp_bias),
     ]
     columns = [  # by their inputs; the bias is added once, by rank 0
-        ("self_attn.o_proj", "o", (q0, q, Q), c.o_bias),
-        ("mlp.down_proj", "down", (f0, f, F), c.mlp_bias),
+        ("self_attn.o_proj", "o", (q0, q, Q), c.layer.o_bias),
+        ("mlp.down_proj", "down", (f0, f, F), c.layer.mlp_bias),
     ]
 
     def vector(name: str, buffer: str, layer: int | None, count: int) -> Piece:
         return Piece(name, buffer, layer, 0, (count,), (count,), (0,))
 
     norms = [("input_layernorm", "norm_in", e), ("post_attention_layernorm", "norm_post", e)]
-    if c.qk_norm:
+    if c.layer.qk_norm:
         norms += [("self_attn.q_norm", "q_norm", c.head_dim), ("self_attn.k_norm", "k_norm", c.head_dim)]
     V = c.vocab_size
     if "embed_tokens" not in c.shares:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specker.flags import option
-from specker.model.config import CheckpointError, ModelConfig
+from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 
 # architecture -> model_type; a base model (LlamaModel) has the same weights under names without "model."
 ARCHITECTURES = {
@@ -39,6 +39,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 SHARED = ("embed_tokens", "lm_head")
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
 OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
+# hidden_act -> LayerSpec.activation
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -51,8 +53,9 @@ def parse_config(
     arch = _architecture(raw)
     _check_sizes(folder / "config.json", raw)
     hf = _hf_config(folder, raw, arch)
-    if hf.hidden_act != "silu":
-        raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported; only 'silu' is")
+    if hf.hidden_act not in ACTIVATIONS:
+        every = ", ".join(ACTIVATIONS)
+        raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported; supported: {every}")
     dream, llama, qwen3 = arch == "DreamModel", arch == "LlamaForCausalLM", arch == "Qwen3ForCausalLM"
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
@@ -75,10 +78,13 @@ def parse_config(
         head_dim=head_dim,
         intermediate_size=hf.intermediate_size,
         rms_norm_eps=float(hf.rms_norm_eps),
-        qkv_bias=attention_bias or dream or arch == "Qwen2ForCausalLM",
-        o_bias=attention_bias,
-        mlp_bias=llama and bool(hf.mlp_bias),
-        qk_norm=qwen3,
+        layer=LayerSpec(
+            ACTIVATIONS[hf.hidden_act],
+            qkv_bias=attention_bias or dream or arch == "Qwen2ForCausalLM",
+            o_bias=attention_bias,
+            mlp_bias=llama and bool(hf.mlp_bias),
+            qk_norm=qwen3,
+        ),
         tied=bool(hf.tie_word_embeddings),
         causal=not diffusion,
         shifted_logits=dream or not diffusion,

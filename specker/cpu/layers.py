@@ -6,7 +6,7 @@ in any batch.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,13 @@ NAMES = (
 )
 
 
+class Spec(Protocol):
+    """What a layer computes (model/config.py, LayerSpec): what the library reads of it."""
+
+    @property
+    def activation(self) -> str: ...
+
+
 class Stack:
     """A model's decoder layers on a CPU."""
 
@@ -80,8 +87,13 @@ class Stack:
         self.struct = Layers(E, *heads, D, F, rope.data_ptr(), address, eps, scale)
 
     @staticmethod
+    def lacks(layer: Spec) -> str:
+        """What of such a layer the library does not compute, for messages; empty if it computes all."""
+        return "" if layer.activation == "silu" else f"the activation {layer.activation}"
+
+    @staticmethod
     def takes(layers: Sequence[Sequence[Any]], rope: Tensor) -> bool:
-        """Whether the library serves such layers."""
+        """Whether the library serves the sizes and dtypes of such layers."""
         by = [dict(zip(NAMES, layer, strict=True)) for layer in layers]
         matrices = [layer[name] for layer in by for name in MATRICES]
         others = [layer[name] for layer in by for name in VECTORS]

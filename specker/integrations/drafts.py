@@ -26,7 +26,7 @@ from specker.checkpoints.checkpoint import Checkpoint, folder_of, read_config
 from specker.checkpoints.config import eos_ids, read_json, reason
 from specker.config import MAX_BATCH, Sampling
 from specker.kernels.cpu import native
-from specker.model.config import CheckpointError, ModelConfig
+from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.memory import Room
 from specker.model.sampling import Draws, pack
 from specker.model.weights import Weights
@@ -357,10 +357,7 @@ def _config(target: str | Path, max_context: int | None) -> ModelConfig:
         head_dim=0,
         intermediate_size=4 * hidden,
         rms_norm_eps=0.0,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
+        layer=LayerSpec(),
         tied=False,
         causal=True,
         shifted_logits=True,

@@ -8,6 +8,18 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """What a layer computes, besides its sizes. The decoder implements all of it; whatever else runs layers (the CPU's
+    compiled ones) says which value it lacks."""
+
+    activation: str = "silu"  # of the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head's q and k before RoPE
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder's settings; none depends on the run's dtype or device."""
 
@@ -20,10 +32,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each head's q and k before RoPE
+    layer: LayerSpec
     tied: bool  # the LM head is the embedding
     causal: bool  # False: a diffusion drafter, in which all rows see each other
     shifted_logits: bool  # row i - 1 predicts position i (causal models and Dream); False: row i does

@@ -122,7 +122,7 @@ class Model:
             return None
         kernels = native()
         layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
-        if kernels is None or not kernels.Stack.takes(layers, self.rope):
+        if kernels is None or kernels.Stack.lacks(self.config.layer) or not kernels.Stack.takes(layers, self.rope):
             return None
         c = self.config
         heads = c.num_heads, c.num_kv_heads
@@ -207,7 +207,7 @@ def run_layers(
                 hidden, normed = add_norm(hidden, delta, mlp.norm_post, eps)
             else:
                 hidden, (normed,) = _add_norms(hidden, delta, mlp.norm_post.unsqueeze(0), eps, added[i])
-            up = linear(normed, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
+            up = _gated(model, normed, mlp)
             delta = model.summed(_added(model, up, mlp.down, mlp.down_bias, few))
     final: Tensor | None = None
     if few:
@@ -217,6 +217,14 @@ def run_layers(
     if first in taps:
         kept[first] = hidden
     return Output(hidden, kept, final)
+
+
+def _gated(model: Model, x: Tensor, mlp: FeedForward) -> Tensor:
+    """The feed-forward's gate times its up projection, [T, F]."""
+    if (activation := model.config.layer.activation) == "silu":
+        return model.linear(x, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
+    gate, up = model.linear(x, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:

@@ -63,8 +63,10 @@ def load(
         known = zoo.family_of(main_source.config)
         if known is None or parts.name not in known.drafts:
             raise ValueError(_no_draft(opts, target_source))
-    if where.type == "cpu" and (why := cpu.problem()) is not None:
-        notes["cpu"] = f"decoding is slow, because {why}"
+    if where.type == "cpu":
+        why, lacks = cpu.problem(), cpu.Stack.lacks(main_source.config.layer)
+        if why is not None or lacks:
+            notes["cpu"] = f"decoding is slow, because {why or f'the compiled kernels lack {lacks}'}"
     if dtype is None and where.type == "cpu":
         whole = ranks is None and opts.linear != "cublas"
         dtype = torch.bfloat16 if whole and served(main_source.config) else torch.float32

@@ -74,9 +74,9 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
 
     arch = options.get("arch", "llama")
     assert c.architecture == NAMES[arch]
-    assert (c.qkv_bias, c.o_bias) == (w.qkv_bias is not None, w.o_bias is not None)
-    assert c.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
-    assert c.qk_norm == (w.q_norm is not None)
+    assert (c.layer.qkv_bias, c.layer.o_bias) == (w.qkv_bias is not None, w.o_bias is not None)
+    assert c.layer.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
+    assert c.layer.qk_norm == (w.q_norm is not None)
     assert (c.causal, c.shifted_logits) == (arch != "dream", True)
     assert c.mask_token_id == (127 if arch == "dream" else None)
     hf = model.config
@@ -302,7 +302,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
 
 SUPPORTED = ", ".join(ARCHITECTURES)
 CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id, edits, options of read_config, message
-    ("activation", {"hidden_act": "gelu"}, {}, "hidden_act 'gelu' is not supported; only 'silu'"),
+    ("activation", {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported; supported: silu, gelu, gelu_py"),
     (
         "gemma",
         {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
@@ -578,8 +578,9 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "tie_word_embeddings": config.tied,
-        "attention_bias": config.o_bias,
-        **{name: getattr(config, name) for name in ("head_dim", "vocab_size", "hidden_size", "mlp_bias")},
+        "attention_bias": config.layer.o_bias,
+        "mlp_bias": config.layer.mlp_bias,
+        **{name: getattr(config, name) for name in ("head_dim", "vocab_size", "hidden_size")},
         **{name: getattr(config, name) for name in ("intermediate_size", "rms_norm_eps")},
     }
     absent = {"head_dim": own["hidden_size"] // own["num_attention_heads"], "attention_bias": False, "mlp_bias": False}

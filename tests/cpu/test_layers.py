@@ -4,6 +4,7 @@ import pytest
 import torch
 from make_checkpoint import make
 
+import specker
 from specker.checkpoints.checkpoint import load
 from specker.cpu import Packed
 from specker.model.cache import KVCache
@@ -231,6 +232,21 @@ def test_one_thread_gives_the_same_bits(tmp_path):
         finally:
             torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("act", "name"), [("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu")])
+def test_a_layer_that_computes_something_else_is_declined_by_name(tmp_path, act, name):
+    """Its sizes fit, so the compiled layers would compute another model."""
+    folder = make(tmp_path, "llama", **SIZES, hidden_act=act)
+    assert Model(load(folder, dtype=torch.float32, device="cpu")).stack is None
+    engine = specker.load(folder, strategy="ar", device="cpu")
+    assert engine.remarks["cpu"] == f"decoding is slow, because the compiled kernels lack the activation {name}"
+    assert engine.model.dtype == torch.float32
+    packed = load(folder, dtype=torch.float32, device="cpu", quantize="int4")
+    assert not any(isinstance(w, Packed) for w in packed.weights.qkv), "only the compiled layers read packed matrices"
+    plain = specker.load(folder, strategy="ar", device="cpu", quantize="int4")
+    copied = specker.load(folder, strategy="lookup", device="cpu", quantize="int4")
+    assert plain.generate([3, 4, 5] * 5, 20).tokens == copied.generate([3, 4, 5] * 5, 20).tokens
 
 
 def test_sizes_that_the_kernels_decline(tmp_path):
