@@ -233,11 +233,11 @@ def kernels(monkeypatch):
         "model.decoder.row_linear": linear,
         "model.decoder.tree_attention": attention,
         "model.decoder.residual_merge": merge._launch,
-        "strategies.easyspec.drafter.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
-        "head.vocab_topk": topk,
+        "runtime.strategies.easyspec.drafter.repeat_rows": lambda *args: Repeated(*repeat._launch(*args)),
+        "runtime.head.vocab_topk": topk,
         "model.cache.kv_commit": kv._launch_commit,
     }.items():
-        monkeypatch.setattr(f"specker.runtime.{name}", kernel)
+        monkeypatch.setattr(f"specker.{name}", kernel)
     return linear
 
 

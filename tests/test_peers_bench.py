@@ -281,7 +281,7 @@ def test_prompts_of_three_kinds_take_turns():
 def test_gguf_files_hold_the_matrices_of_the_checkpoint(tmp_path, monkeypatch):
     import gguf
     import numpy as np
-    from runtime.test_gguf import write
+    from checkpoints.test_gguf import write
     from safetensors import safe_open
 
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))

@@ -32,6 +32,7 @@ from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round, launch
 from specker.runtime.state import Sequence, State
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.warmup import DRAWS, warm_rounds
 
 SHAPES = {
@@ -324,8 +325,8 @@ class Recorded:
 
         with pytest.MonkeyPatch.context() as m, recording() as log:
             m.setattr(Round, "goes_on", goes_on)
-            m.setattr(Head, "follow", lambda *_: None)
-            m.setattr(Head, "reset", lambda *_: None)
+            m.setattr(TrimmedHead, "follow", lambda *_: None)
+            m.setattr(TrimmedHead, "reset", lambda *_: None)
             yield log
 
     def launch(self, budget):

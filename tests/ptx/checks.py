@@ -95,7 +95,7 @@ def _residual_merge(arch: int, dtype: torch.dtype) -> Comparisons:
         x, deltas, norms = (randn(*shape, seed=E, dtype=dtype) for shape in ((5, E), (1, 5, E), (1, E)))
 
         def call(rows: slice, x: Tensor = x, deltas: Tensor = deltas, norms: Tensor = norms) -> Any:
-            y, normed = _run(arch, lambda: ops.merge._launch(x[rows], deltas[:, rows], norms, 1e-5))
+            y, normed = _run(arch, lambda: ops.residual._launch(x[rows], deltas[:, rows], norms, 1e-5))
             return y, normed[0]
 
         yield f"E{E}", _parts(call, call(slice(0, 5)), (3, 4), (1, 5))

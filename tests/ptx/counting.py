@@ -86,7 +86,7 @@ def _kv_commit(dtype: torch.dtype) -> Iterator[Counted]:
 
 def _residual_merge(dtype: torch.dtype) -> Iterator[Counted]:
     args = randn(8, 4096, dtype=dtype), randn(1, 8, 4096, dtype=dtype), torch.ones(1, 4096, dtype=dtype), 1e-5
-    yield "T8 P1 Q1 E4096", lambda: ops.merge._launch(*args), ops.merge.residual_merge_cost(*args)[0]
+    yield "T8 P1 Q1 E4096", lambda: ops.residual._launch(*args), ops.residual.residual_merge_cost(*args)[0]
 
 
 def _described(launch: Launch) -> str:

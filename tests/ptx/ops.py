@@ -15,9 +15,9 @@ from ptx.cases import Case, Verdict, attention_tests, weight
 from specker.kernels import noise
 from specker.kernels.quant import Matrix, Quantized, quantised
 
-attention, kv, linear, merge, project, sample, topk = (
+attention, kv, linear, project, residual, sample, topk = (
     importlib.import_module(f"specker.kernels.{name}")
-    for name in ("attention", "kv", "linear", "merge", "project", "sample", "topk")
+    for name in ("attention", "kv", "linear", "project", "residual", "sample", "topk")
 )
 ragged = cache(attention_tests)
 
@@ -73,12 +73,12 @@ def _merge(x: Tensor, deltas: Tensor, norms: Tensor | None, last: Tensor | None,
         if norms is not None:
             kept = got[0].double()
             scaled = kept / (kept.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-            plain = merge.residual_merge_ref(x, deltas, norms, 1e-5, last, split)[1]
+            plain = residual.residual_merge_ref(x, deltas, norms, 1e-5, last, split)[1]
             verdict.near("normed", got[1], torch.stack([scaled * n.double() for n in norms]), plain)
 
     P, Q = len(deltas) + (last is not None), 0 if norms is None else len(norms)
     label = f"T{len(x)} P{P} Q{Q} E{x.shape[1]}{' last' * (last is not None)}{' split' * split}"
-    return Case(label, lambda: merge._launch(x, deltas, norms, 1e-5, last, split), judge)
+    return Case(label, lambda: residual._launch(x, deltas, norms, 1e-5, last, split), judge)
 
 
 def row_linear(dtype: torch.dtype) -> Iterator[Case]:
