@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specker.runtime.auto import Acceptance, Auto, Experience
-from specker.runtime.choose import AGAIN, APART, FIRST, LOOK, SHARE, TRIAL, Chooser
+from specker.runtime.choose import AGAIN, APART, FIRST, LOOK, SHARE, Chooser
 from specker.runtime.costs import Costs, Curve
 from specker.runtime.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
 from specker.runtime.strategies.lookup import RATES, Copying
@@ -216,23 +216,6 @@ def test_a_resting_chooser_asks_its_policies_now_and_then():
     asked.clear()
     world.run(32)
     assert len(asked) == 32
-
-
-def test_a_short_text_is_not_spent_on_a_trial():
-    world = World(0.4, 0.2, lambda n: 0.0).run(400)
-    chooser = world.chooser
-
-    def trials(remaining, credit):
-        chooser.credit, tried = credit, 0
-        for _ in range(300):
-            shape = chooser.choose(world.policies, remaining)
-            tried += bool(shape.nodes)
-        return tried
-
-    price = chooser._price
-    assert price > 0.2
-    assert not trials(price / TRIAL - 1, 1.9 * price)
-    assert trials(price / TRIAL + 1, 1.9 * price) and trials(price / TRIAL - 1, 2.1 * price)
 
 
 def test_prefill_must_be_earned_back():

@@ -7,8 +7,7 @@ from specker.runtime.costs import Costs
 from specker.runtime.policy import Budget, Policy
 
 # The losses that drafts may cause, in plain rounds: at first, as a share of the time, and at most at once.
-FIRST, SHARE, MOST = 3.0, 0.015, 12.0
-TRIAL = 0.02  # the share of the rest of the texts that a trial may cost, unless there is credit for two
+FIRST, SHARE, MOST = 5.0, 0.015, 12.0
 START = 1.03  # the gain that drafts must promise after a plain round: they disturb what the caches hold
 WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how often losing trials double them
 AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
@@ -85,8 +84,7 @@ class Chooser:
         trial = policies[0].trial(best)
         late = self._late(trial, behind)
         self._price = (self._seconds(policies, trial) + late) * plain / n - 1
-        allowed = self.credit if self._price <= TRIAL * remaining / n else self.credit / 2
-        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= allowed:
+        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit and n < remaining:
             self.trial, self._waited = True, 0
             return trial
         return self._rest(n, none, "slower")
@@ -132,7 +130,7 @@ class Chooser:
                 gained -= self._late(shape, behind) / plain
                 self._lost = 0 if gained > 0 else self._lost + 1
             self.credit += gained
-        self.credit = min(self.credit, max(MOST, 2 * self._price))
+        self.credit = min(self.credit, max(MOST, self._price))
 
     def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
         n = len(policies)
