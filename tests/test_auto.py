@@ -228,6 +228,19 @@ def test_prefill_must_be_earned_back():
     assert chooser.choose(world.policies, 20, behind=0).nodes
 
 
+def test_what_a_draft_s_prefill_cost_is_due_with_the_next_text():
+    world = World(0.05, 0.02, lambda n: 0.8).run(300)
+    chooser, costs = world.chooser, world.known.costs
+    costs.observe_prefill(100, 100 * STEP / 10)
+    chooser.credit = 4.0
+    chooser.finished(1, Budget(4, 4), 4, 1, False, behind=50)
+    assert 2.0 < (during := chooser.credit) < 4.0, "it goes on with this text"
+    chooser.admitted()
+    assert chooser.credit == pytest.approx(during - 50 / 10, rel=0.05)
+    chooser.admitted()
+    assert chooser.credit == pytest.approx(during - 50 / 10, rel=0.05), "once"
+
+
 def test_copied_text_is_drafted_by_the_length_of_the_match():
     known = Experience(Costs(lambda budget: 1e-3))
     costs, chooser = known.costs, Chooser(known.costs)

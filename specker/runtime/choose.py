@@ -35,6 +35,7 @@ class Chooser:
     def clear(self) -> None:
         """Forget the past, such as a warm-up's."""
         self.credit, self._waited, self._lost, self.trial = FIRST, 0, 0, False
+        self._begun = 0.0  # plain rounds of prefill that drafts for these texts began with
         self._resting = 0  # sequences of the last round, if it drafted nothing
         self._drafting = False  # whether the last round drafted for its gain
         self._none = NONE  # the shape of a round without a draft, of the strategy
@@ -47,7 +48,9 @@ class Chooser:
         self._kept = 0
 
     def admitted(self) -> None:
-        """A new text may suit the drafts better than the last one: try again soon."""
+        """A new text may suit the drafts better than the last one: try again soon. What drafts for the last one cost to
+        begin is due."""
+        self.credit, self._begun = self.credit - self._begun, 0.0
         self._lost, self._resting = min(self._lost, 1), 0
 
     def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
@@ -125,10 +128,12 @@ class Chooser:
         self.credit += SHARE * took
         if drafted:
             self._since, self._spent = self._since + 1, self._spent + took
-            gained = tokens / n - took
+            gained, late = tokens / n - took, self._late(shape, behind) / plain
             if trial:
-                gained -= self._late(shape, behind) / plain
+                gained -= late
                 self._lost = 0 if gained > 0 else self._lost + 1
+            else:  # spent whatever follows, so it must not end the drafts for this text
+                self._begun += late
             self.credit += gained
         self.credit = min(self.credit, max(MOST, self._price))
 
