@@ -203,6 +203,10 @@ def test_a_measurement_counts_its_shortest_round():
     for n in range(LOOK):
         chooser.measured(1, 0.9 - 0.1 * n)
         assert known.costs.plain(1) == (1.0 if n < LOOK - 1 else pytest.approx(0.9 - 0.1 * n))
+    chooser.measured(1, 0.1)
+    for _ in range(LOOK):
+        chooser.measured(2, 3.0)
+    assert known.costs.plain(2) == pytest.approx(3.0), "a round of another number of texts does not count"
 
 
 def test_a_resting_chooser_asks_its_policies_now_and_then():

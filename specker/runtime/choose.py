@@ -23,6 +23,9 @@ class Chooser:
     Policies that rest draft nothing while plain rounds are expected to be faster. From time to time a trial finds out
     whether that has changed: a short draft, ever less often while trials lose. Expectations can be wrong, so drafts
     also spend a credit: it grows with the time and with what drafts gain, and without credit nothing is drafted.
+
+    While it drafts, a few plain rounds measure plain decoding now and then, the more often the less drafts gain: what
+    is lost by not drafting meanwhile stays within SHARE of the time.
     """
 
     def __init__(self, costs: Costs, learns: bool = True):
@@ -40,6 +43,7 @@ class Chooser:
         self._drafting = False  # whether the last round drafted for its gain
         self._none = NONE  # the shape of a round without a draft, of the strategy
         self._look: list[float] = []  # seconds of the plain rounds of a measurement
+        self._looked = 0  # sequences of those rounds
         self._looks = 0  # of its rounds that are still to come
         self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
         self._price = 0.0  # of the next trial, in plain rounds
@@ -115,6 +119,8 @@ class Chooser:
     def measured(self, n: int, seconds: float) -> None:
         """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. The first rounds
         of a measurement find a draft's data in the processor's caches, so its shortest round counts."""
+        if n != self._looked:  # a text was admitted or ended meanwhile
+            self._look, self._looked = [], n
         self._look.append(seconds)
         if len(self._look) >= LOOK:
             self.costs.measured(n, NONE, 0, 0.0, min(self._look))

@@ -1,6 +1,6 @@
 """start_rows: the first launch of a forward: the embeddings of its rows, and where they stand.
 
-Contract: embedding [V, E], tokens int64, the rest as for place_rows (rounds.py) ->
+Contract: embedding [V, E], tokens int64, the rest as for place_rows (place.py) ->
 
     hidden [B * count, E]     the embedding of row first + i of sequence b in row b * count + i
     positions, slots, kv_len, ancestors     as place_rows gives them
