@@ -83,7 +83,11 @@ def main() -> None:
     (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
     torch.set_num_threads(args.threads)
     sizes, how = [int(n) for n in args.sizes.split(",")], {"temperature": args.temperature}
-    engines = {(way, n): specker.load(device="cpu", batch_size=n, **WAYS[way]) for way in WAYS for n in sizes}
+    engines = {
+        (way, n): specker.load(device="cpu", batch_size=n, prefix_cache="off", **WAYS[way])
+        for way in WAYS
+        for n in sizes
+    }
     plain = specker.load(strategy="ar", device="cpu")
     prompts = [plain.encode(row["prompt"]) for row in specker.zoo.heldout()[: args.prompts]]
     count = args.max_new_tokens

@@ -56,12 +56,13 @@ from specker.runtime import round as stage
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
 from specker.runtime.costs import Costs
+from specker.runtime.drafter import Draft
 from specker.runtime.engine import Engine
 from specker.runtime.graphs import Graphs
-from specker.runtime.loop import Batch
+from specker.runtime.loop import Loop
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import Round
-from specker.runtime.state import Sequence
+from specker.runtime.state import Request
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.synthetic import agreements
 
@@ -204,51 +205,51 @@ class Decoded:
         return self.tokens / sum(self.timing.seconds)
 
 
-def in_place(batch: Batch, sequence: Sequence) -> None:
-    """Make a sequence the batch's only one, with noise as the K/V of its text."""
-    batch.clear()
-    for cache in batch.caches:
+def in_place(loop: Loop, sequence: Request) -> None:
+    """Make a request the loop's only one, with noise as the K/V of its text."""
+    loop.clear()
+    for cache in loop.slots.caches:
         cache.k.normal_(), cache.v.normal_()
-        cache.take(0, batch.columns(sequence.limit))
+        cache.take(0, loop.slots.columns(sequence.limit))
         cache.exact_len[0] = len(sequence.text) - 1
     agrees = None
-    if batch.acceptance is not None:  # without drafts nothing agrees
-        p = batch.acceptance if sequence.drafting else 0.0
-        agrees = agreements(p, sequence.sampling.seed, batch.state.agrees.shape[1])
-    batch.active.append(sequence)
-    batch.state.load(0, sequence, agrees)
+    if loop.acceptance is not None:  # without drafts nothing agrees
+        p = loop.acceptance if sequence.drafting else 0.0
+        agrees = agreements(p, sequence.sampling.seed, loop.state.agrees.shape[1])
+    loop.active.append(sequence)
+    loop.state.write(0, sequence, agrees)
 
 
-def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Sequence:
+def a_text(engine: Engine, context: int, tokens: int, drafting: bool) -> Request:
     """A request with a text of `context` tokens that may grow by `tokens`."""
     policy = engine.policy() if drafting else Fixed(0, 0)
-    return Sequence(0, [0] * context, context + tokens, Sampling(), policy, drafting)
+    return Request(0, [0] * context, context + tokens, Sampling(), policy, drafting, prefixes="off")
 
 
 @torch.inference_mode()
 def decode(bench: Bench, engine: Engine, context: int, drafting: bool) -> Decoded:
     """Decode after `context` tokens like `generate`, which launches the next round before one has finished."""
-    batch, rounds = engine.batch, bench.args.rounds
+    loop, rounds = engine.loop, bench.args.rounds
     sequence = a_text(engine, context, (WARM + rounds + 4) * (DRAFTED + 1), drafting)
-    in_place(batch, sequence)
+    in_place(loop, sequence)
     stamps: list[float] = []
     tokens, host, launched = 0, 0.0, 0
     stages: dict[str, float] = {}
-    r = batch.start()
+    r = loop.start()
     for n in range(1, WARM + rounds + 1):
         assert r is not None and r.fixed, "the bench needs rounds of fixed shape"
-        after = batch.start(r.size + 1)
-        [(_, _, new)] = batch.finish(r)
+        after = loop.start(r.draft.size + 1)
+        [(_, _, new)] = loop.finish(r)
         r = after
         stamps.append(time.perf_counter())
         if n == WARM:
-            host, launched, stages = batch.host_seconds, batch.launched, dict(sequence.stats.seconds)
+            host, launched, stages = loop.host_seconds, loop.launched, dict(sequence.stats.seconds)
         elif n > WARM:
             tokens += len(new)
-    host = (batch.host_seconds - host) / (batch.launched - launched)
+    host = (loop.host_seconds - host) / (loop.launched - launched)
     stages = {n: (sequence.stats.seconds[n] - stages[n]) / rounds for n in ("draft", "verify", "accept")}
     harness.wait()
-    batch.clear()
+    loop.clear()
     seconds = [b - a for a, b in itertools.pairwise(stamps[WARM - 1 :])]
     return Decoded(Timing(tuple(sorted(seconds)), None), tokens, host, stages)
 
@@ -287,18 +288,18 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
     does not grow."""
     most = ROWS[-1] - 1
     known = Experience(Costs(lambda _: 1.0))
-    how = Budget(most, most), True, Graphs(bench.cuda), known, SCRATCH
-    batch = Batch(engine.model, engine.cache, None, *how)
-    in_place(batch, a_text(engine, context, 0, False))
+    how = Budget(most, most), True, Graphs(bench.cuda), known, 1, SCRATCH
+    loop = Loop(engine.model, engine.cache, None, *how)
+    in_place(loop, a_text(engine, context, 0, False))
     made: dict[int, Round] = {}
 
     @torch.inference_mode()
     def judge(size: int) -> Round:
         if size not in made:
-            made[size] = batch.new_round(Budget(size, size), True)
-            made[size].size = size
-        stage.verify(made[size], batch.target, batch.cache)
-        stage.accept(made[size], batch.target, batch.cache)
+            made[size] = loop.new_round(Budget(size, size), True)
+            made[size].draft = Draft(size)
+        stage.verify(made[size], loop.target, loop.cache)
+        stage.accept(made[size], loop.target, loop.cache)
         return made[size]
 
     return judge
@@ -309,7 +310,7 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
     """Only a round's forwards of the two models, each as one graph: `target` and `draft`."""
     drafter: Any = engine.drafter
     target, draft = engine.model, drafter.model
-    engine.batch.see(context + engine.batch.beyond)
+    engine.loop.see(context + engine.loop.beyond)
     graphs, rows = Graphs(bench.cuda), DRAFTED + 1
     length = torch.tensor([context], device=target.device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=target.device)
@@ -435,19 +436,19 @@ def beside(bench: Bench, case: Case) -> Found:
 @torch.inference_mode()
 def launches(bench: Bench, case: Case) -> Found:
     engine = bench.engine(case)
-    in_place(engine.batch, a_text(engine, case.context, 0, engine.drafter is not None))  # the text cannot grow
+    in_place(engine.loop, a_text(engine, case.context, 0, engine.drafter is not None))  # the text cannot grow
 
     def once() -> None:
-        r = engine.batch.start()
+        r = engine.loop.start()
         assert r is not None and r.fixed
-        engine.batch.finish(r)
+        engine.loop.finish(r)
         harness.wait()
 
     for _ in range(3):
         once()
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         once()
-    engine.batch.clear()
+    engine.loop.clear()
     events = profile.events() or []
     count = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
     if not count:

@@ -116,7 +116,7 @@ def draw(rows: list[dict], title: str) -> Any:
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     heldout = [row["prompt"] for row in specker.zoo.heldout()]
-    how = {"device": args.device, "dtype": args.dtype}
+    how = {"device": args.device, "dtype": args.dtype, "prefix_cache": "off"}
     engines = {"ar": specker.load(strategy="ar", **how), "draft": specker.load(strategy="draft", **how)}
     about: dict[str, dict] = {"ar": {}, "draft": {}}
     base = None

@@ -78,7 +78,9 @@ def fixed(match: list[torch.Tensor], layers: int, head: float) -> list[dict[str,
 
 
 def load(args: Args, **options: Any) -> Engine:
-    return specker.load(specker.zoo.path("code-target"), device=args.device, dtype=args.dtype, **options)
+    return specker.load(
+        specker.zoo.path("code-target"), device=args.device, dtype=args.dtype, prefix_cache="off", **options
+    )
 
 
 class EarlyExit:

@@ -108,6 +108,9 @@ class Args(Given):
     transformers: bool = field(default=True, metadata={"help": "time transformers' generate too"})
 
 
+FRESH: Any = {"prefix_cache": "off"}  # every run computes its prompts, as transformers does
+
+
 @dataclass(frozen=True)
 class Decoded:
     tokens: list[list[int]]
@@ -125,7 +128,8 @@ def share_target(engines: Sequence[Engine]) -> None:
         engine.target, engine.model, engine.cache = base.target, base.model, base.cache
         if engine.drafter is not None and strategies.of(engine.options).self_drafting:
             engine.drafter.model, engine.drafter.cache = base.model, base.cache
-        engine.batch.target, engine.batch.cache = base.model, base.cache
+        engine.loop.target = base.model
+        engine.loop.cache = engine.loop.slots.cache = base.cache
 
 
 def distinct4(texts: Sequence[list[int]]) -> float:
@@ -288,7 +292,9 @@ def engines_of(args: Args) -> dict[str, Engine]:
                 continue
             options |= {"target": args.target, "draft": draft}
             options |= {"vocab_scores": args.vocab_scores} if trims else {}
-        engines[name] = specker.load(device=args.device, dtype=args.dtype, max_context=args.max_context, **options)
+        engines[name] = specker.load(
+            device=args.device, dtype=args.dtype, max_context=args.max_context, **options, **FRESH
+        )
         share_target([engines["ar"], engines[name]])  # at once: memory need not hold a target for each
     return engines
 

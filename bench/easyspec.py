@@ -46,7 +46,9 @@ def load(args: Args, **options: Any) -> Engine:
     """Without graphs on a GPU too, so that forwards can be timed; kernels/bench_layer_group.py times a group with
     graphs."""
     how = {"max_context": args.max_context, "device": args.device, "dtype": args.dtype, "graphs": "off"}
-    return specker.load(args.target or specker.zoo.path("code-target"), args.drafts["easyspec"], **how, **options)
+    return specker.load(
+        args.target or specker.zoo.path("code-target"), args.drafts["easyspec"], prefix_cache="off", **how, **options
+    )
 
 
 def timed_forward(engine: Engine, times: list[float]) -> None:
@@ -183,8 +185,8 @@ def main() -> None:
     how: dict[str, Any] = {"max_context": args.max_context, "device": args.device, "dtype": args.dtype}
     pair = {"draft": args.drafts["draft"]} if args.target else {}
     engines = {
-        "ar": specker.load(args.target, strategy="ar", **how),
-        "draft": specker.load(args.target, strategy="draft", **pair, **how),
+        "ar": specker.load(args.target, strategy="ar", prefix_cache="off", **how),
+        "draft": specker.load(args.target, strategy="draft", prefix_cache="off", **pair, **how),
     }
     about: dict[str, dict] = {"ar": {}, "draft": {}}
     every = prompts_of(dataclasses.replace(args, prompts=10**6), engines["ar"])

@@ -39,7 +39,7 @@ import json, sys, time
 import torch, specker
 options, threads = json.loads(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(threads)
-engine = specker.load(device="cpu", **options)
+engine = specker.load(device="cpu", prefix_cache="off", **options)
 engine.warmup()
 for line in sys.stdin:
     prompt, count, temperature = json.loads(line)

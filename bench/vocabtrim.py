@@ -172,6 +172,7 @@ def draw(rows: list[dict], title: str) -> Any:
 def main() -> None:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     how = {"target": args.target, "max_context": args.max_context, "device": args.device, "dtype": args.dtype}
+    how["prefix_cache"] = "off"
     draft = {**how, "draft_tokens": args.draft_tokens} | ({"draft": args.drafts["draft"]} if args.target else {})
     sources = args.sources.split(",")
     if args.target is not None and (sources != ["bundled"] or args.scores is None):

@@ -26,6 +26,7 @@ class LoadOptions(TypedDict, total=False):
     page_size: int
     batch_size: int
     kv_tokens: int | None
+    prefix_cache: Literal["exact", "all", "off"]
     tp: int | None
     dp: int
     draft_ranks: int | None
@@ -57,19 +58,25 @@ class LoadOptions(TypedDict, total=False):
     vocab_learn: Literal["on", "off"] | None
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `specker.config.Sampling`."""
+class RequestOptions(TypedDict, total=False):
+    """The fields of `specker.config.Sampling`, and those of `Params` that are not arguments by themselves."""
 
     temperature: float
     top_p: float
     top_k: int
     seed: int
+    stop_ids: Sequence[int]
+    logprobs: int
+    prefix_cache: Literal["exact", "all", "off"] | None
 
 
-class EachSampling(TypedDict, total=False):
+class EachOption(TypedDict, total=False):
     """The same for several prompts: one value for all, or a value for each."""
 
     temperature: float | Sequence[float]
     top_p: float | Sequence[float]
     top_k: int | Sequence[int]
     seed: int | Sequence[int]
+    stop_ids: Sequence[int]  # for all prompts
+    logprobs: int | Sequence[int]
+    prefix_cache: Literal["exact", "all", "off"] | None

@@ -7,6 +7,7 @@ own options in its file in runtime/strategies/; `strategies.options` merges them
 
 import dataclasses
 import difflib
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -153,6 +154,12 @@ class Common:
         "positions in the K/V pool that all sequences share (default: batch_size contexts, or as many as fit)",
         least=1,
     )
+    prefix_cache: str = opt(
+        "exact",
+        "which K/V of earlier texts with the same beginning a request takes over: exact, as far as its bits are those "
+        "of a fresh prefill; all; or off",
+        choices=("exact", "all", "off"),
+    )
     tp: int | None = opt(
         None, "ranks that share one target, in a torchrun job (default: all ranks divided by --dp)", least=1
     )
@@ -210,6 +217,55 @@ class Sampling:
             raise ValueError(f"{option('top_p')} must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"{option('seed')} must be in [0, 2**64), got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Params:
+    """What a request asks for.
+
+    Attributes:
+        max_new_tokens: tokens to emit at most.
+        sampling: how to draw them.
+        stop: strings; the text ends before the first one that occurs.
+        stop_ids: token ids that end the text, besides the model's own.
+        logprobs: how many of the most probable tokens each emitted token comes with; 0: none, and no log-probability.
+        prefix_cache: "exact", "all" or "off" for this request; None: as the engine was loaded.
+    """
+
+    max_new_tokens: int = 128
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int = 0
+    prefix_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_new_tokens", whole(self.max_new_tokens, option("max_new_tokens"), 1))
+        object.__setattr__(self, "stop", stop_strings(self.stop))
+        several = isinstance(self.stop_ids, list | tuple | set | frozenset)
+        ids = tuple(whole(token, "a stop id", 0) for token in self.stop_ids) if several else None
+        if ids is None:
+            raise ValueError(f"stop_ids must be a list of token ids, got {self.stop_ids!r}")
+        object.__setattr__(self, "stop_ids", ids)
+        object.__setattr__(self, "logprobs", whole(self.logprobs, "logprobs", 0))
+        if self.prefix_cache not in (None, "exact", "all", "off"):
+            raise ValueError(f"prefix_cache must be exact, all or off, got {self.prefix_cache!r}")
+
+    @classmethod
+    def of(cls, **named: Any) -> "Params":
+        """Parameters from flat names, those of `Sampling` included. Raises TypeError for an unknown one."""
+        own = [f.name for f in dataclasses.fields(cls) if f.name != "sampling"]
+        drawn = [f.name for f in dataclasses.fields(Sampling)]
+        refuse_unknown(named, [*own, *drawn])
+        sampling = Sampling(**{name: value for name, value in named.items() if name in drawn})
+        return cls(sampling=sampling, **{name: value for name, value in named.items() if name in own})
+
+
+def whole(value: Any, name: str, least: int) -> int:
+    """A whole number as Python's integer. Raises ValueError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return operator.index(value)
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:

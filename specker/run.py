@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -27,7 +26,7 @@ from typing import Any, NoReturn
 
 import specker
 from specker import zoo
-from specker.config import DTYPES, Common, Options, Sampling, stop_strings
+from specker.config import DTYPES, Common, Options, Params, Sampling, stop_strings
 from specker.flags import SHELLS, Parser, completion, ended, make, not_json, opt, settle, silence
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
@@ -391,41 +390,40 @@ class Decoding:
         return line.title(len(line.results), self.job.samples) if self.several else None
 
     def _request(self, line: Line) -> Any:
-        """The last turn of a line, for `engine.serve`."""
+        """The last turn of a line."""
         result, turn, seed = line.results[-1], len(line.results), line.sampling.seed
         if self.trace is not None:
             place = line.talk.where, line.talk.part or turn, line.talk.turns[turn - 1]
             self.trace.begin(line.number, *place, len(result.ids), seed)
-        options = {"max_new_tokens": self.job.max_new_tokens, "stop": self.job.stop, **asdict(line.sampling)}
-        request = self.engine.request(line.number, result.ids, streams=True, **options)
-        # A batch of one keeps the K/V of earlier turns. Their bits are not a prefill's, which plain decoding has.
-        request.follows = self.job.chat and turn > 1 and not self.job.check
-        return request
+        # A comparison with plain decoding computes every prompt twice, for equal bits and an honest speed. Otherwise a
+        # conversation costs only its new tokens.
+        keeps = self.job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
+        prefixes = "off" if self.job.check else "all" if keeps else None
+        job, sampling = self.job, line.sampling
+        params = Params(job.max_new_tokens or 0, sampling, job.stop, prefix_cache=prefixes)
+        return self.engine.session.request(result.ids, params, index=line.number)
 
     def _serve(self, lines: list[Line], to_the_end: bool = False) -> None:
         """Decode the last turn of the lines in one batch; with `to_the_end` the turns after it, too."""
-        from specker.runtime import text
-
         owners = {line.number: line for line in lines}
-        waiting = deque(self._request(line) for line in lines)
-        with _Stop() as stop, contextlib.closing(self.engine.serve(waiting)) as steps:
-            for step in self._prefilled(steps, lines):
-                chunk = text.chunk(step)
-                line = owners[chunk.prompt]
+        requests = [self._request(line) for line in lines]
+        with _Stop() as stop, self.engine.session.stream(requests) as events:
+            for event in self._prefilled(events, requests):
+                line = owners[event.prompt]
                 result = line.results[-1]
-                result.tokens += chunk.tokens
-                result.text += chunk.text
-                result.stats, result.finished = chunk.stats, chunk.finished
-                line.waiting.append(partial(self.screen.pieces, chunk.pieces))
-                if chunk.finished:
+                result.tokens += event.tokens
+                result.text += event.text
+                result.stats, result.finished = event.stats, event.finished
+                line.waiting.append(partial(self.screen.pieces, event.pieces))
+                if event.finished:
                     if self.trace is not None:
-                        self.trace.end(chunk.prompt, chunk.finished, chunk.stats)
+                        self.trace.end(event.prompt, event.finished, event.stats)
                     line.waiting.append(self.screen.newline)
                     line.messages.append({"role": "assistant", "content": result.text})
                     if to_the_end and not line.done:
                         self._ask([line])
                         owners[line.number] = line
-                        waiting.appendleft(self._request(line))
+                        events.submit(self._request(line), first=True)
                 self._show()
                 if stop.asked:
                     break
@@ -433,16 +431,13 @@ class Decoding:
             self._show_all()
             raise KeyboardInterrupt
 
-    def _prefilled(self, steps: Iterator[Any], lines: list[Line]) -> Iterator[Any]:
-        """`steps`, with a progress bar during the prefill of a long conversation."""
-        if self.job.chat and len(lines) == 1 and len(lines[0].results[-1].ids) > LONG:
-            try:
-                with self.screen.progress("prefill") as self.engine.batch.tell:
-                    first = next(steps)
-            finally:
-                self.engine.batch.tell = None
+    def _prefilled(self, events: Iterator[Any], requests: list[Any]) -> Iterator[Any]:
+        """`events`, with a progress bar during the prefill of a long conversation."""
+        if self.job.chat and len(requests) == 1 and len(requests[0].text) > LONG:
+            with self.screen.progress("prefill") as requests[0].tell:
+                first = next(events)
             yield first
-        yield from steps
+        yield from events
 
     def _show(self) -> None:
         """Print the first unfinished line as it grows; later lines wait for it."""
@@ -474,13 +469,12 @@ class Decoding:
 
     def _compare(self, lines: list[Line], plain: list[Any]) -> None:
         """Compare the last turns of the lines with `plain`."""
-        from specker.runtime.check import compare
         from specker.runtime.engine import Generation
 
         for line, ar in zip(lines, plain, strict=True):
             result, title = line.results[-1], self._title(line)
             generation = Generation(result.tokens, result.text, result.stats, result.finished or "length")
-            result.check = compare(self.engine, result.ids, generation, ar, **asdict(line.sampling))
+            result.check = self.engine.compare(result.ids, generation, ar, **asdict(line.sampling))
             if result.check.identical is False:
                 message = result.check.message if title is None else f"{title}: {result.check.message}"
                 self.screen.note(message, "yellow" if result.check.ok else "red")

@@ -67,7 +67,7 @@ class Trace:
             "draft": engine.draft_name,
             "device": str(engine.device),
             "dtype": str(engine.dtype).removeprefix("torch."),
-            "graphs": engine.batch.fixed,
+            "graphs": engine.loop.fixed,
             "sampling": asdict(sampling),
             "settings": settings(engine.options),
             "versions": versions(),
@@ -88,7 +88,7 @@ class Trace:
         self._put({**place, "text": text, "prompt_tokens": prompt_tokens, "seed": seed})
 
     def round(self, row: dict[str, Any]) -> None:
-        """One sequence's part of a round, as `loop.Batch` reports it."""
+        """One sequence's part of a round, as `runtime.record` makes it."""
         tokens, accepted = row["tokens"], len(row["path"]) - 1
         stop = next((n + 1 for n, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
         text = self._texts.setdefault(row["prompt"], Detokenizer(self._tokenizer, self._stops))

@@ -61,7 +61,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts cost next to nothing, so policies that rest draft whenever they can."""
-    monkeypatch.setattr("specker.runtime.compose.draft_cost", lambda budget, *_: 0.001 * budget.depth)
+    monkeypatch.setattr("specker.runtime.engine.draft_cost", lambda budget, *_: 0.001 * budget.depth)
     for name in ("AGAIN", "START", "WAIT"):
         monkeypatch.setattr(f"specker.runtime.choose.{name}", 1)
 

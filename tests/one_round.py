@@ -12,10 +12,10 @@ from specker.model.decoder import Model, prefill
 from specker.model.sampling import Draws
 from specker.runtime import loop
 from specker.runtime import state as states
-from specker.runtime.draft import Drafter
+from specker.runtime.drafter import Drafter
 from specker.runtime.graphs import Graphs
 from specker.runtime.policy import Budget, Fixed, Outcome, Policy
-from specker.runtime.round import Round
+from specker.runtime.round import Round, Shape
 from specker.runtime.stats import DiffusionStats
 
 
@@ -34,11 +34,11 @@ def new_round(
     wide, columns, vocab = model.config.hidden_size, model.config.max_context, len(model.head)
     sizes = {"rows": budget.nodes + 1, "wide": wide, "vocab": vocab, "columns": columns}
     state = states.State.empty(model.dtype, model.device, sequences=1, **sizes)
-    sequence = states.Sequence(0, list(text), 1 << 30, sampling, policy or Fixed(budget.nodes, budget.depth))
-    state.load(0, sequence)
-    draws = Draws.of([sequence.sampling], state.draw, fixed)
-    lengths = state.length if fixed else [len(text)]
-    return Round([sequence], state, budget, Graphs(False), fixed, draws, lengths, asks=sequence.policy.confident)
+    request = states.Request(0, list(text), 1 << 30, sampling, policy or Fixed(budget.nodes, budget.depth))
+    state.write(0, request)
+    draws = Draws.of([request.sampling], state.draw, fixed)
+    lengths, shape = state.length if fixed else [len(text)], Shape(1, budget, fixed, draws=draws.kind)
+    return Round([request], state, shape, draws, lengths, Graphs(False), confident=request.policy.confident)
 
 
 @torch.inference_mode()
@@ -46,22 +46,23 @@ def draft(drafter: Drafter, *args: Any, **more: Any) -> Round:
     """Draft the round of `new_round`. A drafter with an empty cache prefills the text first, as at admission."""
     r = new_round(drafter, *args, **more)
     if drafter.cache.exact_len == [0]:
-        drafter.prefill(0, r.sequences[0].text)
-    drafter.draft(r)
+        drafter.prefill(0, r.requests[0].text)
+    r.taps = drafter.reads(r.budget)
+    r.draft = drafter.draft(r)
     return r
 
 
 def tokens(r: Round) -> list[int]:
-    return r.window[0, 1 : r.size + 1].tolist()
+    return r.window[0, 1 : r.draft.size + 1].tolist()
 
 
 def parents(r: Round) -> list[int]:
-    return r.state.parents[0, : r.size].tolist() if r.tree else list(range(r.size))
+    return r.state.parents[0, : r.draft.size].tolist() if r.draft.tree else list(range(r.draft.size))
 
 
 def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]:
     """Accept the rows `path` followed by the target's `token`; returns the text."""
-    text = r.sequences[0].text
+    text = r.requests[0].text
     text += [int(r.window[0, row]) for row in path[1:]] + [token]
     drafter.observe(r, 0, path)
     return text
@@ -88,15 +89,15 @@ def apart(model: Model, cache: KVCache, text: list[int], length: int, slot: int 
 
 @contextmanager
 def after_every_round(patch: Any, look: Any) -> Iterator[list[int]]:
-    """Call look(batch, round) after every round, when its texts have grown; yields a list with one entry per call."""
-    finish, seen = loop.Batch.finish, []
+    """Call look(loop, round) after every round, when its texts have grown; yields a list with one entry per call."""
+    finish, seen = loop.Loop.finish, []
 
-    def finished(self: loop.Batch, r: Round) -> Any:
+    def finished(self: loop.Loop, r: Round) -> Any:
         out = finish(self, r)
         look(self, r)
-        seen.append(r.size)
+        seen.append(r.draft.size)
         return out
 
     with patch.context() as now:
-        now.setattr(loop.Batch, "finish", finished)
+        now.setattr(loop.Loop, "finish", finished)
         yield seen

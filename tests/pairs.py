@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from specker.config import Params
+
 
 def perturbed(target: Path, draft: Path, amount: float = 0.15, seed: int = 7) -> Path:
     """Copy checkpoint `target` to `draft` with noise of `amount` standard deviations on every weight."""
@@ -24,14 +26,14 @@ def perturbed(target: Path, draft: Path, amount: float = 0.15, seed: int = 7) ->
 def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, beside=(), **sampling) -> tuple:
     """The logits [count, V] from which fixed-shape rounds drew each token, and the text. `beside`: other prompts, in
     the slots before this one."""
-    batch, rows = engine.batch, []
+    loop, rows = engine.loop, []
     with admitted(engine, [*beside, prompt], count, drafting, **sampling) as sequences:
         sequence = sequences[-1]
         while len(sequence.text) < sequence.limit:
-            r = batch.start()
+            r = loop.start()
             assert r.fixed
-            each = {s: path for s, path, tokens in batch.finish(r) if tokens}
-            logits = r.kept("logits", r.n * (r.size + 1)).view(r.n, r.size + 1, -1)
+            each = {s: path for s, path, tokens in loop.finish(r) if tokens}
+            logits = r.memory.get("logits", r.n * (r.draft.size + 1)).view(r.n, r.draft.size + 1, -1)
             rows.append(logits[len(sequences) - 1, each[sequence]].clone())
     return torch.cat(rows), sequence.text
 
@@ -39,13 +41,13 @@ def logits_of(engine, prompt: list[int], count: int, drafting: bool = True, besi
 def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
     """How many greedy tokens of fixed-shape rounds differ from `text` when each follows `text`'s own prefix, and the
     number of tokens."""
-    batch, whole, turned = engine.batch, prompt + text, 0
+    loop, whole, turned = engine.loop, prompt + text, 0
     with admitted(engine, [prompt], len(text)) as [sequence]:
         while (known := len(sequence.text)) < sequence.limit:
-            batch.state.load(0, sequence)  # restores the given text
-            r = batch.start()
+            loop.state.write(0, sequence)  # restores the given text
+            r = loop.start()
             assert r.fixed
-            [(_, _, tokens)] = batch.finish(r)
+            [(_, _, tokens)] = loop.finish(r)
             wrong = next((i for i, token in enumerate(tokens) if token != whole[known + i]), None)
             turned += wrong is not None
             sequence.text[known:] = whole[known : known + (len(tokens) if wrong is None else wrong + 1)]
@@ -55,12 +57,13 @@ def flips(engine, prompt: list[int], text: list[int]) -> tuple[int, int]:
 
 @contextmanager
 def admitted(engine, prompts, count: int, drafting: bool = True, **sampling) -> Iterator[list]:
-    """Prefilled requests in the engine's batch; the caller starts and finishes the rounds."""
-    batch = engine.batch
+    """Prefilled requests in the engine's loop; the caller starts and finishes the rounds."""
+    loop = engine.loop
     with torch.inference_mode():
-        batch.clear()
-        sequences = [engine.request(i, prompt, count, drafting, **sampling) for i, prompt in enumerate(prompts)]
-        for sequence in sequences:
-            batch.admit(sequence)
-        yield sequences
-        batch.clear()
+        loop.clear()
+        params = Params.of(max_new_tokens=count, **sampling)
+        requests = [engine.session.request(p, params, index=i, drafting=drafting) for i, p in enumerate(prompts)]
+        for request in requests:
+            loop.admit(request)
+        yield requests
+        loop.clear()

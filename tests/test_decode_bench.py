@@ -180,9 +180,9 @@ def test_a_timed_verify_pass_leaves_the_text_unchanged(bench):
     """The requested number of rows get logits and are accepted; the text length does not change."""
     engine = bench.engine(Case("verify", "tiny", 64))
     r = decode.judging(bench, engine, 64)(3)
-    assert r.fixed and bool((r.kept("logits", 4) != 0).any(1).all())
-    assert r.kept("positions", 4).tolist() == [63, 64, 65, 66] and not r.state.positions[4:].any()
-    assert int(r.state.length) == 64 and int(r.kept("report", 1)) >= 1
+    assert r.fixed and bool((r.memory.get("logits", 4) != 0).any(1).all())
+    assert r.memory.get("positions", 4).tolist() == [63, 64, 65, 66] and not r.state.positions[4:].any()
+    assert int(r.state.length) == 64 and int(r.memory.get("report", 1)) >= 1
 
 
 def test_timed_forwards_have_the_rows_of_a_round(bench, monkeypatch):

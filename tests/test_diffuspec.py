@@ -84,14 +84,14 @@ def test_tokens_equal_plain_decoding(family, monkeypatch, name, shape, how, grap
         drafted, accepted = drafted + got.stats.drafted, accepted + got.stats.accepted
         fixed += got.stats.rounds
     assert 0 < accepted < drafted
-    assert fast.batch.launched > fixed / 2 if graphs == "on" else fast.batch.launched == 0
+    assert fast.loop.launched > fixed / 2 if graphs == "on" else fast.loop.launched == 0
 
 
 def test_chunks_and_the_exact_prefix_are_placed_by_the_host(family):
     for shape in ("chunk", "exact", "long"):
         fast = load(family, graphs="on", **SHAPES[shape])
         got = fast.generate(PROMPTS[2], 40, temperature=0.7)
-        assert got.stats.drafted > 0 and fast.batch.launched == 0
+        assert got.stats.drafted > 0 and fast.loop.launched == 0
         assert got.tokens == fast.generate_ar(PROMPTS[2], 40, temperature=0.7).tokens
 
 
@@ -116,7 +116,7 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
 
 def guessed(engine, committed, n):
     """Log-probabilities [n, V] of the drafter's guesses after `committed`, on a fresh cache."""
-    engine.batch.clear()
+    engine.loop.clear()
     with torch.inference_mode():
         return engine.drafter.model.logits(engine.drafter._masked([committed], [[]], 0, n)).log_softmax(-1)
 
@@ -199,7 +199,7 @@ def test_a_block_of_fixed_shape_is_the_model_over_its_window(family, name, monke
     model = oracle(Path(family[name][1]), torch.float64)
     out = model(torch.tensor([ids]), attention_mask=additive, position_ids=torch.tensor([place]), use_cache=False)
     rows = out.logits[0, -k - 1 : -1] if name == "dream" else out.logits[0, -k:]
-    assert tokens(r) == rows.argmax(-1).tolist() and r.depth == k
+    assert tokens(r) == rows.argmax(-1).tolist() and r.draft.depth == k
 
 
 def test_a_round_forwards_only_new_tokens_and_masks(family, monkeypatch):
@@ -225,7 +225,7 @@ def test_chunks_continue_while_guesses_are_confident(family):
     drafter, text = engine.drafter, [5, 9, 40, 11]
     drafter.prefill = lambda slot, text: None  # one pass over the text and the first masks
     r = draft(drafter, text, Budget(255, 8, block=3), policy=Chunks(255, 8, block=3, threshold=0.0))
-    assert r.size == 8 and r.found[0].passes == 3
+    assert r.draft.size == 8 and r.draft.found[0].passes == 3
     model, drafted = oracle(Path(family["dream"][1]), torch.float64), tokens(r)
     # All passes in one: (tokens, masks, first position). A row sees the tokens of earlier passes and its whole pass.
     passes = [(text, 3, 0), (drafted[:3], 3, 4), (drafted[3:6], 2, 7)]
@@ -244,7 +244,7 @@ def test_chunks_continue_while_guesses_are_confident(family):
         end += len(known) + masks
         want += best[end - masks - 1 : end - 1]
     assert drafted == want
-    engine.batch.clear()
+    engine.loop.clear()
     least = []
     policy = Chunks(255, 8, block=3)
     policy.keep_drafting = lambda confidence: least.append(confidence) or len(least) < 2
@@ -278,13 +278,13 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
             score += weight * log_p[i, token] + (1 - weight) * second + noise[i, token]
             tail = [*tail, token]
         best[path] = float(score)
-    engine.batch.clear()
+    engine.loop.clear()
     engine.drafter.prefill = lambda slot, text: None
     r = draft(engine.drafter, text, Budget(255, 3), Sampling(temperature=temperature, seed=4))
     assert STOP not in tokens(r), "a stop token won: choose another text for this test"
     assert tuple(tokens(r)) == max(best, key=best.get)
     if not temperature:  # otherwise scores are known only up to a constant per position
-        assert r.found[0].score == pytest.approx(max(best.values()) / 3, rel=1e-5)
+        assert r.draft.found[0].score == pytest.approx(max(best.values()) / 3, rel=1e-5)
 
 
 def test_a_stop_token_in_the_lattice_ends_path_and_text(family):
@@ -357,7 +357,7 @@ def test_caches_are_sound_after_every_round(family, monkeypatch, graphs):
     """The target's cache equals a fresh pass over the text; the drafter's has at most one column per token."""
 
     def sound(batch, r):
-        text, own = r.sequences[0].text, batch.drafter.cache
+        text, own = r.requests[0].text, batch.drafter.cache
         batch.cache.check(committed=len(text))
         own.check()
         assert own.exact_len[0] <= len(text) and apart(batch.target, batch.cache, text, len(text) - 1) < 1e-12

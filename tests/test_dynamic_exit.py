@@ -101,7 +101,7 @@ def test_policies_serve_a_draft_model_too(pair, name, how):
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_the_cache_equals_plain_decoding(target, monkeypatch, graphs):
     def sound(batch, r):
-        [sequence] = r.sequences
+        [sequence] = r.requests
         length = len(sequence.text) - 1
         batch.cache.check(committed=length + 1)
         assert apart(batch.target, batch.cache, sequence.text, length) < 1e-12
@@ -332,7 +332,7 @@ def test_observations_equal_the_layers_own_tokens(target, monkeypatch):
     heard = []
     learn = DynamicExit.learn
     share = (len(PROMPTS[2]) - 1) / (2 * len(eligible_layers(6)))  # two rows
-    monkeypatch.setattr("specker.runtime.loop.PROMPT_SHARE", share)
+    monkeypatch.setattr("specker.runtime.strategies.dynamic_exit.drafter.PROMPT_SHARE", share)
     monkeypatch.setattr(
         DynamicExit, "learn", lambda self, n, m, c, s=0.0: heard.append((n, m, c)) or learn(self, n, m, c, s)
     )

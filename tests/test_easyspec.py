@@ -292,7 +292,7 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
             assert error[0] < 1e-5 and (error[1:] > 1e-3).all(), "only the first layer's input is the exact one"
         path = deepest(r)[: accepted + 1]
         if accepted:
-            node = path[1] - 1 if r.nodes is None else int(r.nodes[0, path[1] - 1])
+            node = path[1] - 1 if r.draft.nodes is None else int(r.draft.nodes[0, path[1] - 1])
             fuzzy = columns(cache, n + node, n + node + 1)
         text = accept(drafter, r, path, 7)
         assert cache.exact_len == [n], "no fuzzy column is kept"
@@ -407,7 +407,7 @@ def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(AutoregressiveDrafter, "_catch_up", checked)
             fast.generate(PROMPT, 40, temperature=0.7)
-        assert len(worst) > 5 and (fast.batch.launched > 5) == (graphs == "on")
+        assert len(worst) > 5 and (fast.loop.launched > 5) == (graphs == "on")
         differences[calibrate, graphs] = max(worst)
     *exact, fuzzy = differences.values()
     assert max(exact) < 1e-12 < 1e-6 < fuzzy
@@ -422,7 +422,7 @@ def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
     def watched(r, slot, path):
         [before] = drafter.cache.exact_len
         observe(r, slot, path)
-        if r.depth == 2:
+        if r.draft.depth == 2:
             seen.append((len(path) == 3, before, drafter.cache.exact_len[0], drafter._calibrated[0]))
 
     drafter.observe = watched

@@ -123,14 +123,14 @@ def test_after_a_warm_up_nothing_is_compiled_or_captured(options, size, monkeypa
     engine.warmup()
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *a, **k: compiled.append(str(k.get("repr"))))
-    graphs = dict(engine.batch.graphs.captured)
+    graphs = dict(engine.loop.graphs.captured)
     prompts = prompts_of(engine, 4)
     for sampling in ({}, {"temperature": 0.7, "seed": 9}, {"temperature": 1.0, "top_p": 0.8, "top_k": 50}):
         engine.generate(prompts, [100, 60, 30, 100], **sampling)  # one by one if there is one slot
         engine.generate_ar(prompts, 20, **sampling)
     assert compiled == []
     if options.get("strategy") != "del":  # DEL captures verify passes on demand
-        assert engine.batch.graphs.captured == graphs
+        assert engine.loop.graphs.captured == graphs
 
 
 @pytest.mark.alone

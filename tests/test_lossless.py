@@ -61,7 +61,7 @@ def test_caches_are_sound_after_every_round(pairs, monkeypatch, shape):
     _, fast = engines(pairs["llama"], **shape)
 
     def sound(batch, r):
-        [sequence] = r.sequences
+        [sequence] = r.requests
         batch.cache.check(committed=len(sequence.text))
         batch.drafter.cache.check()
         for model, cache in ((batch.target, batch.cache), (batch.drafter.model, batch.drafter.cache)):
@@ -78,10 +78,7 @@ def test_stop_id_inside_an_accepted_path_ends_the_text(pairs):
     plain, fast = engines(pairs["llama"], draft_tokens=5)
     free = plain.generate([5, 9, 40], max_new_tokens=60).tokens
     for stop in dict.fromkeys(free[3:12]):
-        eos = (stop,)
-        for engine in (plain, fast):
-            object.__setattr__(engine.target.config, "eos_ids", eos)
-        expected, got = (engine.generate([5, 9, 40], max_new_tokens=60) for engine in (plain, fast))
+        expected, got = (engine.generate([5, 9, 40], max_new_tokens=60, stop_ids=[stop]) for engine in (plain, fast))
         assert expected.tokens == free[: free.index(stop) + 1] == got.tokens
         assert expected.finished == got.finished == "stop"
 

@@ -24,13 +24,14 @@ from specker.config import Sampling
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
 from specker.model.sampling import Draws
-from specker.runtime import compose
+from specker.runtime.drafter import Draft
+from specker.runtime.engine import check_graphs
 from specker.runtime.graphs import Graphs
 from specker.runtime.head import Head
-from specker.runtime.loop import Batch
+from specker.runtime.loop import Loop
 from specker.runtime.policy import Budget, Fixed
-from specker.runtime.round import Round, launch
-from specker.runtime.state import Sequence, State
+from specker.runtime.round import Round, Shape, launch
+from specker.runtime.state import Request, State
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.warmup import DRAWS, warm_rounds
@@ -99,7 +100,7 @@ def test_tokens_equal_plain_decoding(pairs, shape, how, cheap):
         assert got.stats.tokens == len(got.tokens) == got.stats.accepted + got.stats.rounds
         accepted += got.stats.accepted
     assert accepted > 20, "hardly anything was accepted: this proves little"
-    assert fast.batch.launched > 40, "rounds of fixed shape were hardly used"
+    assert fast.loop.launched > 40, "rounds of fixed shape were hardly used"
 
 
 @pytest.mark.parametrize("count", range(1, 14))
@@ -125,11 +126,11 @@ def test_a_stop_id_ends_the_text(pairs):
     plain, fast = load(pairs[:1], strategy="ar"), load(pairs, graphs="on", draft_tokens=5)
     free = plain.generate([5, 9, 40, 3, 3, 3], 60).tokens
     for stop in dict.fromkeys(free[3:12]):
-        for engine in (plain, fast):
-            object.__setattr__(engine.target.config, "eos_ids", (stop,))
-        got = fast.generate([5, 9, 40, 3, 3, 3], 60)
+        got = fast.generate([5, 9, 40, 3, 3, 3], 60, stop_ids=[stop])
         assert got.tokens == free[: free.index(stop) + 1] and got.finished == "stop"
-        assert not set(fast.generate(PROMPTS[2], 60).tokens[:-1]) & {stop}, "the wasted round came through"
+        assert not set(fast.generate(PROMPTS[2], 60, stop_ids=[stop]).tokens[:-1]) & {stop}, (
+            "the wasted round came through"
+        )
 
 
 def test_a_draft_with_a_shorter_context(pairs, plain, tmp_path):
@@ -139,7 +140,7 @@ def test_a_draft_with_a_shorter_context(pairs, plain, tmp_path):
         fast = load((pairs[0], short), graphs="on", **shape)
         for prompt in ([5, 9, 40], list(range(40)), list(range(100))):
             assert fast.generate(prompt, 80).tokens == plain.generate(prompt, 80).tokens
-        assert fast.batch.launched > 10
+        assert fast.loop.launched > 10
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4"])
@@ -164,9 +165,9 @@ def test_each_round_sees_its_kv_bucket(pairs, tmp_path, monkeypatch, context):
 
     def spy(r, target, cache, drafter):
         for c in (cache, drafter.cache):
-            assert c.table.shape[1] == (min(r.bucket, c.capacity) // 16 if r.fixed else c.block_table.shape[1])
-        assert not r.fixed or r.bucket >= len(r.sequences[0].text) + fast.batch.beyond
-        seen.append((r.fixed, r.bucket))
+            assert c.table.shape[1] == (min(r.shape.bucket, c.capacity) // 16 if r.fixed else c.block_table.shape[1])
+        assert not r.fixed or r.shape.bucket >= len(r.requests[0].text) + fast.loop.beyond
+        seen.append((r.fixed, r.shape.bucket))
         launch(r, target, cache, drafter)
 
     requests = [([5, 9, 40], 10), (list(range(3, 43)), 60), (list(range(3, 90)), 500), ([5, 9, 40], 10)]
@@ -181,11 +182,11 @@ def test_a_trace_changes_nothing(pairs, plain):
     """The traced rounds are those that run without a trace."""
     fast, prompt = load(pairs, graphs="on", draft_tokens=4), list(range(3, 90))
     want = fast.generate(prompt, 40)
-    rounds, rows = fast.batch.launched, []
+    rounds, rows = fast.loop.launched, []
     fast.trace = rows.append
     got = fast.generate(prompt, 40)
     assert got.tokens == want.tokens == plain.generate(prompt, 40).tokens
-    assert fast.batch.launched == 2 * rounds and len(rows) == got.stats.rounds == want.stats.rounds
+    assert fast.loop.launched == 2 * rounds and len(rows) == got.stats.rounds == want.stats.rounds
 
 
 @pytest.mark.parametrize("shape", ["chain-5", "tree-3x4", "draft-and-verify"])
@@ -196,16 +197,15 @@ def test_synthetic_acceptance_does_not_depend_on_row_placement(pairs, shape):
         want, got = (engine.generate(PROMPTS[2], 80, **SAMPLING[how]) for engine in (slow, fast))
         assert got.tokens[:-6] == want.tokens[:-6]  # a draft of fixed shape does not end with the text
         assert abs(got.stats.rounds - want.stats.rounds) <= 1
-    assert fast.batch.launched > 20
+    assert fast.loop.launched > 20
 
 
-def test_float64_has_no_graphs_on_a_gpu(pairs, monkeypatch):
+def test_float64_has_no_graphs_on_a_gpu(pairs):
     engine = load(pairs)
     options = dataclasses.replace(engine.options, graphs="on")
     gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64)
-    monkeypatch.setattr(compose, "Model", lambda *_, **__: gpu)
     with pytest.raises(ValueError, match="graphs='on' needs kernels"):
-        compose.compose(engine.target, engine.draft, options, None, False, None)
+        check_graphs(options, gpu, None)
 
 
 @pytest.mark.parametrize("beside", [(), ([7] * 20, list(range(50, 99)))], ids=["alone", "batch"])
@@ -235,7 +235,7 @@ def test_caches_are_sound_after_every_round(pairs, shape, draft, beside, graphs)
     models = pairs if draft == "another" else (pairs[0], pairs[0])
     prompts = PROMPTS[2:] if beside == "alone" else (PROMPTS[2], list(range(40)), [7] * 20)
     fast = load(models, graphs=graphs, batch_size=1 if len(prompts) == 1 else 4, **SHAPES[shape])
-    batch, drafter, longest = fast.batch, fast.drafter, 0
+    batch, drafter, longest = fast.loop, fast.drafter, 0
 
     with admitted(fast, prompts, 60) as sequences:
         while all(len(s.text) + 6 < s.limit for s in sequences):
@@ -296,44 +296,44 @@ class Recorded:
         how = {"device": "cpu", "dtype": "bfloat16", "graphs": "on"}
         with patch.object(buffers, "activations", lambda dtype, device: dtype):  # as on a GPU
             self.engine = specker.load(*models, strategy=strategy, **how, **options)
-        self.batch, self.plan = self.engine.batch, self.engine.plan
+        self.loop, self.plan = self.engine.loop, self.engine.plan
         self.budgets = self.plan.budgets or (Budget(0, 0),)
         self.asks = self.engine.policy().confident
         self.reads = 0
 
     def put(self, lengths, sampling):
         """Texts of `lengths` into the batch."""
-        batch = self.batch
-        batch.clear()
+        loop = self.loop
+        loop.clear(forget=True)
         for slot, length in enumerate(lengths):
-            sequence = Sequence(slot, [5] * length, length, sampling if slot % 2 == 0 else DRAWS[0], Fixed(0, 0))
-            for cache in batch.caches:
-                cache.take(slot, batch.columns(length))
+            request = Request(slot, [5] * length, length, sampling if slot % 2 == 0 else DRAWS[0], Fixed(0, 0))
+            for cache in loop.slots.caches:
+                cache.take(slot, loop.slots.columns(length))
                 cache.exact_len[slot] = length - 1  # a prompt's prefill is no part of a round
-            batch.active.append(sequence)
-            batch.state.load(slot, sequence)
-        batch.see(1), batch.see(0)  # a recording's tables are not valid after it
-        batch.new_round(self.budgets[0], True)  # creates what is made once per number of slots
+            loop.active.append(request)
+            loop.state.write(slot, request)
+        loop.see(1), loop.see(0)  # a recording's tables are not valid after it
+        loop.new_round(self.budgets[0], True)  # creates what is made once per number of slots
 
     @contextlib.contextmanager
     def recording(self):
         """Counts host reads and answers them with high confidence. Trimmed heads do not follow the text."""
 
-        def goes_on(r):
+        def goes_on(draft, r):
             self.reads += 1
-            return r.vote([0.9] * len(r.sequences))
+            return draft.vote(r.requests, [0.9] * len(r.requests))
 
         with pytest.MonkeyPatch.context() as m, recording() as log:
-            m.setattr(Round, "goes_on", goes_on)
+            m.setattr(Draft, "goes_on", goes_on)
             m.setattr(TrimmedHead, "follow", lambda *_: None)
             m.setattr(TrimmedHead, "reset", lambda *_: None)
             yield log
 
     def launch(self, budget):
         """A round of the texts in the batch."""
-        r = self.batch.new_round(budget, True)
-        r.asks = self.asks
-        launch(r, self.batch.target, self.batch.cache, self.batch.drafter)
+        r = self.loop.new_round(budget, True)
+        r.confident = self.asks
+        launch(r, self.loop.target, self.loop.cache, self.loop.drafter)
 
     def round(self, lengths, sampling, budget):
         """The launches of one round on texts of `lengths` tokens."""
@@ -344,10 +344,10 @@ class Recorded:
 
     def warm(self):
         """The launches of a warm-up."""
-        for n in range(self.batch.size, 0, -1):
+        for n in range(self.loop.size, 0, -1):
             self.put([40] * n, DRAWS[0])
         with self.recording() as log:
-            warm_rounds(self.batch, self.plan.budgets, self.plan.verified, self.plan.accepted, self.asks)
+            warm_rounds(self.loop, self.plan.budgets, self.plan.verified, self.plan.accepted, self.asks)
         return log
 
 
@@ -436,12 +436,13 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
             cache.bucket(2048)
         sizes = {"wide": 2048, "vocab": 128256, "columns": 4096}
         state = State.empty(target.dtype, target.device, sequences=n, rows=depth + 1, **sizes)
-        sequences = [Sequence(i, [5], 9, kind, Fixed(depth, depth)) for i in range(n)]
+        sequences = [Request(i, [5], 9, kind, Fixed(depth, depth)) for i in range(n)]
         draws, head = Draws.of([kind], state.draw, True), Head(draft.head, draft.norm, 1e-5)
         drafter = AutoregressiveDrafter(draft, caches[1], head, depth=depth)
 
         def round_():
-            launch(Round(sequences, state, Budget(depth, depth), Graphs(False), True, draws, state.length), *pair)
+            shape = Shape(n, Budget(depth, depth), True, draws=draws.kind)
+            launch(Round(sequences, state, shape, draws, state.length, Graphs(False)), *pair)
 
         def forwards():
             """The same forwards on rows and tokens that are there."""
@@ -475,7 +476,7 @@ def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
     for sampling, budget in itertools.product(DRAWS, {world.budgets[0], world.budgets[-1]}):
         world.put(ragged(count, 60), sampling)
         with world.recording() as log:
-            world.batch.new_round(budget, True)
+            world.loop.new_round(budget, True)
             assert not log
             for _ in range(2):
                 world.launch(budget)
@@ -547,7 +548,7 @@ def test_a_warm_up_leaves_nothing_to_capture(pairs, shape, size):
         times[key] += 1
         work()
 
-    fast.batch.graphs.run, fast.batch.graphs.passes = run, 2
+    fast.loop.graphs.run, fast.loop.graphs.passes = run, 2
     told = []
     fast.warmup(lambda done, of: told.append((done, of)))
     assert told and told[-1][0] == told[-1][1]
@@ -575,7 +576,7 @@ def test_a_warm_up_covers_every_kv_bucket(pairs, plain, tmp_path, monkeypatch, c
             times[key] += 1
             work()
 
-        fast.batch.graphs.run, fast.batch.graphs.passes = run, 2
+        fast.loop.graphs.run, fast.loop.graphs.passes = run, 2
         fast.warmup()
         warm = {key for key, n in times.items() if n > 1}
         times.clear()
@@ -614,7 +615,7 @@ def test_long_blocks_are_placed_by_the_host():
     engine = specker.load(strategy="diffuspec", draft_tokens=130, device="cpu", dtype="float64", graphs="on")
     prompt = [n % 500 for n in range(200)]
     assert engine.generate(prompt, 12).tokens == plain.generate(prompt, 12).tokens
-    assert engine.batch.launched == 0
+    assert engine.loop.launched == 0
 
 
 def test_the_cost_of_watching_includes_the_uncaptured_round(monkeypatch):
@@ -631,7 +632,7 @@ def test_the_cost_of_watching_includes_the_uncaptured_round(monkeypatch):
 
         monkeypatch.setattr(DynamicExit, "learn", spy)
         monkeypatch.setattr(DynamicExit, "_affordable", lambda self: True)
-        monkeypatch.setattr(Batch, "usual", property(lambda self, usual=usual: usual))
+        monkeypatch.setattr(Loop, "usual", property(lambda self, usual=usual: usual))
         engine = specker.load(strategy="del", device="cpu", graphs="on")
         engine.trace = lambda row, rounds=rounds: rounds.append(row["seconds"])
         engine.generate(list(range(60)), 30)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import specker
-from specker.arguments import EachSampling, LoadOptions, SamplingOptions
+from specker.arguments import EachOption, LoadOptions, RequestOptions
 from specker.config import Common, Sampling
 from specker.runtime.strategies import STRATEGIES, TrimOptions
 
@@ -70,8 +70,8 @@ def flat(kind: object) -> set[object]:
 
 def test_the_typed_sampling_is_the_sampling():
     hints = typing.get_type_hints(Sampling)
-    assert typing.get_type_hints(SamplingOptions) == hints
-    assert {name: typing.get_args(kind)[0] for name, kind in typing.get_type_hints(EachSampling).items()} == hints
+    assert typing.get_type_hints(RequestOptions) == hints
+    assert {name: typing.get_args(kind)[0] for name, kind in typing.get_type_hints(EachOption).items()} == hints
 
 
 def test_load_takes_what_the_loader_takes():

@@ -13,7 +13,6 @@ conversation at which the answer starts), index [m] int64 (k).
 
 import json
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from transformers import HfArgumentParser
 
 import specker
+from specker.config import Params
 from specker.runtime.engine import Engine
 
 HELD_OUT = Path(__file__).parents[1] / "bench" / "spec_bench.jsonl"
@@ -73,14 +73,17 @@ class Writer:
         if of == 0 and n < 3 * len(self.questions):
             question = self.questions[n % len(self.questions)]["turns"][0]
             return self.answer(k, self.chat(question))
-        request = self.engine.request(k, self.before_question(), USER_TOKENS, temperature=1.0, seed=k)
+        request = self.made(k, self.before_question(), max_new_tokens=USER_TOKENS, temperature=1.0)
         self.asks.add(request)
         return request
 
     def answer(self, k: int, prompt: list[int]) -> Any:
         prompt = prompt[-(self.args.max_context - self.args.max_new_tokens) :]
         temperature = TEMPERATURES[(k // 2 + k // (2 * len(self.questions))) % len(TEMPERATURES)]
-        return self.engine.request(k, prompt, self.args.max_new_tokens, temperature=temperature, seed=k)
+        return self.made(k, prompt, max_new_tokens=self.args.max_new_tokens, temperature=temperature)
+
+    def made(self, k: int, prompt: list[int], **options: Any) -> Any:
+        return self.engine.session.request(prompt, Params.of(seed=k, **options), index=k, reads=False)
 
     def finish(self, request: Any) -> Any | None:
         """Keep a finished answer; after a finished question return the request for its answer."""
@@ -138,20 +141,20 @@ def main() -> None:
         k += 1
         return request
 
-    waiting: deque[Any] = deque()
+    stream = engine.session.stream()
 
     def push(request: Any) -> None:
         writer.starts[request] = len(request.text)
-        waiting.append(request)
+        stream.submit(request)
 
     for _ in range(args.batch_size + 2):
         push(more())
     start, first = time.perf_counter(), tokens
-    for step in engine.serve(waiting):
-        request = step.sequence
+    for event in stream:
+        request = event.request
         if not request.finished:
             continue
-        tokens += 0 if request in writer.asks else len(request.text) - writer.starts[request]
+        tokens += 0 if request in writer.confident else len(request.text) - writer.starts[request]
         if (answer := writer.finish(request)) is not None:
             push(answer)
         elif tokens < args.tokens:

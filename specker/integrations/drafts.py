@@ -9,7 +9,7 @@ time lose their pages; a request that gets none is not drafted for.
 """
 
 import logging
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
@@ -33,14 +33,14 @@ from specker.model.weights import Weights
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
 from specker.runtime.choose import Chooser
-from specker.runtime.compose import draft_cost
 from specker.runtime.costs import Costs
-from specker.runtime.draft import CATCH_UP_ROWS
+from specker.runtime.drafter import CATCH_UP_ROWS
+from specker.runtime.engine import draft_cost
 from specker.runtime.graphs import Graphs
 from specker.runtime.load import device_of, drafting, dtype_of, family_of
 from specker.runtime.policy import AUTO, Outcome
-from specker.runtime.round import Round
-from specker.runtime.state import Sequence, State
+from specker.runtime.round import Round, Shape
+from specker.runtime.state import Request, State
 from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext
 
 log = logging.getLogger(__name__)
@@ -131,24 +131,26 @@ class Drafts:
             vocab=0,  # the engine has the logits
             columns=0,  # and the texts, which only rounds of fixed shape read here
         )
-        self._slots: list[Sequence | None] = [None] * (requests + 1)
-        self._used: dict[Sequence, int] = {}  # the last step that had a request's text
+        self._slots: list[Request | None] = [None] * (requests + 1)
+        self._used: dict[Request, int] = {}  # the last step that had a request's text
         self._step, self._numbers = 0, count()
         self._round: Round | None = None  # the last one
         self._tokens: list[list[int]] = []  # that it drafted
 
     @torch.inference_mode()
-    def draft(self, texts: List[List[int]], most: int, sampling: List[Sampling] | None = None) -> list[list[int]]:
+    def draft(
+        self, texts: Sequence[Sequence[int]], most: int, sampling: Sequence[Sampling] | None = None
+    ) -> list[list[int]]:
         """One batched draft: for each text a chain of up to `most` tokens, perhaps none. texts: prompt and output of
         each request so far. `sampling`: of each request, if the engine draws with specker's noise (kernels/sample.py);
         default: the drafts are the draft model's most probable tokens."""
         self._step += 1
         drafts: list[list[int]] = [[] for _ in texts]
-        chosen: dict[int, Sequence] = {}
+        chosen: dict[int, Request] = {}
         for i, sequence in self._matched(texts).items():
             sequence.sampling = GREEDY if sampling is None else sampling[i]
             length = len(sequence.text)
-            room = min(most, self.limit - length, self.drafter.room(length))
+            room = min(most, self.limit - length, self.drafter.left(length))
             if room > 0 and self._has_memory(sequence, length + most):
                 chosen[i] = sequence
         self._round = None
@@ -172,10 +174,10 @@ class Drafts:
 
     # --- requests
 
-    def _matched(self, texts: List[List[int]]) -> dict[int, Sequence]:
+    def _matched(self, texts: Sequence[Sequence[int]]) -> dict[int, Request]:
         """The sequences of the texts, by their index. A text without a slot is left out."""
         held = [s for s in self._slots if s is not None]
-        found: dict[int, Sequence] = {}
+        found: dict[int, Request] = {}
         for i, text in enumerate(texts):
             if same := [s for s in held if _continues(text, s.text)]:
                 found[i] = max(same, key=lambda s: len(s.text))
@@ -194,19 +196,19 @@ class Drafts:
             self._used[sequence] = self._step
         return found
 
-    def _observe(self, grown: dict[Sequence, List[int]]) -> None:
+    def _observe(self, grown: dict[Request, Sequence[int]]) -> None:
         """Compare the last drafts with the tokens that the engine added, before any slot changes."""
         if (r := self._round) is None:
             return
-        for slot, sequence in enumerate(r.sequences):
+        for slot, sequence in enumerate(r.requests):
             if sequence not in grown or not (drafted := self._tokens[slot]):
                 continue
             old = len(sequence.text)
             path = list(range(_common(drafted, grown[sequence][old:]) + 1))
-            sequence.policy.observe(Outcome(len(drafted), path, [each[slot] for each in r.confidence]))
+            sequence.policy.observe(Outcome(len(drafted), path, [each[slot] for each in r.draft.confidence]))
             self.drafter.observe(r, slot, path)
 
-    def _admitted(self, text: list[int], held: list[Sequence]) -> Sequence | None:
+    def _admitted(self, text: list[int], held: list[Request]) -> Request | None:
         """A new sequence, with the K/V of the sequence in `held` that it shares most of. It is removed from `held`."""
         shared, nearest = max(((_common(s.text, text), s) for s in held), key=lambda x: x[0], default=(0, None))
         if nearest is not None and 2 * shared > len(nearest.text):
@@ -218,12 +220,12 @@ class Drafts:
                 return None
             slot = free
         policy = strategies.policy(self.policies)
-        sequence = self._slots[slot] = Sequence(next(self._numbers), text, self.limit, GREEDY, policy)
+        sequence = self._slots[slot] = Request(next(self._numbers), text, self.limit, GREEDY, policy)
         self._truncate(slot, min(shared, len(text) - 1))
         self.drafter.reset(slot)
         return sequence
 
-    def _free_slot(self, held: list[Sequence]) -> int | None:
+    def _free_slot(self, held: list[Request]) -> int | None:
         """A slot without a sequence; if there is none, the slot of the sequence in `held` unused for the longest
         time."""
         if None not in self._slots[:-1]:
@@ -233,7 +235,7 @@ class Drafts:
             held.remove(oldest)
         return self._slots.index(None)
 
-    def _forget(self, sequence: Sequence) -> int:
+    def _forget(self, sequence: Request) -> int:
         """Remove a sequence. Its slot, which is returned, keeps the K/V."""
         slot = self._slots.index(sequence)
         self._slots[slot] = None
@@ -242,7 +244,7 @@ class Drafts:
             self.drafter.head.forget(sequence)
         return slot
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Request) -> None:
         slot = self._forget(sequence)
         if (cache := self.drafter.cache) is not None:
             cache.release(slot)
@@ -251,7 +253,7 @@ class Drafts:
         if (cache := self.drafter.cache) is not None:
             cache.truncate(min(columns, cache.exact_len[slot]), slot)
 
-    def _has_memory(self, sequence: Sequence, columns: int) -> bool:
+    def _has_memory(self, sequence: Request, columns: int) -> bool:
         """Give the sequence pages for `columns`. If the pool has too few, requests that are not in this step lose
         theirs, and then this one its own."""
         cache = self.drafter.cache
@@ -276,7 +278,7 @@ class Drafts:
 
     # --- the draft
 
-    def _drafted(self, sequences: list[Sequence], most: int) -> list[list[int]]:
+    def _drafted(self, sequences: list[Request], most: int) -> list[list[int]]:
         """Draft for the sequences in slots 0..n-1."""
         n, policies = len(sequences), [s.policy for s in sequences]
         state, lengths = self.state.first(n), [len(s.text) for s in sequences]
@@ -285,23 +287,24 @@ class Drafts:
         prices = self._chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
         for p in policies:
             p.taken(budget, prices)
-        room = max(min(self.limit - length, self.drafter.room(length)) for length in lengths)
+        room = max(min(self.limit - length, self.drafter.left(length)) for length in lengths)
         budget = budget.clip(budget.nodes, min(most, room))
         draws = Draws.of([s.sampling for s in sequences], state.draw, False)
         if draws.kind != "greedy":
             for slot, sequence in enumerate(sequences):
                 state.draw[slot] = pack(sequence.sampling)
         rows = self._prefilled(sequences)
-        r = Round(sequences, state, budget, Graphs(False), False, draws, lengths, asks=policies[0].confident)
+        shape = Shape(n, budget, draws=draws.kind)
+        r = Round(sequences, state, shape, draws, lengths, Graphs(False), policies[0].confident)
         with self._threads(rows + n * budget.depth):
-            self.drafter.draft(r)
-        self._round, drafted = r, r.drafted or [r.size] * n
+            r.draft = self.drafter.draft(r)
+        self._round, drafted = r, [r.draft.count(slot) for slot in range(n)]
         fits = [max(0, min(count, most, self.limit - length)) for count, length in zip(drafted, lengths, strict=True)]
-        rows_of = state.window[:, 1 : r.size + 1].tolist()
+        rows_of = state.window[:, 1 : r.draft.size + 1].tolist()
         self._tokens = [tokens[:count] for tokens, count in zip(rows_of, fits, strict=True)]
         return self._tokens
 
-    def _prefilled(self, sequences: list[Sequence]) -> int:
+    def _prefilled(self, sequences: list[Request]) -> int:
         """Prefill the long new parts of texts. Returns the rows that are left for the draft's first forward."""
         model, cache, rows = self.drafter.model, self.drafter.cache, 0
         if model is None or cache is None:
@@ -321,12 +324,12 @@ class Drafts:
         return native().one_torch_thread() if alone else nullcontext()
 
 
-def _continues(text: List[int], known: List[int]) -> bool:
+def _continues(text: Sequence[int], known: Sequence[int]) -> bool:
     n = len(known)
     return len(text) >= n and text[n - 1] == known[-1] and list(text[:n]) == known
 
 
-def _common(a: List[int], b: List[int]) -> int:
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common beginning of two texts."""
     shorter = min(len(a), len(b))
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), shorter)

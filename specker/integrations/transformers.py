@@ -16,7 +16,6 @@ A call takes one of two paths. Neither changes what `generate` emits.
 
 import time
 import weakref
-from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,17 +34,15 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specker import zoo
-from specker.config import MAX_BATCH, Options, Sampling
+from specker.config import MAX_BATCH, Options, Params, Sampling
 from specker.integrations.adopt import adopt, adoptable, files, state
 from specker.integrations.attention import register_attention
 from specker.integrations.drafts import Drafts
 from specker.kernels.sample import sample_rows
 from specker.model.sampling import pack
 from specker.runtime import strategies
-from specker.runtime.compose import room_of
-from specker.runtime.engine import Engine
+from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.load import drafting, family_of
-from specker.runtime.loop import decode
 from specker.runtime.stats import Stats
 
 __all__ = ["Generate", "register_attention"]
@@ -204,7 +201,7 @@ class Generate:
             rows = o.batch_size
         if self._engine is not None and self._engine[0] == state(model):
             engine = self._engine[1]
-            if engine.max_context >= length and engine.batch.size >= rows:
+            if engine.max_context >= length and engine.loop.size >= rows:
                 return engine
         self._engine = None  # frees its K/V
         contexts = [max(LEAST_CONTEXT, 1 << (length - 1).bit_length()), length]
@@ -233,7 +230,7 @@ class Generate:
                 )
             parts.check_target(o, main.config.num_layers)
             side, kept = drafting(main, draft, o, model.dtype, folder, family, notes)
-        room = room_of(main, side, o)
+        room = cache_memory(main, side, o)
         room.sized(context)  # raises ValueError if the K/V does not fit
         o = replace(o, kv_tokens=room.pool(o.batch_size, o.kv_tokens)[0])
         with room.allocating():
@@ -247,22 +244,25 @@ class Generate:
             i for c in call.criteria if hasattr(c, "eos_token_id") for i in c.eos_token_id.view(-1).tolist()
         )
         most, rows = max(1, call.criteria.max_length - ids.shape[1]), zip(call.texts, samplings, strict=True)
-        sequences = [engine.request(row, text, most, **vars(s)) for row, (text, s) in enumerate(rows)]
-        new: list[list[int]] = [[] for _ in sequences]
+        requests = [
+            engine.session.request(text, Params(most, s), index=row, reads=False) for row, (text, s) in enumerate(rows)
+        ]
+        for request in requests:
+            request.stop_ids = stops  # the model's generation config has them all
+        new: list[list[int]] = [[] for _ in requests]
         columns: list[list[int]] = []  # that are known for all rows
         running = dict.fromkeys(range(len(new)))
-        with engine.alone():
-            for step in decode(engine.batch, deque(sequences), stops):
-                row = step.sequence.index
-                new[row] += step.tokens
-                if step.sequence.finished:
-                    del running[row]
+        with engine.session.stream(requests) as events:
+            for event in events:
+                new[event.prompt] += event.tokens
+                if event.finished:
+                    del running[event.prompt]
                 known = min(len(new[r]) for r in running) if running else max(map(len, new))
                 for i in range(len(columns), known):
                     columns.append([tokens[i] if i < len(tokens) else int(pad) for tokens in new])
                     if self.streamer is not None:
                         self.streamer.put(torch.tensor(columns[-1]))
-        self.stats = sum((s.stats for s in sequences), Stats())
+        self.stats = sum((s.stats for s in requests), Stats())
         return torch.cat((ids, torch.tensor(columns, device=ids.device).t()), 1)
 
     # --- by the model's own forward

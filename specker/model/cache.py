@@ -8,6 +8,7 @@ Sequences occupy slots 0..n-1. Column c of a sequence is flattened row block_tab
 every layer.
 """
 
+from bisect import insort
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -20,6 +21,7 @@ from specker.kernels.ancestors import chain_words, pack_bits
 from specker.kernels.kv import kv_commit
 from specker.kernels.round.place import place_rows
 from specker.model.config import ModelConfig
+from specker.model.prefixes import Match, Prefixes, copy_columns
 
 Lengths = Sequence[int] | Tensor
 """Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""
@@ -53,10 +55,10 @@ class KVCache:
     ):
         """`columns`: maximum per sequence. `pages`: pool size, by default enough for all sequences; a tensor [P] int32
         sets the order in which a sequence takes pages (tests permute it). A single sequence owns all pages from the
-        start; several sequences call `take`."""
+        start, until `release`; several sequences call `take`."""
         each = -(-columns // page_size)
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
-        count = len(order) + (sequences > 1)
+        count = len(order) + 1
         self.spare = len(order)  # an unowned page that slots without a sequence read and write
         shape = 2, config.num_layers, count, page_size, config.num_kv_heads, config.head_dim
         self.k, self.v = torch.empty(shape, dtype=dtype, device=device).unbind(0)
@@ -70,12 +72,13 @@ class KVCache:
         self.block_table = torch.full((sequences, each), self.spare, dtype=torch.int32, device=device)
         self.table = self.block_table  # the pages that attention reads, by `bucket`
         self._free = order
+        self._users = [0] * count  # sequences that hold a page, and the tree of earlier texts
+        self.prefixes = Prefixes(page_size, self._users)
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
-        if sequences > 1:
-            self.k[:, self.spare], self.v[:, self.spare] = 0, 0
-        else:
-            self.take(0, len(order) * page_size)
+        self.k[:, self.spare], self.v[:, self.spare] = 0, 0
+        if sequences == 1:
+            self.take(0, self.capacity)
 
     @property
     def slot_of(self) -> Tensor:
@@ -93,33 +96,57 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Pages that no sequence holds."""
+        return len(self._free) + self.prefixes.evictable
 
-    def take(self, slot: int, columns: int) -> None:
+    def fits(self, columns: int, match: Match | None = None) -> bool:
+        """Whether the pool has the pages for a sequence of `columns` that takes over `match`."""
+        match = match or Match()
+        kept = match.pages if match.copied is None else (*match.pages, match.copied)
+        counted = sum(self._users[page] == 1 for page in kept)  # as free
+        return self.pages_for(columns) - len(match.pages) <= self.free_pages - counted
+
+    def take(self, slot: int, columns: int, match: Match | None = None) -> None:
         """Give the sequence in `slot` pages for `columns`, contiguous ones if the pool has them: attention on a CPU
-        reads contiguous pages without a copy."""
-        if self._pages[slot] and len(self._pages[slot]) >= self.pages_for(columns):
-            return
-        count = self.pages_for(columns) if len(self._pages) > 1 else len(self._free)
-        start = next((i for i in range(len(self._free) - count + 1) if self._run(i, count)), 0)
-        self._assign(slot, self._free[start : start + count])
-        del self._free[start : start + count]
+        reads contiguous pages without a copy. With `match` it begins with those columns, which are exact then."""
+        match = match or Match()
+        for page in match.pages:
+            self._users[page] += 1
+        if match.copied is not None:
+            self._users[match.copied] += 1  # it must not be evicted before it is copied
+        self._drop(self._pages[slot])
+        pages = [*match.pages, *self._new(self.pages_for(columns) - len(match.pages))]
+        self._assign(slot, pages)
+        if match.copied is not None:
+            rest = match.columns - len(match.pages) * self.page_size
+            copy_columns(self.k, self.v, match.copied, pages[len(match.pages)], rest)
+            self._drop([match.copied])
+        self.exact_len[slot] = match.columns
 
     def grow(self, slot: int, columns: int) -> bool:
         """Give the sequence in `slot` further pages, so that it has `columns`. False if the pool has too few."""
         missing = self.pages_for(columns) - len(self._pages[slot])
-        if missing > len(self._free):
+        if missing > self.free_pages:
             return False
         if missing > 0:
-            self._assign(slot, self._pages[slot] + self._free[:missing])
-            del self._free[:missing]
+            self._assign(slot, self._pages[slot] + self._new(missing))
         return True
 
     def release(self, slot: int) -> None:
         """Return the pages of `slot` to the pool."""
-        self._free = sorted(self._free + self._pages[slot])
+        self._drop(self._pages[slot])
         self._assign(slot, [])
         self.exact_len[slot] = 0
+
+    def remember(self, slot: int, text: list[int], prefilled: int) -> None:
+        """Keep the K/V of the exact columns of `slot` for later requests: `text` holds their tokens, and a prefill
+        wrote the first `prefilled` of them."""
+        freed = self.prefixes.add(text[: self.exact_len[slot]], self._pages[slot], prefilled)
+        self._free = sorted(self._free + freed)
+
+    def forget(self) -> None:
+        """Forget the texts of earlier requests."""
+        self._free = sorted(self._free + self.prefixes.evict(len(self._users)))
 
     def move(self, source: int, target: int) -> None:
         """Move the sequence in slot `source` to slot `target`, which is free."""
@@ -127,6 +154,23 @@ class KVCache:
         self._assign(source, [])
         self.exact_len[source] = 0
         self._assign(target, pages)
+
+    def _new(self, count: int) -> list[int]:
+        """Pages for one sequence, contiguous ones if possible."""
+        if count > len(self._free):
+            self._free = sorted(self._free + self.prefixes.evict(count - len(self._free)))
+        start = next((i for i in range(len(self._free) - count + 1) if count and self._run(i, count)), 0)
+        pages = self._free[start : start + count]
+        del self._free[start : start + count]
+        for page in pages:
+            self._users[page] += 1
+        return pages
+
+    def _drop(self, pages: list[int]) -> None:
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                insort(self._free, page)
 
     def _run(self, start: int, count: int) -> bool:
         return self._free[start + count - 1] - self._free[start] == count - 1
@@ -170,8 +214,10 @@ class KVCache:
         tokens, of which the cache must hold all but the root."""
         length = self.exact_len[slot]
         assert 0 <= length <= self.capacity, (length, self.capacity)
-        pages = [page for own in self.block_table.tolist() for page in own if page != self.spare]
-        assert sorted(set(pages)) == sorted(pages) and min(pages) >= 0 and max(pages) < self.k.shape[1], pages
+        own = [pages[: -(-length // self.page_size)] for pages, length in zip(self._pages, self.exact_len, strict=True)]
+        written = [page for pages, exact in zip(self._pages, own, strict=True) for page in pages[len(exact) :]]
+        assert len(set(written)) == len(written) and all(self._users[page] == 1 for page in written), written
+        assert all(page in range(self.spare) for pages in self._pages for page in pages), self._pages
         if committed is not None:
             assert length == committed - 1, (length, committed)
         for kv in (self.k, self.v):

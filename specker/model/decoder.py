@@ -25,8 +25,9 @@ from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
 from specker.model.weights import Parameters, Weights
 
-PREFILL_CHUNK = 1024
+PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
 PACKED_CHUNK = 256  # on a CPU with packed weights: its activations stay in the caches
+SHORT_CHUNK = 64  # with packed weights, while other requests decode
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pages, page_size, Hkv, D] -> [T, Hq, D]
 
@@ -300,23 +301,32 @@ def prefill(
     last: int = 0,
     chunk: int = PREFILL_CHUNK,
     slot: int = 0,
-    tell: Callable[[int, int], None] | None = None,
 ) -> dict[int, Tensor]:
     """Forward `tokens` in chunks and append them to the exact columns of the sequence in `slot`. Rows of a causal model
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in `taps`,
-    the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter). `tell` is
-    called with (tokens done, of all) after each chunk."""
+    the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter)."""
     kept: dict[int, Tensor] = {}
-    count = len(tokens)
     if model.stack is not None and model.stack.packed and model.config.causal:
         chunk = min(chunk, PACKED_CHUNK)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
         kept = _prefill_chunk(model, cache, slot, now_tokens, () if tokens else taps, last)
-        if tell is not None:
-            tell(count - len(tokens), count)
     return kept
+
+
+def prefill_chunk(model: Model, alone: bool) -> int:
+    """Rows of a prompt to forward at once. `alone`: nothing else decodes meanwhile. Other texts stand still for a
+    chunk, so it is short then, if the K/V does not depend on it (`prefill_grain`)."""
+    if prefill_grain(model) > 1:
+        return PREFILL_CHUNK
+    return PACKED_CHUNK if alone else SHORT_CHUNK
+
+
+def prefill_grain(model: Model) -> int:
+    """The K/V of a text's first columns has the same bits wherever it was computed, if it was computed in chunks of
+    this many rows. 1: rows have the same bits in chunks of any size, and in rounds."""
+    return 1 if model.stack is not None and model.stack.packed and model.config.causal else PREFILL_CHUNK
 
 
 def _prefill_chunk(

@@ -28,6 +28,11 @@ class Draws:
         only = samplings[0] if len(samplings) == 1 and not fixed else None
         return cls(max(map(kind, samplings), key=KINDS.index), memory, only)
 
+    @classmethod
+    def one(cls, sampling: Sampling) -> "Draws":
+        """Draws of a single sequence, whose parameters are launch arguments."""
+        return cls(kind(sampling), None, sampling)
+
     def tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
         """The target's token after each row: logits [T, V] at `positions` [T] int64 -> [T] int64."""
         return sample_rows(logits, *self._numbers(), positions, self._drawn)
@@ -58,9 +63,6 @@ class Draws:
         return Noise(0, positions, 1.0, self.memory)
 
 
-GREEDY = Draws("greedy", None, Sampling())
-
-
 def kind(s: Sampling) -> str:
     filtered = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)
     return "filtered" if filtered else "noise" if s.temperature > 0 else "greedy"
@@ -69,3 +71,6 @@ def kind(s: Sampling) -> str:
 def pack(s: Sampling) -> Tensor:
     """A sequence's parameters for `Draws.memory`, [4] int64 on the CPU."""
     return pack_draw(s.seed, s.temperature, min(s.top_k or ALL, ALL), s.top_p)
+
+
+GREEDY = Draws.one(Sampling())

@@ -2,14 +2,12 @@
 lengths and last tokens; ranks that disagree stop with an error."""
 
 import torch
-from torch import Tensor
 
-from specker.model.sampling import Draws
 from specker.runtime.dist import RankLost, Ranks
-from specker.runtime.draft import Drafter
+from specker.runtime.drafter import Draft, Drafter
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
-from specker.runtime.state import Sequence
+from specker.runtime.state import Request
 
 HEADER = 3  # numbers at the start of a message: size, depth, tree
 
@@ -22,45 +20,50 @@ class SharedDrafter(Drafter):
         self.inner, self.ranks = inner, ranks
         if inner is not None:
             self.model, self.cache, self.head = inner.model, inner.cache, inner.head
-        self.reads = True  # rank 0's message
+        self.synchronous = True  # rank 0's message
 
-    def announce(self, sequences: list[Sequence]) -> None:
+    def announce(self, sequences: list[Request]) -> None:
         if self.inner is not None:
             self.inner.announce(sequences)
 
-    def behind(self, sequences: list[Sequence]) -> int:
+    def behind(self, sequences: list[Request]) -> int:
         return 0 if self.inner is None else self.inner.behind(sequences)
 
     def catch_up(self, r: Round, slot: int) -> int:
         return 0 if self.inner is None else self.inner.catch_up(r, slot)
 
+    def advance(self, requests: list[Request], most: int) -> int:
+        return 0 if self.inner is None else self.inner.advance(requests, most)
+
     def prefill(self, slot: int, text: list[int]) -> None:
         if self.inner is not None:
             self.inner.prefill(slot, text)
 
-    def room(self, length: int) -> int:
+    def left(self, length: int) -> int:
         """Ranks that do not draft receive the size of the draft from rank 0."""
-        return super().room(length) if self.inner is None else self.inner.room(length)
+        return super().left(length) if self.inner is None else self.inner.left(length)
 
     def fixed(self, length: int, budget: Budget) -> bool:
         return self.inner is not None and self.inner.fixed(length, budget)
 
-    def draft(self, r: Round) -> None:
+    def draft(self, r: Round) -> Draft:
         """Take rank 0's drafts. In rounds of fixed shape every rank computes the same draft and sends nothing. Raises
         RankLost if this rank's texts differ from rank 0's."""
-        ranks, s, n = self.ranks, r.state, len(r.sequences)
-        if self.inner is not None:
-            self.inner.draft(r)
+        ranks, s, n = self.ranks, r.state, len(r.requests)
+        draft = Draft() if self.inner is None else self.inner.draft(r)
         if r.fixed:
-            return
-        texts = [len(x.text) for x in r.sequences] + [x.text[-1] for x in r.sequences]
+            return draft
+        texts = [len(x.text) for x in r.requests] + [x.text[-1] for x in r.requests]
         most = s.parents.shape[1]
         message = torch.zeros(HEADER + n * (3 + 2 * most), dtype=torch.int64, device=ranks.device)
         if ranks.rank == 0:
-            header = [r.size, r.depth, int(r.tree), *texts, *(r.drafted or [r.size] * n)]
+            header = [draft.size, draft.depth, int(draft.tree), *texts, *(draft.count(slot) for slot in range(n))]
             message[: len(header)] = torch.tensor(header)
             body = message[HEADER + 3 * n :].view(2, n, most)
-            body[0, :, : r.size], body[1, :, : r.size] = s.window[:, 1 : r.size + 1], s.parents[:, : r.size]
+            body[0, :, : draft.size], body[1, :, : draft.size] = (
+                s.window[:, 1 : draft.size + 1],
+                s.parents[:, : draft.size],
+            )
         received = ranks.first(message)
         size, depth, tree, *rest = received[: HEADER + 3 * n].tolist()
         if rest[: 2 * n] != texts:
@@ -70,17 +73,14 @@ class SharedDrafter(Drafter):
                 f"rank 0 has {rest[b]} ending in {rest[n + b]}"
             )
         if ranks.rank:
-            r.size, r.depth, r.tree, r.drafted = size, depth, bool(tree), rest[2 * n :]
+            draft.size, draft.depth, draft.tree, draft.counts = size, depth, bool(tree), rest[2 * n :]
             body = received[HEADER + 3 * n :].view(2, n, most)
             s.window[:, 1 : size + 1], s.parents[:, :size] = body[0, :, :size], body[1, :, :size]
+        return draft
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         if self.inner is not None:
             self.inner.observe(r, slot, path)
-
-    def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple:
-        assert self.inner is not None
-        return self.inner.watch(taps, draws, target, positions)
 
     def move(self, source: int, target: int) -> None:
         if self.inner is not None:

@@ -6,25 +6,22 @@ do chains through batch-invariant kernels. Otherwise the two tokens' logits may 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specker.config import Sampling, from_kwargs
+from specker.config import Sampling
+from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
-from specker.model.decoder import forward, prefill
-from specker.runtime import strategies
-from specker.runtime.text import token_ids
-
-if TYPE_CHECKING:
-    from specker.runtime.engine import Engine, Generation
+from specker.model.decoder import Model, forward, prefill
+from specker.runtime.loop import Loop
+from specker.runtime.text import Generation
 
 
 @dataclass(frozen=True)
 class CheckResult:
     """A generation compared with plain decoding of the same prompt."""
 
-    ar: "Generation"
+    ar: Generation
     identical: bool | None  # None: not compared, because of random weights or synthetic acceptance
     ok: bool  # identical, None, or a difference that rounding alone explains
     message: str
@@ -33,74 +30,63 @@ class CheckResult:
     bound: float | None = None
 
 
-def check(
-    engine: "Engine",
-    prompt: str | Sequence[int],
-    generation: "Generation",
-    max_new_tokens: int,
-    stop: str | Sequence[str] = (),
-    **sampling: Any,
-) -> CheckResult:
-    """Decode the prompt with `ar` and compare the tokens."""
-    ar = engine.generate_ar(prompt, max_new_tokens, stop, **sampling)
-    return compare(engine, prompt, generation, ar, **sampling)
+def first_difference(tokens: Sequence[int], ar: Sequence[int]) -> int | None:
+    """The first position at which the texts differ, also by their length; None if they are equal."""
+    first = next((i for i, (a, b) in enumerate(zip(tokens, ar, strict=False)) if a != b), None)
+    return min(len(tokens), len(ar)) if first is None and len(tokens) != len(ar) else first
 
 
-def compare(
-    engine: "Engine", prompt: str | Sequence[int], generation: "Generation", ar: "Generation", **sampling: Any
+def compared(
+    generation: Generation,
+    ar: Generation,
+    first: int | None,
+    apart: tuple[float, float] = (0.0, 0.0),
+    exact: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> CheckResult:
-    """`check` against a finished plain decoding `ar`."""
-    if engine.options.stand_ins:
-        return CheckResult(ar, None, True, f"the tokens were not compared: {engine.remarks['sizing']}")
-    pairs = zip(generation.tokens, ar.tokens, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    """The result for texts that differ first at token `first` (None: nowhere). `apart`: of `gap`, if there are two
+    tokens to compare. `exact`: see `bit_equal`."""
     if first is None:
-        same = len(generation.tokens) == len(ar.tokens)
-        counts = f"the text has {len(generation.tokens)} tokens, plain decoding's has {len(ar.tokens)}"
-        message = "the tokens are those of plain decoding" if same else counts
-        return CheckResult(ar, same, same, message, None if same else min(len(generation.tokens), len(ar.tokens)))
-    ids = engine.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
-    with engine.alone():
-        between, bound = gap(engine, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
-    exact = bit_equal(engine)
-    ok = not exact and between <= bound
+        return CheckResult(ar, True, True, "the tokens are those of plain decoding")
+    lengths = len(generation.tokens), len(ar.tokens)
+    if first >= min(lengths):
+        message = f"the text has {lengths[0]} tokens, plain decoding's has {lengths[1]}"
+        return CheckResult(ar, False, False, message, first)
+    between, bound = apart
     verdict = "within" if between <= bound else "beyond"
     message = (
         f"the text differs from plain decoding's at token {first}: the two tokens' logits are {between:.2e} apart, "
-        f"{verdict} the rounding bound {bound:.2e} of {str(engine.dtype).removeprefix('torch.')}"
+        f"{verdict} the rounding bound {bound:.2e} of {str(dtype).removeprefix('torch.')}"
     )
     if exact:
         message += "; there should be no difference at all"
-    return CheckResult(ar, False, ok, message, first, between, bound)
+    return CheckResult(ar, False, not exact and between <= bound, message, first, between, bound)
 
 
-def bit_equal(engine: "Engine") -> bool:
+def bit_equal(model: Model, rows: int, chains: bool, ordered: bool) -> bool:
     """Whether tokens must equal plain decoding's bit for bit: in float64, and for chains through batch-invariant
-    kernels, on a GPU or compiled for the CPU."""
-    options, stack, ranks = engine.options, engine.model.stack, engine.ranks
-    rows = options.batch_size * (engine.plan.largest.nodes + 1)  # of a verify pass
-    compiled = stack is not None and rows <= stack.most
-    kernels = compiled or (engine.device.type == "cuda" and strategies.of(options).chains(options))
-    kernels = kernels and options.linear != "cublas" and (ranks is None or ranks.ordered)
-    return engine.dtype == torch.float64 or kernels
+    kernels, on a GPU or compiled for the CPU. `rows`: of the largest verify pass. `chains`: drafts are chains.
+    `ordered`: ranks add their partial sums in order."""
+    compiled = model.stack is not None and rows <= model.stack.most
+    kernels = compiled or (model.device.type == "cuda" and chains)
+    return model.dtype == torch.float64 or (kernels and model.linear is row_linear and ordered)
 
 
 @torch.inference_mode()
-def gap(engine: "Engine", ids: list[int], plain: int, other: int, sampling: dict[str, Any]) -> tuple[float, float]:
+def gap(loop: Loop, ids: list[int], plain: int, other: int, sampling: Sampling) -> tuple[float, float]:
     """(distance of two tokens' (perturbed) logits after `ids`, how far rounding could move them)."""
-    params, model, cache, batch = from_kwargs(Sampling, sampling), engine.model, engine.cache, engine.batch
-    batch.clear()
-    batch.see(0)
+    model, cache = loop.target, loop.cache
+    loop.clear(forget=True)
+    loop.see(0)
     cache.take(0, len(ids) + 1)
     prefill(model, cache, ids[:-1])
     rows = cache.after([len(ids) - 1], [1])
-    out = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=engine.device)))
+    out = forward(model, cache, rows, model.embed_tokens(torch.tensor(ids[-1:], device=model.device)))
     row = model.whole_logits(model.logits(out.final))[0]
-    if len(cache.exact_len) > 1:
-        cache.release(0)
-    bound = rounding_bound(engine.dtype, row, params.temperature)
-    if params.temperature > 0:
-        row = row / params.temperature + gumbel(params.seed, rows.positions, len(row))[0]
+    cache.release(0)
+    bound = rounding_bound(model.dtype, row, sampling.temperature)
+    if sampling.temperature > 0:
+        row = row / sampling.temperature + gumbel(sampling.seed, rows.positions, len(row))[0]
     return abs(float(row[plain] - row[other])), bound
 
 

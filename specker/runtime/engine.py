@@ -1,42 +1,50 @@
-"""The engine that `specker.load` (load.py) returns: a target, a drafter if any, and the strategy that joins them."""
+"""The engine that `specker.load` (load.py) returns: a target, a drafter if any, the strategy that joins them, and the
+session that decodes requests."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cache as memoised
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
 from specker.checkpoints import gguf
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.config import Options, Sampling, refuse_unknown, stop_strings
+from specker.config import Options, Params
 from specker.flags import option
+from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.decoder import Model
-from specker.runtime import strategies, text
-from specker.runtime.check import CheckResult, check
-from specker.runtime.compose import compose, room_of
-from specker.runtime.detokenize import Detokenizer, whole
+from specker.runtime import check, strategies, text
+from specker.runtime.auto import Experience
+from specker.runtime.broadcast import SharedDrafter
+from specker.runtime.check import CheckResult
+from specker.runtime.costs import Costs
+from specker.runtime.detokenize import whole
 from specker.runtime.dist import Ranks
-from specker.runtime.draft import Drafter
-from specker.runtime.loop import Batch, Step, decode
-from specker.runtime.policy import Fixed, Policy
-from specker.runtime.state import Sequence
+from specker.runtime.drafter import Drafter
+from specker.runtime.events import Logprob
+from specker.runtime.graphs import Graphs
+from specker.runtime.loop import KV_BUCKETS, Loop
+from specker.runtime.policy import Budget, Policy
+from specker.runtime.session import Session, Stream
+from specker.runtime.state import Request
 from specker.runtime.stats import Stats
-from specker.runtime.strategies.base import Plan, PolicyContext
+from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import Kept
-from specker.runtime.text import Chunk, Counts, Generation, Prompt, Prompts, Stop
-from specker.runtime.turns import Turn, Turns
+from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
 
 if TYPE_CHECKING:
-    from specker.arguments import EachSampling, SamplingOptions
+    from specker.arguments import EachOption, RequestOptions
 
 log = logging.getLogger(__name__)
+
+COPYING = 1e-3  # the cost of a draft that copies text, in steps of plain decoding, before it is measured
 
 
 @dataclass(repr=False)
@@ -52,18 +60,54 @@ class Engine:
     notes: dict[str, str] = field(default_factory=dict)  # decisions of the loader, by their names in `remarks`
     ranks: Ranks | None = None  # the ranks that share the target
     family: Family | None = None  # the bundled files for the target
-    trace: Callable[[dict[str, Any]], None] | None = None  # called with every round
     model: Model = field(init=False)  # the target's
     cache: KVCache = field(init=False)
     drafter: Drafter | None = field(init=False)
     policies: PolicyContext = field(init=False)
     plan: Plan = field(init=False)  # the warm-up plan
-    batch: Batch = field(init=False)
-    turns: Turns = field(init=False, default_factory=Turns)  # of threads, on the caches
+    loop: Loop = field(init=False)
+    session: Session = field(init=False)
 
     def __post_init__(self) -> None:
-        made = compose(self.target, self.draft, self.options, self.kept, self.family, self.ranks)
-        self.model, self.cache, self.drafter, self.policies, self.plan, self.batch = made
+        """Make the models, caches and the loop. Raises ValueError for `graphs` on if rounds cannot be captured."""
+        o, ranks = self.options, self.ranks
+        strategy = strategies.of(o)
+        self.model = model = Model(self.target, linear=linear(o), ranks=ranks)
+        gpu = model.device.type == "cuda"
+        alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
+        check_graphs(o, model, None if alone else ranks)
+        self.cache = allocate(model, o)
+        context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks)
+        inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
+        self.drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
+        head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)
+        if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
+            head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
+        known = Experience(Costs(memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))))
+        # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
+        reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.self_drafting))
+        self.policies = PolicyContext(o, self.target.config.num_layers, self.family, known, head_cost, reads)
+        self.plan = strategies.plan(self.policies)
+        # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
+        # collectives, so they need `graphs` on.
+        fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
+        self.loop = Loop(
+            model,
+            self.cache,
+            self.drafter,
+            self.plan.largest,
+            fixed,
+            Graphs(fixed and gpu),
+            known,
+            o.batch_size,
+            SCRATCH,
+            o.prefix_cache,
+            o.acceptance,
+            ranks,
+        )
+        stop_ids = () if o.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
+        guard = cache_memory(self.target, self.draft, o).running
+        self.session = Session(self.loop, self.target, self.target_name, self.policy, stop_ids, guard)
         for sentence in self.remarks.values():
             log.warning(sentence)
 
@@ -80,7 +124,7 @@ class Engine:
     @property
     def captures(self) -> bool:
         """Whether rounds are CUDA graphs, which `warmup` captures."""
-        return self.batch.graphs.capture
+        return self.loop.graphs.capture
 
     @property
     def strategy(self) -> str:
@@ -105,8 +149,17 @@ class Engine:
         return self.target.config.max_context
 
     @property
+    def trace(self) -> Callable[[dict[str, Any]], None] | None:
+        """Called with every request's part of every round (specker/trace.py); not of `generate_ar`'s."""
+        return self.loop.trace
+
+    @trace.setter
+    def trace(self, trace: Callable[[dict[str, Any]], None] | None) -> None:
+        self.loop.trace = trace
+
+    @property
     def remarks(self) -> dict[str, str]:
-        """Caveats for a reader of the results: sentences by their keys in `--json`. Logged when the engine is made."""
+        """Warnings about this engine's results, keyed as in `--json`. Logged when the engine is made."""
         said = dict(self.notes)
         if self.options.stand_ins:
             nothing = "text and acceptance mean" if self.options.acceptance is None else "text means"
@@ -119,9 +172,7 @@ class Engine:
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own special tokens. Raises ValueError."""
-        if not isinstance(prompt, str):
-            raise ValueError(f"a prompt must be a string to be encoded, got {prompt!r}")
-        return list(self.tokenizer(prompt)["input_ids"])
+        return text.encode(self.target, prompt)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, through the tokenizer's chat template, ready for the assistant's turn. Raises
@@ -135,11 +186,7 @@ class Engine:
 
     def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
         """A prompt's token ids. Raises ValueError if it is empty, has ids that the target lacks or can never fit."""
-        max_new_tokens = text.count(max_new_tokens)
-        ids = self.encode(prompt) if isinstance(prompt, str) else text.token_ids(prompt)
-        text.checked(ids, self.target, self.target_name)
-        self.batch.check_fits(len(ids), min(len(ids) + max_new_tokens, self.max_context))
-        return ids
+        return self.session.validate(prompt, max_new_tokens)
 
     def policy(self) -> Policy:
         """A fresh policy for one request."""
@@ -149,85 +196,53 @@ class Engine:
         """Run the warm-up plan, so no request waits for a compiler or a capture. Calls `tell` with (done, of)."""
         counts = None if self.kept is None else self.kept.counts
         with nullcontext() if counts is None else counts.paused():
-            warm_up(self, tell)
-
-    def request(
-        self,
-        index: int,
-        prompt: Prompt,
-        max_new_tokens: int = 128,
-        drafting: bool = True,
-        stop: Stop = (),
-        streams: bool = False,
-        **sampling: Any,
-    ) -> Sequence:
-        """Check a prompt and its options and make a request for `serve`. `streams`: its steps have text. Raises as
-        `stream` does."""
-        refuse_unknown(sampling, ["max_new_tokens", "stop", *(f.name for f in fields(Sampling))])
-        params, max_new_tokens, stops = Sampling(**sampling), text.count(max_new_tokens), stop_strings(stop)
-        if stops and not self.has_tokenizer:
-            raise ValueError(f"{self.target_name} has no tokenizer, so its text cannot end at {option('stop')}")
-        ids = self.validate(prompt, max_new_tokens)
-        asked, drafting = len(ids) + max_new_tokens, drafting and self.drafter is not None
-        policy = self.policy() if drafting else Fixed(0, 0)
-        ends = "length" if asked <= self.max_context else "context"
-        reader = Detokenizer(self.target.tokenizer_or_none, stops) if stops or streams else None
-        return Sequence(index, ids, min(asked, self.max_context), params, policy, drafting, reader=reader, ends=ends)
-
-    def serve(self, waiting: deque[Sequence], traced: bool = True) -> Iterator[Step]:
-        """Decode requests, at most `batch_size` at once; the caller may append to `waiting` at any time. Requests of
-        other threads wait until the last one is done."""
-        own = () if self.options.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
-        with self.alone() as turn:
-            self.batch.trace = self.trace if traced else None
-            for step in decode(self.batch, waiting, frozenset(own)):
-                turn.pause()
-                yield step
-                turn.resume()
+            warm_up(self.session, self.plan, self.policy, tell)
 
     def stream(
         self,
         prompt: Prompt | Prompts,
         max_new_tokens: int | Counts = 128,
         stop: Stop = (),
-        **sampling: "Unpack[EachSampling]",
-    ) -> Iterator[Chunk]:
-        """Decode one prompt, or several as a batch; yields a Chunk per round and prompt. `sampling`: the fields of
-        `specker.config.Sampling`; each of them, and max_new_tokens, is one value for all prompts or a list per prompt.
-        A text ends before the first of the strings `stop`; what may be the beginning of one is held back.
+        **options: "Unpack[EachOption]",
+    ) -> Stream:
+        """Decode one prompt, or several as a batch; iterates over an `Event` per round and prompt. `options`: the
+        fields of `specker.config.Sampling` and `Params`; each of them, and max_new_tokens, is one value for all prompts
+        or a list per prompt. A text ends before the first of the strings `stop`; what may be the beginning of one is
+        held back. Closing the stream ends its requests.
 
         Raises ValueError for an empty prompt, one that does not fit, or bad numbers; TypeError for unknown names.
         """
-        requests = self._requests(prompt, {"max_new_tokens": max_new_tokens, **sampling}, stop=stop, streams=True)
-        return (text.chunk(step) for step in self.serve(requests))
+        return self.session.stream(self._requests(prompt, {"max_new_tokens": max_new_tokens, **options}, stop, True))
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of strings, too
-        self, prompt: Prompt, max_new_tokens: int = 128, stop: Stop = (), **sampling: "Unpack[SamplingOptions]"
+        self, prompt: Prompt, max_new_tokens: int = 128, stop: Stop = (), **options: "Unpack[RequestOptions]"
     ) -> Generation: ...
 
     @overload
     def generate(
-        self, prompt: Prompts, max_new_tokens: int | Counts = 128, stop: Stop = (), **sampling: "Unpack[EachSampling]"
+        self, prompt: Prompts, max_new_tokens: int | Counts = 128, stop: Stop = (), **options: "Unpack[EachOption]"
     ) -> list[Generation]: ...
 
-    def generate(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **sampling: Any) -> Any:
+    def generate(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **options: Any) -> Any:
         """Decode to the end: a Generation for one prompt, a list of them for a list of prompts. See `stream`."""
-        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, stop, True)
+        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **options}, stop, True)
 
     @overload
     def generate_ar(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, max_new_tokens: int = 128, stop: Stop = (), **sampling: "Unpack[SamplingOptions]"
+        self, prompt: Prompt, max_new_tokens: int = 128, stop: Stop = (), **options: "Unpack[RequestOptions]"
     ) -> Generation: ...
 
     @overload
     def generate_ar(
-        self, prompt: Prompts, max_new_tokens: int | Counts = 128, stop: Stop = (), **sampling: "Unpack[EachSampling]"
+        self, prompt: Prompts, max_new_tokens: int | Counts = 128, stop: Stop = (), **options: "Unpack[EachOption]"
     ) -> list[Generation]: ...
 
-    def generate_ar(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **sampling: Any) -> Any:
-        """`generate` by plain decoding with the same ops and weights: the baseline and the reference."""
-        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **sampling}, stop, False)
+    def generate_ar(self, prompt: Any, max_new_tokens: Any = 128, stop: Any = (), **options: Any) -> Any:
+        """`generate` by plain decoding with the same ops and weights: the baseline and the reference. It computes the
+        whole prompt itself."""
+        off = {"prefix_cache": "off"}
+        return self._generate(prompt, {"max_new_tokens": max_new_tokens, **off, **options}, stop, False)
 
     def check(
         self,
@@ -235,38 +250,96 @@ class Engine:
         generation: Generation,
         max_new_tokens: int = 128,
         stop: Stop = (),
-        **sampling: "Unpack[SamplingOptions]",
+        **options: "Unpack[RequestOptions]",
     ) -> CheckResult:
         """Decode the prompt with `ar` and compare; see check.py."""
-        return check(self, prompt, generation, max_new_tokens, stop, **sampling)
+        return self.compare(prompt, generation, self.generate_ar(prompt, max_new_tokens, stop, **options), **options)
+
+    def compare(self, prompt: Prompt, generation: Generation, ar: Generation, **options: Any) -> CheckResult:
+        """`check` against a finished plain decoding `ar`."""
+        if self.options.stand_ins:
+            return CheckResult(ar, None, True, f"the tokens were not compared: {self.remarks['sizing']}")
+        first = check.first_difference(generation.tokens, ar.tokens)
+        if first is None or first >= min(len(generation.tokens), len(ar.tokens)):
+            return check.compared(generation, ar, first)
+        ids = self.encode(prompt) if isinstance(prompt, str) else text.token_ids(prompt)
+        sampling = Params.of(**options).sampling
+        with self.session.alone():
+            apart = check.gap(self.loop, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
+        o = self.options
+        rows = o.batch_size * (self.plan.largest.nodes + 1)  # of a verify pass
+        exact = check.bit_equal(self.model, rows, strategies.of(o).chains(o), self.ranks is None or self.ranks.ordered)
+        return check.compared(generation, ar, first, apart, exact, self.dtype)
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
         return trim.report(self, stats)
 
     @contextmanager
-    def alone(self) -> Iterator[Turn]:
-        """Context manager for what uses the caches: waits for the turn (turns.py). Out of memory becomes a ValueError
-        that names a context that would fit."""
-        turn = self.turns.take()
-        try:
-            with room_of(self.target, self.draft, self.options).running():
-                yield turn
-        finally:
-            turn.end()
+    def alone(self) -> Iterator[None]:
+        """Context manager for what uses the caches itself: finishes all requests first. Out of memory becomes a
+        ValueError that names a context that would fit."""
+        with self.session.alone():
+            yield
 
-    def _requests(self, prompt: Any, options: dict[str, Any], **same: Any) -> deque[Sequence]:
-        return deque(self.request(i, p, **o, **same) for i, (p, o) in enumerate(text.each(prompt, options)))
+    def _requests(self, prompt: Any, options: dict[str, Any], stop: Stop, drafting: bool, **more: Any) -> list[Request]:
+        same = {"stop": stop, "stop_ids": options.pop("stop_ids", ())}  # lists, but not one value per prompt
+        return [
+            self.session.request(p, Params.of(**same, **named), index=i, drafting=drafting, **more)
+            for i, (p, named) in enumerate(text.each(prompt, options))
+        ]
 
     def _generate(self, prompt: Any, options: dict[str, Any], stop: Stop, drafting: bool) -> Any:
-        requests = self._requests(prompt, options, stop=stop, drafting=drafting)
-        tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in requests}
-        texts = dict.fromkeys(tokens, "")
-        for step in self.serve(requests, traced=drafting):
-            tokens[step.sequence] += step.tokens
-            texts[step.sequence] += "".join(piece for piece, _ in step.pieces)
-        out = [
-            Generation(t, whole(self.decode(t)) if s.reader is None else texts[s], s.stats, s.finished or "length")
-            for s, t in tokens.items()
-        ]
+        requests = self._requests(prompt, options, stop, drafting, reads=False)
+        texts = dict.fromkeys(requests, "")
+        logprobs: dict[Request, list[Logprob]] = {request: [] for request in requests}
+        with self.session.stream(requests) as events:
+            for event in events:
+                texts[event.request] += event.text
+                logprobs[event.request] += event.logprobs
+        out = []
+        for s in requests:
+            said = whole(self.decode(s.tokens)) if s.reader is None else texts[s]
+            out.append(Generation(s.tokens, said, s.stats, s.finished or "length", logprobs[s]))
         return out if text.several(prompt) else out[0]
+
+
+def check_graphs(o: Options, model: Model, ranks: Ranks | None) -> None:
+    """Raise ValueError for `graphs` on if rounds cannot be captured. `ranks`: those that share rank 0's drafts."""
+    if o.graphs != "on":
+        return
+    if ranks is not None and ranks.drafting < ranks.size:
+        all_draft = f"needs all of them to draft: set {option('draft_ranks')} to {option('tp')}"
+        raise ValueError(f"{option('graphs', 'on')} with several ranks {all_draft}")
+    if model.device.type == "cuda" and model.dtype == torch.float64:
+        other = f"use {option('graphs', 'off')} or another {option('dtype')}"
+        raise ValueError(f"{option('graphs', 'on')} needs kernels, and float64 has none: {other}")
+
+
+def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_cost: float) -> float:
+    """The cost of a draft of this shape, in steps of plain decoding, by the weights it reads. `head_cost`: the LM
+    head's cost in a self-drafting step, in layers of the target."""
+    steps = min(budget.nodes, budget.depth)
+    if budget.exit:
+        return steps * (budget.exit + head_cost) / target.config.num_layers
+    if draft is None or budget.part:
+        return COPYING
+    own = draft.layer_bytes + draft.weights.head.nbytes
+    passes = steps if draft.config.causal else 1  # a diffusion model guesses a block in one pass
+    head, c = target.weights.head, target.config  # empty if another engine runs the target
+    each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
+    whole = target.layer_bytes + each * c.vocab_size * c.hidden_size
+    return passes * own / whole
+
+
+def cache_memory(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
+    """The memory that the caches of target and draft must fit into."""
+    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
+    norm = target.weights.norm  # has the dtype of the K/V
+    steps = options.draft_tokens or 4 if options.tree is None else options.tree.depth
+    layers, buckets = [c.config.num_layers for c in own], sum(b < target.config.max_context for b in KV_BUCKETS) + 1
+    nodes = memory.captured(layers, [1, steps][: len(own)], options.batch_size, buckets)
+    configs = tuple(c.local for c in own)
+    return memory.Room(
+        configs, norm.dtype, norm.device, options.page_size, SCRATCH, 0 if options.graphs == "off" else nodes
+    )

@@ -26,13 +26,13 @@ class Head:
     token_ids: Tensor | None = field(init=False, default=None)  # [K] int64, current id of each row; None: row i is id i
     known: set[int] | None = field(init=False, default=None)  # the ids that can be drafted; None: all
 
-    def follow(self, sequences: Iterable[states.Sequence]) -> None:
+    def follow(self, sequences: Iterable[states.Request]) -> None:
         """Called before each draft with the batch's texts."""
 
     def count(self, tokens: list[int]) -> None:
         """The target has written these tokens."""
 
-    def forget(self, sequence: states.Sequence) -> None:
+    def forget(self, sequence: states.Request) -> None:
         """The sequence has ended."""
 
     def reset(self) -> None:

@@ -16,8 +16,7 @@ from specker.config import DTYPES, Options
 from specker.flags import option
 from specker.model.split import WHOLE
 from specker.runtime import dist, strategies
-from specker.runtime.compose import room_of
-from specker.runtime.engine import Engine
+from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import Kept
@@ -96,7 +95,7 @@ def load(
     parts.check_target(opts, main.config.num_layers)
     side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, tell)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
-    context, lowered = room_of(main, side, opts).sized(opts.max_context)
+    context, lowered = cache_memory(main, side, opts).sized(opts.max_context)
     if ranks is not None:
         context = ranks.least(context)
         if context < main.config.max_context:
@@ -105,13 +104,13 @@ def load(
     if lowered is not None:
         notes["context"] = lowered
         main, side = _within(main, context), None if side is None else _within(side, context)
-    pool, note = room_of(main, side, opts).pool(opts.batch_size, opts.kv_tokens)
+    pool, note = cache_memory(main, side, opts).pool(opts.batch_size, opts.kv_tokens)
     if ranks is not None and opts.batch_size > 1:
         pool = ranks.least(pool or opts.batch_size * (main.config.max_context + SCRATCH))
     if note is not None:
         notes["kv_pool"] = note
     opts = replace(opts, kv_tokens=pool)
-    with room_of(main, side, opts).allocating():
+    with cache_memory(main, side, opts).allocating():
         return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks, family)
 
 

@@ -1,61 +1,45 @@
-"""The decoding loop: rounds over the sequences of a batch, and continuous batching. A finished sequence's slot goes to
-the next request; requests of unequal length share every launch.
+"""The decoding loop: rounds over the active requests, and continuous batching. A finished request's slot goes to the
+next one; requests of unequal length share every launch.
 
-A request is admitted when a slot is free and every K/V pool has pages for its longest text, so memory never runs out
-for an admitted sequence. Its prompt is prefilled before the next round. A request's tokens do not depend on the rest of
-the batch, the batch's size or the time of admission.
+A prompt is prefilled in chunks. While other requests decode, a step prefills one chunk and then runs a round, so their
+texts go on. A request's tokens do not depend on the rest of the batch, the batch's size or the time of admission.
 """
 
-import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specker.flags import option
 from specker.kernels.cpu import native
 from specker.model.cache import KVCache
-from specker.model.decoder import Final, Model, prefill
+from specker.model.decoder import Model, prefill, prefill_chunk, prefill_grain
 from specker.model.sampling import Draws
 from specker.runtime.auto import Experience
 from specker.runtime.choose import NONE, Chooser
 from specker.runtime.dist import Ranks
-from specker.runtime.draft import Drafter
+from specker.runtime.drafter import Drafter
+from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.graphs import Graphs
 from specker.runtime.policy import Budget, Outcome
-from specker.runtime.round import Round, collect, launch, send
-from specker.runtime.state import Sequence, State
+from specker.runtime.record import record
+from specker.runtime.round import Round, Shape, collect, launch, send
+from specker.runtime.slots import Slots
+from specker.runtime.state import Request, State
 from specker.runtime.synthetic import agreements
 
-log = logging.getLogger(__name__)
-
-# The last rows of a prompt seed a policy's statistics (DEL): at most 32, as in the paper. Each row meets the LM head
-# once for every watched layer, so there is one such product for every PROMPT_SHARE tokens. Short prompts have none: the
-# first round watches the same layers.
-PROMPT_ROWS, PROMPT_SHARE = 32, 16
-NOT_FINITE = "prompt %d ends early: its logits are not finite; the weights may be damaged, or overflow in this dtype"
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
-
-
-@dataclass(frozen=True)
-class Step:
-    """The tokens that a round added to one sequence."""
-
-    sequence: Sequence
-    tokens: list[int]  # emitted; a stop id, or the token that completes a stop string, is the last one
-    accepted: int  # the first so many of them were draft tokens
-    pieces: list[tuple[str, bool]]  # with a reader: the new text, and whether it came from a draft token
+AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
+BEHIND = "prefill"  # why a round drafts nothing: the drafter is prefilling a prompt
 
 
 @dataclass(eq=False)
-class Batch:
-    """The models, caches and state of decoding, and the active sequences, which occupy slots 0..len(active)-1."""
+class Loop:
+    """The models, caches and state of decoding, and the requests."""
 
     target: Model
     cache: KVCache
@@ -64,174 +48,204 @@ class Batch:
     fixed: bool  # whether rounds have fixed shapes where they can (`--graphs on`)
     graphs: Graphs
     known: Experience  # what rounds cost and drafts achieve, for the policies
+    size: int  # requests that decode at once
     scratch: int  # columns of a sequence beyond its text
+    prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
     acceptance: float | None = None  # synthetic
     ranks: Ranks | None = None
-    trace: Callable[[dict[str, Any]], None] | None = None  # called with every sequence's part of every round
-    tell: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of the target's prefill
+    trace: Callable[[dict[str, Any]], None] | None = None  # called with every request's part of every round
+    waiting: deque[Request] = field(init=False, default_factory=deque)
+    pending: deque[Round] = field(init=False, default_factory=deque)  # launched rounds
     state: State = field(init=False)
-    active: list[Sequence] = field(init=False, default_factory=list)
+    slots: Slots = field(init=False)
     launched: int = field(init=False, default=0)  # rounds of fixed shape
     host_seconds: float = field(init=False, default=0.0)  # that it took to launch those
     finished: int = field(init=False, default=0)  # rounds
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
-    _idle: set[int] = field(init=False, default_factory=set)  # slots that rounds may run over
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
     _chain: bool = field(init=False, default=False)  # whether the last round was of fixed shape and drafted
-    _left: tuple[list[int], list[int]] | None = field(init=False, default=None)
-    """In a batch of one, what the last sequence left: its text, and each cache's exact columns."""
+    _delayed: Budget | None = field(init=False, default=None)  # to draft once the drafter has prefilled the texts
 
     def __post_init__(self) -> None:
         model = self.target if self.drafter is None or self.drafter.model is None else self.drafter.model
-        rows = self.size * (self.largest.nodes + 1)
+        rows, config = self.size * (self.largest.nodes + 1), self.target.config
+        taps = 0 if self.drafter is None else len(self.drafter.taps)
         self._compiled = all(m.stack is not None and rows <= m.stack.most for m in (self.target, model))
-        columns, wide = self.target.config.max_context, model.config.hidden_size
         self.state = State.empty(
             self.target.dtype,
             self.target.device,
             sequences=self.size,
             rows=self.largest.nodes + 1,
-            wide=wide,
+            wide=model.config.hidden_size,
             vocab=len(self.target.head),  # the rank's share of a split model
-            columns=columns,
+            columns=config.max_context,
+            taps=(taps, config.hidden_size),
             synthetic=self.acceptance is not None,
         )
-        # What a round looks at and writes beyond the text. A KV bucket without room for it within the context is
+        grain = prefill_grain(self.target)
+        self.slots = Slots(self.cache, self.drafter, self.state, self.size, self.scratch, self.prefixes, grain)
+        # What a round looks at and writes beyond the text. A KV bucket without these columns within the context is
         # left out.
         self.beyond = 2 * (self.largest.depth + 1) + self.largest.nodes
-        context = self.target.config.max_context
-        self.buckets = (*(b for b in KV_BUCKETS if b + self.beyond < context), self.cache.capacity)
+        self.buckets = (*(b for b in KV_BUCKETS if b + self.beyond < config.max_context), self.cache.capacity)
         self._bucket = 0
         self.chooser = Chooser(self.known.costs)
 
     @property
-    def size(self) -> int:
-        """Slots."""
-        return len(self.cache.exact_len)
+    def active(self) -> list[Request]:
+        return self.slots.active
 
     @property
-    def caches(self) -> list[KVCache]:
-        own = None if self.drafter is None else self.drafter.cache
-        return [self.cache] if own is None or own is self.cache else [self.cache, own]
+    def requests(self) -> list[Request]:
+        """All that have not ended or still hold a slot."""
+        filling = self.slots.filling
+        return [*self.active, *([] if filling is None else [filling]), *self.waiting]
 
-    # --- requests
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.requests)
 
-    def columns(self, limit: int) -> int:
-        """The K/V columns of a sequence whose text has up to `limit` tokens."""
-        return limit + self.scratch
-
-    def check_fits(self, prompt: int, limit: int) -> None:
-        """Raise ValueError if an empty pool cannot hold a text of `limit` tokens, `prompt` of them in the prompt."""
-        for cache in self.caches:
-            need, pages = cache.pages_for(self.columns(limit)), cache.k.shape[1] - (self.size > 1)
-            if need > pages:
-                room = pages * cache.page_size - self.scratch
-                raise ValueError(
-                    f"the prompt has {prompt} tokens and {limit - prompt} more are asked for, but the K/V pool holds "
-                    f"at most {max(0, room)} of one sequence: lower {option('max_new_tokens')} or raise "
-                    f"{option('kv_tokens')}"
-                )
-
-    def admits(self, sequence: Sequence) -> bool:
-        """Whether there is a slot and memory now; requests that draft and those that do not take turns."""
-        if len(self.active) == self.size or (self.active and self.active[0].drafting != sequence.drafting):
-            return False
-        need = self.columns(sequence.limit)
-        return self.size == 1 or all(cache.pages_for(need) <= cache.free_pages for cache in self.caches)
-
-    def admit(self, sequence: Sequence) -> None:
-        """Give the sequence a slot and pages, and prefill its prompt."""
-        start, slot = time.perf_counter(), len(self.active)
-        for cache, kept in zip(self.caches, self._kept(sequence), strict=True):
-            cache.take(slot, self.columns(sequence.limit))
-            cache.exact_len[slot] = kept
-        known = self.cache.exact_len[slot]
-        self.see(0)
-        self.active.append(sequence)
-        if self.drafter is not None and sequence.drafting:
-            self.drafter.reset(slot)
-            self.chooser.admitted()
-        self._chain = False
-        self._prefill(slot, sequence)
-        self.state.load(slot, sequence, self._agrees(sequence))
-        seconds = time.perf_counter() - start
-        sequence.stats.seconds["prefill"] += seconds
-        sequence.stats.wall += seconds
-        sequence.stats.prompt = len(sequence.text) - 1 - known
-
-    def retire(self, sequence: Sequence) -> None:
-        """Return a sequence's pages; the last slot's sequence moves to its slot."""
-        slot, last = self.active.index(sequence), len(self.active) - 1
-        if self.size == 1:
-            self._left = sequence.text, [cache.exact_len[0] for cache in self.caches]
-        for cache in self.caches:
-            if self.size > 1:
-                cache.release(slot)
-            if slot < last:
-                cache.move(last, slot)
-        if slot < last:
-            self.active[slot] = self.active[last]
-            self.state.move(last, slot)
-            if self.drafter is not None:
-                self.drafter.move(last, slot)
-        self.active.pop()
-        self._idle.discard(last)
-        head = None if self.drafter is None else self.drafter.head
-        if head is not None and sequence.drafting:  # what plain decoding writes is often the same text again (--check)
-            head.count(sequence.text[len(sequence.text) - sequence.stats.tokens :])
-        if head is not None and not self.active:
-            head.reset()
-
-    def _kept(self, sequence: Sequence) -> list[int]:
-        """For each cache the columns that a new sequence takes over from the last one."""
-        if self._left is None or not sequence.follows:
-            return [0] * len(self.caches)
-        text, exact = self._left
-        prompt = sequence.text[:-1]
-        common = next(
-            (i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt))
-        )
-        kept = [min(common, columns) for columns in exact]
-        if len(kept) > 1 and not (sequence.drafting and self.drafter is not None and self.drafter.keeps_prefix):
-            kept[1] = 0
-        return kept
-
-    def clear(self, forget: bool = True) -> None:
-        """Remove all sequences and reset the caches, which another batch may have overwritten. Without `forget`, a
-        request that follows the last sequence may still keep its K/V."""
+    def clear(self, forget: bool = False) -> None:
+        """Drop all requests; with `forget` also the K/V of earlier texts, which something else may have overwritten."""
         self._bucket = -1
-        while self.active:
-            self.retire(self.active[-1])
-        if forget:
-            self._left = None
-        for cache in self.caches:
-            cache.exact_len[:] = [0] * self.size
+        self.waiting.clear()
+        while self.pending:
+            collect(self.pending.popleft())
+        self.slots.clear(forget)
 
-    def _prefill(self, slot: int, sequence: Sequence) -> None:
-        """The prompt's K/V that the cache lacks; a policy that watches layers learns from the last of these rows."""
-        prompt, layers = sequence.text[self.cache.exact_len[slot] : -1], sequence.policy.layers
-        drafter = self.drafter if sequence.drafting else None
-        rows = min(PROMPT_ROWS, int(len(prompt) / (PROMPT_SHARE * len(layers)))) if layers else 0
-        if drafter is None or not rows:
-            prefill(self.target, self.cache, prompt, slot=slot, tell=self.tell)
-        else:
-            depth = len(self.target.layers)
-            tapped = prefill(self.target, self.cache, prompt, (*layers, depth), rows, slot=slot, tell=self.tell)
-            if tapped:
-                last, end = tapped.pop(depth), self.cache.exact_len[slot]
-                positions = self.target.positions[end - len(last) : end]
-                draws = Draws.of([sequence.sampling], self.state.draw, False)
+    # --- steps
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Prefill and admit what is waiting, run a round, and return what it added."""
+        if not self.pending:
+            self.retire()  # what was cancelled
+            self._admit()
+        if not self.active:
+            return []
+        start = time.perf_counter()
+        while not any(s.finished for s in self.active):
+            ahead = sum(r.draft.size + 1 for r in self.pending)
+            if len(self.pending) >= self._deep or (self.pending and not self.pending[-1].fixed):
+                break
+            if all(len(s.text) + len(self.pending) >= s.limit for s in self.active):
+                break  # the pending rounds end every text
+            with self.threads():
+                r = self.start(ahead)
+            if r is None:
+                break
+            self.pending.append(r)
+        if not self.pending:
+            return []
+        r = self.pending.popleft()
+        running = [s for s in r.requests if not s.finished]
+        with self.threads():
+            results = self.finish(r)
+        share = (time.perf_counter() - start) / max(1, len(running))
+        for request in running:
+            request.stats.wall += share
+        known = self._known_ids
+        events = [
+            emitted(r, slot, path, tokens, known if request.drafting else None)
+            for slot, (request, path, tokens) in enumerate(results)
+            if request in running and (tokens or slot in r.broken)
+        ]
+        if all(s.finished for s in self.active):
+            while self.pending:  # rounds that were launched before this was known
+                collect(self.pending.popleft())
+        if not self.pending:
+            self.retire()
+        return events
+
+    def retire(self) -> None:
+        """Free the slots of requests that have ended. No round may be pending."""
+        for request in [s for s in self.active if s.finished]:
+            self.slots.retire(request)
+
+    def cancel(self, request: Request) -> Event | None:
+        """End a request, between two steps. Its slot is free after `retire`. Returns its last event; None if it has
+        ended already."""
+        if request.finished:
+            return None
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request is self.slots.filling:
+            self.slots.retire(request)
+        return cancelled(request)
+
+    @property
+    def _deep(self) -> int:
+        """Rounds that may be pending: two, so that the device need not wait for the host, unless the host must know
+        the first one's tokens, or a prompt is to be prefilled after it."""
+        waits = self.slots.filling is not None or (self.waiting and self.slots.admits(self.waiting[0]))
+        return 1 if waits or not self.fixed or self.synchronous else 2
+
+    @property
+    def _known_ids(self) -> set[int] | None:
+        """The ids of a trimmed head."""
+        head = None if self.drafter is None else self.drafter.head
+        return None if head is None else head.known
+
+    # --- prompts
+
+    def _admit(self) -> None:
+        """Prefill prompts: a chunk of one if requests decode meanwhile, otherwise several whole ones."""
+        alone, done = not self.active, 0
+        chunk = prefill_chunk(self.target, alone)
+        while done < (AT_ONCE if alone else chunk):
+            if self.slots.filling is None:
+                if not self.waiting or not self.slots.admits(self.waiting[0]):
+                    assert self.active or not self.waiting, "no slot holds a page, and yet a text that fits does not"
+                    return
+                self._begin(self.waiting.popleft())
+            done += self._prefill(chunk)
+
+    def admit(self, request: Request) -> None:
+        """Admit a request and prefill its whole prompt."""
+        self._begin(request)
+        while self.slots.filling is not None:
+            self._prefill(prefill_chunk(self.target, True))
+
+    def _begin(self, request: Request) -> None:
+        self.slots.begin(request)
+        self.slots.idle.discard(self.slots.waiting_room)
+
+    def _prefill(self, most: int) -> int:
+        """Prefill up to `most` tokens of the prompt at hand, to the end of a chunk. Returns their number."""
+        request, slot, start = self.slots.filling, self.slots.waiting_room, time.perf_counter()
+        assert request is not None
+        begun, end = self.cache.exact_len[slot], len(request.text) - 1
+        count = min(end - begun, most - begun % most)
+        taps = self.drafter.taps if self.drafter is not None and request.drafting else ()
+        if count:
+            self.see(0)
+            tokens = request.text[begun : begun + count]
+            rows = prefill(self.target, self.cache, tokens, taps, count, count, slot)
+            request.stats.prompt += count
+            if taps and self.drafter is not None:
                 with self.threads():
-                    target = self.target.draw(draws, self.target.logits(Final(last)), positions)
-                    sequence.policy.learn(tuple(tapped), *drafter.watch(tapped, draws, target, positions))
+                    self.drafter.prefilled(request, begun, rows)
+        if request.tell is not None:
+            request.tell(begun + count, end)
+        if begun + count == end:
+            request.prefilled = end // self.slots.grain * self.slots.grain if request.prefixes != "all" else 0
+            self.slots.activate(self._agrees(request))
+            self._chain = False
+            if request.drafting and self.drafter is not None:
+                self.chooser.admitted()
+        seconds = time.perf_counter() - start
+        request.stats.seconds["prefill"] += seconds
+        request.stats.wall += seconds
+        return count
 
-    def _agrees(self, sequence: Sequence) -> Tensor | None:
+    def _agrees(self, request: Request) -> Tensor | None:
         if self.acceptance is None:
             return None
-        if not sequence.drafting:
+        if not request.drafting:
             return torch.zeros_like(self.state.agrees[0])
-        seed = sequence.sampling.seed
+        seed = request.sampling.seed
         if seed not in self._tables:
             self._tables = {seed: agreements(self.acceptance, seed, self.state.agrees.shape[1])}
         return self._tables[seed].to(self.state.agrees.device)
@@ -243,7 +257,7 @@ class Batch:
         bucket = next((b for b in self.buckets if b >= columns), self.cache.capacity) if columns else 0
         if bucket != self._bucket:
             self._bucket = bucket
-            for cache in self.caches:
+            for cache in self.slots.caches:
                 cache.bucket(bucket or cache.capacity)
         return bucket
 
@@ -253,295 +267,163 @@ class Batch:
         return native().one_torch_thread() if self._compiled else nullcontext()
 
     def start(self, ahead: int = 0) -> Round | None:
-        """Launch a round of the active sequences. `ahead`: tokens that pending rounds may add to each text. None if
+        """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
-        began = time.perf_counter()
-        drafting = self.drafter is not None and self.active[0].drafting
-        budget = self._shape() if drafting else NONE
-        fixed = self.fixed and self._can_be_fixed(budget, drafting)
+        began, policy = time.perf_counter(), self.active[0].policy
+        drafter = self.drafter if self.active[0].drafting else None
+        budget, reason = (NONE, "") if drafter is None else self._shape(drafter)
+        fixed = self.fixed and (drafter is None or not budget.nodes or self._can_be_fixed(drafter, budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):
             return None  # a drafter that missed tokens must first know them
-        if not fixed:
-            budget = self._clipped(budget)
+        if not fixed and drafter is not None:
+            budget = self._clipped(drafter, budget)
         r = self.new_round(budget, fixed, ahead)
-        r.asks = drafting and self.active[0].policy.confident
-        r.traced = self.trace is not None
-        r.reason, r.trial = self.chooser.reason, self.chooser.trial
-        launch(r, self.target, self.cache, self.drafter if drafting else None)
-        send(r, self.target.config.vocab_size)
-        self._chain = fixed and r.size > 0 and not budget.part
+        r.confident = drafter is not None and policy.confident
+        r.traced = self.trace is not None and any(s.traced for s in self.active)
+        r.reason, r.trial = reason, self.chooser.trial and reason != BEHIND
+        launch(r, self.target, self.cache, drafter)
+        send(r, self.target)
+        self._chain = fixed and r.draft.size > 0 and not budget.part
         if fixed:
             self.launched += 1
             self.host_seconds += time.perf_counter() - began
         return r
 
     def new_round(self, budget: Budget, fixed: bool, ahead: int = 0) -> Round:
-        """A round of the active sequences; one of fixed shape is padded to a power of two of slots."""
+        """A round of the active requests; one of fixed shape is padded to a power of two of slots."""
         n = len(self.active)
         padded = min(self.size, 1 << (n - 1).bit_length()) if fixed else n
         state = self._views.get(padded) or self._views.setdefault(padded, self.state.first(padded))
-        for slot in set(range(n, padded)) - self._idle:  # set up once: a copy from the host would block
+        for slot in set(range(n, padded)) - self.slots.idle:  # set up once: a copy from the host would block
             self.state.idle(slot, self.largest.depth + 1)
-            self._idle.add(slot)
+            self.slots.idle.add(slot)
         longest = max(len(s.text) for s in self.active) + ahead
         bucket = self.see(longest + self.beyond) if fixed else self.see(0)
         draws = Draws.of([s.sampling for s in self.active], state.draw, fixed)
         lengths = state.length if fixed else [len(s.text) for s in self.active]
-        return Round(list(self.active), state, budget, self.graphs, fixed, draws, lengths, bucket)
+        shape = Shape(padded, budget, fixed, bucket, draws.kind)
+        return Round(list(self.active), state, shape, draws, lengths, self.graphs)
 
     @property
-    def reads(self) -> bool:
+    def synchronous(self) -> bool:
         """Whether the next draft needs the results of the previous round."""
-        drafting = self.drafter is not None and self.active[0].drafting
-        return drafting and (self.drafter.reads or self.active[0].policy.confident)  # type: ignore[union-attr]
+        if self.drafter is None or not self.active[0].drafting:
+            return False
+        return self.drafter.synchronous or self.active[0].policy.confident
 
     @property
     def usual(self) -> float:
         """Mean seconds of a round of fixed shape; 0 before the first."""
         return self._usual[1] / max(1.0, self._usual[0])
 
-    def _shape(self) -> Budget:
-        """The shape that the chooser takes of the policies' proposals. Rank 0 decides, since measured times differ by
-        rank."""
-        drafter, policies = self.drafter, [s.policy for s in self.active]
-        assert drafter is not None
-        drafter.announce(self.active)
-        remaining = sum(s.limit - len(s.text) for s in self.active)
-        budget = self.chooser.choose(policies, remaining, drafter.behind(self.active))
+    def _shape(self, drafter: Drafter) -> tuple[Budget, str]:
+        """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
+        measured times differ by rank."""
+        policies = [s.policy for s in self.active]
+        budget, reason = self._delayed, self.chooser.reason
+        if budget is None:
+            drafter.announce(self.active)
+            remaining = sum(s.limit - len(s.text) for s in self.active)
+            budget = self.chooser.choose(policies, remaining, drafter.behind(self.active))
+            reason = self.chooser.reason
+        self._delayed = None
+        if not self._caught_up(drafter, budget):
+            self._delayed, budget, reason = budget, NONE, BEHIND
         if self.ranks is not None and (policies[0].rests or policies[0].layers or len(policies) > 1):
             budget = self.ranks.budget(budget, len(policies[0].layers))
         prices = self.chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
         for p in policies:
             p.taken(budget, prices)
-        return budget
+        return budget, reason
 
-    def _can_be_fixed(self, budget: Budget, drafting: bool) -> bool:
-        if not drafting or not budget.nodes:
+    def _caught_up(self, drafter: Drafter, budget: Budget) -> bool:
+        """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
+        of a prompt is prefilled in chunks, one before each round."""
+        if len(self.active) == 1 or not budget.nodes or budget.part or drafter.cache is None:
             return True
-        assert self.drafter is not None
-        return all(self.drafter.fixed(len(s.text), budget) for s in self.active)
+        chunk = prefill_chunk(self.target, False)
+        if drafter.behind(self.active) <= chunk:
+            return True
+        start = time.perf_counter()
+        count = drafter.advance(self.active, chunk)
+        spent = time.perf_counter() - start
+        self.known.costs.observe_prefill(count, spent)
+        for request in self.active:
+            request.stats.seconds["prefill"] += spent / len(self.active)
+        return False
 
-    def _clipped(self, budget: Budget) -> Budget:
+    def _can_be_fixed(self, drafter: Drafter, budget: Budget) -> bool:
+        return all(drafter.fixed(len(s.text), budget) for s in self.active)
+
+    def _clipped(self, drafter: Drafter, budget: Budget) -> Budget:
         """Limit a draft to the longest remaining text, less one for the target's token, and the drafter's context."""
         if not budget.nodes:
             return budget
-        assert self.drafter is not None
-        room = max(s.limit - len(s.text) - 1 for s in self.active)
-        own = max(self.drafter.room(len(s.text)) for s in self.active)
-        return budget.clip(min(budget.nodes, self.largest.nodes), min(room, own))
+        left = max(s.limit - len(s.text) - 1 for s in self.active)
+        own = max(drafter.left(len(s.text)) for s in self.active)
+        return budget.clip(min(budget.nodes, self.largest.nodes), min(left, own))
 
-    def finish(self, r: Round) -> list[tuple[Sequence, list[int], list[int]]]:
-        """Wait for a round, extend the texts and update policies and the drafter. Returns (sequence, path, tokens)."""
-        each, seconds = collect(r)
-        start, n = time.perf_counter(), len(r.sequences)
+    def finish(self, r: Round) -> list[tuple[Request, list[int], list[int]]]:
+        """Wait for a round, extend the texts and update policies and the drafter. Returns (request, path, tokens)."""
+        each, drafter = collect(r), self.drafter if r.requests[0].drafting else None
+        start, n, launched = time.perf_counter(), len(r.requests), sum(r.seconds.values())
         if r.fixed:
             self._usual[0] += 1
-            self._usual[1] += sum(seconds.values())
+            self._usual[1] += launched
+        r.usual = self.usual if self.fixed else None
         out = []
-        for slot, (sequence, (path, tokens)) in enumerate(zip(r.sequences, each, strict=True)):
-            room = sequence.limit - len(sequence.text)  # a draft of fixed shape may go beyond the end
-            path, tokens = path[:room], tokens[:room]
-            out.append((sequence, path, tokens))
-            if not tokens or sequence.finished:
+        for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
+            left = request.limit - len(request.text)  # a draft of fixed shape may go beyond the end
+            path, tokens = path[:left], tokens[:left]
+            out.append((request, path, tokens))
+            if not tokens or request.finished:
                 continue
-            sequence.text += tokens
-            self.cache.exact_len[slot] = len(sequence.text) - 1
-            if self.drafter is not None and sequence.drafting:
-                self.drafter.observe(r, slot, path)
-        watched = self._watch(r, [path for _, path, _ in out], seconds) if r.taps else 0.0
-        for slot, (sequence, path, tokens) in enumerate(out):
-            if tokens and not sequence.finished:
-                self._account(r, slot, sequence, path)
-        share = time.perf_counter() - start - watched
-        if self.drafter is not None and r.sequences[0].drafting:
-            self._learn(r, out, seconds, share)
-        for sequence in r.sequences:
-            for stage, spent in {**seconds, "commit": share}.items():
-                sequence.stats.seconds[stage] += spent / n
+            request.text += tokens
+            self.cache.exact_len[slot] = len(request.text) - 1
+            if drafter is not None:
+                drafter.observe(r, slot, path)
+        if drafter is not None and r.taps:
+            drafter.learn(r, [path for _, path, _ in out])
+        for slot, (request, path, tokens) in enumerate(out):
+            if tokens and not request.finished:
+                self._account(r, slot, request, path)
+        r.seconds["commit"] = time.perf_counter() - start - r.seconds.get("watch", 0.0)
+        if drafter is not None:
+            self._learn(r, sum(len(tokens) for _, _, tokens in out))
+        for request in r.requests:
+            for stage, spent in r.seconds.items():
+                request.stats.seconds[stage] += spent / n
         if self.trace is not None:
-            spans = {**seconds, "watch": watched, "commit": share}
-            for slot, (sequence, path, tokens) in enumerate(out):
-                if tokens and not sequence.finished:
-                    self.trace(self._told(r, slot, sequence, path, tokens, len(each[slot][0]), spans))
+            for slot, (request, path, tokens) in enumerate(out):
+                if tokens and request.traced and not request.finished:
+                    whole = len(each[slot][0])
+                    self.trace(record(r, self.finished, slot, path, tokens, whole, self._known_ids))
         self.finished += 1
         return out
 
-    def _learn(
-        self, r: Round, out: list[tuple[Sequence, list[int], list[int]]], seconds: dict[str, float], share: float
-    ) -> None:
-        """Take the round's time and tokens into account. Rounds that differ from later ones teach nothing: those in
-        which layers were watched, and the last ones of texts, which their limits cut."""
-        n, costs = len(r.sequences), self.known.costs
+    def _learn(self, r: Round, tokens: int) -> None:
+        """Take the round's time and its `tokens` into account. Rounds that differ from later ones teach nothing: those
+        in which layers were watched, and the last ones of texts, which their limits cut."""
+        n, costs, seconds = len(r.requests), self.known.costs, r.seconds
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
-        if not r.taps:
-            rest = seconds["verify"] + seconds["accept"] + (0.0 if self.graphs.capture else share)
+        if "watch" not in seconds:
+            rest = seconds["verify"] + seconds["accept"] + (0.0 if self.graphs.capture else seconds["commit"])
             if r.reason == "measured":
                 self.chooser.measured(n, rest)
             else:
-                costs.observe(n, r.budget, r.size, seconds["draft"], rest)
-        tokens = sum(len(tokens) for _, _, tokens in out)
-        self.chooser.finished(n, r.budget, r.size, tokens, r.trial, r.behind)
+                costs.observe(n, r.budget, r.draft.size, seconds["draft"], rest)
+        if r.reason != BEHIND:
+            self.chooser.finished(n, r.budget, r.draft.size, tokens, r.trial, r.behind)
 
-    def _account(self, r: Round, slot: int, sequence: Sequence, path: list[int]) -> None:
-        """Policy and stats of one sequence's part of a round."""
-        drafted = r.drafted[slot] if r.drafted else r.size
-        found = r.found[slot] if r.found else None
-        confidence = [each[slot] for each in r.confidence]
-        sequence.policy.observe(Outcome(drafted, path, confidence, found))
-        stats = sequence.stats
+    def _account(self, r: Round, slot: int, request: Request, path: list[int]) -> None:
+        """Policy and stats of one request's part of a round."""
+        draft, drafted = r.draft, r.draft.count(slot)
+        found = draft.found[slot] if draft.found else None
+        confidence = [each[slot] for each in draft.confidence]
+        request.policy.observe(Outcome(drafted, path, confidence, found))
+        stats = request.stats
         stats.observe_budget(drafted, r.budget.exit if drafted else 0, r.reason)
         stats.copied += bool(drafted and r.budget.part)
         if found is not None:
-            stats.observe_found(found, r.depth, len(path) - 1)
-
-    def _told(
-        self,
-        r: Round,
-        slot: int,
-        sequence: Sequence,
-        path: list[int],
-        tokens: list[int],
-        whole: int,
-        seconds: dict[str, float],
-    ) -> dict[str, Any]:
-        """One sequence's part of a round for the trace (specker/trace.py documents it). `whole`: rows of the path
-        before the text's limit cut it."""
-        N, rows = r.drafted[slot] if r.drafted else r.size, r.host
-        parents = rows["parents"][slot, :N].tolist() if r.tree else list(range(N))
-        if not N or whole > len(path):
-            last = "own"
-        else:
-            last = "recovered" if path[-1] in parents else "bonus"
-        confidence = [each[slot] for each in r.confidence]
-        told: dict[str, Any] = {
-            "prompt": sequence.index,
-            "round": self.finished,
-            "position": len(sequence.text) - len(tokens),  # committed tokens before the round
-            "draft": rows["draft"][slot, :N].tolist(),
-            "parents": parents,
-            "confidence": confidence,
-            "target": rows["target"][slot, : N + 1].tolist(),
-            "path": path,
-            "tokens": tokens,
-            "last": last,
-            "exit": r.budget.exit,
-            "sequences": len(r.sequences),
-            "seconds": seconds,
-        }
-        for name, count in (("probability", N), ("agreed", N), ("own", N + 1)):
-            if name in rows:
-                told[name] = [math.exp(min(0.0, x)) for x in rows[name][slot, :count].tolist()]
-        if "probability" not in told and len(confidence) >= N > 0:
-            told["probability"] = confidence[:N]
-        head = self.drafter.head if self.drafter is not None and sequence.drafting else None
-        if head is not None and head.known is not None:
-            told["outside"] = [n for n, token in enumerate(tokens) if token not in head.known]
-        if r.found:
-            told["diffusion"] = asdict(r.found[slot])
-        return told
-
-    def _watch(self, r: Round, paths: list[list[int]], stages: dict[str, float]) -> float:
-        """Pass each policy the tapped layers' predictions after the accepted rows; later rows follow rejected tokens.
-        With captured rounds, the cost also includes how much longer this uncaptured round took than a usual one.
-        Returns the seconds it took."""
-        assert self.drafter is not None
-        start, n, count = time.perf_counter(), len(r.sequences), r.n * (r.size + 1)
-        rows, targets = r.kept("positions", count).view(r.n, -1), r.kept("target", count).view(r.n, -1)
-        heard = []
-        for slot, (sequence, path) in enumerate(zip(r.sequences, paths, strict=True)):
-            kept = len(path)
-            taps = {layer: x.view(r.n, rows.shape[1], -1)[slot, :kept] for layer, x in r.taps.items()}
-            draws = Draws.of([sequence.sampling], r.state.draw, False)
-            heard.append(self.drafter.watch(taps, draws, targets[slot, :kept], rows[slot, :kept]))
-        spent = time.perf_counter() - start
-        for sequence, (match, confidence) in zip(r.sequences, heard, strict=True):
-            sequence.stats.seconds["watch"] += spent / n
-            longer = sum(stages.values()) + spent - self.usual if self.fixed else 0.0
-            sequence.policy.learn(tuple(r.taps), match, confidence, max(spent, longer))
-        return spent
-
-
-@torch.inference_mode()
-def decode(batch: Batch, waiting: deque[Sequence], stop_ids: frozenset[int]) -> Iterator[Step]:
-    """Decode the requests in `waiting`, to which the caller may add more at any time, until none is left."""
-    batch.clear(forget=False)
-    pending: deque[Round] = deque()
-    start = time.perf_counter()
-    while True:
-        if not pending:
-            for sequence in [s for s in batch.active if s.finished]:
-                batch.retire(sequence)
-            while waiting and batch.admits(waiting[0]):
-                batch.admit(waiting.popleft())
-                start = time.perf_counter()  # a prefill is its own request's time
-            if not batch.active:
-                return
-        while not any(s.finished for s in batch.active):
-            ahead = sum(r.size + 1 for r in pending)
-            deep = 1 if not batch.fixed or batch.reads else 2
-            if len(pending) >= deep or (pending and not pending[-1].fixed):
-                break
-            if all(len(s.text) + len(pending) >= s.limit for s in batch.active):
-                break  # the pending rounds end every text
-            with batch.threads():
-                r = batch.start(ahead)
-            if r is None:
-                break
-            pending.append(r)
-        r = pending.popleft()
-        running = [s for s in r.sequences if not s.finished]
-        with batch.threads():
-            results = batch.finish(r)
-        share = (time.perf_counter() - start) / max(1, len(running))
-        for sequence in running:
-            sequence.stats.wall += share
-        steps = []
-        for slot, each in enumerate(results):
-            if each[0] in running and (each[2] or slot in r.broken):
-                steps.append(_emitted(batch, r, *each, stop_ids, slot in r.broken))
-        yield from steps
-        start = time.perf_counter()
-
-
-def _emitted(
-    batch: Batch,
-    r: Round,
-    sequence: Sequence,
-    path: list[int],
-    tokens: list[int],
-    stop_ids: frozenset[int],
-    broken: bool,
-) -> Step:
-    """Cut the tokens after a stop id or string and update the counters. `broken`: the next token's logits are not
-    finite."""
-    stop = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
-    texts: list[str] = []
-    if (reader := sequence.reader) is not None:
-        for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
-            texts.append(reader.add(token))
-            if reader.stopped:
-                stop = i
-                break
-    drafted = r.drafted[r.sequences.index(sequence)] if r.drafted else r.size
-    head = batch.drafter.head if batch.drafter is not None and sequence.drafting else None
-    known = None if head is None else head.known  # the ids of a trimmed head
-    ended = known is not None and bool(tokens) and tokens[-1] not in known
-    lost = ended and not r.budget.part and len(path) - 1 < r.depth
-    if stop is not None:
-        del sequence.text[len(sequence.text) - len(tokens) + stop + 1 :]
-        tokens = tokens[: stop + 1]
-        sequence.finished = "stop"
-    elif broken:
-        sequence.finished = "not finite"
-        log.warning(NOT_FINITE, sequence.index)
-    elif len(sequence.text) >= sequence.limit:
-        sequence.finished = sequence.ends
-    accepted = max(0, min(len(path) - 1, len(tokens)))
-    pieces = [(text, n < accepted) for n, text in enumerate(texts)]
-    if reader is not None and sequence.finished:
-        pieces.append((reader.flush(), False))
-    sequence.stats.observe(drafted, accepted, len(tokens))
-    if known is not None:
-        sequence.stats.observe_kept(sum(token in known for token in tokens), lost)
-    return Step(sequence, tokens, accepted, [piece for piece in pieces if piece[0]])
+            stats.observe_found(found, draft.depth, len(path) - 1)

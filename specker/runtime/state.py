@@ -1,5 +1,6 @@
-"""State that a round passes to the next: tensors at fixed addresses, sequences first, and each sequence on the host."""
+"""State that a round passes to the next: tensors at fixed addresses, sequences first, and each request on the host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -14,8 +15,8 @@ from specker.runtime.stats import Stats
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One request on the host."""
+class Request:
+    """A prompt that is being decoded, on the host."""
 
     index: int  # of its prompt
     text: list[int]  # committed tokens: the prompt and the emitted tokens; the last one is the root
@@ -23,14 +24,26 @@ class Sequence:
     sampling: Sampling
     policy: Policy
     drafting: bool = True  # False: plain decoding
-    follows: bool = False
-    """In a batch of one: keep the previous request's K/V as far as the texts agree, as in a conversation. Part of the
-    prompt's K/V then comes from verify passes, so it may differ in rounding from a prefill's."""
+    prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
     reader: Detokenizer | None = None  # turns the emitted tokens into text as they come
-    stats: Stats = field(default_factory=Stats)
-    finished: str | None = None  # None, "stop" (a stop id or string), `ends` or "not finite" (logits)
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
+    traced: bool = True  # whether the trace holds its rounds
+    tell: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
     ends: str = "length"
     """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
+    stats: Stats = field(default_factory=Stats)
+    finished: str | None = None  # None, "stop" (a stop id or string), `ends`, "not finite" (logits) or "cancelled"
+    prompt: int = field(init=False)  # tokens of the prompt
+    prefilled: int = 0  # columns that a prefill wrote, in its whole chunks
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.text)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The emitted tokens."""
+        return self.text[self.prompt :]
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class State:
     step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
     # Work space of one round; the rows of each sequence are adjacent.
     hidden: Tensor  # [n * R, E of the drafter]
+    taps: Tensor  # [D, n * R, E of the target], the hidden rows that the drafter reads
     positions: Tensor  # [n * R] int64
     logits: Tensor  # [n * R, V]
     target: Tensor  # [n * R] int64, the target's token after each row
@@ -64,10 +78,11 @@ class State:
         wide: int,
         vocab: int,
         columns: int,
+        taps: tuple[int, int] = (0, 0),
         synthetic: bool = False,
     ) -> "State":
         """Allocate for drafts of up to rows - 1 tokens, hidden size `wide` of type `dtype`, `vocab` logits a row and
-        texts of up to `columns` tokens."""
+        texts of up to `columns` tokens. `taps`: D and E of the target's hidden rows that the drafter reads."""
         scores = torch.float64 if dtype == torch.float64 else torch.float32
 
         def ints(*shape: int) -> Tensor:
@@ -84,6 +99,7 @@ class State:
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
             hidden=torch.zeros(sequences * rows, wide, dtype=dtype, device=device),
+            taps=torch.zeros(taps[0], sequences * rows, taps[1], dtype=dtype, device=device),
             positions=ints(sequences * rows),
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),
@@ -101,13 +117,13 @@ class State:
             return self
         return replace(self, **{name: x[:sequences] for name, x in self._per_sequence.items()})
 
-    def load(self, slot: int, sequence: Sequence, agrees: Tensor | None = None) -> None:
-        """Copy a sequence's text, sampling parameters and `agrees` [C] bool to `slot`."""
-        n = len(sequence.text)
-        self.committed[slot, :n] = torch.tensor(sequence.text)
-        self.length[slot], self.limit[slot] = n, sequence.limit
-        self.window[slot, 0] = sequence.text[-1]
-        self.draw[slot] = pack(sequence.sampling)
+    def write(self, slot: int, request: Request, agrees: Tensor | None = None) -> None:
+        """Copy a request's text, sampling parameters and `agrees` [C] bool to `slot`."""
+        n = len(request.text)
+        self.committed[slot, :n] = torch.tensor(request.text)
+        self.length[slot], self.limit[slot] = n, request.limit
+        self.window[slot, 0] = request.text[-1]
+        self.draw[slot] = pack(request.sampling)
         if agrees is not None:
             self.agrees[slot] = agrees
 
@@ -121,3 +137,9 @@ class State:
         self.length[slot] = self.limit[slot] = length
         self.window[slot, 0] = 0
         self.draw[slot] = pack(Sampling())
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Start a copy to pinned memory, which torch reuses."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)

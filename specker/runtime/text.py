@@ -2,12 +2,12 @@
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.flags import option
-from specker.runtime.loop import Step
+from specker.runtime.events import Logprob
 from specker.runtime.stats import Stats
 
 Prompt = str | Sequence[int]
@@ -31,11 +31,11 @@ def token_ids(prompt: Any) -> list[int]:
         raise ValueError(f"a prompt must be a string or a list of token ids, got {repr(prompt)[:60]}") from None
 
 
-def count(value: Any) -> int:
-    """`max_new_tokens` as Python's integer. Raises ValueError."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise ValueError(f"{option('max_new_tokens')} must be a whole number of at least 1, got {value!r}")
-    return operator.index(value)
+def encode(target: Checkpoint, prompt: str) -> list[int]:
+    """Token ids of a text, with the tokenizer's own special tokens. Raises ValueError."""
+    if not isinstance(prompt, str):
+        raise ValueError(f"a prompt must be a string to be encoded, got {prompt!r}")
+    return list(target.tokenizer(prompt)["input_ids"])
 
 
 def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -> list[int]:
@@ -82,32 +82,6 @@ def each(prompts: Any, options: dict[str, Any]) -> list[tuple[Prompt, dict[str, 
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The tokens and text that one round added to one prompt.
-
-    Attributes:
-        prompt: index of the prompt.
-        tokens: ids.
-        accepted: the first so many tokens were draft tokens, the others are the target's own.
-        pieces: the new text in order, and whether it came from a draft token.
-        stats: running totals of this prompt.
-        finished: None, "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more) or
-            "not finite" (the next token's logits).
-    """
-
-    prompt: int
-    tokens: list[int]
-    accepted: int
-    pieces: list[tuple[str, bool]]
-    stats: Stats
-    finished: str | None
-
-    @property
-    def text(self) -> str:
-        return "".join(piece for piece, _ in self.pieces)
-
-
-@dataclass(frozen=True)
 class Generation:
     """A whole decoded text.
 
@@ -115,17 +89,13 @@ class Generation:
         tokens: ids, a stop id or the token that completes a stop string included.
         text: without special tokens and stop strings.
         stats: counters and times.
-        finished: "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more) or
-            "not finite" (the next token's logits).
+        finished: "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more), "not finite"
+            (the next token's logits) or "cancelled".
+        logprobs: one for each token; empty unless they were asked for.
     """
 
     tokens: list[int]
     text: str
     stats: Stats
     finished: str
-
-
-def chunk(step: Step) -> Chunk:
-    """A step of a request that has a reader."""
-    s = step.sequence
-    return Chunk(s.index, step.tokens, step.accepted, step.pieces, s.stats, s.finished)
+    logprobs: list[Logprob] = field(default_factory=list)

@@ -9,7 +9,7 @@ from specker import run
 from specker.checkpoints import checkpoint
 from specker.model import memory
 from specker.model.memory import Cost, gib, largest, needed, sized
-from specker.runtime.compose import room_of
+from specker.runtime.engine import cache_memory
 from specker.runtime.strategies.base import SCRATCH
 
 EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # an 8B model in bfloat16
@@ -122,7 +122,7 @@ def test_the_reserve_covers_graphs_on_a_gpu(pair):
     assert memory.captured([32], [1], 1, 1) == 8 * 32
     for graphs, nodes in (("off", 0), (None, memory.captured([3, 1], [1, 3], 4, 1))):
         engine = specker.load(*pair, device="cpu", draft_tokens=3, batch_size=4, graphs=graphs, max_context=40)
-        assert room_of(engine.target, engine.draft, engine.options).nodes == nodes
+        assert cache_memory(engine.target, engine.draft, engine.options).nodes == nodes
 
 
 # --- an engine with made-up memory
@@ -190,7 +190,7 @@ def test_out_of_memory_while_reading(pair, monkeypatch):
 
 
 def test_out_of_memory_while_allocating(pair, monkeypatch):
-    monkeypatch.setattr("specker.runtime.compose.allocate", runs_out)
+    monkeypatch.setattr("specker.runtime.engine.allocate", runs_out)
     with pytest.raises(ValueError, match="out of memory with a context of 512 positions: max_context=384 would fit"):
         specker.load(*pair, device="cpu")
 

@@ -80,7 +80,7 @@ def test_the_tree_equals_its_definition(world, shape, sampling, fixed):
     r = draft(drafter(model, width), PROMPT, Budget(width * depth, depth), sampling, fixed=fixed)
     want, up, _ = grown(reference, sampling, width, depth)
     assert tokens(r) == want and parents(r) == up
-    assert r.tree == (width > 1) and r.depth == depth
+    assert r.draft.tree == (width > 1) and r.draft.depth == depth
 
 
 class Asked(Fixed):
@@ -101,8 +101,8 @@ def test_policies_hear_each_tokens_probability(world, own, sampling, fixed):
     r = draft(mine, PROMPT, Budget(4, 4, len(model.layers)), sampling, Asked(4, 4), fixed=fixed)
     want, _, scores = grown(reference, sampling, 1, 4)
     alone = [math.exp(b - a) for a, b in itertools.pairwise([0.0, *scores])]
-    assert tokens(r) == want and r.size == 4
-    assert [p for [p] in r.confidence] == pytest.approx(alone, rel=1e-5) and max(alone) < 1
+    assert tokens(r) == want and r.draft.size == 4
+    assert [p for [p] in r.draft.confidence] == pytest.approx(alone, rel=1e-5) and max(alone) < 1
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
@@ -112,7 +112,7 @@ def test_a_capped_tree_keeps_the_best_nodes(world, fixed):
     r = draft(drafter(model, 4), PROMPT, Budget(7, 3), fixed=fixed)
     kept = sorted(sorted(range(12), key=lambda n: -scores[n])[:7])
     assert kept != list(range(7))
-    assert tokens(r) == [want[n] for n in kept] and r.nodes.tolist() == [kept]
+    assert tokens(r) == [want[n] for n in kept] and r.draft.nodes.tolist() == [kept]
     row = {0: 0, **{n + 1: i + 1 for i, n in enumerate(kept)}}
     assert parents(r) == [row[up[n]] for n in kept]
 
@@ -127,14 +127,14 @@ def test_no_budget_no_draft(world, budget):
         r = new_round(mine, PROMPT, budget)
         launch(r, model, cache, mine)
     [want], *_ = grown(reference, Sampling(), 1, 1)
-    assert r.size == 0 and mine.cache.exact_len == [0] and r.kept("report", 3).tolist() == [1, 0, want]
+    assert r.draft.size == 0 and mine.cache.exact_len == [0] and r.memory.get("report", 3).tolist() == [1, 0, want]
 
 
 def test_the_draft_ends_at_its_models_context(world):
     model, reference = world
     text = (PROMPT * 20)[:62]
     mine = drafter(model, 1)
-    assert [mine.room(n) for n in (62, 64, 65)] == [3, 1, 0]  # rows at positions 61, 62, 63
+    assert [mine.left(n) for n in (62, 64, 65)] == [3, 1, 0]  # rows at positions 61, 62, 63
     want, *_ = grown(reference, Sampling(), 1, 3, text)
     assert tokens(draft(mine, text, Budget(3, 3))) == want
     assert [mine.fixed(n, Budget(3, 3)) for n in (6, 7, 50, 51)] == [False, True, True, False]

@@ -175,10 +175,10 @@ def test_acceptance_depends_on_the_seed_and_not_on_the_temperature(pair):
         fast.generate([3, 1, 4], 120, **how).stats.hits for how in ({}, {}, {"temperature": 0.9}, {"seed": 9})
     )
     assert first == again == warm != other
-    table = fast.batch.state.agrees
+    table = fast.loop.state.agrees
     last = table.clone()
     assert fast.generate([3, 1, 4], 120).stats.hits == first  # the table is rewritten
-    assert fast.batch.state.agrees is table  # in place: a captured graph reads it there
+    assert fast.loop.state.agrees is table  # in place: a captured graph reads it there
     assert not torch.equal(table, last)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from specker.config import Common, Options, refuse_unknown
 from specker.flags import Parser, flag, make, option
-from specker.runtime.draft import Drafter
+from specker.runtime.drafter import Drafter
 from specker.runtime.policy import AUTO, GENERAL, Policy
 from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specker.model.decoder import Model
     from specker.model.weights import Matrix
     from specker.runtime.dist import Ranks
-    from specker.runtime.draft import Drafter
+    from specker.runtime.drafter import Drafter
     from specker.runtime.head import Head
     from specker.runtime.strategies.vocabtrim.head import Kept
 
@@ -207,13 +207,14 @@ def allocate(model: Model, options: Options) -> KVCache:
     of `--kv-tokens` positions."""
     from specker.model.cache import KVCache
 
-    page = options.page_size
+    page, size, columns = options.page_size, options.batch_size, model.config.max_context + SCRATCH
+    pool = size * columns if options.kv_tokens is None or size == 1 else options.kv_tokens
     return KVCache(
         model.config,
-        model.config.max_context + SCRATCH,
+        columns,
         dtype=model.dtype,
         device=model.device,
         page_size=page,
-        sequences=options.batch_size,
-        pages=None if options.kv_tokens is None or options.batch_size == 1 else -(-options.kv_tokens // page),
+        sequences=size + (size > 1),  # the last one's prompt is being prefilled (slots.py)
+        pages=size * -(-columns // page) if pool == size * columns else -(-pool // page),
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specker.runtime.draft import Drafter
+from specker.runtime.drafter import Draft, Drafter
 from specker.runtime.policy import Budget, Outcome, Policy, StopRule
 from specker.runtime.strategies.base import Plan
 from specker.runtime.strategies.lookup import Copying, LookupDrafter
@@ -19,9 +19,8 @@ from specker.runtime.strategies.lookup import Copying, LookupDrafter
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specker.model.sampling import Draws
     from specker.runtime.round import Round
-    from specker.runtime.state import Sequence as Request
+    from specker.runtime.state import Request
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
 
@@ -74,11 +73,11 @@ class JoinedPolicy(Policy):
 
 
 class JoinedDrafter(Drafter):
-    reads = True  # copied text needs the tokens of the previous round
+    synchronous = True  # copied text needs the tokens of the previous round
 
     def __init__(self, inner: Drafter, copying: LookupDrafter):
         self.inner, self.copying = inner, copying
-        self.model, self.cache, self.head = inner.model, inner.cache, inner.head
+        self.model, self.cache, self.head, self.taps = inner.model, inner.cache, inner.head, inner.taps
 
     def _of(self, budget: Budget) -> Drafter:
         return self.copying if budget.part else self.inner
@@ -97,23 +96,32 @@ class JoinedDrafter(Drafter):
     def catch_up(self, r: Round, slot: int) -> int:
         return self._of(r.budget).catch_up(r, slot)
 
+    def advance(self, requests: list[Request], most: int) -> int:
+        return self.inner.advance(requests, most)
+
     def prefill(self, slot: int, text: list[int]) -> None:
         self.inner.prefill(slot, text)
 
-    def room(self, length: int) -> int:
-        return self.inner.room(length)
+    def left(self, length: int) -> int:
+        return self.inner.left(length)
 
     def fixed(self, length: int, budget: Budget) -> bool:
         return self._of(budget).fixed(length, budget)
 
-    def draft(self, r: Round) -> None:
-        self._of(r.budget).draft(r)
+    def draft(self, r: Round) -> Draft:
+        return self._of(r.budget).draft(r)
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         self._of(r.budget).observe(r, slot, path)
 
-    def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple:
-        return self.inner.watch(taps, draws, target, positions)
+    def reads(self, budget: Budget) -> tuple[int, ...]:
+        return self.inner.reads(budget)
+
+    def prefilled(self, request: Request, first: int, rows: dict[int, Tensor]) -> None:
+        self.inner.prefilled(request, first, rows)
+
+    def learn(self, r: Round, paths: list[list[int]]) -> None:
+        self.inner.learn(r, paths)
 
     def move(self, source: int, target: int) -> None:
         self.inner.move(source, target)

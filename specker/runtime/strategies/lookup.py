@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 from specker.config import Options
 from specker.flags import opt, option, settle
 from specker.runtime.auto import ENGINE, TEXT, Share, shorter
-from specker.runtime.draft import Drafter
+from specker.runtime.drafter import Draft, Drafter
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 if TYPE_CHECKING:
     from specker.runtime.round import Round
-    from specker.runtime.state import Sequence as Request
+    from specker.runtime.state import Request
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
 NOTHING = Share(TEXT)  # of a match that was never tried
@@ -127,7 +127,7 @@ class Copying(Policy):
 
 
 class LookupDrafter(Drafter):
-    reads = True  # a draft needs the tokens of the previous round
+    synchronous = True  # a draft needs the tokens of the previous round
 
     def __init__(self, options: LookupOptions, width: int):
         self.options, self.width = options, width
@@ -151,12 +151,12 @@ class LookupDrafter(Drafter):
         for sequence, index in self._indices.items():
             index.follow(sequence.text)
 
-    def draft(self, r: Round) -> None:
+    def draft(self, r: Round) -> Draft:
         """Draft for all sequences. A text without a match drafts nothing; shorter drafts are padded."""
-        self._follow(r.sequences)
+        self._follow(r.requests)
         depth = min(r.budget.depth, r.budget.nodes)
-        found = [self._tree(sequence, depth, r.budget.nodes) for sequence in r.sequences]
-        r.write([tokens for tokens, _ in found], [parents for _, parents in found])
+        found = [self._tree(sequence, depth, r.budget.nodes) for sequence in r.requests]
+        return Draft.of(r, [tokens for tokens, _ in found], [parents for _, parents in found])
 
     def _tree(self, sequence: Request, depth: int, nodes: int) -> tuple[list[int], list[int]]:
         """The tokens and parents (rows) of a sequence's draft."""

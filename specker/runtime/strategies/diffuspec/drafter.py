@@ -17,7 +17,7 @@ from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward, prefill
 from specker.runtime import state as states
-from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
+from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
@@ -46,7 +46,7 @@ class DiffusionDrafter(ModelDrafter):
         everywhere. `search`: None takes the argmax of each position."""
         super().__init__(model, cache, head, depth)
         self.stops, self.stop_ids, self.search, self.exact = stops, stop_ids, search, exact
-        self.reads = search is not None
+        self.synchronous = search is not None
         self._last = 0  # tokens guessed by the last pass
 
     def prefill(self, slot: int, text: list[int]) -> None:
@@ -54,7 +54,7 @@ class DiffusionDrafter(ModelDrafter):
         if not self.exact:
             super().prefill(slot, text)
 
-    def room(self, length: int) -> int:
+    def left(self, length: int) -> int:
         return self.limit - length
 
     def fixed(self, length: int, budget: Budget) -> bool:
@@ -62,31 +62,30 @@ class DiffusionDrafter(ModelDrafter):
         rows = self.repeated + min(budget.depth, budget.nodes)
         return not self.exact and not budget.block and rows <= WINDOW and super().fixed(length, budget)
 
-    def draft(self, r: Round) -> None:
+    def draft(self, r: Round) -> Draft:
         """Draft a block of budget.block tokens (budget.depth if that is 0), and further blocks while the policies
         accept the probability of the last block's least confident token."""
-        self.head.follow(r.sequences)
+        self.head.follow(r.requests)
         depth = min(r.budget.depth, r.budget.nodes)
         if r.fixed:
             r.run(("block", depth), lambda: self._fixed_block(r, depth))
             if self.search is None:
-                r.size = r.depth = depth
-                r.generated, r.found = True, [DiffusionStats(0)] * len(r.sequences)
-                return
-            lengths = [len(s.text) for s in r.sequences]
-            new, blocks, _ = self._candidates(r, Final(r.kept("hidden", r.n * depth)), lengths)
-            self._searched(r, new, [[block] for block in blocks], 1)
-            return
-        texts = [s.text[: self.limit] for s in r.sequences]
+                found = [DiffusionStats(0)] * len(r.requests)
+                return Draft(depth, depth=depth, found=found, observed=True)
+            lengths = [len(s.text) for s in r.requests]
+            new, blocks, _ = self._candidates(r, Final(r.memory.get("hidden", r.n * depth)), lengths)
+            return self._searched(r, new, [[block] for block in blocks], 1)
+        texts = [s.text[: self.limit] for s in r.requests]
         guesses: list[list[int]] = [[] for _ in texts]
         lattices: list[list[Lattice]] = [[] for _ in texts]
         confidence: list[list[float]] = [[] for _ in texts]
+        votes = Draft()  # by the least confident token of each block
         passes = done = 0
         while True:
             n = min(r.budget.block or depth, depth - done)
             final = self._masked(texts, guesses, done, n)
             passes += 1
-            if self.search is None and not r.asks:
+            if self.search is None and not r.confident:
                 at = self._positions([len(t) + done for t in texts], n)
                 new = self.head.best(final, r.draws, at).view(len(texts), n).tolist()
             else:
@@ -96,24 +95,23 @@ class DiffusionDrafter(ModelDrafter):
                     confidence[b] += sure[b]
             guesses = [old + more for old, more in zip(guesses, new, strict=True)]
             done += n
-            more = r.asks and r.vote([min(each[-n:]) for each in confidence])
+            more = r.confident and votes.vote(r.requests, [min(each[-n:]) for each in confidence])
             if done == depth or not more or all(self.stopped(g) < done for g in guesses):
                 break
         if self.search is not None:
-            r.confidence = []  # of blocks; a searched path may hold other tokens
-            self._searched(r, guesses, lattices, passes)
-            return
+            return self._searched(r, guesses, lattices, passes)  # a searched path may hold other tokens
         kept = [g[: self.stopped(g) + 1] for g in guesses]
-        r.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.asks else []
-        r.write(kept, [list(range(len(k))) for k in kept])
-        r.found = [DiffusionStats(self.stopped(g), passes) for g in guesses]
+        draft = Draft.of(r, kept, [list(range(len(k))) for k in kept])
+        draft.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.confident else []
+        draft.found = [DiffusionStats(self.stopped(g), passes) for g in guesses]
+        return draft
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """Keep no draft token's K/V: it belongs to a mask, or to a guess that saw masks."""
-        if r.fixed and r.size:
-            self.cache.exact_len[slot] = self.exact_after_fixed(len(r.sequences[slot].text))
-        if r.generated:
-            r.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
+        if r.fixed and r.draft.size:
+            self.cache.exact_len[slot] = self.exact_after_fixed(len(r.requests[slot].text))
+        if r.draft.observed:
+            r.draft.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
 
     def _positions(self, lengths: list[int], k: int) -> Tensor:
         """[len(lengths) * k] int64, the positions that plain decoding draws the next k tokens of each text after."""
@@ -176,7 +174,7 @@ class DiffusionDrafter(ModelDrafter):
             return x.view(n, R + k, -1)[:, masks].reshape(n * k, -1)
 
         if self.search is not None:
-            r.keep("hidden", asking(out.hidden))
+            r.memory.put("hidden", asking(out.hidden))
             return
         asked = (r.state.length[:, None] + torch.arange(-1, k - 1, device=self.model.device)).view(-1)
         final = Final(asking(out.final.rows), out.final.normed)
@@ -187,7 +185,7 @@ class DiffusionDrafter(ModelDrafter):
     ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
         """final [n * k, E], the rows that predict the tokens after texts of `lengths` -> per sequence the best guesses
         [k], the candidates of each position, and the guesses' probabilities [k]. Waits for the device."""
-        how, n = self.search, len(r.sequences)
+        how, n = self.search, len(r.requests)
         k = len(final.rows) // r.n
         positions = self._positions(lengths + [1] * (r.n - n), k)
         width = 1 if how is None else min(how.candidates, self.head.weight.shape[0])
@@ -197,11 +195,11 @@ class DiffusionDrafter(ModelDrafter):
             stops = self.stops.weight.shape[0]
             stop_ids, stop_scores, _ = self.stops.ranked(final, stops, r.draws, positions)
             ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
-        noise = self._noise(r.sequences, positions, ids, k)
+        noise = self._noise(r.requests, positions, ids, k)
         ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
         mass = 0.0 if how is None else how.mass
         blocks = []
-        for b, sequence in enumerate(r.sequences):
+        for b, sequence in enumerate(r.requests):
             own = slice(b * k, (b + 1) * k)
             drawn = noise_ is not None and sequence.sampling.temperature > 0
             blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, mass, stops))
@@ -209,7 +207,7 @@ class DiffusionDrafter(ModelDrafter):
         return [block.ids[:, 0].tolist() for block in blocks], blocks, sure
 
     @staticmethod
-    def _noise(sequences: Sequence[states.Sequence], positions: Tensor, ids: Tensor, k: int) -> Tensor | None:
+    def _noise(sequences: Sequence[states.Request], positions: Tensor, ids: Tensor, k: int) -> Tensor | None:
         samplings: list[Sampling] = [s.sampling for s in sequences]
         if all(s.temperature == 0 for s in samplings):
             return None
@@ -220,13 +218,14 @@ class DiffusionDrafter(ModelDrafter):
                 noise[own] = gumbel_at(s.seed, positions[own], ids[own])
         return noise
 
-    def _searched(self, r: Round, guesses: list[list[int]], blocks: list[list[Lattice]], passes: int) -> None:
+    def _searched(self, r: Round, guesses: list[list[int]], blocks: list[list[Lattice]], passes: int) -> Draft:
         """Search paths through each sequence's blocks, write them as drafts and record the statistics."""
         how = self.search
         assert how is not None
         tokens: list[list[int]] = []
         parents: list[list[int]] = []
-        for sequence, own, found in zip(r.sequences, guesses, blocks, strict=True):
+        stats: list[DiffusionStats] = []
+        for sequence, own, found in zip(r.requests, guesses, blocks, strict=True):
             start = time.perf_counter()
             whole = found[0] if len(found) == 1 else Lattice.joined(found)
             before = (sequence.text[-2] if len(sequence.text) > 1 else -1, sequence.text[-1])
@@ -240,8 +239,10 @@ class DiffusionDrafter(ModelDrafter):
                 tokens.append(found_tokens)
                 parents.append(found_parents)
             seconds = time.perf_counter() - start
-            r.found.append(DiffusionStats(self.stopped(own), passes, whole.width, score, seconds))
-        r.write(tokens, parents)
+            stats.append(DiffusionStats(self.stopped(own), passes, whole.width, score, seconds))
+        draft = Draft.of(r, tokens, parents)
+        draft.found = stats
+        return draft
 
     def stopped(self, guesses: list[int]) -> int:
         """The number of guesses before the first stop token; all if there is none."""

@@ -10,7 +10,7 @@ from specker.kernels.round.grow import grow, prune
 from specker.model.cache import KVCache, Lengths, Rows
 from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_text
-from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
+from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
@@ -46,47 +46,48 @@ class AutoregressiveDrafter(ModelDrafter):
             self._calibrated[slot] = len(text) - 1
         super().prefill(slot, text)
 
-    def room(self, length: int) -> int:
+    def left(self, length: int) -> int:
         return self.limit - length + 1
 
     def fixed(self, length: int, budget: Budget) -> bool:
         return self.calibrate == "every" and super().fixed(length, budget)
 
-    def draft(self, r: Round) -> None:
+    def draft(self, r: Round) -> Draft:
         """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
         which the target rejects."""
-        self.head.follow(r.sequences)
-        depth = r.depth = min(r.budget.depth, r.budget.nodes)
+        self.head.follow(r.requests)
+        depth = min(r.budget.depth, r.budget.nodes)
+        draft = Draft(depth, depth=depth)
         if self.width == 1 and not r.fixed and self._compiles(r):
-            self._compiled_chain(r, depth)
+            self._compiled_chain(r, draft)
         elif self.width > 1:
-            r.size, r.tree = min(r.budget.nodes, self.width * depth), True
-            r.run(("draft", r.size, depth), lambda: self._tree(r, depth))
-        elif r.asks:
+            draft.size, draft.tree = min(r.budget.nodes, self.width * depth), True
+            r.run(("draft", draft.size, depth), lambda: self._tree(r, draft))
+        elif r.confident:
             for n in range(depth):
-                r.run(("step", n), lambda n=n: self._step(r, n))  # type: ignore[misc]
-                r.size = r.depth = n + 1
-                if not r.goes_on():
+                r.run(("step", n), lambda n=n: self._step(r, draft, n))  # type: ignore[misc]
+                draft.size = draft.depth = n + 1
+                if not draft.goes_on(r):
                     break
         else:
-            r.size = depth
-            r.run(("draft", depth), lambda: self._chain(r, depth))
+            r.run(("draft", depth), lambda: self._chain(r, draft))
+        return draft
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """Keep the exact K/V of accepted draft nodes; the last level has none yet. Drop fuzzy K/V: the next catch-up
         forwards those tokens in sequence, with the bonus token (bonus calibration)."""
-        length = len(r.sequences[slot].text)
-        if not r.size:
+        length, draft = len(r.requests[slot].text), r.draft
+        if not draft.size:
             return
         if r.fixed:  # the columns before the catch-up rows are exact
             self.cache.exact_len[slot] = self._calibrated[slot] = self.exact_after_fixed(length)
         elif self.cache.exact_len[slot] > self.limit:
             return
-        elif self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < r.depth:
+        elif self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < draft.depth:
             self.cache.truncate(self._calibrated[slot], slot)
         elif self.parallel is None or self.calibrate != "every":
-            grown = range(r.size) if r.nodes is None else r.nodes[slot].tolist()
-            if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.forwarded]:
+            grown = range(draft.size) if draft.nodes is None else draft.nodes[slot].tolist()
+            if nodes := [node for row in path[1:] if (node := grown[row - 1]) < draft.forwarded]:
                 self.cache.commit(nodes, slot)
 
     def move(self, source: int, target: int) -> None:
@@ -98,11 +99,11 @@ class AutoregressiveDrafter(ModelDrafter):
     def _compiles(self, r: Round) -> bool:
         """Whether the compiled library drafts the whole chain."""
         stack = self.model.stack
-        few = stack is not None and len(r.sequences) * CATCH_UP_ROWS <= stack.most
+        few = stack is not None and len(r.requests) * CATCH_UP_ROWS <= stack.most
         alone = self.parallel is None or self.parallel.ranks is None
         return few and alone and all(native().takes(w) for w in (self.model.embed, self.head.weight))
 
-    def _compiled_chain(self, r: Round, depth: int) -> None:
+    def _compiled_chain(self, r: Round, draft: Draft) -> None:
         model, cache, head = self.model, self.cache, self.head
         tokens, rows = self._missing_rows(r)
         layers = [*range(len(model.layers) + 1)]
@@ -115,17 +116,17 @@ class AutoregressiveDrafter(ModelDrafter):
             (layers, later),
             self._lengths(r),
             cache.last_position,
-            depth,
-            [(s.sampling.temperature, s.sampling.seed) for s in r.sequences],
-            [s.policy.rule for s in r.sequences] if r.asks else None,
+            draft.depth,
+            [(s.sampling.temperature, s.sampling.seed) for s in r.requests],
+            [s.policy.rule for s in r.requests] if r.confident else None,
         )
-        r.size = r.depth = len(drafted)
-        r.forwarded = r.size - 1
-        r.window[: r.n, 1 : r.size + 1] = torch.from_numpy(drafted.T)
-        if r.asks:
-            r.confidence = probability.tolist()
+        draft.size = draft.depth = len(drafted)
+        draft.forwarded = draft.size - 1
+        r.window[: r.n, 1 : draft.size + 1] = torch.from_numpy(drafted.T)
+        if r.confident:
+            draft.confidence = probability.tolist()
         if r.traced:
-            r.scores = [torch.from_numpy(probability.T).log()]
+            draft.scores = [torch.from_numpy(probability.T).log()]
 
     def _lengths(self, r: Round) -> Lengths:
         """The texts' lengths for placing drafts, clamped to this model's context."""
@@ -149,7 +150,7 @@ class AutoregressiveDrafter(ModelDrafter):
         """The committed tokens that the cache lacks, including the roots, and their places."""
         cache = self.cache
         texts, starts = [], []
-        for slot, (sequence, end) in enumerate(zip(r.sequences, self._lengths(r), strict=True)):
+        for slot, (sequence, end) in enumerate(zip(r.requests, self._lengths(r), strict=True)):
             if len(sequence.text) > self.limit:
                 cache.exact_len[slot] = end - 1
             elif end - cache.exact_len[slot] > CATCH_UP_ROWS:
@@ -162,27 +163,27 @@ class AutoregressiveDrafter(ModelDrafter):
         tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
         return tokens, cache.after(starts, [len(text) for text in texts])
 
-    def _chain(self, r: Round, depth: int) -> None:
-        for n in range(depth):
-            self._step(r, n)
+    def _chain(self, r: Round, draft: Draft) -> None:
+        for n in range(draft.depth):
+            self._step(r, draft, n)
 
-    def _step(self, r: Round, n: int) -> None:
+    def _step(self, r: Round, draft: Draft, n: int) -> None:
         """Draft token n of each sequence. The next catch-up writes the last token's K/V."""
         if n == 0:
             final, positions = self._catch_up(r)
-            r.forwarded = 0
+            draft.forwarded = 0
         else:
             rows, embedded = begin(self.model, self.cache, self._lengths(r), 0, n - 1, r.window[:, n : n + 1])
             final, positions = self._forward(rows, embedded), rows.positions
-            r.forwarded = n
-        r.extend(self.head, final, positions, r.window[:, n + 1 : n + 2])
+            draft.forwarded = n
+        draft.extend(r, self.head, final, positions, r.window[:, n + 1 : n + 2])
 
-    def _tree(self, r: Round, depth: int) -> None:
+    def _tree(self, r: Round, draft: Draft) -> None:
         """Draft a tree level by level. Node j of a sequence is j columns after its root; scores are cumulative
         log-probabilities."""
-        n, width, count = r.n, self.width, self.width * depth
-        kept, up = r.window[:, 1 : r.size + 1], r.state.parents[:, : r.size]
-        tokens, parents = (kept, up) if r.size == count else kept.new_empty(2, n, count).unbind(0)
+        n, width, count = r.n, self.width, self.width * draft.depth
+        kept, up = r.window[:, 1 : draft.size + 1], r.state.parents[:, : draft.size]
+        tokens, parents = (kept, up) if draft.size == count else kept.new_empty(2, n, count).unbind(0)
         wide = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         scores = tokens.new_empty((n, count), dtype=wide)
         final, positions = self._catch_up(r)
@@ -192,13 +193,13 @@ class AutoregressiveDrafter(ModelDrafter):
                 rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, last, parents[:, :at])
                 final, positions = self._forward(rows, embedded), rows.positions
             grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at)
-        r.forwarded = count - width
-        if r.size < count:
-            r.nodes = prune(tokens, parents, scores, kept, up)
+        draft.forwarded = count - width
+        if draft.size < count:
+            draft.nodes = prune(tokens, parents, scores, kept, up)
         if r.traced and not r.fixed:  # a replayed graph runs no Python
-            best = scores if r.nodes is None else scores.gather(1, r.nodes)
+            best = scores if draft.nodes is None else scores.gather(1, draft.nodes)
             above = torch.cat((torch.zeros_like(best[:, :1]), best), 1).gather(1, up)
-            r.scores.append(best - above)
+            draft.scores.append(best - above)
 
     def _forward(self, rows: Rows, embedded: Tensor) -> Final:
         """The embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""

@@ -97,7 +97,8 @@ class SelfDrafting(Strategy):
             rows = context.draft.weights.head
         elif context.ranks is not None:
             rows = context.target.weights.head  # the whole head, so a draft step needs no other rank
-        return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows))
+        watched = eligible_layers(context.target.config.num_layers) if context.options.policy in self.policies else ()
+        return EarlyExitDrafter(context.model, context.cache, context.head(context.model, rows), watched)
 
     def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
         """The LM head's bytes, in layers of the target."""

@@ -1,5 +1,6 @@
 """The drafter that runs the target's own first layers, and the tokens of the layers that DEL watches."""
 
+import time
 from typing import Any
 
 import torch
@@ -9,10 +10,16 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_step
 from specker.model.sampling import Draws
-from specker.runtime.draft import Drafter
+from specker.runtime.drafter import Draft, Drafter
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
+from specker.runtime.state import Request
+
+# The last rows of a prompt seed DEL's statistics: at most 32, as in the paper. Each row meets the LM head once for each
+# watched layer, so there is one such product for every PROMPT_SHARE tokens. Short prompts have none: the first round
+# watches the same layers.
+PROMPT_ROWS, PROMPT_SHARE = 32, 16
 
 
 class EarlyExitDrafter(Drafter):
@@ -20,32 +27,39 @@ class EarlyExitDrafter(Drafter):
     cache: KVCache  # the target's
     head: Head  # of the draft steps, perhaps trimmed
 
-    def __init__(self, model: Model, cache: KVCache, head: Head):
+    def __init__(self, model: Model, cache: KVCache, head: Head, watched: tuple[int, ...] = ()):
+        """`watched`: the depths that policies may watch."""
         self.model, self.cache, self.head = model, cache, head
+        self.taps = (*watched, len(model.layers)) if watched else ()
 
     def fixed(self, length: int, budget: Budget) -> bool:
         return not budget.taps
 
-    def draft(self, r: Round) -> None:
+    def reads(self, budget: Budget) -> tuple[int, ...]:
+        return budget.taps
+
+    def draft(self, r: Round) -> Draft:
         """Draft a chain with layers [0, r.budget.exit); one CUDA graph per exit runs a step."""
-        self.head.follow(r.sequences)
-        budget, s = r.budget, r.state
+        self.head.follow(r.requests)
+        draft, budget, s = Draft(), r.budget, r.state
         hidden: list[Tensor] = []
-        tapped: dict[int, list[Tensor]] = {n: [] for n in budget.taps if n < budget.exit}
+        tapped: dict[int, list[Tensor]] = {n: [] for n in r.taps if n < budget.exit}
         if r.fixed:
             s.step.zero_()
         for n in range(min(budget.depth, budget.nodes)):
-            r.run(("exit", budget.exit), lambda n=n: self._step(r, n, hidden, tapped))  # type: ignore[misc]
-            r.size = r.depth = n + 1
-            if r.asks and not r.goes_on():
+            r.run(("exit", budget.exit), lambda n=n: self._step(r, draft, n, hidden, tapped))  # type: ignore[misc]
+            draft.size = draft.depth = n + 1
+            if r.confident and not draft.goes_on(r):
                 break
-        r.taps = {layer: torch.stack(kept, 1) for layer, kept in tapped.items()}
-        r.hidden = self._room(r)[:, : r.size] if r.fixed else torch.stack(hidden, 1)
+        draft.taps = {layer: torch.stack(kept, 1) for layer, kept in tapped.items()}
+        draft.hidden = self._exits(r)[:, : draft.size] if r.fixed else torch.stack(hidden, 1)
+        return draft
 
-    def _room(self, r: Round) -> Tensor:
+    def _exits(self, r: Round) -> Tensor:
+        """[n, R, E], the state's memory for the rows after the exit layer."""
         return r.state.hidden.view(-1, r.window.shape[1], self.model.config.hidden_size)[: r.n]
 
-    def _step(self, r: Round, n: int, hidden: list[Tensor], tapped: dict[int, list[Tensor]]) -> None:
+    def _step(self, r: Round, draft: Draft, n: int, hidden: list[Tensor], tapped: dict[int, list[Tensor]]) -> None:
         """Draft token n of each sequence. Captured work reads n from the state, so one graph serves all n."""
         s, model, cache = r.state, self.model, self.cache
         if r.fixed:
@@ -54,18 +68,46 @@ class EarlyExitDrafter(Drafter):
             rows, embedded = begin(model, cache, r.lengths, 1, n, s.window[:, n : n + 1])
         out = forward(model, cache, rows, embedded, slice(r.budget.exit), tuple(tapped))
         if r.fixed:
-            self._room(r).index_copy_(1, s.step, out.hidden.unsqueeze(1))
+            self._exits(r).index_copy_(1, s.step, out.hidden.unsqueeze(1))
             s.step.add_(1)
             best = s.window.new_empty(r.n, 1)
-            r.extend(self.head, out.final, rows.positions, best)
+            draft.extend(r, self.head, out.final, rows.positions, best)
             s.window.index_copy_(1, s.step, best)
             return
-        r.extend(self.head, out.final, rows.positions, s.window[:, n + 1 : n + 2])
+        draft.extend(r, self.head, out.final, rows.positions, s.window[:, n + 1 : n + 2])
         hidden.append(out.hidden)
         for layer, kept in tapped.items():
             kept.append(out.taps[layer])
 
-    def watch(self, taps: dict[int, Tensor], draws: Draws, target: Tensor, positions: Tensor) -> tuple[Any, Any]:
+    def prefilled(self, request: Request, first: int, rows: dict[int, Tensor]) -> None:
+        """The last rows of a prompt seed the policy's statistics."""
+        depth, layers = len(self.model.layers), request.policy.layers
+        end = first + (count := len(rows[depth]))
+        last = min(PROMPT_ROWS, count, int(request.stats.prompt / (PROMPT_SHARE * len(layers)))) if layers else 0
+        if last and end == len(request.text) - 1:
+            positions, draws = self.model.positions[end - last : end], Draws.one(request.sampling)
+            target = self.model.draw(draws, self.model.logits(Final(rows[depth][-last:])), positions)
+            watched = {n: rows[n][-last:] for n in layers}
+            request.policy.learn(layers, *self._watch(watched, target, positions, draws))
+
+    def learn(self, r: Round, paths: list[list[int]]) -> None:
+        """Give each policy the watched layers' predictions after the accepted rows; later rows follow rejected tokens.
+        With captured rounds, the cost also includes how much longer this round took than a usual one."""
+        start = time.perf_counter()
+        positions, targets = (r.memory.get(name, r.rows).view(r.n, -1) for name in ("positions", "target"))
+        seen = []
+        for slot, (request, path) in enumerate(zip(r.requests, paths, strict=True)):
+            k = len(path)
+            draws = Draws.one(request.sampling)
+            seen.append(self._watch(r.tapped(slot, k), targets[slot, :k], positions[slot, :k], draws))
+        spent = time.perf_counter() - start
+        longer = 0.0 if r.usual is None else sum(r.seconds.values()) + spent - r.usual
+        for request, (match, confidence) in zip(r.requests, seen, strict=True):
+            request.policy.learn(r.taps, match, confidence, max(spent, longer))
+        r.seconds["watch"] = spent
+
+    def _watch(self, taps: dict[int, Tensor], target: Tensor, positions: Tensor, draws: Draws) -> tuple[Any, Any]:
+        """`shadows`, on the host."""
         match, confidence = shadows(self.head, taps, target, positions, draws)
         return match.cpu().numpy(), confidence.cpu().numpy()  # waits for the GPU
 

@@ -35,7 +35,7 @@ class TrimmedHead(Head):
     kept: Kept = field(kw_only=True)
     known: set[int] = field(init=False, default_factory=set)
     _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
-    _seen: dict[int, int] = field(init=False, default_factory=dict)  # committed tokens processed, by sequence
+    _seen: dict[states.Request, int] = field(init=False, default_factory=dict)  # committed tokens processed
 
     def __post_init__(self) -> None:
         self.token_ids = self.kept.ids.clone()
@@ -54,14 +54,14 @@ class TrimmedHead(Head):
             self._slots.clear()
             self._write(first, range(fixed, len(self.kept.ids)))
 
-    def follow(self, sequences: Iterable[states.Sequence]) -> None:
+    def follow(self, sequences: Iterable[states.Request]) -> None:
         """Give rows to the new tokens of the batch's texts; the least recently seen token loses its row."""
         if not self.kept.text:
             return
         assert self.kept.whole is not None
         moved: dict[int, int] = {}
         for sequence in sequences:
-            seen, text = self._seen.get(sequence.index, 0), sequence.text
+            seen, text = self._seen.get(sequence, 0), sequence.text
             if seen == len(text):
                 continue
             for token in text[seen:]:
@@ -73,7 +73,7 @@ class TrimmedHead(Head):
                     self.known.add(token)
                     self._slots[token] = moved[token] = self._slots.pop(oldest)
                     moved.pop(oldest, None)
-            self._seen[sequence.index] = len(text)
+            self._seen[sequence] = len(text)
         if moved:
             self._write(list(moved), moved.values())
 
@@ -82,9 +82,9 @@ class TrimmedHead(Head):
         if self.kept.counts is not None:
             self.kept.counts.add(tokens)
 
-    def forget(self, sequence: states.Sequence) -> None:
+    def forget(self, sequence: states.Request) -> None:
         """The sequence has ended; its tokens keep their rows until other ones need them."""
-        self._seen.pop(sequence.index, None)
+        self._seen.pop(sequence, None)
 
     def _write(self, ids: list[int], rows: Iterable[int]) -> None:
         assert self.kept.whole is not None and self.token_ids is not None

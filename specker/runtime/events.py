@@ -1,0 +1,114 @@
+"""What a round adds to a request: tokens, text, log-probabilities, and why the text ends."""
+
+import logging
+from dataclasses import dataclass
+
+from specker.runtime.round import Round
+from specker.runtime.state import Request
+from specker.runtime.stats import Stats
+
+log = logging.getLogger(__name__)
+
+NOT_FINITE = "prompt %d ends early: its logits are not finite; the weights may be damaged, or overflow in this dtype"
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability after the text before it, before temperature and filters.
+
+    Attributes:
+        token: id.
+        logprob: natural logarithm.
+        best: the most probable ids and theirs, as many as the request asked for.
+    """
+
+    token: int
+    logprob: float
+    best: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Event:
+    """The tokens and text that one round added to a request.
+
+    Attributes:
+        request: as `Session.submit` returned it.
+        tokens: ids; a stop id, or the token that completes a stop string, is the last one.
+        accepted: the first so many tokens were draft tokens, the others are the target's own.
+        pieces: the new text in order, and whether it came from a draft token.
+        logprobs: one for each token; empty unless the request asked for them.
+        finished: None, "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more),
+            "not finite" (the next token's logits) or "cancelled".
+    """
+
+    request: Request
+    tokens: list[int]
+    accepted: int
+    pieces: list[tuple[str, bool]]
+    logprobs: list[Logprob]
+    finished: str | None
+
+    @property
+    def prompt(self) -> int:
+        """Index of the prompt."""
+        return self.request.index
+
+    @property
+    def stats(self) -> Stats:
+        """Running totals of the request."""
+        return self.request.stats
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+
+def cancelled(request: Request) -> Event:
+    """The end of a cancelled request."""
+    request.finished = "cancelled"
+    rest = "" if request.reader is None else request.reader.flush()
+    return Event(request, [], 0, [(rest, False)] if rest else [], [], request.finished)
+
+
+def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[int] | None) -> Event:
+    """Cut the tokens after a stop id or string, update the counters and end the request if this is its end. `tokens`:
+    those that the round committed, which the text holds already; `known`: the ids of a trimmed head."""
+    request, broken = r.requests[slot], slot in r.broken
+    stop = next((i for i, token in enumerate(tokens) if token in request.stop_ids), None)
+    texts: list[str] = []
+    if (reader := request.reader) is not None:
+        for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
+            texts.append(reader.add(token))
+            if reader.stopped:
+                stop = i
+                break
+    ended = known is not None and bool(tokens) and tokens[-1] not in known
+    lost = ended and not r.budget.part and len(path) - 1 < r.draft.depth
+    if stop is not None:
+        del request.text[len(request.text) - len(tokens) + stop + 1 :]
+        tokens = tokens[: stop + 1]
+        request.finished = "stop"
+    elif broken:
+        request.finished = "not finite"
+        log.warning(NOT_FINITE, request.index)
+    elif len(request.text) >= request.limit:
+        request.finished = request.ends
+    accepted = max(0, min(len(path) - 1, len(tokens)))
+    pieces = [(text, n < accepted) for n, text in enumerate(texts)]
+    if reader is not None and request.finished:
+        pieces.append((reader.flush(), False))
+    request.stats.observe(r.draft.count(slot), accepted, len(tokens))
+    if known is not None:
+        request.stats.observe_kept(sum(token in known for token in tokens), lost)
+    logprobs = _logprobs(r, slot, path, tokens) if request.logprobs else []
+    return Event(request, tokens, accepted, [piece for piece in pieces if piece[0]], logprobs, request.finished)
+
+
+def _logprobs(r: Round, slot: int, path: list[int], tokens: list[int]) -> list[Logprob]:
+    """Token i was drawn after row path[i]."""
+    most, host = r.requests[slot].logprobs, r.host
+    own, ids, best = (host[name][slot] for name in ("own_logprob", "best_ids", "best_logprobs"))
+    return [
+        Logprob(token, float(own[row]), list(zip(ids[row, :most].tolist(), best[row, :most].tolist(), strict=True)))
+        for row, token in zip(path, tokens, strict=False)
+    ]

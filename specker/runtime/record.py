@@ -1,0 +1,49 @@
+"""One request's part of a round, as a trace shows it (specker/trace.py documents the fields)."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from specker.runtime.round import Round
+
+SPANS = ("prefill", "draft", "verify", "accept", "watch", "commit")
+
+
+def record(
+    r: Round, number: int, slot: int, path: list[int], tokens: list[int], whole: int, known: set[int] | None
+) -> dict[str, Any]:
+    """The row of the request in `slot`, once its text has grown by `tokens`. `number`: of the round. `whole`: rows of
+    the path before the text's limit cut it. `known`: the ids of a trimmed head."""
+    request, draft, rows = r.requests[slot], r.draft, r.host
+    N = draft.count(slot)
+    parents = rows["parents"][slot, :N].tolist() if draft.tree else list(range(N))
+    if not N or whole > len(path):
+        last = "own"
+    else:
+        last = "recovered" if path[-1] in parents else "bonus"
+    confidence = [each[slot] for each in draft.confidence]
+    row: dict[str, Any] = {
+        "prompt": request.index,
+        "round": number,
+        "position": len(request.text) - len(tokens),  # committed tokens before the round
+        "draft": rows["draft"][slot, :N].tolist(),
+        "parents": parents,
+        "confidence": confidence,
+        "target": rows["target"][slot, : N + 1].tolist(),
+        "path": path,
+        "tokens": tokens,
+        "last": last,
+        "exit": r.budget.exit,
+        "sequences": len(r.requests),
+        "seconds": {stage: r.seconds.get(stage, 0.0) for stage in SPANS},
+    }
+    for name, count in (("probability", N), ("agreed", N), ("own", N + 1)):
+        if name in rows:
+            row[name] = [math.exp(min(0.0, x)) for x in rows[name][slot, :count].tolist()]
+    if "probability" not in row and len(confidence) >= N > 0:
+        row["probability"] = confidence[:N]
+    if known is not None and request.drafting:
+        row["outside"] = [n for n, token in enumerate(tokens) if token not in known]
+    if draft.found:
+        row["diffusion"] = asdict(draft.found[slot])
+    return row

@@ -1,0 +1,300 @@
+"""Requests of any thread, decoded together: `submit`, `step` and `cancel`. The command line, conversations, batches and
+the Python interface stand on it.
+
+One thread at a time runs a step. A thread that waits for its requests (`Stream`) runs the steps while nobody else does,
+and gets the events of its own requests, whoever ran the step. So threads share rounds as far as the batch has slots,
+and a stream that nobody reads for a while holds up nobody.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from specker.checkpoints.checkpoint import Checkpoint
+from specker.config import Params, whole
+from specker.flags import option
+from specker.runtime import text
+from specker.runtime.detokenize import Detokenizer
+from specker.runtime.events import Event
+from specker.runtime.loop import Loop
+from specker.runtime.policy import Fixed, Policy
+from specker.runtime.state import Request
+from specker.runtime.text import Prompt
+
+Inbox = deque[Event | BaseException]
+
+
+class Session:
+    def __init__(
+        self,
+        loop: Loop,
+        target: Checkpoint,
+        name: str,
+        policy: Callable[[], Policy],
+        stop_ids: Sequence[int],
+        running: Callable[[], AbstractContextManager[None]],
+    ):
+        """`target`, `name`: the model's tokenizer and context, and what the user calls it. `policy`: makes one for each
+        request. `stop_ids`: of every request. `running`: a context manager around steps, which explains errors."""
+        self.loop, self.target, self.name = loop, target, name
+        self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
+        self._changed = threading.Condition()
+        self._inboxes: dict[Request, Inbox] = {}  # of the streams' requests
+        self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
+        self._cancelled: deque[Request] = deque()
+        self._runner: threading.Thread | None = None  # the thread that runs a step
+
+    # --- requests
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        index: int = 0,
+        drafting: bool = True,
+        traced: bool | None = None,
+        reads: bool = True,
+        tell: Callable[[int, int], None] | None = None,
+    ) -> Request:
+        """Check a prompt and its parameters and make a request, which is not yet submitted.
+
+        `index`: a number for the caller. `drafting`: False for plain decoding. `traced`: whether the trace holds its
+        rounds (default: if it drafts). `reads`: its events have text. `tell` is called with (prefilled tokens, of all)
+        after each chunk of the prompt. Raises ValueError for a prompt that is empty, has unknown ids or can never fit,
+        and for stop strings without a tokenizer.
+        """
+        params, context = params or Params(), self.target.config.max_context
+        ids, tokenizer = self.validate(prompt, params.max_new_tokens), self.target.tokenizer_or_none
+        if params.stop and tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer, so its text cannot end at {option('stop')}")
+        vocab = self.target.config.vocab_size
+        if params.logprobs > vocab or any(token >= vocab for token in params.stop_ids):
+            raise ValueError(f"stop_ids must be below {vocab} and logprobs at most that, the vocabulary of {self.name}")
+        asked, drafts = len(ids) + params.max_new_tokens, drafting and self.loop.drafter is not None
+        return Request(
+            index,
+            ids,
+            min(asked, context),
+            params.sampling,
+            self._policy() if drafts else Fixed(0, 0),
+            drafts,
+            params.prefix_cache,
+            Detokenizer(tokenizer, params.stop) if params.stop or reads else None,
+            self._stop_ids.union(params.stop_ids),
+            params.logprobs,
+            drafting if traced is None else traced,
+            tell,
+            "length" if asked <= context else "context",
+        )
+
+    def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
+        """A prompt's token ids. Raises ValueError if it is empty, has ids that the target lacks or can never fit."""
+        ids = text.encode(self.target, prompt) if isinstance(prompt, str) else text.token_ids(prompt)
+        text.checked(ids, self.target, self.name)
+        most = min(len(ids) + whole(max_new_tokens, option("max_new_tokens"), 1), self.target.config.max_context)
+        self.loop.slots.check_fits(len(ids), most)
+        return ids
+
+    def submit(self, prompt: Prompt | Request, params: Params | None = None, first: bool = False) -> Request:
+        """Queue a prompt, from any thread, and return its request. `step` returns its events. `prompt` may be what
+        `request` made. `first`: before the requests that wait already."""
+        request = prompt if isinstance(prompt, Request) else self.request(prompt, params)
+        with self._changed:
+            self._arrived.append((request, first))
+            self._changed.notify_all()
+        return request
+
+    def stream(self, requests: Iterable[Request] = ()) -> "Stream":
+        """Submit requests and read their events; see `Stream`."""
+        return Stream(self, requests)
+
+    def cancel(self, request: Request) -> None:
+        """End a request, from any thread; at the latest after the step that is running."""
+        with self._changed:
+            if request.finished:
+                return
+            self._cancelled.append(request)
+            if self._runner is not None:
+                return
+            self._runner = threading.current_thread()
+        try:
+            self._take()
+            while self.loop.pending:  # with a cancelled request in it, no further round is launched
+                self._deliver(self.loop.step())
+            self.loop.retire()
+        finally:
+            self._done()
+
+    # --- steps
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        with self._changed:
+            return bool(self._arrived or self._cancelled) or self.loop.busy
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until there is something to do, at most `timeout` seconds. For a thread that only runs steps."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._arrived or self._cancelled) or self.loop.busy, timeout)
+
+    def step(self) -> list[Event]:
+        """Admit or prefill requests and run one round. Returns what it added to all requests. Waits for a step of
+        another thread. If it fails, all requests
+        end, and the error is raised here and where their events are read."""
+        self._begin()
+        try:
+            return self._step()
+        finally:
+            self._done()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context manager for what uses the caches itself: finishes all requests first, whose events wait."""
+        self._begin()
+        try:
+            while self._take():
+                self._step()
+            with self._running():
+                yield
+        finally:
+            self._done()
+
+    def _next(self, inbox: Inbox) -> Event:
+        """The next entry of an inbox; runs steps while no other thread does."""
+        while True:
+            with self._changed:
+                while not inbox and self._runner is not None:
+                    self._refuse_nested()
+                    self._changed.wait()
+                if inbox:
+                    entry = inbox.popleft()
+                    if isinstance(entry, BaseException):
+                        raise entry
+                    return entry
+                self._runner = threading.current_thread()
+            try:
+                self._step()
+            finally:
+                self._done()
+
+    def _begin(self) -> None:
+        with self._changed:
+            while self._runner is not None:
+                self._refuse_nested()
+                self._changed.wait()
+            self._runner = threading.current_thread()
+
+    def _refuse_nested(self) -> None:
+        """RuntimeError if this thread is in the middle of a step, since it would wait for ever."""
+        if self._runner is threading.current_thread():
+            raise RuntimeError("a function that a request calls, such as a trace, began another request")
+
+    def _done(self) -> None:
+        with self._changed:
+            self._runner = None
+            self._changed.notify_all()
+
+    def _watch(self, request: Request, inbox: Inbox | None) -> None:
+        """Deliver the request's events to `inbox`; None: to nobody."""
+        with self._changed:
+            if inbox is None:
+                self._inboxes.pop(request, None)
+            else:
+                self._inboxes[request] = inbox
+
+    def _take(self) -> bool:
+        """Pass what arrived meanwhile to the loop. Returns whether there is anything to do."""
+        with self._changed:
+            arrived, cancelled = [*self._arrived], [*self._cancelled]
+            self._arrived.clear()
+            self._cancelled.clear()
+        for request, first in reversed(arrived):
+            if first:
+                self.loop.waiting.appendleft(request)
+        self.loop.waiting.extend(request for request, first in arrived if not first)
+        self._deliver([event for request in cancelled if (event := self.loop.cancel(request)) is not None])
+        return self.loop.busy
+
+    def _step(self) -> list[Event]:
+        try:
+            self._take()
+            with self._running():
+                events = self.loop.step()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._deliver(events)
+        return events
+
+    def _deliver(self, events: list[Event]) -> None:
+        with self._changed:
+            for event in events:
+                if (inbox := self._inboxes.get(event.request)) is not None:
+                    inbox.append(event)
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests, whose state the failed step may have left half changed."""
+        with self._changed:
+            for request, inbox in self._inboxes.items():
+                if not request.finished:
+                    inbox.append(error)
+            failed = [request for request, _ in self._arrived]
+            self._arrived.clear()
+            self._cancelled.clear()
+            self._changed.notify_all()
+        for request in (*failed, *self.loop.requests):
+            request.finished = request.finished or "failed"
+        self.loop.clear(forget=True)
+
+
+class Stream(Iterator[Event]):
+    """The events of some requests, until all have ended. Requests are submitted when the first event is asked for.
+    Closing the stream cancels those that have not ended."""
+
+    def __init__(self, session: Session, requests: Iterable[Request]):
+        self.session = session
+        self._unsent, self._inbox, self._left = list(requests), Inbox(), set[Request]()
+
+    def submit(self, request: Request, first: bool = False) -> None:
+        """Add a request; `first`: before the requests that wait already."""
+        self._left.add(request)
+        self.session._watch(request, self._inbox)
+        self.session.submit(request, first=first)
+
+    def __next__(self) -> Event:
+        for request in self._unsent:
+            self.submit(request)
+        self._unsent.clear()
+        if not self._left:
+            raise StopIteration
+        try:
+            event = self.session._next(self._inbox)
+        except BaseException:
+            self.close()
+            raise
+        if event.finished:
+            self._end(event.request)
+        return event
+
+    def close(self) -> None:
+        self._unsent.clear()
+        for request in [*self._left]:
+            self.session.cancel(request)
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        self._left.discard(request)
+        self.session._watch(request, None)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,152 @@
+"""Which request occupies which slot of a batch, and the K/V pages that it holds.
+
+Active requests occupy slots 0..n-1, since a round runs over the first slots. In a batch of several, a request whose
+prompt is being prefilled waits in one more slot behind them, which no round touches. A request is admitted when a slot
+is free and every K/V pool has pages for its longest text, so memory never runs out for an admitted request.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from specker.flags import option
+from specker.model.cache import KVCache
+from specker.model.prefixes import Match
+from specker.runtime.drafter import Drafter
+from specker.runtime.state import Request, State
+
+
+class Slots:
+    def __init__(
+        self,
+        target: KVCache,
+        drafter: Drafter | None,
+        state: State,
+        size: int,
+        scratch: int,
+        prefixes: str,
+        grain: int,
+    ):
+        """`size`: requests that decode at once. `scratch`: columns of a sequence beyond its text. `prefixes`: which K/V
+        of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `grain`: the exact ones are a
+        multiple of this many columns; 1 if rows are bit-equal wherever they are computed."""
+        self.cache, self.drafter, self.state = target, drafter, state
+        self.size, self.scratch, self.prefixes, self.grain = size, scratch, prefixes, grain
+        self.active: list[Request] = []
+        self.filling: Request | None = None  # its prompt is being prefilled
+        self.idle: set[int] = set()  # slots without a sequence that rounds may run over
+        for cache in self.caches:
+            cache.release(0)
+
+    @property
+    def caches(self) -> list[KVCache]:
+        own = None if self.drafter is None else self.drafter.cache
+        return [self.cache] if own is None or own is self.cache else [self.cache, own]
+
+    @property
+    def waiting_room(self) -> int:
+        """The slot of a request whose prompt is being prefilled."""
+        return self.size if self.size > 1 else 0
+
+    def columns(self, limit: int) -> int:
+        """The K/V columns of a sequence whose text has up to `limit` tokens."""
+        return limit + self.scratch
+
+    def check_fits(self, prompt: int, limit: int) -> None:
+        """Raise ValueError if an empty pool cannot hold a text of `limit` tokens, `prompt` of them in the prompt."""
+        for cache in self.caches:
+            if cache.pages_for(self.columns(limit)) > cache.spare:
+                most = max(0, cache.spare * cache.page_size - self.scratch)
+                raise ValueError(
+                    f"the prompt has {prompt} tokens and {limit - prompt} more are asked for, but the K/V pool holds "
+                    f"at most {most} of one sequence: lower {option('max_new_tokens')} or raise "
+                    f"{option('kv_tokens')}"
+                )
+
+    def admits(self, request: Request) -> bool:
+        """Whether there is a slot and memory now; requests that draft and those that do not take turns."""
+        if self.filling is not None or len(self.active) == self.size:
+            return False
+        if self.active and self.active[0].drafting != request.drafting:
+            return False
+        return all(cache.fits(self.columns(request.limit)) for cache in self.caches)
+
+    def begin(self, request: Request) -> int:
+        """Give the request pages and the K/V of earlier texts, before its prompt is prefilled. Returns the number of
+        columns of the target's cache that need no prefill."""
+        slot, self.filling = self.waiting_room, request
+        for cache, match in zip(self.caches, self._matches(request), strict=True):
+            columns = self.columns(request.limit)
+            cache.take(slot, columns, match if cache.fits(columns, match) else None)
+        if self.drafter is not None and request.drafting:
+            self.drafter.reset(slot)
+        return self.cache.exact_len[slot]
+
+    def activate(self, agrees: Tensor | None) -> None:
+        """The prompt is prefilled: its request joins the active ones. `agrees` [C] bool: see `State`."""
+        assert self.filling is not None
+        request, self.filling, slot = self.filling, None, len(self.active)
+        if self.waiting_room != slot:
+            self._move(self.waiting_room, slot, request)
+        self.idle.discard(slot)
+        self.active.append(request)
+        self.state.write(slot, request, agrees)
+        self._remember(slot, request)
+
+    def retire(self, request: Request) -> None:
+        """Return a request's pages; the last slot's request moves to its slot."""
+        head = None if self.drafter is None else self.drafter.head
+        if request is self.filling:
+            self.filling = None
+            self._release(self.waiting_room, request)
+        else:
+            slot, last = self.active.index(request), len(self.active) - 1
+            self._release(slot, request)
+            if slot < last:
+                self.active[slot] = self.active[last]
+                self._move(last, slot, self.active[slot])
+                self.state.move(last, slot)
+            self.active.pop()
+            if head is not None and request.drafting:  # plain decoding often writes the same text again (--check)
+                head.count(request.text[request.prompt :])
+        if head is not None:
+            head.forget(request)
+            if not self.active:
+                head.reset()
+
+    def clear(self, forget: bool = False) -> None:
+        """Remove all requests; with `forget` also the K/V of earlier texts."""
+        for request in [*self.active, *([self.filling] if self.filling else [])]:
+            self.retire(request)
+        for cache in self.caches if forget else []:
+            cache.forget()
+
+    def _matches(self, request: Request) -> Sequence[Match | None]:
+        """What each cache has of the prompt. A draft's K/V decides no token, so any of it will do."""
+        prefixes, text = request.prefixes or self.prefixes, request.text[:-1]
+        if prefixes == "off":
+            return [None] * len(self.caches)
+        target = self.cache.prefixes.match(text, 1 if prefixes == "all" else self.grain)
+        if len(self.caches) == 1:
+            return [target]
+        kept = self.drafter is not None and self.drafter.keeps_prefix and request.drafting
+        return [target, self.caches[1].prefixes.match(text) if kept else None]
+
+    def _remember(self, slot: int, request: Request) -> None:
+        if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):
+            return
+        prefilled = len(request.text) if self.grain == 1 else request.prefilled
+        self.cache.remember(slot, request.text, prefilled)
+        if len(self.caches) > 1 and request.drafting and self.drafter is not None and self.drafter.keeps_prefix:
+            self.caches[1].remember(slot, request.text, 0)
+
+    def _release(self, slot: int, request: Request) -> None:
+        self._remember(slot, request)
+        for cache in self.caches:
+            cache.release(slot)
+
+    def _move(self, source: int, target: int, request: Request) -> None:
+        for cache in self.caches:
+            cache.move(source, target)
+        if self.drafter is not None and request.drafting:
+            self.drafter.move(source, target)
