@@ -1,6 +1,7 @@
 """A request takes over the K/V of earlier texts with the same beginning, and its tokens are those without it."""
 
 import random
+from os.path import commonprefix
 
 import cases
 import pytest
