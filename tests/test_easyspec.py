@@ -219,7 +219,7 @@ def kernels(monkeypatch):
     def linear(x, weight, bias=None, epilogue="none"):
         return products._launch(x, weight, bias, epilogue)
 
-    def attention(*args, with_lse):
+    def attention(*args):
         return attend._launch(*args)
 
     def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True, out=None):
