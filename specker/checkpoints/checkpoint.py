@@ -281,20 +281,17 @@ def _another(source: str | Path, c: ModelConfig, owner: Checkpoint, why: str) ->
 
 
 def _same_rows(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoint) -> bool:
-    """Whether the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s, up to rounding and quantisation.
-    Raises CheckpointError if the file has no such rows."""
+    """Whether the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s. Rounding and quantisation may have
+    changed those: a hash of the embedding would refuse a target in another dtype or in four bits. Raises
+    CheckpointError if the file has no such rows."""
+    embed = owner.weights.embed
     with ExitStack() as stack:
         where = _open(folder, stack)
-        if any(name not in where for name in SHARED_ROWS):
-            raise CheckpointError(f"the draft {source} lacks {SHARED_ROWS[0]} or {SHARED_ROWS[1]}; export it again")
-        ids, rows = (where[name].get_tensor(name) for name in SHARED_ROWS)
-    if (
-        ids.dtype != torch.int64
-        or rows.shape != (len(ids), c.hidden_size)
-        or not ((ids >= 0) & (ids < len(owner.weights.embed))).all()
-    ):
-        raise CheckpointError(f"{' and '.join(SHARED_ROWS)} of {source} do not fit together; export it again")
-    embed = owner.weights.embed
+        ids, rows = (where[name].get_tensor(name) if name in where else torch.empty(0) for name in SHARED_ROWS)
+    known = ids.dtype == torch.int64 and rows.shape == (len(ids), c.hidden_size)
+    if not known or not ((ids >= 0) & (ids < len(embed))).all():
+        missing = f"{' and '.join(SHARED_ROWS)} of {source} are missing or do not fit together"
+        raise CheckpointError(f"{missing}; export the draft again")
     own = embed[ids.to(embed.device)]
     own = (own if isinstance(own, Tensor) else own.dequantised(torch.float32)).float().cpu()
     return bool((torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all())
