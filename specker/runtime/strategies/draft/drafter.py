@@ -12,7 +12,6 @@ from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_text
 from specker.runtime.draft import CATCH_UP_ROWS, ModelDrafter
 from specker.runtime.head import Head
-from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 
 if TYPE_CHECKING:  # which builds on this file
@@ -27,30 +26,19 @@ class AutoregressiveDrafter(ModelDrafter):
         head: Head,
         width: int = 1,
         parallel: "LayerParallel | None" = None,
-        calibrate: str = "every",
         depth: int = 0,
     ):
         """`width`: nodes per tree level; 1 drafts a chain. `parallel` runs draft steps with layers side by side; the
-        catch-up pass runs them in sequence. `calibrate`: "every" round, or for ablations on a "mismatch" or "never";
-        exact_len then also counts fuzzy columns."""
+        catch-up pass runs them in sequence."""
         super().__init__(model, cache, head, depth)
-        self.width, self.parallel, self.calibrate = width, parallel, calibrate
-        self._calibrated = [0] * len(cache.exact_len)  # per sequence, the columns before this one are not fuzzy
+        self.width, self.parallel = width, parallel
 
     @property
     def keeps_prefix(self) -> bool:
-        return self.calibrate == "every"  # otherwise the cache may keep fuzzy columns
-
-    def prefill(self, slot: int, text: list[int]) -> None:
-        if self.cache.exact_len[slot] == self._calibrated[slot] and len(text) <= self.model.config.max_context:
-            self._calibrated[slot] = len(text) - 1
-        super().prefill(slot, text)
+        return True
 
     def room(self, length: int) -> int:
         return self.limit - length + 1
-
-    def fixed(self, length: int, budget: Budget) -> bool:
-        return self.calibrate == "every" and super().fixed(length, budget)
 
     def draft(self, r: Round) -> None:
         """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
@@ -73,27 +61,22 @@ class AutoregressiveDrafter(ModelDrafter):
             r.run(("draft", depth), lambda: self._chain(r, depth))
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
-        """Keep the exact K/V of accepted draft nodes; the last level has none yet. Drop fuzzy K/V: the next catch-up
-        forwards those tokens in sequence, with the bonus token (bonus calibration)."""
-        length = len(r.sequences[slot].text)
+        """Keep the exact K/V of accepted draft nodes. Drop fuzzy K/V: the next catch-up forwards those tokens in
+        sequence, with the bonus token (bonus calibration)."""
         if not r.size:
             return
         if r.fixed:  # the columns before the catch-up rows are exact
-            self.cache.exact_len[slot] = self._calibrated[slot] = self.exact_after_fixed(length)
-        elif self.cache.exact_len[slot] > self.limit:
+            self.cache.exact_len[slot] = self.exact_after_fixed(len(r.sequences[slot].text))
+        elif self.parallel is None:
+            self.keep(r, slot, path)
+
+    def keep(self, r: Round, slot: int, path: list[int]) -> None:
+        """Keep the K/V of accepted draft nodes; the last level has none yet."""
+        if self.cache.exact_len[slot] > self.limit:
             return
-        elif self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < r.depth:
-            self.cache.truncate(self._calibrated[slot], slot)
-        elif self.parallel is None or self.calibrate != "every":
-            grown = range(r.size) if r.nodes is None else r.nodes[slot].tolist()
-            if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.forwarded]:
-                self.cache.commit(nodes, slot)
-
-    def move(self, source: int, target: int) -> None:
-        self._calibrated[target] = self._calibrated[source]
-
-    def reset(self, slot: int) -> None:
-        self._calibrated[slot] = self.cache.exact_len[slot]
+        grown = range(r.size) if r.nodes is None else r.nodes[slot].tolist()
+        if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.forwarded]:
+            self.cache.commit(nodes, slot)
 
     def _compiles(self, r: Round) -> bool:
         """Whether the compiled library drafts the whole chain."""
@@ -156,8 +139,6 @@ class AutoregressiveDrafter(ModelDrafter):
                 self.prefill(slot, sequence.text)
             starts.append(cache.exact_len[slot])
             texts.append(self.known(sequence.text[starts[-1] : end]))
-            if starts[-1] == self._calibrated[slot]:
-                self._calibrated[slot] = end
             cache.exact_len[slot] = end
         tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
         return tokens, cache.after(starts, [len(text) for text in texts])

@@ -51,11 +51,6 @@ class EasySpecOptions:
     layer_parallel: Groups = opt(
         4, "layers side by side in a group, or all groups, such as [[0],[1,2,3],[4]]", "N|GROUPS", parse=groups
     )  # the paper recommends 4
-    calibrate: str = opt(
-        "every",
-        "when to recompute the K/V of accepted tokens with the layers in sequence: every round, on a mismatch, never",
-        choices=("every", "mismatch", "never"),
-    )
 
     def __post_init__(self) -> None:
         settle(self)
@@ -80,4 +75,4 @@ class EasySpec(SmallModel):
         cache = context.allocate(model)
         parallel = LayerParallel(model, cache, schedule, context.ranks)
         width, depth = context.options.width, context.depth(self)
-        return AutoregressiveDrafter(model, cache, context.head(model), width, parallel, own.calibrate, depth)
+        return AutoregressiveDrafter(model, cache, context.head(model), width, parallel, depth)
