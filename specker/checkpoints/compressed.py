@@ -46,7 +46,7 @@ class Compressed:
     along O if it is not symmetric. Another module has weight float8_e4m3fn [O, E]. Both have weight_scale."""
 
     layouts: tuple[tuple[str, Layout], ...]  # targets: "Linear", a module's name or "re:" and a pattern
-    ignored: tuple[str, ...]  # the same
+    ignored: tuple[str, ...]  # names of modules that are not quantised, or "re:" and a pattern
 
     @property
     def name(self) -> str:

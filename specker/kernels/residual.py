@@ -151,7 +151,7 @@ def _residual_merge_kernel(
     P: tl.constexpr,
     Q: tl.constexpr,
     LAST: tl.constexpr,  # the last delta is last_ptr
-    SPLIT: tl.constexpr,  # the others are sums of one delta's splits
+    SPLIT: tl.constexpr,  # deltas_ptr holds the sums of one delta's splits
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
     PDL: tl.constexpr,

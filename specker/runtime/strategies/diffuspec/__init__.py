@@ -66,7 +66,7 @@ class AdaptiveLength(Experienced):
     longest: int = 30
     step: int = 10
     rho: float = 0.5
-    nodes: int = 255  # of all paths
+    nodes: int = 255  # draft tokens of all paths together
     seen: Acceptance | None = None
     length: int = field(init=False)  # k
     generated: float = field(default=0.0, init=False)  # smoothed

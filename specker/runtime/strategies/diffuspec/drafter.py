@@ -94,7 +94,7 @@ class DiffusionDrafter(ModelDrafter):
             if done == depth or not more or all(self.stopped(g) < done for g in guesses):
                 break
         if self.search is not None:
-            r.confidence = []  # of blocks; a searched path may hold other tokens
+            r.confidence = []  # it is the blocks' confidence, and a searched path may hold other tokens
             self._searched(r, guesses, lattices, passes)
             return
         kept = [g[: self.stopped(g) + 1] for g in guesses]
