@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
+from bench.ablations import ExactPrefix, drafting_as
 from bench.e2e import differing, ours, row_of, share_target
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
@@ -121,9 +122,12 @@ def main() -> None:
     about: dict[str, dict] = {"ar": {}, "draft": {}}
     base = None
 
-    def add(name: str, more: dict[str, Any], strategy: str = "diffuspec", **facts: Any) -> None:
+    def add(
+        name: str, more: dict[str, Any], strategy: str = "diffuspec", kind: Any = DiffusionDrafter, **facts: Any
+    ) -> None:
         nonlocal base
-        engines[name] = specker.load(strategy=strategy, **how, **more)
+        with drafting_as(kind):
+            engines[name] = specker.load(strategy=strategy, **how, **more)
         share_target(list(engines.values()))
         about[name] = facts
         if strategy == "diffuspec":
@@ -134,7 +138,7 @@ def main() -> None:
         for search in SEARCHES:
             add(f"{length} {search}", {"cps": search, **options}, search=search, length=length)
     add("default", {})
-    add("default, exact prefix", {"diffusion_prefix": "exact"})
+    add("default, exact prefix", {}, kind=ExactPrefix)
     add("default, trimmed head", {}, "diffuspec+vocabtrim")
     add("k 8 chain, lambda 0.5", {"cps": "chain", "cps_lambda": 0.5, "draft_tokens": 8})
     prompts = [engines["ar"].encode(text) for text in heldout[: args.prompts]]

@@ -19,11 +19,12 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
+from bench.ablations import Uncalibrated, drafting_as
 from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
 from specker.model.decoder import forward, prefill
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerParallel, Schedule
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,20 @@ class Args(Given):
     rounds: int = 2
 
 
+CALIBRATIONS = {"every": EasySpecDrafter, "never": Uncalibrated}
+
+
 def shape(width: int, depth: int) -> dict[str, Any]:
     return {"draft_tokens": depth} if width == 1 else {"tree": f"{width}x{depth}"}
 
 
-def load(args: Args, **options: Any) -> Engine:
+def load(args: Args, calibrate: str = "every", **options: Any) -> Engine:
     """Without graphs on a GPU too, so that forwards can be timed; kernels/bench_layer_group.py times a group with
     graphs."""
     how = {"max_context": args.max_context, "device": args.device, "dtype": args.dtype, "graphs": "off"}
-    return specker.load(
-        args.target or specker.zoo.path("code-target"), args.drafts["easyspec"], prefix_cache="off", **how, **options
-    )
+    how["prefix_cache"] = "off"
+    with drafting_as(CALIBRATIONS[calibrate]):
+        return specker.load(args.target or specker.zoo.path("code-target"), args.drafts["easyspec"], **how, **options)
 
 
 def timed_forward(engine: Engine, times: list[float]) -> None:
@@ -194,12 +198,12 @@ def main() -> None:
     near = {n: cosine(args, texts, n) for n in numbers[1]}
     for width in numbers[0]:
         for parallel in numbers[1]:
-            for calibrate in ("every", "never"):
+            for calibrate in CALIBRATIONS:
                 if (parallel, calibrate) == (1, "never"):
                     continue  # layers in sequence need no calibration
                 name = f"{width}x{args.depth} N {parallel} {calibrate}"
-                how = {"layer_parallel": str(parallel), "calibrate": calibrate, **shape(width, args.depth)}
-                engines[name] = load(args, strategy="easyspec", **how)
+                how = {"layer_parallel": str(parallel), **shape(width, args.depth)}
+                engines[name] = load(args, calibrate, strategy="easyspec", **how)
                 share_target(list(engines.values()))
                 about[name] = {"width": width, "shape": f"{width}x{args.depth}", "parallel": parallel}
                 about[name] |= {"calibrate": calibrate, "cosine": near[parallel]}

@@ -33,7 +33,6 @@ class LoadOptions(TypedDict, total=False):
     reduce: Literal["fast", "ordered"]
     # easyspec
     layer_parallel: int | tuple[tuple[int, ...], ...] | str
-    calibrate: Literal["every", "mismatch", "never"]
     # del
     exit_layer: int | None
     exit_cost: Literal["layers", "bytes", "measured"]
@@ -44,7 +43,6 @@ class LoadOptions(TypedDict, total=False):
     cps_mass: float | None
     cps_lambda: float | None
     ngram: str | None
-    diffusion_prefix: Literal["reuse", "exact"]
     shifted_logits: Literal["yes", "no"] | None
     adl: tuple[int, int] | str | None
     chunk: tuple[int, float] | str | None

@@ -52,9 +52,7 @@ class Calibration:
         parse=Keep.parse,
     )
     plot: str | None = opt(None, "draw the coverage curve as a PNG", "FILE")
-    export: str | None = opt(
-        None, "with --scores: the kept ids as .pt (FR-Spec), .npy or .safetensors (EAGLE-3)", "FILE"
-    )
+    export: str | None = opt(None, "with --scores: the kept ids as EAGLE-3's d2t and t2d, .safetensors", "FILE")
     dtype: str | None = opt(None, "of weights and K/V (default: as python -m specker.run)", choices=DTYPES)
     device: str | None = opt(None, "where to run (default: cuda if available)", offers=("cpu", "cuda"))
 
@@ -66,6 +64,8 @@ class Calibration:
             raise ValueError("--scores excludes --out and --ngram: use --export FILE to convert")
         if self.export and (not self.scores or self.vocab_keep is None):
             raise ValueError("--export needs --scores FILE and --vocab-keep")
+        if self.export and Path(self.export).suffix != ".safetensors":
+            raise ValueError(f"--export {self.export}: expected a file ending in .safetensors")
         written = [name for name in (self.out, self.ngram) if name is not None]
         if not self.scores and (not written or any(Path(name).suffix != ".safetensors" for name in written)):
             raise ValueError(
@@ -97,7 +97,7 @@ examples:
   specker-calibrate --prompts questions.jsonl --source draft --out scores.safetensors
   specker-calibrate --text corpus.txt --out scores.safetensors
   specker-calibrate --prompts questions.jsonl --ngram ngram.safetensors
-  specker-calibrate --scores scores.safetensors --vocab-keep 8192 --export freq.pt
+  specker-calibrate --scores scores.safetensors --vocab-keep 8192 --export kept.safetensors
   source <(specker-calibrate --print-completion bash)  # completion in this shell
 
 exit codes: 0 success; 1 specker failed; 2 a mistake in the command or its files;
@@ -353,7 +353,7 @@ def _export(job: Calibration, scores: Any) -> None:
     always = {*config.eos_ids, *vocab_scores.special_ids(tokenizer)}
     assert job.export is not None and job.vocab_keep is not None
     ids = scores.kept(job.vocab_keep, always, config.vocab_size)
-    write_file(job.export, vocab_scores.exported(job.export, ids, scores.ranked(ids), config.vocab_size))
+    write_file(job.export, vocab_scores.exported(ids, config.vocab_size))
     print(f"{len(ids):,} ids of {config.vocab_size:,} in {job.export}", file=sys.stderr)
 
 

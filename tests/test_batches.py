@@ -26,8 +26,6 @@ STRATEGIES = {
     "draft-and-verify": {"policy": "draft-and-verify"},
     "easyspec": {"strategy": "easyspec", "layer_parallel": "2"},
     "easyspec-tree": {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3"},
-    "mismatch": {"strategy": "easyspec", "layer_parallel": "2", "calibrate": "mismatch"},
-    "never": {"strategy": "easyspec", "layer_parallel": "2", "calibrate": "never"},
     "del": {"strategy": "del"},
     "del-length": {"strategy": "del", "policy": "del-length"},
     "del-fixed": {"strategy": "del", "policy": "fixed", "exit_layer": 2},
@@ -43,7 +41,6 @@ STRATEGIES = {
     "easyspec+lookup": {"strategy": "easyspec+lookup", "layer_parallel": "2"},
     "del+lookup": {"strategy": "del+lookup"},
     "diffuspec+lookup": {"strategy": "diffuspec+lookup", "adl": "2-5", "cps": "off"},
-    "exact": {"strategy": "diffuspec", "draft_tokens": 3, "cps": "off", "diffusion_prefix": "exact"},
 }
 DRAWS = [
     {"temperature": 0.0},

@@ -13,11 +13,13 @@ from make_checkpoint import byte_tokenizer, edit, exact_oracle, make, oracle, or
 from one_round import after_every_round, apart, draft, outcome, tokens
 
 import specker
+from bench.ablations import ExactPrefix, drafting_as
 from specker import run
 from specker.config import Sampling
 from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
 from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
+from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
 from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
@@ -59,14 +61,13 @@ SHAPES = {
     "chunk": {"policy": "chunk", "chunk": "2:0.2"},
     "chunk-off": {"cps": "off", "policy": "chunk", "chunk": "3:0.1"},
     "plus-minus-one": {"policy": "plus-minus-one"},
-    "exact": {"diffusion_prefix": "exact", "cps": "tree", "policy": "chunk", "chunk": "3:0.1"},
     "long": {"draft_tokens": 100},
 }
 HOW = {"greedy": {}, "T0.7": {"temperature": 0.7}, "top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}}
 CASES = [
     *cases.one_in(2, ["dream"], SHAPES, HOW, ["off"]),
     # qwen3's random guesses never match greedy tokens
-    *cases.one_in(2, ["qwen3"], ["chain", "exact"], ["T0.7", "top"], ["off"]),
+    *cases.one_in(2, ["qwen3"], ["chain", "chunk"], ["T0.7", "top"], ["off"]),
     ("qwen2", "tree", "T0.7", "off"),
     # the other shapes are never fixed
     *cases.one_in(3, ["dream"], ["off", "chain", "tree", "adl-off", "plus-minus-one"], HOW, ["on"]),
@@ -87,8 +88,8 @@ def test_tokens_equal_plain_decoding(family, monkeypatch, name, shape, how, grap
     assert fast.loop.launched > fixed / 2 if graphs == "on" else fast.loop.launched == 0
 
 
-def test_chunks_and_the_exact_prefix_are_placed_by_the_host(family):
-    for shape in ("chunk", "exact", "long"):
+def test_chunks_are_placed_by_the_host(family):
+    for shape in ("chunk", "long"):
         fast = load(family, graphs="on", **SHAPES[shape])
         got = fast.generate(PROMPTS[2], 40, temperature=0.7)
         assert got.stats.drafted > 0 and fast.loop.launched == 0
@@ -118,16 +119,17 @@ def guessed(engine, committed, n):
     """Log-probabilities [n, V] of the drafter's guesses after `committed`, on a fresh cache."""
     engine.loop.clear()
     with torch.inference_mode():
-        return engine.drafter.model.logits(engine.drafter._masked([committed], [[]], 0, n)).log_softmax(-1)
+        return engine.drafter.model.logits(engine.drafter.masked([committed], [[]], 0, n)).log_softmax(-1)
 
 
-@pytest.mark.parametrize("prefix", ["reuse", "exact"])
+@pytest.mark.parametrize("kind", [DiffusionDrafter, ExactPrefix])
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_pass_is_the_bidirectional_model_over_text_and_masks(family, name, prefix, monkeypatch):
+def test_a_pass_is_the_bidirectional_model_over_text_and_masks(family, name, kind, monkeypatch):
     """Against transformers' Qwen with an all-ones mask, in float64. Dream's row i predicts position i + 1, the others'
     row i predicts position i."""
     exact_oracle(monkeypatch)
-    engine = load(family, name, diffusion_prefix=prefix)
+    with drafting_as(kind):
+        engine = load(family, name)
     model = oracle(Path(family[name][1]), torch.float64)
     mask = json.loads((Path(family[name][1]) / "config.json").read_text())["mask_token_id"]
     for text in ([5], [5, 9, 40, 11], list(range(3, 60))):  # up to 64 rows the catch-up is one pass
@@ -158,7 +160,7 @@ def test_the_cached_prefix_equals_one_pass_over_all_rounds(family, monkeypatch):
         drafter.prefill(0, text)
         for count in steps:
             fresh = text[drafter.cache.exact_len[0] :]
-            got = drafter.model.logits(drafter._masked([text], [[]], 0, n))
+            got = drafter.model.logits(drafter.masked([text], [[]], 0, n))
             assert drafter.cache.exact_len == [len(text)]
             runs.append(fresh + [127] * n)
             ids, run, place, is_mask = [], [], [], []
@@ -339,14 +341,11 @@ def test_at_the_drafters_limit_nothing_is_drafted(family, tmp_path):
     target, draft, ngram = family["dream"]
     short = shutil.copytree(draft, tmp_path / "short")
     edit(short, max_position_embeddings=40)
-    for prefix in ("reuse", "exact"):
-        fast = specker.load(
-            target, str(short), "diffuspec", dtype="float64", page_size=16, ngram=ngram, diffusion_prefix=prefix
-        )
-        for prompt in ([5, 9, 40], list(range(3, 90))):
-            got = fast.generate(prompt, 60)
-            assert got.tokens == fast.generate_ar(prompt, 60).tokens
-            assert (got.stats.drafted > 0) == (len(prompt) < 40)
+    fast = specker.load(target, str(short), "diffuspec", dtype="float64", page_size=16, ngram=ngram)
+    for prompt in ([5, 9, 40], list(range(3, 90))):
+        got = fast.generate(prompt, 60)
+        assert got.tokens == fast.generate_ar(prompt, 60).tokens
+        assert (got.stats.drafted > 0) == (len(prompt) < 40)
     fast = load(family, draft_tokens=100)
     got = fast.generate([5, 9, 40], 189)  # to the end of both contexts
     assert got.tokens == fast.generate_ar([5, 9, 40], 189).tokens
@@ -418,7 +417,6 @@ def test_another_tokenizer_is_refused(tmp_path):
         ({"strategy": "draft", "policy": "adl"}, "policy='adl' is for strategy diffuspec, not 'draft'"),
         ({"strategy": "del", "policy": "chunk"}, "policy='chunk' is for strategy diffuspec"),
         ({"cps": "all"}, "cps must be one of off, chain, tree, got 'all'"),
-        ({"diffusion_prefix": "none"}, "diffusion_prefix must be one of reuse, exact"),
         ({"shifted_logits": "maybe"}, "shifted_logits must be one of yes, no"),
         ({"tree": "2x2"}, "tree does not apply, but cps='tree' does"),
         ({"policy": "draft-and-verify"}, "policy='draft-and-verify' ends a draft token by token"),

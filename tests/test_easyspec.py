@@ -11,6 +11,7 @@ from one_round import accept, apart, draft, parents
 from pairs import perturbed
 
 import specker
+from bench.ablations import Uncalibrated, drafting_as
 from specker.checkpoints.checkpoint import load as load_checkpoint
 from specker.config import Sampling
 from specker.kernels import residual as merge
@@ -22,7 +23,7 @@ from specker.runtime import strategies
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
+from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerParallel, Schedule
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
@@ -219,7 +220,7 @@ def kernels(monkeypatch):
     def linear(x, weight, bias=None, epilogue="none"):
         return products._launch(x, weight, bias, epilogue)
 
-    def attention(*args, with_lse):
+    def attention(*args):
         return attend._launch(*args)
 
     def topk(hidden, weight, token_ids, k, norm, noise, with_lse=True, out=None):
@@ -279,7 +280,7 @@ def test_calibrated_columns_are_bit_for_bit_the_sequential_ones_under_the_kernel
     cache, sequential = tiny_cache(model), tiny_cache(plain)
     head = Head(model.head, model.norm, model.config.rms_norm_eps)
     parallel = LayerParallel(model, cache, Schedule(((0, 1), (2, 3))))
-    drafter = AutoregressiveDrafter(model, cache, head, width, parallel)
+    drafter = EasySpecDrafter(model, cache, head, parallel, width)
     text, fuzzy = PROMPT[:3], None
     drafter.prefill = lambda slot, text: None  # the first catch-up processes the whole text
     for accepted, depth in ((3, 3), (1, 2), (0, 1)):  # the last draft serves only to trigger its catch-up
@@ -375,11 +376,9 @@ def engine(pair, **options):
     return specker.load(*pair, strategy="easyspec", dtype="float64", page_size=16, **options)
 
 
-@pytest.mark.parametrize(
-    ("shape", "calibrate", "how"), cases.one_in(3, SHAPES, ["every", "mismatch", "never"], SAMPLING)
-)
-def test_tokens_equal_plain_decoding(pair, shape, calibrate, how):
-    fast = engine(pair, calibrate=calibrate, layer_parallel="4", **SHAPES[shape])
+@pytest.mark.parametrize(("shape", "how"), cases.one_in(3, SHAPES, SAMPLING))
+def test_tokens_equal_plain_decoding(pair, shape, how):
+    fast = engine(pair, layer_parallel="4", **SHAPES[shape])
     drafted = accepted = 0
     for prompt in ([5, 9, 40], [1], list(range(3, 90))):
         got = fast.generate(prompt, 50, **SAMPLING[how])
@@ -390,11 +389,12 @@ def test_tokens_equal_plain_decoding(pair, shape, calibrate, how):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
-    """At the start of every draft, after the catch-up, with rows placed by the host or the device. With `never` the
-    cache is not exact, so the test can fail."""
+    """At the start of every draft, after the catch-up, with rows placed by the host or the device. Without
+    calibration the cache is not exact, so the test can fail."""
     differences = {}
-    for calibrate, graphs in (("every", "off"), ("every", "on"), ("never", "off")):
-        fast = engine(pair, calibrate=calibrate, graphs=graphs, layer_parallel="3", **SHAPES[shape])
+    for kind, graphs in ((EasySpecDrafter, "off"), (EasySpecDrafter, "on"), (Uncalibrated, "off")):
+        with drafting_as(kind):
+            fast = engine(pair, graphs=graphs, layer_parallel="3", **SHAPES[shape])
         worst = []
 
         def checked(self, r, catch_up=AutoregressiveDrafter._catch_up, worst=worst):
@@ -408,28 +408,9 @@ def test_the_draft_cache_is_exact_after_calibration(pair, shape, monkeypatch):
             patch.setattr(AutoregressiveDrafter, "_catch_up", checked)
             fast.generate(PROMPT, 40, temperature=0.7)
         assert len(worst) > 5 and (fast.loop.launched > 5) == (graphs == "on")
-        differences[calibrate, graphs] = max(worst)
+        differences[kind, graphs] = max(worst)
     *exact, fuzzy = differences.values()
     assert max(exact) < 1e-12 < 1e-6 < fuzzy
-
-
-def test_mismatch_drops_the_fuzzy_columns_and_no_others(pair):
-    fast = engine(pair, calibrate="mismatch", draft_tokens=2)
-    drafter = fast.drafter
-    seen = []
-    observe = drafter.observe
-
-    def watched(r, slot, path):
-        [before] = drafter.cache.exact_len
-        observe(r, slot, path)
-        if r.draft.depth == 2:
-            seen.append((len(path) == 3, before, drafter.cache.exact_len[0], drafter._calibrated[0]))
-
-    drafter.observe = watched
-    fast.generate(PROMPT, 60, temperature=0.7)
-    assert {full for full, *_ in seen} == {True, False}
-    for full, before, after, calibrated in seen:
-        assert after == (before + 1 if full else calibrated), "kept: the first of two tokens, which has K/V"
 
 
 def test_combines_with_a_trimmed_head(pair, tmp_path):
@@ -466,9 +447,8 @@ def test_schedules():
         ({"layer_parallel": "[[0],[1.5]]"}, "layer_parallel must be a width"),
         ({"layer_parallel": "[[0],[2,1]]"}, "once and in order"),
         ({"layer_parallel": "[[0],[0,1]]"}, "once and in order"),
-        ({"calibrate": "sometimes"}, "calibrate must be one of every, mismatch, never"),
         ({"strategy": "draft", "layer_parallel": "4"}, "layer_parallel is for strategy easyspec"),
-        ({"strategy": "ar", "calibrate": "every"}, "calibrate is for strategy easyspec"),
+        ({"strategy": "ar", "layer_parallel": "4"}, "layer_parallel is for strategy easyspec"),
         ({"strategy": "draft+easyspec"}, "do not compose"),
     ],
 )
@@ -487,13 +467,14 @@ def test_a_schedule_of_another_depth_is_refused(pair):
 
 def test_mutation_fuzzy_columns_kept(pair, monkeypatch):
     """Without truncation of fuzzy K/V, the cache check fails."""
-    observe = AutoregressiveDrafter.observe
+    observe = EasySpecDrafter.observe
 
     def kept(self, r, slot, path):
-        self.calibrate = "never"
         observe(self, r, slot, path)
+        if r.draft.size and not r.fixed:
+            self.keep(r, slot, path)
 
-    monkeypatch.setattr(AutoregressiveDrafter, "observe", kept)
+    monkeypatch.setattr(EasySpecDrafter, "observe", kept)
     with pytest.raises(AssertionError):
         test_the_draft_cache_is_exact_after_calibration(pair, "chain", monkeypatch)
 

@@ -16,7 +16,6 @@ JOINS = {
     "chain": ({"strategy": "draft+lookup", "draft_tokens": 3}, False),
     "tree": ({"strategy": "draft+lookup", "tree": "3x3"}, False),
     "easyspec": ({"layer_parallel": "2"}, False),
-    "mismatch": ({"strategy": "easyspec+lookup", "layer_parallel": "2", "calibrate": "mismatch"}, False),
     "del": ({}, None),
     "del-fixed": ({"strategy": "del+lookup", "policy": "fixed", "exit_layer": 2}, None),
     "diffuspec": ({"adl": "2-5", "cps": "off"}, True),

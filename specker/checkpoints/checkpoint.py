@@ -157,9 +157,12 @@ def load(
         if random is None:
             if not Path(source).expanduser().exists():  # a hub id
                 folder = folder_of(source, weights=True)
-            if owner is not None and config.shares and not _same_rows(source, folder, config, owner):
-                raise _another(source, config, owner, "the rows of its embedding differ")
-            buffers = _read_weights(folder, config, pieces, storage, part, tell)
+
+            def proof(where: dict[str, Any]) -> None:
+                if owner is not None and config.shares and not _same_rows(source, where, config, owner):
+                    raise _another(source, config, owner, "the rows of its embedding differ")
+
+            buffers = _read_weights(folder, config, pieces, storage, part, proof, tell)
         else:
             buffers = random_weights(config, pieces, storage, random)
     if owner is not None and "embed_tokens" in config.shares:
@@ -185,7 +188,10 @@ def read_config(
 def made_for(folder: Path, target: Checkpoint) -> bool:
     """Whether the draft in `folder` shares nothing, or `target` has the embedding that it shares."""
     config = read_config(folder)
-    return not config.shares or _same_rows(folder, folder, config, target)
+    if not config.shares:
+        return True
+    with ExitStack() as stack:
+        return _same_rows(folder, _open(folder, stack), config, target)
 
 
 def read_tokenizer(source: str | Path) -> Any:
@@ -225,12 +231,14 @@ def _read_weights(
     kept: Iterable[Piece],
     storage: Storage,
     part: Part,
+    proof: Callable[[dict[str, Any]], None],
     tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
-    only this part of split tensors."""
+    only this part of split tensors. `proof` is called with the open files before any weight is read, and may raise."""
     with ExitStack() as stack:
         where = _open(folder, stack)
+        proof(where)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
         _check(where, pieces, c, prefix, storage)
@@ -280,21 +288,16 @@ def _another(source: str | Path, c: ModelConfig, owner: Checkpoint, why: str) ->
     return CheckpointError(f"the draft {source} shares the {shared} of another target than {owner.folder}: {why}")
 
 
-def _same_rows(source: str | Path, folder: Path, c: ModelConfig, owner: Checkpoint) -> bool:
-    """Whether the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s, up to rounding and quantisation.
-    Raises CheckpointError if the file has no such rows."""
-    with ExitStack() as stack:
-        where = _open(folder, stack)
-        if any(name not in where for name in SHARED_ROWS):
-            raise CheckpointError(f"the draft {source} lacks {SHARED_ROWS[0]} or {SHARED_ROWS[1]}; export it again")
-        ids, rows = (where[name].get_tensor(name) for name in SHARED_ROWS)
-    if (
-        ids.dtype != torch.int64
-        or rows.shape != (len(ids), c.hidden_size)
-        or not ((ids >= 0) & (ids < len(owner.weights.embed))).all()
-    ):
-        raise CheckpointError(f"{' and '.join(SHARED_ROWS)} of {source} do not fit together; export it again")
+def _same_rows(source: str | Path, where: dict[str, Any], c: ModelConfig, owner: Checkpoint) -> bool:
+    """Whether the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s. Rounding and quantisation may have
+    changed those: a hash of the embedding would refuse a target in another dtype or in four bits. Raises
+    CheckpointError if the file has no such rows."""
     embed = owner.weights.embed
+    ids, rows = (where[name].get_tensor(name) if name in where else torch.empty(0) for name in SHARED_ROWS)
+    known = ids.dtype == torch.int64 and rows.shape == (len(ids), c.hidden_size)
+    if not known or not ((ids >= 0) & (ids < len(embed))).all():
+        missing = f"{' and '.join(SHARED_ROWS)} of {source} are missing or do not fit together"
+        raise CheckpointError(f"{missing}; export the draft again")
     own = embed[ids.to(embed.device)]
     own = (own if isinstance(own, Tensor) else own.dequantised(torch.float32)).float().cpu()
     return bool((torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all())

@@ -70,7 +70,7 @@ def register_attention(name: str = "specker") -> str:
         flat = query.transpose(1, 2).reshape(B * T, -1, D)
         scale = D**-0.5 if scaling is None else scaling
         args = rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors
-        out, _ = tree_attention(flat, k, v, *args, scale, with_lse=False)
+        out, _ = tree_attention(flat, k, v, *args, scale)
         return out.view(B, T, -1, D), None
 
     AttentionInterface.register(name, attention)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.ancestors import MAX_WORDS
-from specker.runtime.strategies.vocabtrim.scores import exported, read
+from specker.runtime.strategies.vocabtrim.scores import read
 
 
 class TreeMask(IntEnum):
@@ -203,4 +203,4 @@ def write_token_map(path: str | Path, ids: Tensor) -> None:
     path = Path(path)
     if path.suffix != ".pt":
         raise ValueError(f"a token map must have the suffix .pt, got {path.name}")
-    path.write_bytes(exported(path, ids.sort().values, ids, int(ids.max()) + 1))
+    torch.save(ids.tolist(), path)

@@ -17,9 +17,7 @@ several sequences the launch has at most `PROGRAMS` an SM, which share the work 
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +29,7 @@ from specker.kernels.ancestors import (
     pack_bits,
     unpack_words,
 )
-from specker.kernels.cpu import FEW_ROWS, plain
-from specker.kernels.registry import refuse, register
+from specker.kernels.registry import register
 from specker.kernels.variant import (
     AMD,
     TYPES,
@@ -61,8 +58,6 @@ __all__ = [
 
 PROGRAMS = 4  # an SM, at most, for several sequences: 2 or 3 run together
 _LOG2E = 1 / math.log(2)
-NUMPY_PRODUCTS = 1 << 18  # multiply-adds of one numpy product. From this size OpenBLAS wakes its own threads, which
-# compete with torch's waiting threads for the cores: 20 us become 3,700
 
 
 def tree_attention(
@@ -75,8 +70,6 @@ def tree_attention(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
-    *,
-    with_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of draft rows over a paged prefix and a window of drafts, in which a row sees itself and its ancestors.
 
@@ -105,7 +98,6 @@ def tree_attention(
         cu_rows: [B + 1] int32; sequence b owns rows cu_rows[b] to cu_rows[b + 1].
         ancestors: [T, W] int64, W <= 4; see `ancestor_words`.
         scale: positive, usually D ** -0.5.
-        with_lse: False allows lse to be empty [0], which saves a tenth of a short call on a CPU.
 
     Returns:
         out [T, Hq, D], and lse [T, Hq], float32 (float64 for float64).
@@ -128,13 +120,7 @@ def tree_attention(
         >>> [round(x, 1) for x in out[:, 0, 0].tolist()]  # means of columns 0-3, 0-4, and 0-3 with 5
         [1.5, 2.0, 2.2]
     """
-    args = q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale
-    try:
-        done = _few_rows(*args, with_lse)
-    except Exception:
-        refuse(tree_attention, _check, args)
-        raise
-    return _tree_attention(*args) if done is None else done
+    return _tree_attention(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
 
 
 def tree_attention_ref(
@@ -201,169 +187,6 @@ def gather_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     if ids == list(range(ids[0], ids[0] + len(ids))):
         return cache[ids[0] : ids[0] + len(ids)].flatten(0, 1)[:length]
     return cache[ids].flatten(0, 1)[:length]
-
-
-def _few_rows(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    kv_len: Tensor,
-    window: Tensor,
-    cu_rows: Tensor,
-    ancestors: Tensor,
-    scale: float,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor] | None:
-    """The CPU path for few rows, if each sequence's pages are consecutive; None to decline. A product's rows are the
-    (row, query head) pairs of a KV head. Sequences that differ only in evenly spaced pages, such as a group's layers,
-    are computed together, others one by one. A sequence's bits are the same either way."""
-    if not plain(q):
-        return None
-    x, k, v, table, words = q.numpy(), k_cache.numpy(), v_cache.numpy(), block_table.numpy(), ancestors.numpy()
-    lengths, windows = kv_len.numpy(), window.numpy()
-    if x.ndim != 3 or k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype:
-        return None
-    (T, Hq, D), (_, page, Hkv, _) = x.shape, k.shape
-    if k.shape[3] != D or Hq % Hkv or not (k.flags.c_contiguous and v.flags.c_contiguous):
-        return None
-    B = len(table)
-    if not lengths.shape == windows.shape == (B,) or table.ndim != 2 or not scale > 0:
-        return None
-    if not lengths.dtype == windows.dtype == table.dtype == np.int32 or cu_rows.dtype != torch.int32:
-        return None
-    if words.ndim != 2 or words.dtype != np.int64 or len(words) != T or cu_rows.shape[0] != B + 1 or not T:
-        return None
-    if not 1 <= words.shape[1] <= MAX_WORDS:
-        return None
-    if not B:
-        return None
-    slots = k.shape[0] * page
-    if B == 1:
-        S, w = int(lengths[0]), int(windows[0])
-        first = _first_slot(table[0], S, page, slots)
-        if first is None or T > FEW_ROWS:
-            return None
-        if x.size * S // Hkv >= NUMPY_PRODUCTS:
-            return _fused(q, k_cache, v_cache, first, S, _mask(words.tobytes(), T, S, w, x.dtype), scale)
-        out, lse = _products(x, k, v, first, S, 1, S, w, words, scale, with_lse)
-        return torch.from_numpy(out), q.new_empty(0) if lse is None else torch.from_numpy(lse)
-    apart = _apart(table, lengths, windows, cu_rows.numpy(), words, page, slots)
-    if apart and x.size * int(lengths[0]) // (B * Hkv) < NUMPY_PRODUCTS and T <= B * FEW_ROWS:
-        S, first = int(lengths[0]), int(table[0, 0]) * page
-        out, lse = _products(x, k, v, first, apart, B, S, int(windows[0]), words, scale, with_lse)
-        return torch.from_numpy(out), q.new_empty(0) if lse is None else torch.from_numpy(lse)
-    bounds = cu_rows.tolist()
-    if bounds[0] != 0 or bounds[-1] != T or bounds != sorted(bounds):
-        return None
-    every, lses = torch.empty_like(q), q.new_empty((T, Hq) if with_lse else 0)
-    out, lse = every.numpy(), lses.numpy()
-    for b, (S, w, start, end) in enumerate(zip(lengths.tolist(), windows.tolist(), bounds, bounds[1:], strict=False)):
-        if start == end:
-            continue
-        its, first = slice(start, end), _first_slot(table[b], S, page, slots)
-        if first is None or end - start > FEW_ROWS:
-            one = slice(b, b + 1)
-            sequence = block_table[one], kv_len[one], window[one], _bounds(end - start), ancestors[its], scale
-            done = tree_attention_ref(q[its], k_cache, v_cache, *sequence)
-        elif x[its].size * S // Hkv >= NUMPY_PRODUCTS:
-            mask = _mask(words[its].tobytes(), end - start, S, w, x.dtype)
-            done = _fused(q[its], k_cache, v_cache, first, S, mask, scale)
-        else:
-            out[its], some = _products(x[its], k, v, first, S, 1, S, w, words[its], scale, with_lse)
-            if some is not None:
-                lse[its] = some
-            continue
-        every[its] = done[0]
-        if with_lse:
-            lses[its] = done[1]
-    return every, lses
-
-
-def _products(
-    x: Any, k: Any, v: Any, first: int, apart: int, B: int, S: int, w: int, words: Any, scale: float, with_lse: bool
-) -> tuple[Any, Any]:
-    """Attention of B sequences of S columns, in numpy. The first starts at slot `first`, each next one `apart` slots
-    further."""
-    (T, Hq, D), Hkv = x.shape, k.shape[2]
-    t = T // B
-    k, v = (c.reshape(-1, Hkv, D)[first : first + B * apart].reshape(B, apart, Hkv, D)[:, :S] for c in (k, v))
-    rows = x.reshape(B, t, Hkv, -1, D).swapaxes(1, 2).reshape(B, Hkv, -1, D)  # [B, Hkv, t * G, D]
-    scores = np.matmul(rows, k.transpose(0, 2, 3, 1))  # [B, Hkv, t * G, S]
-    scores *= scale
-    mask = _mask(words[:t].tobytes(), t, w, w, x.dtype)
-    if mask is not None:
-        scores.reshape(B, Hkv, t, -1, S)[..., S - w :] += mask[:, None]
-    top = np.maximum.reduce(scores, -1, keepdims=True)
-    scores -= top
-    np.exp(scores, out=scores)
-    total = np.add.reduce(scores, -1, keepdims=True)
-    out = np.matmul(scores, v.swapaxes(1, 2))
-    out /= total
-    out = out.reshape(B, Hkv, t, -1, D).swapaxes(1, 2).reshape(T, Hq, D)
-    if not with_lse:
-        return out, None
-    top += np.log(total)
-    return out, top.reshape(B, Hkv, t, -1).swapaxes(1, 2).reshape(T, Hq)
-
-
-@lru_cache(maxsize=256)
-def _bounds(rows: int) -> Tensor:
-    return torch.tensor([0, rows], dtype=torch.int32)
-
-
-def _first_slot(table: Any, S: int, page: int, slots: int) -> int | None:
-    """The slot where a sequence's S columns begin; None unless its pages [P] are consecutive and within `slots`."""
-    if not 0 < S <= len(table) * page:
-        return None
-    pages = table[: -(-S // page)]
-    first = int(pages[0]) * page
-    if first < 0 or first + S > slots or (len(pages) > 1 and not np.array_equal(pages[1:], pages[:-1] + 1)):
-        return None
-    return first
-
-
-def _apart(table: Any, lengths: Any, windows: Any, bounds: Any, words: Any, page: int, slots: int) -> int:
-    """Slots from one sequence to the next if they differ only in their pages; 0 if they differ in more or overlap."""
-    B, S = len(table), int(lengths[0])
-    first = _first_slot(table[0], S, page, slots)
-    apart = 0 if first is None else int(table[1, 0] - table[0, 0]) * page
-    if first is None or apart < S or first + B * apart > slots or len(words) % B:
-        return 0
-    return apart if _alike(table[:, : -(-S // page)], lengths, windows, bounds, words) else 0
-
-
-def _alike(table: Any, lengths: Any, windows: Any, cu_rows: Any, words: Any) -> bool:
-    """Whether the sequences have equal lengths, windows, row counts and words, and evenly spaced pages."""
-    B, t = len(table), len(words) // len(table)
-    return (
-        bool((lengths == lengths[0]).all() and (windows == windows[0]).all())
-        and np.array_equal(cu_rows, np.arange(0, len(words) + 1, t))
-        and bool((words.reshape(B, t, -1) == words[:t]).all())
-        and bool((table == table[0] + (np.arange(B) * (table[1, 0] - table[0, 0]))[:, None]).all())
-    )
-
-
-@lru_cache(maxsize=64)
-def _mask(words: bytes, rows: int, columns: int, window: int, dtype: Any) -> Any:
-    """The additive mask of int64 ancestor words, in numpy; cached, since all layers of a forward use the same one."""
-    bits = unpack_words(np.frombuffer(words, np.int64).reshape(rows, -1).tolist())
-    mask = ancestor_mask(bits, columns, window, torch.float64 if dtype == np.float64 else torch.float32)
-    return None if mask is None else mask.numpy()
-
-
-def _fused(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, first: int, S: int, mask: Any, scale: float
-) -> tuple[Tensor, Tensor]:
-    """torch's fused attention of q [T, Hq, D] over S slots from `first` on; like `attend`, on views of the cache."""
-    (T, Hq, D), (Hkv, width) = q.shape, (k_cache.shape[2], k_cache.shape[2] * k_cache.shape[3])
-    x = q.as_strided((1, Hq, T, D), (0, q.stride(1), q.stride(0), q.stride(2)), q.storage_offset())
-    k, v = (
-        c.as_strided((1, Hkv, S, D), (0, D, width, 1), c.storage_offset() + first * width) for c in (k_cache, v_cache)
-    )
-    seen = None if mask is None else torch.from_numpy(mask)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, k, v, attn_mask=seen, scale=scale)
-    return out[0].transpose(0, 1), lse.view(Hq, T).t()
 
 
 def tree_attention_cost(q: Tensor, k_cache: Tensor, kv_len: Sequence[int], rows: Sequence[int]) -> tuple[int, int]:
@@ -916,6 +739,4 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-_tree_attention = register(
-    tree_attention, check=_check, reference=tree_attention_ref, launch=_launch, fake=_fake, few=_few_rows
-)
+_tree_attention = register(tree_attention, check=_check, reference=tree_attention_ref, launch=_launch, fake=_fake)

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.cpu import few, rms_norm
 from specker.kernels.registry import refuse, register
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, sum_dtype, tl, triton
 
@@ -68,13 +66,7 @@ def kv_calibrate(
         >>> keys[0, 3].tolist(), values[0, 3].tolist()
         ([[2.0, 3.0]], [[4.0, 5.0]])
     """
-    args = qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps
-    try:
-        q = _kv_calibrate_few(*args)
-    except Exception:
-        refuse(kv_calibrate, _explain, args)
-        raise
-    return _kv_calibrate(*args) if q is None else q
+    return _kv_calibrate(qkv, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
 
 
 def kv_calibrate_ref(
@@ -150,54 +142,6 @@ def _check_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype
         raise ValueError(f"inv_freq must be [D / 2] floating point, got {tuple(inv_freq.shape)} {inv_freq.dtype}")
     if length < 0:
         raise ValueError(f"length must be at least 0, got {length}")
-
-
-def _kv_calibrate_few(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> Tensor | None:
-    if not few(qkv):
-        return None
-    x, k, v, table = qkv.numpy(), k_cache.numpy(), v_cache.numpy(), rope.numpy()
-    T, at, place = len(x), slots.numpy(), positions.numpy()
-    if k.ndim != 4 or k.shape != v.shape or not x.dtype == k.dtype == v.dtype == table.dtype:
-        return None
-    if not at.shape == place.shape == (T,) or not at.dtype == place.dtype == np.int64:
-        return None
-    if not (k.flags.c_contiguous and v.flags.c_contiguous):  # a reshape would copy, and the writes would be lost
-        return None
-    Hkv, D = k.shape[2:]
-    if x.ndim != 2 or x.shape[1] % D or x.shape[1] <= 2 * Hkv * D:
-        return None
-    if table.ndim != 3 or table.shape[1:] != (2, D) or D % 2:
-        return None
-    heads = x.reshape(T, x.shape[1] // D, D)
-    Hq = heads.shape[1] - 2 * Hkv
-    qk = heads[:, : Hq + Hkv]
-    if q_norm is not None or k_norm is not None:
-        if q_norm is None or k_norm is None or q_norm.shape != k_norm.shape or q_norm.shape[1:] != (D,):
-            return None
-        if not len(q_norm) or T % len(q_norm) or not q_norm.dtype == k_norm.dtype == qkv.dtype:
-            return None
-        if q_norm.requires_grad or k_norm.requires_grad:
-            return None
-        norms = (w.numpy().repeat(T // len(w), axis=0)[:, None] for w in (q_norm, k_norm))
-        qk = np.concatenate([rms_norm(h, w, eps) for h, w in zip((qk[:, :Hq], qk[:, Hq:]), norms, strict=True)], 1)
-    turn: Any = table.reshape(-1, 2, 1, 2, D // 2).take(place, 0)
-    halves = qk.reshape(T, Hq + Hkv, 2, D // 2)
-    out = halves * turn[:, 0]
-    out += halves[:, :, ::-1] * turn[:, 1]  # the table's sines are signed
-    out = out.reshape(T, Hq + Hkv, D)
-    k.reshape(-1, Hkv, D)[at] = out[:, Hq:]
-    v.reshape(-1, Hkv, D)[at] = heads[:, Hq + Hkv :]
-    return torch.from_numpy(out[:, :Hq])
 
 
 def kv_calibrate_cost(qkv: Tensor, *_: object, **__: object) -> tuple[int, int]:
@@ -470,7 +414,6 @@ _kv_calibrate = register(
     reference=kv_calibrate_ref,
     launch=_launch,
     fake=_fake,
-    few=_kv_calibrate_few,
     mutates=("k_cache", "v_cache"),
     explain=_explain,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
-from specker.kernels.cpu import native, plain
+from specker.kernels.cpu import eager, native
 from specker.kernels.quant import (
     Format,
     Matrix,
@@ -109,8 +109,8 @@ def row_linear(
             return done
         matrices = x.dim() == weight.dim() > 1
         simple = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
-        eager = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
-        if eager and x.is_cpu and bias is None and matrices and simple and like(x, weight):
+        concrete = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
+        if concrete and x.is_cpu and bias is None and matrices and simple and like(x, weight):
             return row_linear_ref(x, weight, bias, epilogue)
     except Exception:
         refuse(row_linear, _check, (x, weight, bias, epilogue))
@@ -166,7 +166,7 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
     """The CPU form for float32 rows and a large weight."""
     if x.dim() != 2 or not isinstance(weight, Tensor) or weight.dim() != 2 or weight.numel() < COMPILED_MIN:
         return None
-    if not plain(x) or x.dtype != torch.float32:
+    if x.dtype != torch.float32 or not eager(x):
         return None
     kernels = native()
     if kernels is None or not kernels.serves(x, weight):

@@ -42,7 +42,6 @@ def register(
     launch: Callable[..., R],
     fake: Callable[..., R],
     fits: Callable[..., bool] | None = None,
-    few: Callable[..., R | None] | None = None,
     mutates: tuple[str, ...] = (),
     explain: Callable[..., object] | None = None,
     schema: Callable[..., object] | None = None,
@@ -52,9 +51,8 @@ def register(
     """Define torch.ops.specker.<name of function>; return what the function calls with all arguments in order.
 
     `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
-    `few` is the CPU form for few rows: it does its own checks and returns None to decline. The function calls it
-    first, to spare a CPU the work done here. `mutates` names the tensors that the op writes. `explain` is called after
-    a failure instead of `check`, and may read values on the host.
+    `mutates` names the tensors that the op writes. `explain` is called after a failure instead of `check`, and may read
+    values on the host.
 
     Where a schema cannot express the function's arguments, `pack` turns them into the registered ones and `unpack`
     turns those back. The annotated parameters of `schema` are then the registered ones; without it, the function's.
@@ -101,8 +99,6 @@ def register(
     def registered(*args: Any) -> Any:
         args = given(args)
         try:
-            if few is not None and (done := few(*args)) is not None:
-                return done
             check(*args)
             return (path(args) if args[0].is_cuda else reference)(*args)
         except Exception:

@@ -7,14 +7,12 @@ row is read back once from the cache, T * E more elements.
 from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from specker.kernels.cpu import FEW_ROWS, few, rms_norm
-from specker.kernels.registry import refuse, register
+from specker.kernels.registry import register
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -70,13 +68,7 @@ def residual_merge(
         >>> y.tolist(), normed.tolist()
         ([[3.0, 3.0, 3.0, 3.0]], [[[0.5, 0.5, 0.5, 0.5]]])
     """
-    given = x, deltas, norm_weight, eps, last, split
-    try:
-        done = _residual_merge_few(*given)
-    except Exception:
-        refuse(residual_merge, _check, given)
-        raise
-    return done or _residual_merge(*given)
+    return _residual_merge(x, deltas, norm_weight, eps, last, split)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -85,9 +77,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     if delta is not None and delta.dim() == 3:
         y, normed = residual_merge(x, delta, weight.unsqueeze(0), eps, None, True)
         return y, normed[0]
-    if (done := _add_norm_few(x, delta, weight, eps)) is not None:
-        return done
-    if x.is_cpu and not is_compiling() and x.shape[0] > FEW_ROWS and x.dtype == weight.dtype:
+    if x.is_cpu and not is_compiling() and x.dtype == weight.dtype:
         y = x if delta is None else x + delta  # the checks would cost 6% of a prefill of 100 rows
         return y, F.rms_norm(y, weight.shape, weight, eps)
     deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
@@ -129,48 +119,6 @@ def residual_merge_ref(
     return y, torch.stack([F.rms_norm(y, y.shape[-1:], weight, eps) for weight in norm_weight])
 
 
-def _residual_merge_few(
-    x: Tensor,
-    deltas: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    last: Tensor | None = None,
-    split: bool = False,
-) -> tuple[Tensor, Tensor] | None:
-    if split or not few(x) or deltas.requires_grad or (norm_weight is not None and norm_weight.requires_grad):
-        return None
-    y, d = x.numpy(), deltas.numpy()
-    if y.ndim != 2 or d.shape[1:] != y.shape or d.dtype != y.dtype:
-        return None
-    if last is not None and (last.shape != x.shape or last.dtype != x.dtype or last.requires_grad):
-        return None
-    w = np.empty((0, y.shape[1]), y.dtype) if norm_weight is None else norm_weight.numpy()
-    if w.shape[1:] != y.shape[1:] or w.dtype != y.dtype:
-        return None
-    y = y + d[0] if len(d) else y.copy()
-    for p in range(1, len(d)):
-        y += d[p]
-    if last is not None:
-        y += last.numpy()
-    normed = rms_norm(y, w, eps)[None] if len(w) == 1 else rms_norm(y[None], w[:, None], eps)
-    return torch.from_numpy(y), torch.from_numpy(normed)
-
-
-def _add_norm_few(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-    if not few(x) or weight.requires_grad or (delta is not None and delta.requires_grad):
-        return None
-    y, w = x.numpy(), weight.numpy()
-    if y.ndim != 2 or w.shape != y.shape[1:] or w.dtype != y.dtype:
-        return None
-    if delta is not None:
-        d = delta.numpy()
-        if d.shape != y.shape or d.dtype != y.dtype:
-            return None
-        y = y + d
-        x = torch.from_numpy(y)
-    return x, torch.from_numpy(rms_norm(y, w, eps))
-
-
 def residual_merge_cost(
     x: Tensor,
     deltas: Tensor,
@@ -203,7 +151,7 @@ def _residual_merge_kernel(
     P: tl.constexpr,
     Q: tl.constexpr,
     LAST: tl.constexpr,  # the last delta is last_ptr
-    SPLIT: tl.constexpr,  # the others are sums of one delta's splits
+    SPLIT: tl.constexpr,  # deltas_ptr holds the sums of one delta's splits
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
     PDL: tl.constexpr,
@@ -329,6 +277,4 @@ def _fake(x: Tensor, deltas: Tensor, norm_weight: Tensor | None, *_: object) -> 
     return x.new_empty(x.shape), x.new_empty(0 if norm_weight is None else norm_weight.shape[0], *x.shape)
 
 
-_residual_merge = register(
-    residual_merge, check=_check, reference=residual_merge_ref, launch=_launch, fake=_fake, few=_residual_merge_few
-)
+_residual_merge = register(residual_merge, check=_check, reference=residual_merge_ref, launch=_launch, fake=_fake)

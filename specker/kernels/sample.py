@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.cpu import native, plain
+from specker.kernels.cpu import eager, native
 from specker.kernels.noise import (
     add_gumbel_,
     check_draw,
@@ -155,7 +155,7 @@ def _sample_runs(
         for numbers in draw.view(-1, 4):
             seed, warm, k, p = unpack_draw(numbers)
             draws.append((warm, k if top_k else 0, p if top_p < 1 else 1.0, seed))
-    if plain(logits) and logits.dtype == torch.float32 and (kernels := native()) is not None:
+    if logits.dtype == torch.float32 and eager(logits) and (kernels := native()) is not None:
         return kernels.sample(logits, draws, positions, run)
     rows = zip(logits.split(run), draws, positions.split(run), strict=False)
     return torch.cat([sample_rows_ref(z, *numbers, at) for z, numbers, at in rows])

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from specker.kernels.cpu import few, normed
 from specker.kernels.linear import (
     COMMON,
     MAX_ROWS,
@@ -149,8 +148,7 @@ def vocab_topk_ref(
     with_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if norm is not None:
-        done = normed(hidden, *norm)
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm) if done is None else done
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], *norm)
     z = row_linear(hidden, weight)
     return largest_of(z.to(torch.promote_types(z.dtype, torch.float32)), token_ids, k, noise, with_lse)
 
@@ -184,11 +182,8 @@ def _largest(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tenso
 def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """`_largest` on a CPU: selects, and orders by id only if there is a tie (torch.topk orders ties arbitrarily)."""
     if k == 1:
-        best = _largest_few(z)
-        if best is None:
-            columns = first_argmax(z)[:, None]
-            best = z.gather(1, columns), columns
-        values, columns = best
+        columns = first_argmax(z)[:, None]
+        values = z.gather(1, columns)
         if token_ids is None or _count_equal(z, values) == z.shape[0]:  # no tie
             return values, columns
     m = min(k + 1, z.shape[1])  # one more, to detect a tie at the edge
@@ -203,15 +198,6 @@ def _select(z: Tensor, token_ids: Tensor | None, k: int) -> tuple[Tensor, Tensor
             values[t], order = (x[:k] for x in z[t, at].sort(descending=True, stable=True))
             columns[t] = at[order]
     return values, columns
-
-
-def _largest_few(z: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The largest value of each row of z [T, K] and its column, both [T, 1], ties to the lower column."""
-    if not few(z):
-        return None
-    rows = z.numpy()
-    column = rows.argmax(-1)[:, None]
-    return torch.from_numpy(np.take_along_axis(rows, column, -1)), torch.from_numpy(column)
 
 
 def _count_equal(z: Tensor, values: Tensor) -> int:

@@ -287,7 +287,7 @@ def over_pages(model: Model, rows: Rows) -> Attend:
     _, _, kv_len, window, words, cu_rows, table = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, with_lse=False)[0]
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale)[0]
 
     return attend
 

@@ -17,9 +17,7 @@ from specker.model.config import ModelConfig
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: decoder.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of the largest verify pass
-KERNELS = 1 << 28  # bytes on a GPU for compiled kernels and cuBLAS
-NODE = 1 << 13  # bytes of a kernel in a captured graph: an assumption
-LAYER = 8  # kernels of a layer: seven, and a share of what a round launches besides
+KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured graphs: an assumption
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -39,21 +37,14 @@ class Cost:
         return cls(kv + rope + 8 + 8 + 4, PREFILL_ROWS * (1 + scores), config.max_context)
 
 
-def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, nodes: int = 0) -> int:
+def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
     """Bytes to leave free beside weights and K/V: twice the widest activations of a prefill chunk, four copies of the
-    logits of 256 rows (in the dtype; in float32: raw, divided by the temperature, with noise), and on a GPU the kernels
-    and `nodes` of them in captured graphs."""
+    logits of 256 rows (in the dtype; in float32: raw, divided by the temperature, with noise), and on a GPU KERNELS. If
+    the warm-up needs more, it ends with the sentence of `Room.running`, which names a shorter context."""
     wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
     activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
-    graphs = KERNELS + nodes * NODE if device.type == "cuda" else 0
-    return activations + LOGIT_ROWS * vocab * (dtype.itemsize + 3 * 4) + graphs
-
-
-def captured(layers: Sequence[int], forwards: Sequence[int], sequences: int, buckets: int) -> int:
-    """About how many kernels all graphs hold. A round runs `forwards` of each model with `layers`; there is a graph of
-    each for every padded number of `sequences`, a power of two, and every KV bucket."""
-    round_ = LAYER * sum(count * times for count, times in zip(layers, forwards, strict=True))
-    return round_ * ((sequences - 1).bit_length() + 1) * buckets
+    kernels = KERNELS if device.type == "cuda" else 0
+    return activations + LOGIT_ROWS * vocab * (dtype.itemsize + 3 * 4) + kernels
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
@@ -134,7 +125,6 @@ class Room:
     device: torch.device
     page_size: int
     scratch: int  # columns of each cache beyond the context
-    nodes: int = 0  # kernels in captured graphs
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -178,7 +168,7 @@ class Room:
 
     @property
     def _spare(self) -> int:
-        return reserve(self.configs, self.dtype, self.device, self.nodes)
+        return reserve(self.configs, self.dtype, self.device)
 
     def _too_long(self, in_caches: int) -> str:
         room, context = (free(self.device) or 0) + in_caches, self.configs[0].max_context

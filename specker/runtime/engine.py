@@ -27,7 +27,7 @@ from specker.runtime.dist import Ranks
 from specker.runtime.drafter import Drafter
 from specker.runtime.events import Logprob
 from specker.runtime.graphs import Graphs
-from specker.runtime.loop import KV_BUCKETS, Loop
+from specker.runtime.loop import Loop
 from specker.runtime.policy import Budget, Policy
 from specker.runtime.session import Session, Stream
 from specker.runtime.state import Request
@@ -336,10 +336,4 @@ def cache_memory(target: Checkpoint, draft: Checkpoint | None, options: Options)
     """The memory that the caches of target and draft must fit into."""
     own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
     norm = target.weights.norm  # has the dtype of the K/V
-    steps = options.draft_tokens or 4 if options.tree is None else options.tree.depth
-    layers, buckets = [c.config.num_layers for c in own], sum(b < target.config.max_context for b in KV_BUCKETS) + 1
-    nodes = memory.captured(layers, [1, steps][: len(own)], options.batch_size, buckets)
-    configs = tuple(c.local for c in own)
-    return memory.Room(
-        configs, norm.dtype, norm.device, options.page_size, SCRATCH, 0 if options.graphs == "off" else nodes
-    )
+    return memory.Room(tuple(c.local for c in own), norm.dtype, norm.device, options.page_size, SCRATCH)

@@ -117,23 +117,6 @@ def packed(bits: int, group: int, symmetric: bool, dtype=torch.float16) -> Calla
     return write
 
 
-def plain(bits: int, rows: int, columns: int, symmetric: bool) -> Callable[..., Written]:
-    def write(O: int, E: int, rng: np.random.Generator) -> Written:
-        h, w, half = rows or O, columns or E, 1 << (bits - 1)
-        shape = -(-O // h), -(-E // w)
-        q = rng.integers(-half, half, (O, E))
-        zero = np.zeros(shape, int) if symmetric else rng.integers(-half // 4, half // 4, shape)
-        scale = ((1 + rng.random(shape)) * 1.5 / half * E**-0.5).astype(np.float16)
-        tensors = {"weight": torch.from_numpy(q.astype(np.int8)), "weight_scale": torch.from_numpy(scale)}
-        if not rows:
-            tensors["weight_scale"] = tensors["weight_scale"].reshape(1)
-        if not symmetric:
-            tensors["weight_zero_point"] = torch.from_numpy(zero.astype(np.int8))
-        return tensors, formula(q, zero, scale, h, w)
-
-    return write
-
-
 def group_of(
     form: str, bits: int, strategy: str, kind: str = "int", targets=("Linear",), **more: Any
 ) -> dict[str, Any]:
@@ -169,7 +152,7 @@ def of_gptq(bits: int, group: int, symmetric: bool, **more: Any) -> dict[str, An
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}}
+A8 = {"input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}}
 
 FORMATS = {
     "gptq": Format(of_gptq(4, 32, True), gptq(4, 32, True), "int4", False, "GPTQ (4 bits, groups of 32)"),
@@ -240,36 +223,8 @@ FORMATS = {
         True,
         "compressed-tensors (pack-quantized, 8 bits, groups of 16)",
     ),
-    "int8-rows": Format(
-        compressed(group_of("int-quantized", 8, "channel") | W8A8),
-        plain(8, 1, 0, True),
-        "int8",
-        False,
-        "compressed-tensors (int-quantized, 8 bits, one scale a row)",
-    ),
-    "int8-asymmetric": Format(
-        compressed(group_of("int-quantized", 8, "group", group_size=32, symmetric=False)),
-        plain(8, 1, 32, False),
-        "int8",
-        True,
-        "compressed-tensors (int-quantized, 8 bits, groups of 32)",
-    ),
-    "int8-matrix": Format(
-        compressed(group_of("naive-quantized", 8, "tensor")),
-        plain(8, 0, 0, True),
-        "int8",
-        False,
-        "compressed-tensors (naive-quantized, 8 bits, one scale a matrix)",
-    ),
-    "int4-in-int8": Format(
-        compressed(group_of("int-quantized", 4, "channel")),
-        plain(4, 1, 0, True),
-        "int8",
-        False,
-        "compressed-tensors (int-quantized, 4 bits, one scale a row)",
-    ),
     "float-rows": Format(
-        compressed(group_of("float-quantized", 8, "channel", "float")),
+        compressed(group_of("float-quantized", 8, "channel", "float") | A8),
         fp8(1, 0, "weight_scale"),
         "fp8",
         False,
@@ -452,19 +407,19 @@ def test_config_groups_name_their_modules(tmp_path):
     """A name comes before a pattern, a pattern before Linear; also the head."""
     settings = compressed(
         group_of("pack-quantized", 4, "group", group_size=32),
-        group_of("int-quantized", 8, "channel", targets=[r"re:.*self_attn.*", "lm_head"]),
+        group_of("pack-quantized", 8, "channel", targets=[r"re:.*self_attn.*", "lm_head"]),
         group_of("float-quantized", 8, "tensor", "float", targets=["model.layers.0.self_attn.o_proj"]),
         {"targets": ["re:.*norm"], "weights": None, "input_activations": {}, "format": None},
         ignore=[],
     )
-    forms = {name: FORMATS[name].write for name in ("packed-4", "int8-rows", "float-matrix")}
+    forms = {name: FORMATS[name].write for name in ("packed-4", "packed-8-rows", "float-matrix")}
     folder = make(tmp_path, **SIZES)
     rng, tensors, expected = np.random.default_rng(0), {}, {}
     for name, x in load_file(folder / "model.safetensors").items():
         if not ("proj" in name or "lm_head" in name):
             tensors[name] = x
             continue
-        which = "float-matrix" if name.endswith("0.self_attn.o_proj.weight") else "int8-rows"
+        which = "float-matrix" if name.endswith("0.self_attn.o_proj.weight") else "packed-8-rows"
         parts, expected[name] = forms["packed-4" if "mlp" in name else which](*x.shape, rng)
         tensors |= {f"{name.removesuffix('.weight')}.{part}": y for part, y in parts.items()}
     save_file(tensors, folder / "model.safetensors")
@@ -477,7 +432,7 @@ def test_config_groups_name_their_modules(tmp_path):
 @pytest.mark.parametrize("extra", ["input_scale", "weight_zero_point"])
 def test_tensors_that_change_nothing(tmp_path, extra):
     folder = make(tmp_path, **SIZES)
-    expected = quantise(folder, FORMATS["int8-rows"])
+    expected = quantise(folder, FORMATS["float-rows"])
     state = load_file(folder / "model.safetensors")
     for name in expected:
         state[name.removesuffix("weight") + extra] = torch.zeros(1)
@@ -487,7 +442,7 @@ def test_tensors_that_change_nothing(tmp_path, extra):
 
 # --- the libraries' own -------------------------------------------------------------------------------------------
 
-PRESETS = ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]
+PRESETS = ["W4A16", "W4A16_ASYM", "W8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -583,6 +538,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [  # quantization_config, what the 
     ),
     (ct() | {"transform_config": {"config_groups": {"R1": {}}}}, f"{CT} with transforms"),
     (ct() | {"quantization_status": "frozen"}, f"{CT} with the status frozen"),
+    (compressed(group_of("int-quantized", 8, "channel")), f"{CT} in the format int-quantized"),
+    (compressed(group_of("naive-quantized", 8, "tensor")), f"{CT} in the format naive-quantized"),
     (compressed(group_of("marlin-24", 4, "group", group_size=32)), f"{CT} in the format marlin-24"),
     (
         compressed(group_of("nvfp4-pack-quantized", 4, "tensor_group", "float")),

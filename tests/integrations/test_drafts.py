@@ -16,7 +16,6 @@ from specker.integrations.drafts import Drafts
 WAYS = {
     "draft": {},
     "easyspec": {"layer_parallel": "2"},
-    "mismatch": {"strategy": "easyspec", "layer_parallel": "2", "calibrate": "mismatch"},
     "lookup": {},
     "asks": {"strategy": "draft", "policy": "draft-and-verify"},
     "shorter": {"strategy": "draft", "policy": "plus-minus-one"},

@@ -7,7 +7,7 @@ import torch
 from compile_only import compilations
 from formulas import close, randn
 
-from specker.kernels.residual import _launch, residual_merge, residual_merge_cost, residual_merge_ref
+from specker.kernels.residual import _launch, add_norm, residual_merge, residual_merge_cost, residual_merge_ref
 
 module = importlib.import_module("specker.kernels.residual")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -45,6 +45,18 @@ def test_residual_merge(op, dtype, P, Q):
     if P:
         assert all(map(torch.equal, op(*apart(*args)), (y, normed)))
         assert residual_merge_cost(*apart(*args)) == residual_merge_cost(*args, EPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 5, 65])
+def test_add_norm(dtype, T):
+    """The form of a decoder layer: one delta or none, one weight. Without a delta the stream is not copied."""
+    x, delta, weight = randn(T, 24, dtype=dtype), randn(T, 24, dtype=dtype, seed=1), randn(24, dtype=dtype, seed=2)
+    for deltas, one in ((delta[None], delta), (x[None][:0], None)):
+        want = residual_merge_ref(x, deltas, weight[None], EPS)
+        y, normed = add_norm(x, one, weight, EPS)
+        assert torch.equal(y, want[0]) and torch.equal(normed, want[1][0])
+    assert y is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -168,6 +180,20 @@ def launches():
         x = torch.zeros(1, 64).bfloat16().expand(T, 64)
         _launch(x, x.expand(2, T, 64), torch.ones(1, 64).bfloat16(), EPS)
         _launch(x, x.expand(1, T, 64), torch.ones(1, 64).bfloat16(), EPS, x)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_graph_holds_the_op_and_not_its_reference(strict):
+    class Layer(torch.nn.Module):
+        def forward(self, x, weight):
+            y, normed = residual_merge(x, x[None], weight[None], EPS)
+            return add_norm(y, normed[0], weight, EPS)
+
+    x, weight = randn(2, 8), randn(8, seed=1)
+    program = torch.export.export(Layer(), (x, weight), strict=strict)
+    ops = [node.target for node in program.graph.nodes if "specker" in str(node.target)]
+    assert ops == [torch.ops.specker.residual_merge.default] * 2
+    assert all(map(torch.equal, program.module()(x, weight), Layer()(x, weight)))
 
 
 def test_no_length_recompiles():

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from formulas import close, randn
+from torch.nn import functional as F
 
+from specker.kernels import linear
 from specker.kernels.linear import row_linear, row_linear_cost
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -41,3 +43,25 @@ def test_row_linear_refuses():
     x, w = torch.zeros(8, 14336, dtype=torch.bfloat16), torch.zeros(4096, 14336, dtype=torch.bfloat16)
     once = (8 * 14336 + 4096 * 14336 + 8 * 4096) * 2
     assert row_linear_cost(x, w)[0] == once
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_linear_takes_float32_rows_beside_bfloat16_weights(epilogue, bias):
+    torch.manual_seed(0)
+    for w in (torch.randn(600, 512).bfloat16(), torch.randn(30, 33).bfloat16()):  # compiled; torch's own
+        x, b = torch.randn(5, w.shape[1]), torch.randn(len(w)) if bias else None
+        y = F.linear(x, w.float(), b)
+        if epilogue == "silu_mul":
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        got = row_linear(x, w, b, epilogue)
+        assert got.dtype == torch.float32 and (got - y).abs().max() < 0.02 * y.abs().max()
+
+
+def test_a_cpu_without_bfloat16_products_rounds_only_the_weight(monkeypatch):
+    w, x = torch.randn(30, 33).bfloat16(), torch.randn(5, 33)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: False)
+    torch.testing.assert_close(row_linear(x, w), x @ w.float().T)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
+    assert (row_linear(x, w) - x @ w.float().T).abs().max() > 1e-3

@@ -83,12 +83,24 @@ def test_our_file_round_trips_to_the_byte(tmp_path):
     assert (again.vocab_size, again.tokenizer, again.source, again.totals) == (8, "abc", "target", {"tokens": 100})
 
 
+def write(path, ids, ranked, vocab_size):
+    """Write ids [K] ascending, also in `ranked` order, in the format of the file's name."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    if path.suffix == ".pt":
+        torch.save(ranked.tolist(), path)
+    elif path.suffix == ".npy":
+        np.save(path, (t2d if path.name.startswith("t2d") else ids - torch.arange(len(ids))).numpy())
+    else:
+        path.write_bytes(exported(ids, vocab_size))
+
+
 @pytest.mark.parametrize("name", ["freq.pt", "d2t.npy", "t2d.npy", "eagle.safetensors"])
-def test_others_formats_round_trip(tmp_path, name):
+def test_the_formats_of_others(tmp_path, name):
     ids = torch.tensor([0, 1, 2, 5, 6, 7, 11, 30])
     ranked = ids[[3, 1, 0, 2, 4, 6, 5, 7]]
     path = tmp_path / name
-    path.write_bytes(exported(path, ids, ranked, 32))
+    write(path, ids, ranked, 32)
     got = read(path)
     assert got.counts is None
     assert got.ids.tolist() == (ranked if name == "freq.pt" else ids).tolist()
@@ -101,7 +113,7 @@ def test_others_formats_round_trip(tmp_path, name):
 def test_d2t_with_its_mask_beside_it(tmp_path):
     ids = torch.tensor([0, 1, 5])
     for name in ("d2t.npy", "t2d.npy"):
-        (tmp_path / name).write_bytes(exported(name, ids, ids, 9))
+        write(tmp_path / name, ids, ids, 9)
     assert read(tmp_path / "d2t.npy").vocab_size == 9
     np.save(tmp_path / "t2d.npy", np.arange(9) < 3)
     with pytest.raises(ValueError, match="d2t and t2d keep different ids"):
@@ -146,7 +158,11 @@ def test_truncated_files_are_refused(tmp_path):
     ids = torch.arange(0, 400, 3)
     for name in ("s.safetensors", "freq.pt", "d2t.npy"):
         path = tmp_path / name
-        data = scores().to_bytes() if name[0] == "s" else exported(path, ids, ids, 500)
+        if name[0] == "s":
+            path.write_bytes(scores().to_bytes())
+        else:
+            write(path, ids, ids, 500)
+        data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
         with pytest.raises(ValueError, match=f"{name} (is corrupt|cannot be read)"):
             read(path)

@@ -4,7 +4,7 @@ masks (DiffuSpec, arXiv 2510.02358).
 A round forwards the committed tokens that the cache lacks (including the root) and k masks; all of them see each other
 and the cached columns. The cache keeps the tokens' columns and drops the masks', so a round costs accepted + 1 + k rows
 instead of the whole text. The kept K/V saw an earlier round's masks: an approximation that can cost acceptance but not
-correctness. --diffusion-prefix exact forwards the whole text every round instead.
+correctness.
 
 CPS, the path search through the block's candidates, is in lattice.py. ADL, the adaptive block length, is
 `AdaptiveLength` below: with L_gen the guesses before the first stop token and L_acc the accepted ones,
@@ -66,7 +66,7 @@ class AdaptiveLength(Experienced):
     longest: int = 30
     step: int = 10
     rho: float = 0.5
-    nodes: int = 255  # of all paths
+    nodes: int = 255  # draft tokens of all paths together
     seen: Acceptance | None = None
     length: int = field(init=False)  # k
     generated: float = field(default=0.0, init=False)  # smoothed
@@ -146,11 +146,6 @@ class DiffuSpecOptions:
         None,
         "the search's n-gram model (default: the bundled one for the target); see python -m specker.calibrate",
         "FILE",
-    )
-    diffusion_prefix: str = opt(
-        "reuse",
-        "reuse: keep the text's K/V of earlier rounds; exact: run the whole text every round",
-        choices=("reuse", "exact"),
     )
     shifted_logits: str | None = opt(
         None, "whether row i predicts position i + 1 (default: yes for Dream, no for others)", choices=("yes", "no")

@@ -15,7 +15,7 @@ from specker.flags import option
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
-from specker.model.decoder import Final, Model, forward, prefill
+from specker.model.decoder import Final, Model, forward
 from specker.runtime import state as states
 from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
 from specker.runtime.head import Head
@@ -39,20 +39,14 @@ class DiffusionDrafter(ModelDrafter):
         stops: Head | None,
         stop_ids: frozenset[int],
         search: Search | None = None,
-        exact: bool = False,
         depth: int = 0,
     ):
         """`model` is bidirectional. `stops`: a head with the rows of the target's stop ids, which are candidates
         everywhere. `search`: None takes the argmax of each position."""
         super().__init__(model, cache, head, depth)
-        self.stops, self.stop_ids, self.search, self.exact = stops, stop_ids, search, exact
+        self.stops, self.stop_ids, self.search = stops, stop_ids, search
         self.synchronous = search is not None
         self._last = 0  # tokens guessed by the last pass
-
-    def prefill(self, slot: int, text: list[int]) -> None:
-        """Each chunk sees itself and the earlier columns."""
-        if not self.exact:
-            super().prefill(slot, text)
 
     def left(self, length: int) -> int:
         return self.limit - length
@@ -60,7 +54,7 @@ class DiffusionDrafter(ModelDrafter):
     def fixed(self, length: int, budget: Budget) -> bool:
         """Whether the catch-up rows and the masks fit into the window of one pass."""
         rows = self.repeated + min(budget.depth, budget.nodes)
-        return not self.exact and not budget.block and rows <= WINDOW and super().fixed(length, budget)
+        return not budget.block and rows <= WINDOW and super().fixed(length, budget)
 
     def draft(self, r: Round) -> Draft:
         """Draft a block of budget.block tokens (budget.depth if that is 0), and further blocks while the policies
@@ -83,7 +77,7 @@ class DiffusionDrafter(ModelDrafter):
         passes = done = 0
         while True:
             n = min(r.budget.block or depth, depth - done)
-            final = self._masked(texts, guesses, done, n)
+            final = self.masked(texts, guesses, done, n)
             passes += 1
             if self.search is None and not r.confident:
                 at = self._positions([len(t) + done for t in texts], n)
@@ -119,22 +113,11 @@ class DiffusionDrafter(ModelDrafter):
         first = torch.tensor(lengths, device=device)[:, None] - 1
         return (first + torch.arange(k, device=device)).clamp(max=last).view(-1)
 
-    def _masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Final:
+    def masked(self, texts: Sequence[list[int]], guesses: list[list[int]], done: int, n: int) -> Final:
         """The rows [sequences * n, E] that predict the n tokens after the texts and this round's guesses."""
         config, cache = self.model.config, self.cache
         assert config.mask_token_id is not None
-        masks = [config.mask_token_id] * n
-        out = slice(-n - 1, -1) if config.shifted_logits else slice(-n, None)
-        if self.exact:
-            kept = []
-            for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
-                cache.truncate(0, slot)
-                # If the text exceeds the drafter's context, it sees only the end: a poor draft, but a valid one.
-                whole, depth = (self.known(text + new) + masks)[-self.limit :], len(self.model.layers)
-                hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
-                cache.truncate(min(len(text), len(whole)), slot)
-                kept.append(hidden[out])
-            return Final(torch.cat(kept))
+        masks, out = [config.mask_token_id] * n, self.asked(n)
         starts, new_tokens = [], []
         for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
             behind = len(text) - cache.exact_len[slot]
@@ -158,6 +141,10 @@ class DiffusionDrafter(ModelDrafter):
             return final.at(out)
         each = final.rows.split([len(tokens) for tokens in new_tokens])
         return Final(torch.cat([x[out] for x in each]), final.normed)
+
+    def asked(self, n: int) -> slice:
+        """Which rows predict n masks that end a pass."""
+        return slice(-n - 1, -1) if self.model.config.shifted_logits else slice(-n, None)
 
     def _fixed_block(self, r: Round, k: int) -> None:
         """One pass, placed by the device, over the last committed tokens and the new masks."""
@@ -276,9 +263,8 @@ def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     model = context.draft_model()
     cache, head = context.allocate(model), context.head(model)
     stops = Kept(torch.tensor(ids, device=rows.device)).head(rows[at], model.norm, model.config.rms_norm_eps)
-    exact = own.diffusion_prefix == "exact"
     return DiffusionDrafter(
-        model, cache, head, stops if ids else None, frozenset(stop_ids), search, exact, context.depth(strategy)
+        model, cache, head, stops if ids else None, frozenset(stop_ids), search, context.depth(strategy)
     )
 
 

@@ -1,7 +1,5 @@
 """A drafter that runs a small model token by token, or level by level."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -12,45 +10,21 @@ from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_text
 from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
 from specker.runtime.head import Head
-from specker.runtime.policy import Budget
 from specker.runtime.round import Round
-
-if TYPE_CHECKING:  # which builds on this file
-    from specker.runtime.strategies.easyspec.drafter import LayerParallel
 
 
 class AutoregressiveDrafter(ModelDrafter):
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        head: Head,
-        width: int = 1,
-        parallel: "LayerParallel | None" = None,
-        calibrate: str = "every",
-        depth: int = 0,
-    ):
-        """`width`: nodes per tree level; 1 drafts a chain. `parallel` runs draft steps with layers side by side; the
-        catch-up pass runs them in sequence. `calibrate`: "every" round, or for ablations on a "mismatch" or "never";
-        exact_len then also counts fuzzy columns."""
+    def __init__(self, model: Model, cache: KVCache, head: Head, width: int = 1, depth: int = 0):
+        """`width`: nodes per tree level; 1 drafts a chain. `depth`: length of the longest draft."""
         super().__init__(model, cache, head, depth)
-        self.width, self.parallel, self.calibrate = width, parallel, calibrate
-        self._calibrated = [0] * len(cache.exact_len)  # per sequence, the columns before this one are not fuzzy
+        self.width = width
 
     @property
     def keeps_prefix(self) -> bool:
-        return self.calibrate == "every"  # otherwise the cache may keep fuzzy columns
-
-    def prefill(self, slot: int, text: list[int]) -> None:
-        if self.cache.exact_len[slot] == self._calibrated[slot] and len(text) <= self.model.config.max_context:
-            self._calibrated[slot] = len(text) - 1
-        super().prefill(slot, text)
+        return True
 
     def left(self, length: int) -> int:
         return self.limit - length + 1
-
-    def fixed(self, length: int, budget: Budget) -> bool:
-        return self.calibrate == "every" and super().fixed(length, budget)
 
     def draft(self, r: Round) -> Draft:
         """Draft for all sequences. A sequence that has no room left in the draft's context gets a meaningless draft,
@@ -58,7 +32,7 @@ class AutoregressiveDrafter(ModelDrafter):
         self.head.follow(r.requests)
         depth = min(r.budget.depth, r.budget.nodes)
         draft = Draft(depth, depth=depth)
-        if self.width == 1 and not r.fixed and self._compiles(r):
+        if self.width == 1 and not r.fixed and self.compiles(r):
             self._compiled_chain(r, draft)
         elif self.width > 1:
             draft.size, draft.tree = min(r.budget.nodes, self.width * depth), True
@@ -74,46 +48,47 @@ class AutoregressiveDrafter(ModelDrafter):
         return draft
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
-        """Keep the exact K/V of accepted draft nodes; the last level has none yet. Drop fuzzy K/V: the next catch-up
-        forwards those tokens in sequence, with the bonus token (bonus calibration)."""
-        length, draft = len(r.requests[slot].text), r.draft
-        if not draft.size:
+        """Keep the K/V of accepted draft nodes; the last level has none yet."""
+        if not r.draft.size:
             return
         if r.fixed:  # the columns before the catch-up rows are exact
-            self.cache.exact_len[slot] = self._calibrated[slot] = self.exact_after_fixed(length)
-        elif self.cache.exact_len[slot] > self.limit:
+            self.cache.exact_len[slot] = self.exact_after_fixed(len(r.requests[slot].text))
+        else:
+            self.keep(r, slot, path)
+
+    def keep(self, r: Round, slot: int, path: list[int]) -> None:
+        """Keep the K/V of accepted draft nodes; the last level has none yet."""
+        if self.cache.exact_len[slot] > self.limit:
             return
-        elif self.parallel is not None and self.calibrate == "mismatch" and len(path) - 1 < draft.depth:
-            self.cache.truncate(self._calibrated[slot], slot)
-        elif self.parallel is None or self.calibrate != "every":
-            grown = range(draft.size) if draft.nodes is None else draft.nodes[slot].tolist()
-            if nodes := [node for row in path[1:] if (node := grown[row - 1]) < draft.forwarded]:
-                self.cache.commit(nodes, slot)
+        grown = range(r.draft.size) if r.draft.nodes is None else r.draft.nodes[slot].tolist()
+        if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.draft.forwarded]:
+            self.cache.commit(nodes, slot)
 
-    def move(self, source: int, target: int) -> None:
-        self._calibrated[target] = self._calibrated[source]
+    def forward(self, rows: Rows, embedded: Tensor) -> Final:
+        """A draft step: the embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""
+        return forward(self.model, self.cache, rows, embedded).final
 
-    def reset(self, slot: int) -> None:
-        self._calibrated[slot] = self.cache.exact_len[slot]
+    @property
+    def groups(self) -> list[int]:
+        """For the compiled library, the first layer of each group of layers that a draft step runs side by side, then
+        the number of layers."""
+        return [*range(len(self.model.layers) + 1)]
 
-    def _compiles(self, r: Round) -> bool:
+    def compiles(self, r: Round) -> bool:
         """Whether the compiled library drafts the whole chain."""
         stack = self.model.stack
         few = stack is not None and len(r.requests) * CATCH_UP_ROWS <= stack.most
-        alone = self.parallel is None or self.parallel.ranks is None
-        return few and alone and all(native().takes(w) for w in (self.model.embed, self.head.weight))
+        return few and all(native().takes(w) for w in (self.model.embed, self.head.weight))
 
     def _compiled_chain(self, r: Round, draft: Draft) -> None:
         model, cache, head = self.model, self.cache, self.head
         tokens, rows = self._missing_rows(r)
-        layers = [*range(len(model.layers) + 1)]
-        later = layers if self.parallel is None else [*(g[0] for g in self.parallel.schedule.groups), layers[-1]]
         drafted, probability = native().draft(
             model.stack,
             native().Candidates(model.embed, head.weight, head.token_ids, head.norm, head.activations),
             tokens,
             ((cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table),
-            (layers, later),
+            ([*range(len(model.layers) + 1)], self.groups),
             self._lengths(r),
             cache.last_position,
             draft.depth,
@@ -157,8 +132,6 @@ class AutoregressiveDrafter(ModelDrafter):
                 self.prefill(slot, sequence.text)
             starts.append(cache.exact_len[slot])
             texts.append(self.known(sequence.text[starts[-1] : end]))
-            if starts[-1] == self._calibrated[slot]:
-                self._calibrated[slot] = end
             cache.exact_len[slot] = end
         tokens = torch.tensor([token for text in texts for token in text], device=self.model.device)
         return tokens, cache.after(starts, [len(text) for text in texts])
@@ -174,7 +147,7 @@ class AutoregressiveDrafter(ModelDrafter):
             draft.forwarded = 0
         else:
             rows, embedded = begin(self.model, self.cache, self._lengths(r), 0, n - 1, r.window[:, n : n + 1])
-            final, positions = self._forward(rows, embedded), rows.positions
+            final, positions = self.forward(rows, embedded), rows.positions
             draft.forwarded = n
         draft.extend(r, self.head, final, positions, r.window[:, n + 1 : n + 2])
 
@@ -191,7 +164,7 @@ class AutoregressiveDrafter(ModelDrafter):
             if at:  # the last level's nodes, which end at row `at`
                 first, last = at - width + 1, tokens[:, at - width : at]
                 rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, last, parents[:, :at])
-                final, positions = self._forward(rows, embedded), rows.positions
+                final, positions = self.forward(rows, embedded), rows.positions
             grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at)
         draft.forwarded = count - width
         if draft.size < count:
@@ -200,9 +173,3 @@ class AutoregressiveDrafter(ModelDrafter):
             best = scores if draft.nodes is None else scores.gather(1, draft.nodes)
             above = torch.cat((torch.zeros_like(best[:, :1]), best), 1).gather(1, up)
             draft.scores.append(best - above)
-
-    def _forward(self, rows: Rows, embedded: Tensor) -> Final:
-        """The embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""
-        if self.parallel is not None:
-            return self.parallel.forward(rows, embedded).final
-        return forward(self.model, self.cache, rows, embedded).final

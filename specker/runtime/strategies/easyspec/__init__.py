@@ -22,7 +22,7 @@ from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import SmallModel
 
 if TYPE_CHECKING:
-    from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
+    from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter
 
 Groups = int | tuple[tuple[int, ...], ...]  # a group's width, or the layers of every group
 
@@ -51,11 +51,6 @@ class EasySpecOptions:
     layer_parallel: Groups = opt(
         4, "layers side by side in a group, or all groups, such as [[0],[1,2,3],[4]]", "N|GROUPS", parse=groups
     )  # the paper recommends 4
-    calibrate: str = opt(
-        "every",
-        "when to recompute the K/V of accepted tokens with the layers in sequence: every round, on a mismatch, never",
-        choices=("every", "mismatch", "never"),
-    )
 
     def __post_init__(self) -> None:
         settle(self)
@@ -69,9 +64,8 @@ class EasySpec(SmallModel):
     needs_draft = True
     divides = True
 
-    def drafter(self, context: DraftContext) -> AutoregressiveDrafter:
-        from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-        from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
+    def drafter(self, context: DraftContext) -> EasySpecDrafter:
+        from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerParallel, Schedule
 
         own: EasySpecOptions = context.options.own
         assert context.draft is not None
@@ -80,4 +74,4 @@ class EasySpec(SmallModel):
         cache = context.allocate(model)
         parallel = LayerParallel(model, cache, schedule, context.ranks)
         width, depth = context.options.width, context.depth(self)
-        return AutoregressiveDrafter(model, cache, context.head(model), width, parallel, own.calibrate, depth)
+        return EasySpecDrafter(model, cache, context.head(model), parallel, width, depth)

@@ -1,4 +1,4 @@
-"""The schedule of a draft's layers, and what runs them side by side."""
+"""The schedule of a draft's layers, what runs them side by side, and the drafter that does."""
 
 import json
 from collections.abc import Iterator
@@ -13,8 +13,11 @@ from specker.flags import option
 from specker.kernels.quant import Quantized, joined
 from specker.kernels.round.repeat import repeat_rows
 from specker.model.cache import KVCache, Rows, sequence_bounds
-from specker.model.decoder import Attention, Batch, Group, Model, Output, Step, compiled, over_pages, run_layers
+from specker.model.decoder import Attention, Batch, Final, Group, Model, Output, Step, compiled, over_pages, run_layers
 from specker.runtime.dist import Ranks
+from specker.runtime.head import Head
+from specker.runtime.round import Round
+from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec import Groups
 
 
@@ -139,6 +142,32 @@ class LayerParallel:
             layer = self.model.layers[n]
             self.model.layers[n] = layer._replace(attention=layer.attention._replace(**{name: stack[i]}))
         return stack.squeeze(1) if name in ("q_norm", "k_norm") else stack  # [1, D] each
+
+
+class EasySpecDrafter(AutoregressiveDrafter):
+    """Draft steps run layers side by side; the catch-up pass runs them in sequence."""
+
+    def __init__(
+        self, model: Model, cache: KVCache, head: Head, parallel: LayerParallel, width: int = 1, depth: int = 0
+    ):
+        super().__init__(model, cache, head, width, depth)
+        self.parallel = parallel
+
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+        """Drop fuzzy K/V: the next catch-up forwards those tokens in sequence, with the bonus token (bonus
+        calibration)."""
+        if r.fixed:
+            super().observe(r, slot, path)
+
+    def forward(self, rows: Rows, embedded: Tensor) -> Final:
+        return self.parallel.forward(rows, embedded).final
+
+    @property
+    def groups(self) -> list[int]:
+        return [*(layers[0] for layers in self.parallel.schedule.groups), len(self.model.layers)]
+
+    def compiles(self, r: Round) -> bool:
+        return self.parallel.ranks is None and super().compiles(r)
 
 
 def _of_layers(batch: Rows, layers: tuple[int, ...], of: int) -> Rows:

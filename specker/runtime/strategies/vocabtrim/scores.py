@@ -2,7 +2,7 @@
 
 specker's own format is a safetensors file with `ids` and `counts`, most frequent first, and one metadata entry with the
 version, the vocabulary's size, a hash of the tokenizer, the source of the text and its totals. Two other formats can be
-read and written:
+read, and EAGLE-3's in a .safetensors file also written:
 
     freq_*.pt      FR-Spec and SGLang: a list of absolute ids, most frequent first, without counts, size or tokenizer
     d2t, t2d       EAGLE-3, as .npy or in a .safetensors file: d2t [K] holds OFFSETS, row i is id i + d2t[i], ids
@@ -10,7 +10,6 @@ read and written:
 """
 
 import hashlib
-import io
 import json
 import pickle
 from collections.abc import Iterable
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from specker.config import Keep
-from specker.flags import option
 
 FORMAT, VERSION = "specker-vocab-scores", 1
 SOURCES = ("target", "draft", "text")
@@ -267,23 +265,10 @@ def _mask(t2d: Tensor) -> VocabScores:
     return VocabScores(t2d.bool().nonzero()[:, 0], None, vocab_size=len(t2d))
 
 
-def exported(path: str | Path, ids: Tensor, ranked: Tensor, vocab_size: int) -> bytes:
-    """Serialise a kept set in the format of the path's suffix. `ids` [K] int64 ascend; `ranked` [K] holds the same ids,
-    most frequent first. Raises ValueError for another suffix."""
-    path, out = Path(path), io.BytesIO()
-    d2t = ids - torch.arange(len(ids))
+def exported(ids: Tensor, vocab_size: int) -> bytes:
+    """Serialise a kept set, ids [K] int64 ascending, as EAGLE-3's d2t and t2d in the safetensors format."""
+    from safetensors.torch import save
+
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids] = True
-    if path.suffix == ".pt":
-        torch.save(ranked.tolist(), out)
-    elif path.suffix == ".npy":
-        np.save(out, (t2d if "t2d" in path.name else d2t).numpy())
-    elif path.suffix == ".safetensors":
-        from safetensors.torch import save
-
-        return save({"d2t": d2t, "t2d": t2d})
-    else:
-        raise ValueError(
-            f"{option('export', path)}: expected .pt (FR-Spec), .npy or .safetensors (EAGLE-3's d2t and t2d)"
-        )
-    return out.getvalue()
+    return save({"d2t": ids - torch.arange(len(ids)), "t2d": t2d})

@@ -1,0 +1,97 @@
+"""Drafters with one idea of their paper taken out, to measure what it is worth. No flag selects them.
+
+with drafting_as(Uncalibrated):
+    engine = specker.load(target, draft, strategy="easyspec")
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from specker.model.decoder import Final, prefill
+from specker.runtime.drafter import ModelDrafter
+from specker.runtime.policy import Budget
+from specker.runtime.round import Round
+from specker.runtime.strategies.diffuspec import drafter as diffuspec
+from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
+from specker.runtime.strategies.easyspec import drafter as easyspec
+from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter
+
+
+class Uncalibrated(EasySpecDrafter):
+    """EasySpec without bonus calibration: the fuzzy K/V of accepted tokens stays. exact_len then also counts fuzzy
+    columns, so rounds are placed by the host and no later request reuses the cache."""
+
+    @property
+    def keeps_prefix(self) -> bool:
+        return False
+
+    def fixed(self, length: int, budget: Budget) -> bool:
+        return False
+
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+        if r.draft.size:
+            self.keep(r, slot, path)
+
+
+class CalibratedOnMismatch(Uncalibrated):
+    """EasySpec that calibrates only after a round that refused a draft token: all fuzzy columns then go."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.fuzzy: dict[int, int] = {}  # slot -> its sequence's first fuzzy column
+
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+        before = self.cache.exact_len[slot]
+        if not r.draft.size or before > self.limit:
+            return
+        if len(path) - 1 < r.draft.depth:
+            self.cache.truncate(self.fuzzy.pop(slot, before), slot)
+            return
+        self.keep(r, slot, path)
+        if self.cache.exact_len[slot] > before:
+            self.fuzzy.setdefault(slot, before)
+
+    def move(self, source: int, target: int) -> None:
+        self.fuzzy.pop(target, None)
+        if source in self.fuzzy:
+            self.fuzzy[target] = self.fuzzy.pop(source)
+
+    def reset(self, slot: int) -> None:
+        self.fuzzy.pop(slot, None)
+
+
+class ExactPrefix(DiffusionDrafter):
+    """DiffuSpec that keeps no K/V between rounds: every pass runs over the whole text and the masks."""
+
+    def prefill(self, slot: int, text: list[int]) -> None:
+        pass
+
+    def fixed(self, length: int, budget: Budget) -> bool:
+        return False
+
+    def masked(self, texts: Any, guesses: list[list[int]], done: int, n: int) -> Final:
+        config, cache, depth = self.model.config, self.cache, len(self.model.layers)
+        assert config.mask_token_id is not None
+        kept = []
+        for slot, (text, new) in enumerate(zip(texts, guesses, strict=True)):
+            cache.truncate(0, slot)
+            # If the text exceeds the drafter's context, it sees only the end: a poor draft, but a valid one.
+            whole = (self.known(text + new) + [config.mask_token_id] * n)[-self.limit :]
+            hidden = prefill(self.model, cache, whole, (depth,), n + 1, chunk=len(whole), slot=slot)[depth]
+            cache.truncate(min(len(text), len(whole)), slot)
+            kept.append(hidden[self.asked(n)])
+        return Final(torch.cat(kept))
+
+
+@contextmanager
+def drafting_as(kind: type[ModelDrafter]) -> Iterator[None]:
+    """Engines that are loaded inside draft with `kind` where they would with the class that it derives from."""
+    with ExitStack() as stack:
+        for module, usual in ((easyspec, EasySpecDrafter), (diffuspec, DiffusionDrafter)):
+            if issubclass(kind, usual):
+                stack.enter_context(mock.patch.object(module, usual.__name__, kind))
+        yield

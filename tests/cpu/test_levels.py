@@ -1,0 +1,50 @@
+"""Layers, noise and draws by the library of every level of instructions that this processor can run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import levels
+import pytest
+import torch
+from make_checkpoint import make
+
+from specker.cpu import build
+
+SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("levels")
+    return [str(make(folder / arch, arch, **SIZES)) for arch in ("llama", "qwen3")]
+
+
+@pytest.fixture(scope="module")
+def own(folders: list[str]) -> dict[tuple[str, ...], torch.Tensor]:
+    """By the level that all tests use."""
+    return levels.everything(folders)
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param(x, marks=[] if x in ("avx2", "portable") else pytest.mark.slow) for x in build.LEVELS]
+)
+def test_every_level_computes_the_same(
+    level: str, folders: list[str], own: dict[tuple[str, ...], torch.Tensor], tmp_path: Path
+) -> None:
+    """The noise and the tokens drawn with it have the same bits everywhere, and so do layers where the processor has a
+    fused multiply-add, with activations in float32. Elsewhere a sum has twice the roundings."""
+    if not build.LEVELS[level][0] <= build._features() or level == build.level():
+        pytest.skip("this processor has no such instructions, or all tests use them")
+    path = tmp_path / "found.pt"
+    command = [sys.executable, levels.__file__, str(path), *folders]
+    subprocess.run(command, env={**os.environ, "SPECKER_CPU": level}, check=True)
+    found, fused = torch.load(path), "portable" not in (level, build.level())
+    assert found.keys() == own.keys() and len(found) == 2 + 2 * len(levels.KINDS) * 5
+    assert all(x.isfinite().all() and len(x.unique()) > 3 for x in own.values())
+    for name, got in found.items():
+        if fused or name in (("noise",), ("drawn",)):
+            assert torch.equal(got, own[name]), name
+        else:
+            assert (got - own[name]).abs().max() <= 2e-5 * own[name].abs().max(), name

@@ -1,0 +1,77 @@
+"""Drafters with one idea taken out, as the benches measure them: other drafts, the tokens of plain decoding."""
+
+import cases
+import pytest
+from make_checkpoint import make
+from pairs import perturbed
+
+import specker
+from bench.ablations import CalibratedOnMismatch, ExactPrefix, Uncalibrated, drafting_as
+
+pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
+KINDS = {
+    Uncalibrated: {"strategy": "easyspec", "layer_parallel": "3", "draft_tokens": 4},
+    CalibratedOnMismatch: {"strategy": "easyspec", "layer_parallel": "3", "draft_tokens": 2},
+    ExactPrefix: {"strategy": "diffuspec", "policy": "chunk", "chunk": "2:0.1"},
+}
+PROMPTS = ([5, 9, 40], [1], list(range(3, 90)), [7, 8], [2, 3, 5, 8])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ablations")
+    target = make(folder / "target", "qwen2", layers=5, max_context=192)
+    dream = make(folder / "dream", "dream", layers=5, max_context=192)
+    return target, {"easyspec": perturbed(target, folder / "draft", amount=0.05), "diffuspec": dream}
+
+
+def load(models, kind, **more):
+    target, drafts = models
+    options = {**KINDS[kind], **more}
+    with drafting_as(kind):
+        engine = specker.load(target, drafts[options["strategy"]], dtype="float64", page_size=16, **options)
+    assert type(engine.drafter) is kind
+    return engine
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_equal_plain_decoding(models, kind, size):
+    """Also in a batch, whose sequences end at different times and change slots."""
+    counts, engine = (50, 20, 40, 9, 30), load(models, kind, batch_size=size, graphs="on")
+    drafted = accepted = 0
+    for temperature in (0.0, 0.7):
+        done = engine.generate(list(PROMPTS), list(counts), temperature=temperature)
+        for prompt, count, out in zip(PROMPTS, counts, done, strict=True):
+            assert out.tokens == cases.plain(models[0], prompt, count, temperature=temperature)
+            drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
+    assert 0 < accepted < drafted
+    assert engine.loop.launched == 0 and not engine.drafter.keeps_prefix
+
+
+def test_the_usual_drafter_is_back_afterwards(models):
+    target, drafts = models
+    load(models, Uncalibrated)
+    assert not isinstance(specker.load(target, drafts["easyspec"], strategy="easyspec").drafter, Uncalibrated)
+
+
+def test_mismatch_drops_the_fuzzy_columns_and_no_others(models):
+    """A round that accepts all of two draft tokens keeps the K/V of the first, which has some. After a refusal the
+    cache ends where its first fuzzy column was."""
+    engine = load(models, CalibratedOnMismatch)
+    drafter, seen = engine.drafter, []
+    observe = drafter.observe
+
+    def watched(r, slot, path):
+        [before] = drafter.cache.exact_len
+        first = drafter.fuzzy.get(slot, before)
+        observe(r, slot, path)
+        if r.draft.depth == 2:
+            seen.append((len(path) == 3, before, first, drafter.cache.exact_len[0]))
+
+    drafter.observe = watched
+    engine.generate([5, 9, 40, 3, 77, 21], 60, temperature=0.7)
+    assert {full for full, *_ in seen} == {True, False}
+    assert any(first < before for _, before, first, _ in seen)
+    for full, before, first, after in seen:
+        assert after == (before + 1 if full else first)
