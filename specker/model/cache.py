@@ -58,7 +58,7 @@ class KVCache:
         start, until `release`; several sequences call `take`."""
         each = -(-columns // page_size)
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
-        count = len(order) + 1
+        count = len(order) + (sequences > 1)
         self.spare = len(order)  # an unowned page that slots without a sequence read and write
         shape = 2, config.num_layers, count, page_size, config.num_kv_heads, config.head_dim
         self.k, self.v = torch.empty(shape, dtype=dtype, device=device).unbind(0)
@@ -69,15 +69,17 @@ class KVCache:
         self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position)  # of every column
         # Slicing a length from this table is cheaper than copying a number to the device.
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.full((sequences, each), self.spare, dtype=torch.int32, device=device)
+        self._absent = self.spare if sequences > 1 else 0  # stands in the table for pages that a sequence lacks
+        self.block_table = torch.full((sequences, each), self._absent, dtype=torch.int32, device=device)
         self.table = self.block_table  # the pages that attention reads, by `bucket`
         self._free = order
-        self._users = [0] * count  # sequences that hold a page, and the tree of earlier texts
+        self._users = [0] * len(order)  # sequences that hold a page, and the tree of earlier texts
         self.prefixes = Prefixes(page_size, self._users)
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
-        self.k[:, self.spare], self.v[:, self.spare] = 0, 0
-        if sequences == 1:
+        if sequences > 1:
+            self.k[:, self.spare], self.v[:, self.spare] = 0, 0
+        else:
             self.take(0, self.capacity)
 
     @property
@@ -177,7 +179,7 @@ class KVCache:
 
     def _assign(self, slot: int, pages: list[int]) -> None:
         self._pages[slot] = pages
-        table = torch.full((self.block_table.shape[1],), self.spare, dtype=torch.int32)
+        table = torch.full((self.block_table.shape[1],), self._absent, dtype=torch.int32)
         table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self.block_table[slot] = table
         offsets = torch.arange(self.page_size)
