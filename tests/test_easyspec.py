@@ -73,7 +73,7 @@ def attention(w, n, c, h, position, memory):
     if w.q_norm is not None:
         q = torch.stack([norm(head, w.q_norm[n], c.rms_norm_eps) for head in q])
         k = torch.stack([norm(head, w.k_norm[n], c.rms_norm_eps) for head in k])
-    q, k = (torch.stack([rotate(head, position, w.inv_freq) for head in x]) for x in (q, k))
+    q, k = (torch.stack([rotate(head, position, w.ropes[0].inv_freq) for head in x]) for x in (q, k))
     memory[n].append((k, v))
     out = []
     for i, head in enumerate(q):
