@@ -124,11 +124,7 @@ class Model:
         self.embed_scale = config.embed_scale
         if config.embed_scale != 1:  # rounded to the dtype, as in training
             self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype).item()
-        if self.device.type == "cuda" and (short := [r for r in config.layer.reaches if 0 < r < 64 * MAX_WORDS]):
-            raise CheckpointError(
-                f"the checkpoint has a sliding window of {short[0]}, and a GPU's kernels take none below "
-                f"{64 * MAX_WORDS}; use {option('device', 'cpu')}"
-            )
+        check_reaches(config, self.device)
         self.activations = parameters.activations
         self.stack = self._stack()
 
@@ -459,6 +455,17 @@ def band(rows: int, end: int, reach: int, device: torch.device) -> Tensor:
     row = torch.arange(end - rows, end, device=device)[:, None]
     column = torch.arange(max(0, end - rows - reach + 1), end, device=device)
     return (column <= row) & (column > row - reach)
+
+
+def check_reaches(c: ModelConfig, device: torch.device) -> None:
+    """Raise CheckpointError for sliding windows that the device's kernels do not take: on a GPU, those that may hide
+    columns of a verify pass."""
+    least = 64 * MAX_WORDS if device.type == "cuda" else 1
+    if short := [reach for reach in c.layer.reaches if 0 < reach < least]:
+        raise CheckpointError(
+            f"the checkpoint has a sliding window of {short[0]}, and a GPU's kernels take none below {least}; use "
+            f"{option('device', 'cpu')}"
+        )
 
 
 def _layers(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[Group]:
