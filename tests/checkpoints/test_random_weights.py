@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_checkpoint import CASES, make
+from make_checkpoint import CASES, GEMMA3, make
 
 import specker
 from specker.checkpoints import checkpoint
@@ -43,6 +43,14 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
     for ours, theirs in zip(made.weights.ropes, read.weights.ropes, strict=True):
         assert torch.equal(ours.inv_freq, theirs.inv_freq) and ours.scale == theirs.scale
     assert (made.weights.head is made.weights.embed) == made.config.tied
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_random_norms_are_1_where_files_leave_out_the_1(tmp_path, quantize):
+    folder = copy_config(make(tmp_path / "whole", **GEMMA3), tmp_path / "bare")
+    weights = load(folder, dtype=torch.float32, device="cpu", random=0, quantize=quantize).weights
+    norms = weights.norm, weights.norm_in, weights.norm_o, weights.norm_post, weights.norm_down, weights.q_norm
+    assert all(bool((norm == 1).all()) for norm in norms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -8,6 +8,7 @@ from make_checkpoint import FULL, GEMMA3, SHORT, SLIDING, edit, exact_oracle, ma
 from pairs import perturbed
 
 import specker
+from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import load
 from specker.cpu import Packed
 from specker.model.config import CheckpointError, LayerSpec
@@ -140,6 +141,14 @@ def test_the_compiled_layers_decline_by_name(tmp_path, kind):
     draft = perturbed(folder, tmp_path / "draft", amount=0.05)
     fast = specker.load(folder, draft, strategy="draft", draft_quantize="int8", **half)
     assert fast.generate(PROMPT, 25).tokens == fast.generate_ar(PROMPT, 25).tokens
+
+
+def test_a_scaled_embedding_is_not_compiled(tmp_path):
+    """The compiled layers draft a chain without Python, from the embedding as it is."""
+    checkpoint = load(make(tmp_path, **SIZES), dtype=torch.float32, device="cpu")
+    scaled = replace(checkpoint, config=replace(checkpoint.config, embed_scale=2.0))
+    assert Model(checkpoint).stack is not None and served(checkpoint.config)
+    assert Model(scaled).stack is None and not served(scaled.config)
 
 
 def test_within_its_window_a_model_is_compiled(tmp_path):

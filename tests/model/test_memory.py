@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from make_checkpoint import make
+from make_checkpoint import GEMMA3, SLIDING, make
 
 import specker
 from specker import run
@@ -98,6 +98,15 @@ def test_the_cost_equals_the_allocation(pair):
         )
     # RoPE's table and the positions have no scratch columns; the lengths have one extra entry
     assert counted - 2 * SCRATCH * (2 * 16 * 4 + 8) + 2 * 4 == found
+
+
+def test_every_rope_table_is_counted(tmp_path):
+    costs = []
+    for kind in ({"layer_types": [SLIDING] * 3}, {}):
+        engine = specker.load(make(tmp_path, **GEMMA3 | kind), strategy="ar", device="cpu")
+        costs.append(Cost.of(engine.model.config, torch.float32).position)
+        table = engine.model.ropes[0].nbytes // engine.model.config.max_context
+    assert costs[1] - costs[0] == table and len(engine.model.ropes) == 2
 
 
 def test_free(monkeypatch, tmp_path):

@@ -81,6 +81,7 @@ def test_tree_branches_equal_their_chains(tmp_path, options):
     parents = [0, 0, 1, 1, 2, 3, 5, 0, 8]
     prefill(model, cache, ids[:4])
     tree, positions = verify(model, cache, ids[4:], parents)
+    theirs = oracle(tmp_path, F64)
     for row in range(len(parents) + 1):
         path = [row]
         while path[0] > 0:
@@ -88,6 +89,8 @@ def test_tree_branches_equal_their_chains(tmp_path, options):
         logits, chain_positions = verify(model, cache, [ids[4 + r] for r in path])
         assert positions[row] == chain_positions[-1]
         assert (tree[row] - logits[-1]).abs().max() < 1e-11
+        text = torch.tensor(ids[:4] + [ids[4 + r] for r in path])
+        assert (tree[row] - oracle_logits(theirs, text)[-1]).abs().max() < 1e-9
         verify(model, cache, ids[4:], parents)
 
 
