@@ -212,6 +212,19 @@ def test_a_bfloat16_model_runs_on_our_ops(tmp_path, only_ops, cheap):
     assert generate.stats.accepted > 10 and generate._engine[1].model.dtype == torch.float32
 
 
+def test_a_text_within_the_window_needs_none(tmp_path):
+    """The compiled layers take no sliding windows, so the engine has no more positions than the window."""
+    folder = make(tmp_path, "mistral", layers=2, vocab=64, max_context=256, sliding_window=40)
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), []
+    generate = Generate(strategy="lookup")
+    for count in (30, 60):
+        got = model.generate(ONE, custom_generate=generate, max_new_tokens=count, do_sample=False)
+        assert torch.equal(got, model.generate(ONE, max_new_tokens=count, do_sample=False))
+        engine = generate._engine[1]
+        found.append((engine.max_context, engine.model.config.layer.reaches))
+    assert found[0] == (40, ()) and found[1][0] >= 64 and found[1][1] == (40, 40)
+
+
 def test_a_changed_model_runs_its_own_forward(tmp_path, pairs, guessed, monkeypatch):
     """With hooks (adapters, offloading), in training, as a subclass, or with a config that specker lacks."""
     monkeypatch.delattr(Generate, "_serve")
