@@ -6,13 +6,15 @@ import pytest
 import torch
 from make_checkpoint import FULL, GEMMA3, SHORT, SLIDING, edit, exact_oracle, make, oracle
 from pairs import perturbed
+from recorded import kernels, recording
 
 import specker
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import load
 from specker.cpu import Packed
+from specker.model.cache import KVCache
 from specker.model.config import CheckpointError, LayerSpec
-from specker.model.decoder import Model, check_reaches
+from specker.model.decoder import Model, check_reaches, forward
 
 GEMMA = GEMMA3 | {"layers": 4, "tied": False}  # a random tied model repeats its last token
 KINDS = {  # the windows are shorter than the prompts, and than some drafts
@@ -164,6 +166,40 @@ def test_a_gpu_takes_no_short_window(tmp_path):
         check_reaches(replace(config, layer=LayerSpec(reaches=(window,))), torch.device(device))
     with pytest.raises(CheckpointError, match="window of 255, and a GPU's kernels take none below 256; use device="):
         check_reaches(replace(config, layer=LayerSpec(reaches=(0, 255))), torch.device("cuda"))
+
+
+NORM, LINEAR = "_residual_merge_kernel", "_row_linear_kernel"
+PROJECT, ATTEND = "_kv_project_kernel", "_tree_attention_kernel"
+ON_GPU = {  # the kernels of a layer, then of the last sum
+    "llama": ({"arch": "llama"}, [NORM, PROJECT, ATTEND, LINEAR, NORM, LINEAR, LINEAR], [NORM]),
+    "gemma3": (
+        {**GEMMA3, "sliding_window": 256},
+        [NORM, PROJECT, ATTEND, LINEAR, NORM, NORM, LINEAR, LINEAR, NORM],
+        [NORM],
+    ),
+    "olmo2": (
+        {"arch": "olmo2"},
+        [LINEAR, "_kv_calibrate_kernel", ATTEND, LINEAR, NORM, LINEAR, LINEAR, NORM],
+        [NORM],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, kind):
+    """On fake tensors: norms of outputs are launches of their own, and only layers with a window have its kernel."""
+    options, layer, end = ON_GPU[kind]
+    folder = make(tmp_path, layers=3, max_context=512, **options)
+    with recording() as log, torch.inference_mode():
+        model = Model(load(folder, dtype=torch.bfloat16, device="cpu", random=0))
+        cache = KVCache(model.config, 512, dtype=torch.bfloat16, device="cpu")
+        x = model.embed_tokens(torch.zeros(3, dtype=torch.int64))
+        log.clear()
+        forward(model, cache, cache.after([300], [3]), x)
+    names = kernels(log)
+    assert [name.partition(":")[0] for name in names] == 3 * layer + end
+    reaches = [name.partition(" reach ")[2] for name in names if name.startswith(ATTEND)]
+    assert reaches == (["256", "", "256"] if kind == "gemma3" else ["", "", ""])
 
 
 def test_a_rope_of_its_own_for_each_kind_changes_the_text(pairs, texts, tmp_path):
