@@ -47,9 +47,9 @@ def step_bytes(c: ModelConfig, context: int, itemsize: int) -> int:
     """Bytes read by a step of one row: the layers' linears, norms and biases, the head, and the K/V of `context`
     columns. The embedding's single row is not counted."""
     qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    small = (
-        2 * c.hidden_size + 2 * c.head_dim * c.layer.qk_norm + qkv * c.layer.qkv_bias + c.hidden_size * c.layer.o_bias
-    )
+    heads = {"": 0, "head": 2, "projection": c.num_heads + c.num_kv_heads}[c.layer.qk_norm]
+    small = (4 if c.layer.norms == "both" else 2) * c.hidden_size + heads * c.head_dim
+    small += qkv * c.layer.qkv_bias + c.hidden_size * c.layer.o_bias
     small += (2 * c.intermediate_size + c.hidden_size) * c.layer.mlp_bias
     weights = layer_elements(c) + c.num_layers * small + c.hidden_size + c.vocab_size * c.hidden_size
     return (weights + 2 * c.num_layers * c.num_kv_heads * c.head_dim * context) * itemsize

@@ -5,6 +5,7 @@ greedy text is not constant and every weight, bias and norm changes the logits.
 """
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from torch import Tensor
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
+FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3"}
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 # With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
@@ -25,6 +27,23 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3: dict[str, Any] = {  # RoPE has a local base in windowed layers, a scaled global one in the others
+    "arch": "gemma3",
+    "tied": True,
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 24,
+    "rope": {SLIDING: {"rope_type": "default", "rope_theta": 1000.0}, FULL: {**LINEAR, "rope_theta": 50000.0}},
+}
+SHORT = {"use_sliding_window": True, "sliding_window": 12}
+WINDOWED: list[tuple[str, dict[str, Any]]] = [  # the tests' texts are longer
+    ("mistral-short-window", {"arch": "mistral", "sliding_window": 12}),
+    ("qwen2-short-window", {"arch": "qwen2", **SHORT, "max_window_layers": 1}),
+    ("qwen3-short-window", {"arch": "qwen3", **SHORT, "layer_types": [FULL, SLIDING, SLIDING]}),
+    ("gemma3", GEMMA3),
+    ("gemma3-window-of-3", {**GEMMA3, "tied": False, "sliding_window": 3, "attention_bias": True}),
+]
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -58,6 +77,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"arch": "qwen3"}),
     ("qwen3-tied", {"arch": "qwen3", "tied": True, "head_dim": 32, "dtype": torch.bfloat16, "shards": 2}),
     ("qwen3-attention-bias", {"arch": "qwen3", "attention_bias": True}),
+    *WINDOWED,
+    ("gemma3-wide-window", {**GEMMA3, "sliding_window": 256, "query_pre_attn_scalar": 16, "shards": 2}),
+    ("gemma3-one-kind", {**GEMMA3, "layer_types": [SLIDING] * 3, "sliding_window": 9}),
+    ("olmo2", {"arch": "olmo2"}),
+    ("olmo2-bias", {"arch": "olmo2", "tied": True, "attention_bias": True, "kv_heads": 4, "dtype": torch.bfloat16}),
+    ("smollm3", {"arch": "smollm3", "no_rope_layers": [1, 0, 1], "tied": True}),
     ("dream", {"arch": "dream"}),
     ("dream-old-file", {"arch": "dream", "rope": {"rope_type": "default", "rope_theta": 1e6}, "old_rope": True}),
     ("dream-sharded", {"arch": "dream", "shards": 2, "kv_heads": 4}),
@@ -109,16 +134,17 @@ def make(
         intermediate_size=ffn,
         max_position_embeddings=max_context,
         tie_word_embeddings=tied,
-        rope_parameters=dict(rope or {"rope_type": "default", "rope_theta": 10000.0}),
+        rope_parameters=deepcopy(rope or {"rope_type": "default", "rope_theta": 10000.0}),
         eos_token_id=eos,
         bos_token_id=bos,
-        **({"head_dim": head_dim} if head_dim * heads != hidden or arch == "qwen3" else {}),
-        **({"attention_bias": attention_bias} if arch in ("llama", "qwen3") else {}),
-        **({"mlp_bias": mlp_bias} if arch == "llama" else {}),
+        **({"head_dim": head_dim} if head_dim * heads != hidden or arch in ("qwen3", "gemma3") else {}),
+        **({"attention_bias": attention_bias} if arch in ("llama", "qwen3", "gemma3", "olmo2", "smollm3") else {}),
+        **({"mlp_bias": mlp_bias} if arch in ("llama", "smollm3") else {}),
         **({"sliding_window": None} if arch == "mistral" else {}),
+        **({"pad_token_id": None} if arch == "smollm3" else {}),  # its default is beyond `vocab`
         **({} if mask is None else {"mask_token_id": mask}),
     )
-    config = getattr(transformers, f"{FAMILIES[arch]}Config")(**{**options, **more})
+    config = getattr(transformers, f"{FAMILIES[arch]}{'Text' * (arch == 'gemma3')}Config")(**{**options, **more})
     model = getattr(transformers, f"{FAMILIES[arch]}ForCausalLM")(config).to(dtype)
     randomize(model, seed)
     saved = model if prefix else model.model
@@ -143,12 +169,13 @@ def make(
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Projections scale their input by 1.2; norms are 1 +- 0.2, biases and embeddings 0.3."""
+    """Projections scale their input by 1.2; norms are 1 +- 0.2 (Gemma adds the 1), biases and embeddings 0.3."""
+    mean = 0 if "Gemma" in type(model).__name__ else 1
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         if p.ndim == 1:
-            p.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
+            p.copy_(mean + 0.2 * noise if "norm" in name else 0.3 * noise)
         else:
             p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[1] ** -0.5))
 
@@ -197,7 +224,11 @@ def exact_oracle(monkeypatch: Any) -> None:
     def norm(self: Any, x: Tensor) -> Tensor:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+    def gemma(self: Any, x: Tensor) -> Tensor:
+        return (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    monkeypatch.setattr(models.gemma3.modeling_gemma3.Gemma3RMSNorm, "forward", gemma)
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "SmolLM3"):
         modeling = getattr(getattr(models, family.lower()), f"modeling_{family.lower()}")
         monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", norm)
     softmax = torch.nn.functional.softmax

@@ -67,7 +67,7 @@ for variant in attention.variants(80):
         print(min(sum("bar.sync" in line for line in loop) for loop in tiles))
 """
     barriers = [int(line) for line in python("-c", program).split()]
-    assert len(barriers) == 8 and set(barriers) == {3}
+    assert len(barriers) == 9 and set(barriers) == {3}
 
 
 def test_each_problem_is_reported():

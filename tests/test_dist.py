@@ -11,7 +11,7 @@ from pathlib import Path
 import caches
 import pytest
 import torch
-from make_checkpoint import make
+from make_checkpoint import GEMMA3, make
 from pairs import perturbed
 
 import specker
@@ -24,7 +24,16 @@ from specker.runtime import dist
 PROMPT = [5, 9, 40, 77, 3, 8]
 BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
 SAMPLING = [{}, {"temperature": 0.7, "seed": 4, "top_p": 0.9}]
-ALIKE = ("tree", "easyspec-uneven", "easyspec-one", "del-fixed", "ordered", "lookup", "static")  # one of SAMPLING each
+ALIKE = (
+    "tree",
+    "easyspec-uneven",
+    "easyspec-one",
+    "del-fixed",
+    "ordered",
+    "lookup",
+    "static",
+    "gemma3",
+)  # one of SAMPLING each
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,7 +53,8 @@ def models(tmp_path_factory):
     target = make(folder / "target", "qwen2", layers=4, max_context=192, heads=4, kv_heads=2, vocab=129)
     draft = perturbed(target, folder / "draft")
     dream = make(folder / "dream", "dream", layers=2, max_context=192, vocab=129)
-    return {"target": str(target), "draft": str(draft), "dream": str(dream)}
+    gemma = make(folder / "gemma3", max_context=192, vocab=129, **GEMMA3 | {"tied": False})
+    return {"target": str(target), "draft": str(draft), "dream": str(dream), "gemma3": str(gemma)}
 
 
 def cases_of(models):
@@ -64,6 +74,7 @@ def cases_of(models):
         "lookup": (alone, {"strategy": "lookup", "tree": "2x3"}),
         "batch": (pair, {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3", "batch_size": 2}),
         "del-batch": (alone, {"strategy": "del", "batch_size": 3}),
+        "gemma3": ([models["gemma3"]], {"strategy": "lookup", "tree": "2x3"}),
         "vocabtrim": ([], {"strategy": "vocabtrim"}),
         "del+vocabtrim": ([], {"strategy": "del+vocabtrim", "vocab_keep": "2048"}),
     }
@@ -102,7 +113,7 @@ def assert_same(models, tmp_path, ranks):
                 assert each["beside"] == [[text[n]] * 2 for text in others][: len(each["beside"])], (name, rank)
             accepted = sum(run["accepted"] for run in got["runs"])
             rests = name in ("del", "del-batch", "diffuspec")  # by the clock
-            assert accepted > 0 or rests or name in ("ar", "lookup"), name
+            assert accepted > 0 or rests or name in ("ar", "lookup", "gemma3"), name
             assert found[rank][-1] == {"alike": True, "by_rank": True, "close": True}
             assert got["rank"] == rank and got["head_rows"] < (129 if case["models"] else 8192)
     return found

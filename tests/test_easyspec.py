@@ -27,6 +27,7 @@ from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerPa
 
 F64 = torch.float64
 ARCHITECTURES = {"llama": {}, "qwen2": {"tied": True}, "qwen3": {}, "llama-bias": {"attention_bias": True}}
+ARCHITECTURES |= {"mistral": {"sliding_window": 4}, "olmo2": {"kv_heads": 4}}
 PROMPT = [5, 9, 40, 3, 77, 21]
 
 
@@ -67,27 +68,33 @@ def rotate(head, position, inv_freq):
 
 def attention(w, n, c, h, position, memory):
     """Layer n's attention for a row h at `position`; appends its K/V to memory[n]."""
-    x = norm(h, w.norm_in[n], c.rms_norm_eps)
+    x = h if w.norm_in is None else norm(h, w.norm_in[n], c.rms_norm_eps)
     qkv = w.qkv[n] @ x + (0 if w.qkv_bias is None else w.qkv_bias[n])
+    if c.layer.qk_norm == "projection":
+        parts = qkv.split([c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim])
+        q, k = (norm(part, each[n], c.rms_norm_eps) for part, each in zip(parts, (w.q_norm, w.k_norm), strict=False))
+        qkv = torch.cat((q, k, parts[2]))
     heads = qkv.view(-1, c.head_dim)
     q, k, v = heads[: c.num_heads], heads[c.num_heads : -c.num_kv_heads], heads[-c.num_kv_heads :]
-    if w.q_norm is not None:
+    if c.layer.qk_norm == "head":
         q = torch.stack([norm(head, w.q_norm[n], c.rms_norm_eps) for head in q])
         k = torch.stack([norm(head, w.k_norm[n], c.rms_norm_eps) for head in k])
-    q, k = (torch.stack([rotate(head, position, w.inv_freq) for head in x]) for x in (q, k))
+    q, k = (torch.stack([rotate(head, position, w.ropes[0].inv_freq) for head in x]) for x in (q, k))
     memory[n].append((k, v))
-    out = []
+    seen, out = memory[n][-c.layer.reach(n) :], []
     for i, head in enumerate(q):
         kv = i * c.num_kv_heads // c.num_heads
-        scores = torch.stack([head @ past_k[kv] for past_k, _ in memory[n]]) / math.sqrt(c.head_dim)
-        out.append(sum(p * past_v[kv] for p, (_, past_v) in zip(scores.softmax(0), memory[n], strict=True)))
-    return w.o[n] @ torch.cat(out) + (0 if w.o_bias is None else w.o_bias[n])
+        scores = torch.stack([head @ past_k[kv] for past_k, _ in seen]) / math.sqrt(c.head_dim)
+        out.append(sum(p * past_v[kv] for p, (_, past_v) in zip(scores.softmax(0), seen, strict=True)))
+    added = w.o[n] @ torch.cat(out) + (0 if w.o_bias is None else w.o_bias[n])
+    return added if w.norm_o is None else norm(added, w.norm_o[n], c.rms_norm_eps)
 
 
 def mlp(w, n, c, h):
-    x = norm(h, w.norm_post[n], c.rms_norm_eps)
+    x = h if w.norm_post is None else norm(h, w.norm_post[n], c.rms_norm_eps)
     gate, up = (w.gate_up[n] @ x).chunk(2)
-    return w.down[n] @ (gate / (1 + (-gate).exp()) * up)
+    added = w.down[n] @ (gate / (1 + (-gate).exp()) * up)
+    return added if w.norm_down is None else norm(added, w.norm_down[n], c.rms_norm_eps)
 
 
 def fuzzy(w, c, groups, h, position, memory):

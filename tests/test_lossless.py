@@ -16,7 +16,7 @@ SAMPLING = {
     "T1": {"temperature": 1.0, "seed": 3},
     "T1-top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
 }
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def build(shape: tuple[int, int, int, int], T: int) -> Built:
         normed, mixed = [F.rms_norm(hidden, hidden.shape[-1:], w.attention.norm_in, eps) for w in model.layers], []
         for w, x, (k, v) in zip(model.layers, normed, cache.layers, strict=True):
             qkv = F.linear(x, w.attention.qkv)
-            q = kv_calibrate(qkv, rows.positions, rows.slots, model.rope, k, v, None, None, eps)
+            q = kv_calibrate(qkv, rows.positions, rows.slots, w.rope, k, v, None, None, eps)
             seen = rows.table, rows.kv_len, rows.window, rows.cu_rows, rows.ancestors, model.scale
             mixed.append(F.linear(tree_attention(q, k, v, *seen)[0].reshape(T, -1), w.attention.o))
         for w, a in zip(model.layers, mixed, strict=True):

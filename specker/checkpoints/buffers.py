@@ -7,7 +7,7 @@ is never a second copy of the weights.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from specker.cpu.packed import Packed
 from specker.kernels import quant
 from specker.kernels.cpu import native
 from specker.kernels.quant import Quantized
-from specker.model.config import CheckpointError, ModelConfig
+from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.split import Part
 from specker.model.weights import Matrix
 
@@ -30,7 +30,9 @@ CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
 def served(c: ModelConfig) -> bool:
     """Whether a CPU has compiled kernels for such layers, in float32, bfloat16 and quantised."""
     kernels, sizes = native(), (c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
-    return kernels is not None and not kernels.Stack.lacks(c.layer) and kernels.Stack.takes_sizes(*sizes)
+    if kernels is None or c.embed_scale != 1 or kernels.Stack.lacks(c.layer):
+        return False
+    return kernels.Stack.takes_sizes(*sizes)
 
 
 def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -50,6 +52,7 @@ class Piece:
     shape: tuple[int, ...]  # of the part
     stored: tuple[int, ...]  # of the whole tensor
     first: tuple[int, ...]  # first index of the part in the tensor
+    offset: float = 0.0  # added to the tensor, in the buffer's dtype
 
     @property
     def whole(self) -> bool:
@@ -63,6 +66,24 @@ class Piece:
     def is_matrix(self) -> bool:
         """Whether it is a layer's matrix."""
         return self.layer is not None and len(self.shape) == 2
+
+
+NORMS = {  # LayerSpec.norms -> the field of Weights and the checkpoint's name of each norm
+    "before": {"norm_in": "input_layernorm", "norm_post": "post_attention_layernorm"},
+    "after": {"norm_o": "post_attention_layernorm", "norm_down": "post_feedforward_layernorm"},
+    "both": {
+        "norm_in": "input_layernorm",
+        "norm_o": "post_attention_layernorm",
+        "norm_post": "pre_feedforward_layernorm",
+        "norm_down": "post_feedforward_layernorm",
+    },
+}
+
+
+def norms_of(layer: LayerSpec) -> dict[str, str]:
+    """The norms of a layer, of q and k too: the field of Weights -> the checkpoint's name."""
+    heads = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"} if layer.qk_norm else {}
+    return NORMS[layer.norms] | heads
 
 
 def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
@@ -83,12 +104,10 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
         ("mlp.down_proj", "down", (f0, f, F), c.layer.mlp_bias),
     ]
 
-    def vector(name: str, buffer: str, layer: int | None, count: int) -> Piece:
-        return Piece(name, buffer, layer, 0, (count,), (count,), (0,))
+    def vector(name: str, buffer: str, layer: int | None, count: int, offset: float = 0.0) -> Piece:
+        return Piece(name, buffer, layer, 0, (count,), (count,), (0,), offset)
 
-    norms = [("input_layernorm", "norm_in", e), ("post_attention_layernorm", "norm_post", e)]
-    if c.layer.qk_norm:
-        norms += [("self_attn.q_norm", "q_norm", c.head_dim), ("self_attn.k_norm", "k_norm", c.head_dim)]
+    widths = {"q_norm": D, "k_norm": D} if c.layer.qk_norm == "head" else {"q_norm": Q, "k_norm": KV}
     V = c.vocab_size
     if "embed_tokens" not in c.shares:
         yield Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
@@ -101,9 +120,9 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
             yield Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
             if bias:
                 yield vector(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, e)
-        for name, buffer, count in norms:
-            yield vector(f"layers.{i}.{name}.weight", buffer, i, count)
-    yield vector("norm.weight", "norm", None, e)
+        for buffer, name in norms_of(c.layer).items():
+            yield vector(f"layers.{i}.{name}.weight", buffer, i, widths.get(buffer, e), c.norm_offset)
+    yield vector("norm.weight", "norm", None, e, c.norm_offset)
     if not c.tied and "lm_head" not in c.shares:
         first, count = (0, V) if whole_head else part.vocabulary(c)
         yield Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
@@ -210,7 +229,10 @@ class Buffers:
         if not isinstance(source, Tensor):
             source = source.dequantised(torch.float32)
         whole = self.dense[p.buffer] if p.layer is None else self.dense[p.buffer][p.layer]
-        _copy(whole[p.row : p.row + p.shape[0]], source)
+        place = whole[p.row : p.row + p.shape[0]]
+        _copy(place, source)
+        if p.offset:
+            place += p.offset
 
     def done(self) -> dict[str, Any]:
         """All buffers. Raises CheckpointError if the quantised pieces of a matrix do not fit together."""
@@ -289,7 +311,7 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     for p in pieces:
         source = torch.empty(p.shape, device=storage.device)
         _fill(p.buffer, source, generator)
-        buffers.put(p, source)
+        buffers.put(replace(p, offset=0.0), source)
     return buffers.done()
 
 

@@ -23,7 +23,7 @@ from specker.cpu.packed import Packed
 from specker.model import memory
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.split import WHOLE, Part
-from specker.model.weights import Matrix, Parameters, Weights
+from specker.model.weights import Matrix, Parameters, Rope, Weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
@@ -88,8 +88,7 @@ class Opened:
     source: str | Path  # what the user called it
     folder: Path
     config: ModelConfig
-    inv_freq: Tensor
-    rope_scale: float
+    ropes: tuple[Rope, ...]
     scheme: Scheme | None  # how matrices are stored; None: not quantised
 
 
@@ -171,9 +170,11 @@ def load(
         buffers["head"] = owner.weights.head
     buffers.setdefault("head", buffers["embed"])
     absent = dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"))
+    absent |= dict.fromkeys(("norm_in", "norm_post", "norm_o", "norm_down"))
     if not layers:
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
-    weights = Weights(**{**absent, **buffers}, inv_freq=found.inv_freq.to(device), rope_scale=found.rope_scale)  # type: ignore[arg-type]
+    ropes = tuple(rope._replace(inv_freq=rope.inv_freq.to(device)) for rope in found.ropes)
+    weights = Weights(**{**absent, **buffers}, ropes=ropes)  # type: ignore[arg-type]
     restored = getattr(scheme, "restored", ())
     return Checkpoint(config, weights, folder, restored, part=part, activations=activations or "int8")
 

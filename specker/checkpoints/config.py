@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specker.flags import option
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
+from specker.model.weights import Rope
 
 # architecture -> model_type; a base model (LlamaModel) has the same weights under names without "model."
 ARCHITECTURES = {
@@ -20,12 +20,16 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
     "DreamModel": "Dream",
 }
 # architecture -> another class of transformers with the same fields, and the defaults that differ. Dream is unknown to
 # transformers. LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "DreamModel": ("Qwen2Config", {}),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", {}),
     "LlamaForCausalLM": (
         "Qwen2Config",
         {
@@ -39,24 +43,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 SHARED = ("embed_tokens", "lm_head")
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
 OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
-# hidden_act -> LayerSpec.activation
+# hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+NORMS = {"Gemma3ForCausalLM": "both", "Olmo2ForCausalLM": "after"}  # LayerSpec.norms, where not "before"
+QK_NORMS = {"Qwen3ForCausalLM": "head", "Gemma3ForCausalLM": "head", "Olmo2ForCausalLM": "projection"}
+NO_BIASES = "MistralForCausalLM", "Qwen2ForCausalLM", "DreamModel"  # their files' attention_bias means nothing
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def parse_config(
     folder: Path, max_context: int | None, bidirectional: bool | None, raw: dict[str, Any] | None = None
-) -> tuple[ModelConfig, Tensor, float]:
-    """(config, RoPE's inverse frequencies [D / 2] float32, RoPE's attention scaling). `raw`: config.json, if it was
-    read. Raises CheckpointError."""
+) -> tuple[ModelConfig, tuple[Rope, ...]]:
+    """(config, the layers' RoPE). `raw`: config.json, if it was read. Raises CheckpointError."""
     raw = read_json(folder / "config.json") if raw is None else raw
     arch = _architecture(raw)
     _check_sizes(folder / "config.json", raw)
     hf = _hf_config(folder, raw, arch)
-    if hf.hidden_act not in ACTIVATIONS:
+    dream, gemma = arch == "DreamModel", arch == "Gemma3ForCausalLM"
+    act = hf.hidden_activation if gemma else hf.hidden_act
+    if act not in ACTIVATIONS:
         every = ", ".join(ACTIVATIONS)
-        raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported; supported: {every}")
-    dream, llama, qwen3 = arch == "DreamModel", arch == "LlamaForCausalLM", arch == "Qwen3ForCausalLM"
+        raise CheckpointError(f"hidden_act {act!r} is not supported; supported: {every}")
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     if heads % kv_heads or head_dim % 2:
@@ -64,10 +73,20 @@ def parse_config(
             f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
             f"and head_dim {head_dim} even"
         )
-    context = _context(hf, arch, max_context)
+    if gemma:
+        _check_gemma(hf)
+    context = _context(hf, max_context)
+    kinds = _layer_types(hf, arch)
+    window = (hf.sliding_window if SLIDING in kinds else None) or context
+    narrow = window < context  # a longer window hides nothing
     diffusion, mask = _diffusion(raw, arch, bidirectional)
-    inv_freq, rope_scale = _rope(hf, head_dim)
-    attention_bias = (llama or qwen3) and bool(hf.attention_bias)
+    if diffusion and narrow:
+        raise CheckpointError(
+            f"{arch} has a sliding window of {window}, which a bidirectional drafter cannot have; use "
+            f"{option('max_context', window)} or less"
+        )
+    ropes, table_of = _ropes(hf, arch, head_dim, kinds)
+    attention_bias = arch not in NO_BIASES and bool(hf.attention_bias)
     config = ModelConfig(
         architecture=arch,
         vocab_size=hf.vocab_size,
@@ -79,11 +98,15 @@ def parse_config(
         intermediate_size=hf.intermediate_size,
         rms_norm_eps=float(hf.rms_norm_eps),
         layer=LayerSpec(
-            ACTIVATIONS[hf.hidden_act],
+            ACTIVATIONS[act],
             qkv_bias=attention_bias or dream or arch == "Qwen2ForCausalLM",
             o_bias=attention_bias,
-            mlp_bias=llama and bool(hf.mlp_bias),
-            qk_norm=qwen3,
+            mlp_bias=arch in ("LlamaForCausalLM", "SmolLM3ForCausalLM") and bool(hf.mlp_bias),
+            norms=NORMS.get(arch, "before"),
+            qk_norm=QK_NORMS.get(arch, ""),
+            scale=hf.query_pre_attn_scalar**-0.5 if gemma else None,
+            reaches=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
+            ropes=table_of,
         ),
         tied=bool(hf.tie_word_embeddings),
         causal=not diffusion,
@@ -92,9 +115,20 @@ def parse_config(
         max_context=context,
         eos_ids=eos_ids(folder, raw),
         bos_id=raw.get("bos_token_id"),
+        embed_scale=hf.hidden_size**0.5 if gemma else 1.0,
+        norm_offset=1.0 if gemma else 0.0,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
     )
-    return config, inv_freq, rope_scale
+    return config, ropes
+
+
+def _check_gemma(hf: Any) -> None:
+    """Raise CheckpointError for what the decoder does not compute."""
+    for name in SOFT_CAPS:
+        if getattr(hf, name) is not None:
+            raise CheckpointError(f"{name} {getattr(hf, name)} is not supported; specker's decoder has no soft caps")
+    if hf.use_bidirectional_attention:
+        raise CheckpointError("use_bidirectional_attention is not supported; Gemma 3 must be causal")
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -125,7 +159,7 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
     import transformers
 
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if any(isinstance(value, dict) for value in rope.values()):
+    if arch != "Gemma3ForCausalLM" and any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     try:
         # Not AutoConfig, which imports a table of all models.
@@ -136,8 +170,8 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
         raise CheckpointError(f"{folder / 'config.json'} is not a valid {arch} config ({reason(error)})") from error
 
 
-def _context(hf: Any, arch: str, wanted: int | None) -> int:
-    """Positions to run with. Within its window, sliding-window attention equals full attention."""
+def _context(hf: Any, wanted: int | None) -> int:
+    """Positions to run with."""
     limit = hf.max_position_embeddings
     context = limit if wanted is None else wanted
     if not 1 <= context <= limit:
@@ -145,18 +179,19 @@ def _context(hf: Any, arch: str, wanted: int | None) -> int:
             f"{option('max_context')} must be between 1 and this checkpoint's max_position_embeddings {limit}; got "
             f"{context}"
         )
-    if arch == "LlamaForCausalLM":
-        return context
-    layers = {"sliding_attention"} if arch == "MistralForCausalLM" else set(hf.layer_types)
-    if layers - {"sliding_attention", "full_attention"}:
-        raise CheckpointError(f"layer_types {', '.join(sorted(layers))} are not supported; only full_attention is")
-    window = hf.sliding_window
-    if "sliding_attention" in layers and window is not None and context > window:
-        raise CheckpointError(
-            f"{arch} has a sliding window of {window}, and longer contexts are not supported; "
-            f"use {option('max_context', window)} or less"
-        )
     return context
+
+
+def _layer_types(hf: Any, arch: str) -> list[str]:
+    """Each layer's kind of attention, FULL or SLIDING."""
+    if arch in ("LlamaForCausalLM", "Olmo2ForCausalLM"):  # whatever else the file says
+        return [FULL] * hf.num_hidden_layers
+    if arch == "MistralForCausalLM":
+        return [SLIDING] * hf.num_hidden_layers
+    if other := set(hf.layer_types) - set(LAYER_TYPES):
+        kinds = ", ".join(sorted(other))
+        raise CheckpointError(f"layer_types {kinds} are not supported; only {' and '.join(LAYER_TYPES)} are")
+    return list(hf.layer_types)
 
 
 def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[bool, int | None]:
@@ -187,9 +222,24 @@ def _shares(raw: dict[str, Any], tied: bool) -> tuple[str, ...]:
     return tuple(shares)
 
 
-def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
-    """(inv_freq [D / 2] float32, attention scaling), computed by transformers' initialisers."""
+def _ropes(hf: Any, arch: str, head_dim: int, kinds: list[str]) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """(the model's RoPE, LayerSpec.ropes): Gemma 3 has one for each kind of layer, SmolLM3 has layers without any."""
     rope = hf.rope_parameters or {}
+    if arch == "Gemma3ForCausalLM":
+        found = [kind for kind in LAYER_TYPES if kind in kinds]
+        ropes = tuple(_rope(hf, head_dim, rope[kind], layer_type=kind) for kind in found)
+        return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
+    one = _rope(hf, head_dim, rope)
+    if arch != "SmolLM3ForCausalLM" or all(hf.no_rope_layers):  # the layers that have RoPE, in spite of the name
+        return (one,), ()
+    if len(hf.no_rope_layers) != len(kinds):
+        raise CheckpointError(f"no_rope_layers must have an entry for each of the {len(kinds)} layers of config.json")
+    return (one, Rope(torch.zeros(head_dim // 2))), tuple(int(not has) for has in hf.no_rope_layers)
+
+
+def _rope(hf: Any, head_dim: int, rope: dict[str, Any], **which: str) -> Rope:
+    """RoPE of config.json's parameters `rope`, computed by transformers' initialisers. `which`: of all parameters, as
+    these initialisers take it."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
@@ -199,13 +249,13 @@ def _rope(hf: Any, head_dim: int) -> tuple[Tensor, float]:
     try:
         if kind == "default":  # not in transformers' table: its model classes compute it
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            return 1.0 / (rope["rope_theta"] ** powers), 1.0
+            return Rope(1.0 / (rope["rope_theta"] ** powers))
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **which)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"rope type {kind!r} lacks a parameter in config.json ({reason(error)})") from error
-    return inv_freq.float(), float(scale)
+    return Rope(inv_freq.float(), float(scale))
 
 
 def eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:

@@ -169,11 +169,11 @@ def _convert(path: Path, folder: Path, tensors: Sequence[Any], dense: bool) -> N
         config = AutoConfig.from_pretrained(**where)
     except Exception as error:  # the reader raises many types for damaged files
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
-    architectures = [arch for arch, kind in ARCHITECTURES.items() if kind == config.model_type]
+    architectures = [arch for arch, kind in ARCHITECTURES.items() if kind == config.model_type and kind in TYPES]
     if not architectures:
         raise CheckpointError(
-            f"{path} has a model of type {config.model_type!r}, which is not supported; supported: "
-            + ", ".join(ARCHITECTURES)
+            f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
+            + ", ".join(TYPES)
         )
     try:
         modules, restored = _save(path, folder, tensors, config, dense)
@@ -209,6 +209,7 @@ def _write_whole_tokenizer(folder: Path) -> None:
     settings.write_text(json.dumps(about, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
+TYPES = ("llama", "mistral", "qwen2", "qwen3")  # of models whose tensors llama.cpp stores as told here
 NAMES = {  # of a layer's tensors
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",

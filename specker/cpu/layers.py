@@ -52,6 +52,14 @@ class Spec(Protocol):
 
     @property
     def activation(self) -> str: ...
+    @property
+    def norms(self) -> str: ...
+    @property
+    def qk_norm(self) -> str: ...
+    @property
+    def reaches(self) -> tuple[int, ...]: ...
+    @property
+    def ropes(self) -> tuple[int, ...]: ...
 
 
 class Stack:
@@ -89,7 +97,15 @@ class Stack:
     @staticmethod
     def lacks(layer: Spec) -> str:
         """What of such a layer the library does not compute, for messages; empty if it computes all."""
-        return "" if layer.activation == "silu" else f"the activation {layer.activation}"
+        found = [
+            (layer.activation != "silu", f"the activation {layer.activation}"),
+            (layer.norms != "before", "norms after attention and the feed-forward"),
+            (layer.qk_norm == "projection", "norms over all heads of q and k"),
+            (any(layer.reaches), "sliding windows"),
+            (bool(layer.ropes), "RoPE that differs by layer"),
+        ]
+        *most, last = [name for missing, name in found if missing] or [""]
+        return f"{', '.join(most)} and {last}" if most else last
 
     @staticmethod
     def takes(layers: Sequence[Sequence[Any]], rope: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specker.checkpoints.buffers import activations
+from specker.checkpoints.buffers import activations, norms_of
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
 from specker.checkpoints.config import ARCHITECTURES, parse_config
 from specker.model.config import CheckpointError
@@ -66,7 +66,7 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
     with TemporaryDirectory() as made:
         model.config.save_pretrained(made)  # the folder's may differ from what the user loaded
         try:
-            config, inv_freq, rope_scale = parse_config(Path(made), context, None)
+            config, ropes = parse_config(Path(made), context, None)
         except CheckpointError:
             return None
     kind = activations(model.dtype, model.device)
@@ -82,7 +82,8 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
         return None if own[0][0] is None else [torch.cat(parts).to(kind) for parts in own]
 
     def norm(name: str) -> list[Tensor]:
-        return [weight.detach().to(kind) for weight in each(name)]
+        own = [weight.detach().to(kind) for weight in each(name)]
+        return [weight + config.norm_offset for weight in own] if config.norm_offset else own
 
     qkv, gate_up = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
     with torch.inference_mode(False), torch.no_grad():  # a parameter made in inference mode could not be trained
@@ -90,20 +91,19 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
             "embed": model.model.embed_tokens.weight.detach(),
             "qkv": fused(*qkv),
             "qkv_bias": bias(*qkv),
-            "q_norm": norm("self_attn.q_norm") if config.layer.qk_norm else None,
-            "k_norm": norm("self_attn.k_norm") if config.layer.qk_norm else None,
+            **dict.fromkeys(("q_norm", "k_norm", "norm_in", "norm_post")),
+            **{field: norm(name) for field, name in norms_of(config.layer).items()},
             "o": [weight.detach() for weight in each("self_attn.o_proj")],
             "o_bias": bias("self_attn.o_proj"),
             "gate_up": fused(*gate_up),
             "gate_up_bias": bias(*gate_up),
             "down": [weight.detach() for weight in each("mlp.down_proj")],
             "down_bias": bias("mlp.down_proj"),
-            "norm_in": norm("input_layernorm"),
-            "norm_post": norm("post_attention_layernorm"),
             "norm": model.model.norm.weight.detach().to(kind),
             "head": model.lm_head.weight.detach(),
         }
-    return Checkpoint(config, Weights(**weights, inv_freq=inv_freq.to(model.device), rope_scale=rope_scale), folder)
+    placed = tuple(rope._replace(inv_freq=rope.inv_freq.to(model.device)) for rope in ropes)
+    return Checkpoint(config, Weights(**weights, ropes=placed), folder)
 
 
 def _fused(parts: tuple[nn.Parameter, ...]) -> Tensor:

@@ -373,6 +373,6 @@ def _config(target: str | Path, max_context: int | None) -> ModelConfig:
 
 def _no_weights(device: torch.device) -> Weights:
     none = torch.empty(0, device=device)
-    names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head", "inv_freq"]
+    names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head"]
     absent = dict.fromkeys(["qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"])
-    return Weights(**dict.fromkeys(names, none), **absent, rope_scale=1.0)  # type: ignore[arg-type]
+    return Weights(**dict.fromkeys(names, none), **absent, ropes=())  # type: ignore[arg-type]

@@ -204,13 +204,14 @@ class Generate:
             if engine.max_context >= length and engine.loop.size >= rows:
                 return engine
         self._engine = None  # frees its K/V
-        contexts = [max(LEAST_CONTEXT, 1 << (length - 1).bit_length()), length]
-        limit = o.max_context or model.config.max_position_embeddings
-        for context in dict.fromkeys(min(c, limit) for c in contexts):  # a sliding window may forbid the longer one
-            if (made := self._composed(model, context, replace(o, batch_size=rows))) is not None:
-                self._engine = state(model), made
-                return made
-        return None
+        context = max(LEAST_CONTEXT, 1 << (length - 1).bit_length())
+        window = getattr(model.config, "sliding_window", None)
+        if window is not None and length <= window < context:  # the compiled layers take no sliding windows
+            context = window
+        context = min(context, o.max_context or model.config.max_position_embeddings)
+        if (made := self._composed(model, context, replace(o, batch_size=rows))) is not None:
+            self._engine = state(model), made
+        return made
 
     def _composed(self, model: Any, context: int, o: Options) -> Engine | None:
         """An engine for up to `context` positions; None if specker's decoder cannot run the model."""

@@ -85,3 +85,26 @@ def ancestor_mask(bits: tuple[int, ...], kv_len: int, window: int, dtype: torch.
     mask = torch.zeros(len(bits), kv_len, dtype=dtype)
     mask[:, kv_len - window :].masked_fill_(seen == 0, float("-inf"))
     return mask
+
+
+@lru_cache(maxsize=64)
+def reach_mask(
+    bits: tuple[int, ...], kv_len: int, window: int, reach: int, dtype: torch.dtype
+) -> tuple[int, Tensor | None]:
+    """`ancestor_mask` of rows that see only the last `reach` of their columns, without the first columns, which no row
+    sees: their number f, and the mask [rows, kv_len - f]."""
+    shared, seen, firsts = kv_len - window, [], []
+    for b in bits:
+        b &= (1 << window) - 1
+        first = shared + b.bit_count() - reach  # as many columns are out of reach, those before the window at first
+        for _ in range(first - shared):
+            b &= b - 1  # without its lowest bit
+        seen.append(b)
+        firsts.append(first)
+    least = min(max(min(firsts), 0), shared)
+    mask = ancestor_mask(tuple(seen), kv_len - least, window, dtype)
+    if max(firsts) > least:
+        mask = torch.zeros(len(bits), kv_len - least, dtype=dtype) if mask is None else mask.clone()
+        out = torch.arange(least, shared) < torch.tensor(firsts)[:, None]
+        mask[:, : shared - least].masked_fill_(out, float("-inf"))
+    return least, mask

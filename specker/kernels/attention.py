@@ -27,6 +27,7 @@ from specker.kernels.ancestors import (
     ancestor_words,
     chain_words,
     pack_bits,
+    reach_mask,
     unpack_words,
 )
 from specker.kernels.registry import register
@@ -70,6 +71,7 @@ def tree_attention(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
+    reach: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of draft rows over a paged prefix and a window of drafts, in which a row sees itself and its ancestors.
 
@@ -79,8 +81,9 @@ def tree_attention(
     Sequence b has kv_len[b] columns, and the last window[b] of them are its window. Its rows see every column before
     the window, and the window's column j where bit j % 64 of word j // 64 of their `ancestors` is set. The set bits
     mark the row itself and its ancestors; each row must see a column. The rows need not be the window's last columns,
-    nor be as many. A batch can hold sequences of several layers: on the flattened cache, layer l has page ids l * pages
-    + page.
+    nor be as many. With `reach` a row sees only the last `reach` of these columns. That is sliding-window attention: a
+    row at position p sees p + 1 columns, those of its path, also in a tree, whose columns are not positions. A batch
+    can hold sequences of several layers: on the flattened cache, layer l has page ids l * pages + page.
 
     Softmax and sums run in float32 (float64 for float64). The op is batch-invariant: a row's bits depend on its query
     and on the K, V and positions of the columns it sees, not on other rows or sequences, kv_len or the width of
@@ -98,6 +101,8 @@ def tree_attention(
         cu_rows: [B + 1] int32; sequence b owns rows cu_rows[b] to cu_rows[b + 1].
         ancestors: [T, W] int64, W <= 4; see `ancestor_words`.
         scale: positive, usually D ** -0.5.
+        reach: how many columns a row sees at most, the last ones, its own included; 0 for all. A GPU's kernel takes
+            reaches from 64 * W on, which hide only columns before the window; shorter ones run on the reference.
 
     Returns:
         out [T, Hq, D], and lse [T, Hq], float32 (float64 for float64).
@@ -120,7 +125,7 @@ def tree_attention(
         >>> [round(x, 1) for x in out[:, 0, 0].tolist()]  # means of columns 0-3, 0-4, and 0-3 with 5
         [1.5, 2.0, 2.2]
     """
-    return _tree_attention(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale)
+    return _tree_attention(q, k_cache, v_cache, block_table, kv_len, window, cu_rows, ancestors, scale, reach)
 
 
 def tree_attention_ref(
@@ -133,6 +138,7 @@ def tree_attention_ref(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
+    reach: int = 0,
 ) -> tuple[Tensor, Tensor]:
     starts, lens, windows = cu_rows.tolist(), kv_len.tolist(), window.tolist()
     words = ancestors.tolist()
@@ -145,9 +151,14 @@ def tree_attention_ref(
                 f"kv_len {lens[b]} exceeds block_table: {block_table.shape[1]} pages of {k_cache.shape[1]}"
             )
         rows = slice(starts[b], starts[b + 1])
-        mask = ancestor_mask(unpack_words(words[rows]), lens[b], windows[b], q.dtype)
-        k = gather_pages(k_cache, block_table[b], lens[b])
-        v = gather_pages(v_cache, block_table[b], lens[b])
+        bits, first, page = unpack_words(words[rows]), 0, k_cache.shape[1]
+        if reach:
+            first, mask = reach_mask(bits, lens[b], windows[b], reach, q.dtype)
+        else:
+            mask = ancestor_mask(bits, lens[b], windows[b], q.dtype)
+        pages, skipped = block_table[b, first // page :], first // page * page
+        k = gather_pages(k_cache, pages, lens[b] - skipped)[first - skipped :]
+        v = gather_pages(v_cache, pages, lens[b] - skipped)[first - skipped :]
         out, lse = attend(q[rows], k, v, None if mask is None else mask.to(q.device), scale)
         outs.append(out)
         lses.append(lse)
@@ -261,6 +272,22 @@ def _window_bits(words_ptr, o_t, m_t, j, W):
     return (low >> shift) | ((high << 1) << (63 - shift))
 
 
+@triton.jit
+def _count_bits(words_ptr, o_t, m_t, window, W):
+    """How many of the first `window` bits of each row's words are set, int32."""
+    count = tl.zeros_like(o_t).to(tl.int32)
+    for i_w in range(W):
+        word = tl.load(words_ptr + o_t * W + i_w, mask=m_t, other=0).to(tl.uint64, bitcast=True)
+        word = word & _first_bits(window - 64 * i_w)
+        for i_half in tl.static_range(2):
+            x = (word >> (32 * i_half)).to(tl.uint32)
+            x = x - ((x >> 1) & 0x55555555)
+            x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+            x = (x + (x >> 4)) & 0x0F0F0F0F
+            count += ((x * 0x01010101) >> 24).to(tl.int32)
+    return count
+
+
 @triton.jit(
     do_not_specialize=["T", "B", "W", "table_stride", "columns", "max_splits"],
     do_not_specialize_on_alignment=["table_ptr", "kv_len_ptr", "window_ptr", "cu_rows_ptr", "words_ptr"],
@@ -302,6 +329,7 @@ def _tree_attention_kernel(
     P: tl.constexpr,  # pairs merged at a time; divides M
     S: tl.constexpr,  # splits merged at a time
     SEQS: tl.constexpr,  # a power of two, at least B
+    REACH: tl.constexpr,  # columns that a row sees at most, at least 64 * W; 0: all
     PDL: tl.constexpr,
 ):
     """One sequence has a program for each work item that the table has room for; programs without an item return at
@@ -339,6 +367,7 @@ def _tree_attention_kernel(
             N,
             P,
             S,
+            REACH,
         )
     else:
         o_b = tl.arange(0, SEQS)
@@ -371,6 +400,7 @@ def _tree_attention_kernel(
                 N,
                 P,
                 S,
+                REACH,
             )
 
 
@@ -398,6 +428,7 @@ def _attend(
     N: tl.constexpr,
     P: tl.constexpr,
     S: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """One work item. Items of a sequence are counted tile by tile, then KV head by KV head, from its last and longest
     split to the first."""
@@ -435,6 +466,10 @@ def _attend(
     b_half = tl.zeros([M, D_V], tl.float32)  # the second half, if D_V < D_PAD
     start = _split_start(i_split, UNIT)
     stop = tl.minimum(_split_start(i_split + 1, UNIT), kv_len)
+    if REACH:  # skip the tiles before the first column of every row
+        b_first = shared - REACH + _count_bits(words_ptr, o_t, m_m, kv_len - shared, W)
+        start = tl.maximum(start, tl.min(tl.where(m_m, b_first, kv_len), axis=0) // N * N)
+        all_see = tl.max(tl.where(m_m, b_first, 0), axis=0)  # from this column on, reach hides none
     # Load the page id one tile ahead, so that the loads of K and V depend on nothing in their own iteration. A
     # dependent load would be issued only when it is needed.
     if PAGE % N == 0:
@@ -467,6 +502,9 @@ def _attend(
             low, high = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
             seen = (tl.where(o_n[None, :] < 32, low, high) >> (o_n % 32)[None, :].to(tl.uint32)) & 1
             b_s = tl.where(seen != 0, b_s, float("-inf"))
+        if REACH:  # noqa: SIM102 - without a reach there is no all_see
+            if i_n < all_see:
+                b_s = tl.where(o_n[None, :] >= (b_first - i_n)[:, None], b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale2)
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen nothing yet
         b_p = tl.exp2(tl.fma(b_s, scale2, -b_base[:, None]))
@@ -560,7 +598,15 @@ def _finish(out_ptr, lse_ptr, o_th, m, b_acc, b_max, b_sum, valid, D: tl.constex
 
 @lru_cache(maxsize=256)
 def _variant(
-    dtype: torch.dtype, B: int, Hq: int, Hkv: int, D: int, page: int, strides: tuple[int, int, int], arch: int
+    dtype: torch.dtype,
+    B: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    page: int,
+    strides: tuple[int, int, int],
+    arch: int,
+    reach: int = 0,
 ) -> Variant:
     """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the
     warps, and with it the order of the sums. 4 warps make one warpgroup.
@@ -593,6 +639,7 @@ def _variant(
     own = arch == 80 and half and d_pad <= 128
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
+    name += f" reach {reach}" if reach else ""
     smoke = dtype == torch.bfloat16 and D == 128 and B == 1 and page == 256
     return Variant(
         name=name,
@@ -626,6 +673,7 @@ def _variant(
             "P": 4 if half else 16,
             "S": (32 if d_pad <= 128 else 16) if half else 1,
             "SEQS": seqs,
+            "REACH": reach,
         },
         num_warps=8 if d_pad > 128 else 4,
         num_stages=stages,
@@ -639,9 +687,10 @@ def variants(arch: int) -> Iterator[Variant]:
     """The variants compiled by the compile-only checks for sm_`arch`; the launcher takes any heads, D, page,
     strides."""
     bf16 = torch.bfloat16
-    for dtype, B, Hq, Hkv, D, page in (
+    for dtype, B, Hq, Hkv, D, page, *reach in (
         (bf16, 1, 32, 8, 128, 256),
         (bf16, 16, 32, 8, 128, 256),
+        (bf16, 1, 32, 8, 128, 256, 4096),
         (bf16, 1, 32, 8, 128, 16),
         (bf16, 1, 32, 8, 64, 256),
         (bf16, 16, 32, 8, 64, 256),
@@ -651,7 +700,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (torch.float16, 1, 32, 8, 128, 256),
         (torch.float32, 1, 32, 8, 128, 256),
     ):
-        yield _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch)
+        yield _variant(dtype, B, Hq, Hkv, D, page, (page * Hkv * D, Hkv * D, D), arch, *reach)
 
 
 def _launch(
@@ -664,6 +713,7 @@ def _launch(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
+    reach: int = 0,
 ) -> tuple[Tensor, Tensor]:
     strides = k_cache.stride()
     if strides != v_cache.stride() or strides[3] != 1:
@@ -677,7 +727,7 @@ def _launch(
     out, lse = torch.empty_like(q), q.new_empty((T, Hq), dtype=torch.float32)
     if T == 0:
         return out, lse
-    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device))
+    variant = _variant(q.dtype, B, Hq, Hkv, D, page, strides[:3], arch(q.device), reach)
     splits = split_count(max_pages * page, split_unit(Hkv))
     several = splits if splits > 1 else 0
     partial = q.new_empty((T, Hq, several, D), dtype=torch.float32)
@@ -704,6 +754,7 @@ def _check(
     cu_rows: Tensor,
     ancestors: Tensor,
     scale: float,
+    reach: int = 0,
 ) -> None:
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[2] != k_cache.shape[3]:
         raise ValueError(
@@ -731,6 +782,8 @@ def _check(
         raise ValueError(f"ancestors must be int64 words, got {ancestors.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
+    if reach < 0:
+        raise ValueError(f"reach must be at least 0, got {reach}")
     others = {"block_table": block_table, "kv_len": kv_len, "window": window, "cu_rows": cu_rows}
     same_device(q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, **others)
 
@@ -739,4 +792,12 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-_tree_attention = register(tree_attention, check=_check, reference=tree_attention_ref, launch=_launch, fake=_fake)
+def _fits(*args: Any) -> bool:
+    """Whether the kernel serves the arguments: with a reach that hides no column of the window."""
+    ancestors, _, reach = args[-3:]
+    return reach == 0 or reach >= 64 * ancestors.shape[1]
+
+
+_tree_attention = register(
+    tree_attention, check=_check, reference=tree_attention_ref, launch=_launch, fake=_fake, fits=_fits
+)

@@ -9,14 +9,30 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer computes, besides its sizes. The decoder implements all of it; whatever else runs layers (the CPU's
-    compiled ones) says which value it lacks."""
+    """What a layer computes, besides its sizes: all layers the same, but for `reaches` and `ropes`. The decoder
+    implements all of it; whatever else runs layers (the CPU's compiled ones) says which value it lacks."""
 
     activation: str = "silu"  # of the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head's q and k before RoPE
+    norms: str = "before"
+    """The RMSNorms of attention and of the feed-forward: "before" them (Llama), "after" them, of what they add to the
+    stream (OLMo 2), or "both" (Gemma 3)."""
+    qk_norm: str = ""
+    """RMSNorm of q and of k before RoPE: "" for none, over each "head" (Qwen3, Gemma 3), or over the whole
+    "projection", all heads together (OLMo 2)."""
+    scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    reaches: tuple[int, ...] = ()
+    """Each layer's sliding window: how many columns a row sees, the last ones, its own included; 0: all. Empty if all
+    layers see all."""
+    ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
+
+    def reach(self, layer: int) -> int:
+        return self.reaches[layer] if self.reaches else 0
+
+    def rope(self, layer: int) -> int:
+        return self.ropes[layer] if self.ropes else 0
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,8 @@ class ModelConfig:
     max_context: int  # positions
     eos_ids: tuple[int, ...]  # sorted, from config.json, generation_config.json and the tokenizer; may be empty
     bos_id: int | None
+    embed_scale: float = 1.0  # factor of the embedding's rows; the head's are as they are
+    norm_offset: float = 0.0  # what checkpoints leave out of all RMSNorms' weights (Gemma); added when they are read
     shares: tuple[str, ...] = ()  # of embed_tokens and lm_head: the target's tensors that this draft uses
 
 

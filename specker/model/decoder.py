@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specker.kernels.attention import tree_attention
+from specker.flags import option
+from specker.kernels.attention import MAX_WORDS, tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import MAX_ROWS, row_linear
@@ -21,6 +22,7 @@ from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm, residual_merge
 from specker.model.cache import KVCache, Rows, sequence_bounds
+from specker.model.config import CheckpointError, ModelConfig
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
 from specker.model.weights import Parameters, Weights
@@ -29,29 +31,32 @@ PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model 
 PACKED_CHUNK = 256  # on a CPU with packed weights: its activations stay in the caches
 SHORT_CHUNK = 64  # with packed weights, while other requests decode
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, Hq, D], k and v [pages, page_size, Hkv, D] -> [T, Hq, D]
+# q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's reach -> [T, Hq, D]
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Attention(NamedTuple):
     """Attention weights of one layer, or of N layers stacked: [N, O, E], biases [N, O], norms [N, ...]."""
 
-    norm_in: Tensor  # [E]
+    norm_in: Tensor | None  # [E]
     qkv: Matrix
     qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [1, D], stacked [N, D]
+    q_norm: Tensor | None  # [1, D] or [1, Hq * D], stacked [N, ...]
     k_norm: Tensor | None
     o: Matrix
     o_bias: Tensor | None
 
 
 class FeedForward(NamedTuple):
-    """Feed-forward weights of one layer."""
+    """Feed-forward weights of one layer, and the norms of what its sublayers add."""
 
-    norm_post: Tensor  # [E]
+    norm_post: Tensor | None  # [E]
     gate_up: Matrix
     gate_up_bias: Tensor | None
     down: Matrix
     down_bias: Tensor | None
+    norm_o: Tensor | None  # [E], of what the layer's attention adds
+    norm_down: Tensor | None  # [E], of what the feed-forward adds
 
 
 class Group(NamedTuple):
@@ -59,6 +64,8 @@ class Group(NamedTuple):
 
     attention: Attention  # stacked if N > 1; if ranks share the group, only this rank's layers
     mlps: tuple[FeedForward, ...]  # [N]
+    rope: Tensor  # [C, 2, D], all layers' table
+    reach: int  # of all layers, see LayerSpec.reaches
 
 
 class Batch(NamedTuple):
@@ -94,7 +101,7 @@ class Output(NamedTuple):
 
 
 class Model:
-    """Weights ready to run, the RoPE table, and one-position index tensors."""
+    """Weights ready to run, the RoPE tables, and one-position index tensors."""
 
     def __init__(
         self,
@@ -109,11 +116,16 @@ class Model:
         self.embed, self.norm = weights.embed, weights.norm
         self.dtype, self.device = weights.norm.dtype, weights.norm.device  # of the activations and the K/V
         self.linear = linear
-        self.layers = _layers(weights, config.num_layers)
+        tables = [(rope.inv_freq.to(self.device), rope.scale) for rope in weights.ropes]
+        self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]
+        self.layers = _layers(weights, config, self.ropes)
         self.head: Any = parameters.own_head  # a matrix of any kind
-        self.rope = rope_table(weights.inv_freq.to(self.device), weights.rope_scale, config.max_context, self.dtype)
         self.positions = torch.arange(config.max_context, device=self.device)
-        self.scale = config.head_dim**-0.5
+        self.scale = config.head_dim**-0.5 if config.layer.scale is None else config.layer.scale
+        self.embed_scale = config.embed_scale
+        if config.embed_scale != 1:  # rounded to the dtype, as in training
+            self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype).item()
+        check_reaches(config, self.device)
         self.activations = parameters.activations
         self.stack = self._stack()
 
@@ -121,19 +133,25 @@ class Model:
         """The layers for the compiled CPU kernels; None if those do not serve this model."""
         if self.device.type != "cpu" or self.dtype != torch.float32 or self.ranks or self.linear is not row_linear:
             return None
-        kernels = native()
-        layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
-        if kernels is None or kernels.Stack.lacks(self.config.layer) or not kernels.Stack.takes(layers, self.rope):
+        kernels, c = native(), self.config
+        if kernels is None or c.embed_scale != 1 or kernels.Stack.lacks(c.layer):
             return None
-        c = self.config
+        layers = [(*layer.attention, *layer.mlps[0][:-2]) for layer in self.layers]  # without norms of outputs
+        if not kernels.Stack.takes(layers, self.ropes[0]):
+            return None
         heads = c.num_heads, c.num_kv_heads
-        return kernels.Stack(layers, heads, self.rope, c.rms_norm_eps, self.scale, self.activations)
+        return kernels.Stack(layers, heads, self.ropes[0], c.rms_norm_eps, self.scale, self.activations)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] int64 -> embeddings [T, E]."""
+        """Tokens [T] int64 -> embeddings [T, E], the first layer's input."""
         if isinstance(self.embed, Tensor):
-            return torch.embedding(self.embed, tokens).to(self.dtype)
-        return native().restored(self.embed, self.dtype, tokens)
+            return self.scaled(torch.embedding(self.embed, tokens))
+        return self.scaled(native().restored(self.embed, self.dtype, tokens))
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Rows of the embedding [T, E] -> the first layer's input."""
+        rows = rows.to(self.dtype)
+        return rows if self.embed_scale == 1 else rows * self.embed_scale
 
     def logits(self, final: Final, out: Tensor | None = None) -> Tensor:
         """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
@@ -170,46 +188,53 @@ def run_layers(
     Writes the rows' K/V. The layers of a group all attend from the group's input h; their feed-forwards then run in
     sequence (EasySpec, arXiv 2502.02493):
 
-        a_i = o_i(attention_i(norm_in_i(h)))      i = 0..N-1, in one batch
-        h   = h + a_i;  h = h + mlp_i(norm_post_i(h))
+        a_i = norm_o_i(o_i(attention_i(norm_in_i(h))))      i = 0..N-1, in one batch
+        h   = h + a_i;  h = h + norm_down_i(mlp_i(norm_post_i(h)))
 
-    Each sum is fused with the norm that follows it. `taps`: depths n at which to keep the stream; only the input of a
-    group can be tapped. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project, attention, o,
-    norm, gate_up, down; the norms also add up the splits of o and down. The last sum there comes with the final norm,
-    whichever layer is the last: every head takes the same norm."""
-    eps, linear = model.config.rms_norm_eps, model.linear
+    where each norm may be absent (LayerSpec.norms). Each sum is fused with the norm before a sublayer that follows it.
+    `taps`: depths n at which to keep the stream; only the input of a group can be tapped. For few rows on a GPU an
+    ordinary layer is seven launches: norm, kv_project, attention, o, norm, gate_up, down; the norms also add up the
+    splits of o and down. The last sum there comes with the final norm, whichever layer is the last: every head takes
+    the same norm."""
+    eps, linear, layer = model.config.rms_norm_eps, model.linear, model.config.layer
+    whole, after = layer.qk_norm == "projection", layer.norms != "before"
     kept: dict[int, Tensor] = {}
     few = fuses(model, hidden)
-    delta = None  # the last feed-forward's output or the sums of its splits, not yet added to `hidden`
-    for (w, mlps), (k, v), batch in steps:
-        several = w.norm_in.dim() == 2
-        hidden, normed = (_add_norms if several else add_norm)(hidden, delta, w.norm_in, eps)
+    delta = None  # what the last feed-forward adds, or the sums of its splits, not yet added to `hidden`
+    for (w, mlps, rope, reach), (k, v), batch in steps:
+        several = len(mlps) > 1
+        hidden, normed = _entering(hidden, delta, w.norm_in, eps)
+        if several and w.norm_in is None:
+            normed = normed.expand(len(batch.positions) // len(hidden), *hidden.shape)
         if first in taps:
             kept[first] = hidden
         first += len(mlps)
         if normed.numel():
-            rest = batch.positions, batch.slots, model.rope, k, v, w.q_norm, w.k_norm, eps
-            if few:
-                q = kv_project(normed, w.qkv, w.qkv_bias, *rest)
+            rest = batch.positions, batch.slots, rope, k, v
+            if few and not whole:
+                q = kv_project(normed, w.qkv, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
             else:
                 qkv = linear(normed, w.qkv, w.qkv_bias)
-                q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest)
-            mixed = batch.attend(q, k, v).flatten(1)
+                if whole:
+                    qkv, w = _whole_norms(qkv, w, eps), w._replace(q_norm=None, k_norm=None)
+                q = kv_calibrate(qkv.flatten(0, 1) if several else qkv, *rest, w.q_norm, w.k_norm, eps)
+            mixed = batch.attend(q, k, v, reach).flatten(1)
             if several:
                 added = linear(mixed.view(*normed.shape[:2], -1), w.o, w.o_bias)
             else:
-                added = _added(model, mixed, w.o, w.o_bias, few)
+                added = _added(model, mixed, w.o, w.o_bias, few and not after)
         else:  # other ranks attend for the whole group
             added = normed
         added = batch.join(added)
-        delta = added[0] if several else added
         for i, mlp in enumerate(mlps):
+            own = _normed(added[i] if several else added, mlp.norm_o, eps)
             if i == 0:
-                hidden, normed = add_norm(hidden, delta, mlp.norm_post, eps)
+                hidden, normed = _entering(hidden, own, mlp.norm_post, eps)
             else:
-                hidden, (normed,) = _add_norms(hidden, delta, mlp.norm_post.unsqueeze(0), eps, added[i])
+                hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, own)
             up = _gated(model, normed, mlp)
-            delta = model.summed(_added(model, up, mlp.down, mlp.down_bias, few))
+            delta = model.summed(_added(model, up, mlp.down, mlp.down_bias, few and not after))
+            delta = _normed(delta, mlp.norm_down, eps)
     final: Tensor | None = None
     if few:
         hidden, final = add_norm(hidden, delta, model.norm, eps)
@@ -218,6 +243,15 @@ def run_layers(
     if first in taps:
         kept[first] = hidden
     return Output(hidden, kept, final)
+
+
+def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
+    """qkv [T, O] or [N, T, O] with RMSNorms over all heads of q and over all of k."""
+    assert w.q_norm is not None and w.k_norm is not None
+    norms = (w.q_norm, w.k_norm) if qkv.dim() == 2 else (w.q_norm.unsqueeze(1), w.k_norm.unsqueeze(1))
+    q, k, v = qkv.split([norms[0].shape[-1], norms[1].shape[-1], qkv.shape[-1] - sum(n.shape[-1] for n in norms)], -1)
+    q, k = (F.rms_norm(x, x.shape[-1:], None, eps) * norm for x, norm in zip((q, k), norms, strict=True))
+    return torch.cat((q, k, v), -1)
 
 
 def _gated(model: Model, x: Tensor, mlp: FeedForward) -> Tensor:
@@ -240,17 +274,30 @@ def _added(model: Model, x: Tensor, weight: Matrix, bias: Tensor | None, few: bo
     return model.linear(x, weight, bias)
 
 
-def _add_norms(
-    x: Tensor, delta: Tensor | None, norms: Tensor, eps: float, other: Tensor | None = None
+def _entering(
+    x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` with N norms [N, E]: y = x + delta + other, all [T, E], and its RMSNorms [N, T, E]. `delta` may be the
-    sums of its splits [S, T, E]."""
+    """The stream y = x + delta + other, all [T, E], and what enters the next sublayer: the RMSNorm of y with `norm`
+    [E], N of them [N, T, E] with N norms [N, E], or y itself without a norm. With a norm `delta` may be the sums of its
+    splits [S, T, E]."""
+    if norm is None:
+        y = x if delta is None else x + delta
+        y = y if other is None else y + other
+        return y, y
+    if norm.dim() == 1 and other is None:
+        return add_norm(x, delta, norm, eps)
     split = delta is not None and delta.dim() == 3
     if delta is None:
         deltas = x.unsqueeze(0)[:0]
     else:
         deltas = delta if split else delta.unsqueeze(0)
-    return residual_merge(x, deltas, norms, eps, other, split)
+    y, normed = residual_merge(x, deltas, norm.view(-1, norm.shape[-1]), eps, other, split)
+    return y, normed if norm.dim() == 2 else normed[0]
+
+
+def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """What a sublayer adds to the stream, [T, E], after the layer's norm of it if it has one."""
+    return x if norm is None else add_norm(x, None, norm, eps)[1]
 
 
 def forward(
@@ -283,11 +330,12 @@ def compiled(
 
 
 def over_pages(model: Model, rows: Rows) -> Attend:
-    """Attention for few rows: each sees its sequence's columns up to kv_len, those of the window only if ancestors."""
+    """Attention for few rows: each sees its sequence's columns up to kv_len, those of the window only if ancestors, and
+    of them the last ones within the layer's reach."""
     _, _, kv_len, window, words, cu_rows, table = rows
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale)[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
+        return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, reach)[0]
 
     return attend
 
@@ -343,17 +391,20 @@ def _prefill_chunk(
     later = causal and start > 0
     split = later and splits(model.device)
     mask = after(T, end) if later and not split else None
+    bands = {r: band(T, end, r, model.device) for r in set(model.config.layer.reaches) if 0 < r < end}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
         k, v = (x.flatten(0, 1)[span].transpose(0, 1).unsqueeze(0) for x in (k, v))
-        if split:
+        if (seen := bands.get(reach)) is not None:
+            k, v = (x[:, :, end - seen.shape[1] :] for x in (k, v))
+        elif split:
             return attend_split(q, k, v, start, model.scale)
         return F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             k,
             v,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
+            attn_mask=mask if seen is None else seen,
+            is_causal=causal and mask is None and seen is None,
             scale=model.scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
@@ -408,8 +459,27 @@ def after(rows: int, end: int) -> Any:
     return causal_lower_right(rows, end)
 
 
-def _layers(weights: Weights, count: int) -> list[Group]:
-    """Each layer's weights."""
+def band(rows: int, end: int, reach: int, device: torch.device) -> Tensor:
+    """Which columns the last `rows` rows of a prompt of `end` see: each the last `reach` up to its own, [rows, S] bool.
+    S leaves out the first columns, which no row sees."""
+    row = torch.arange(end - rows, end, device=device)[:, None]
+    column = torch.arange(max(0, end - rows - reach + 1), end, device=device)
+    return (column <= row) & (column > row - reach)
+
+
+def check_reaches(c: ModelConfig, device: torch.device) -> None:
+    """Raise CheckpointError for sliding windows that the device's kernels do not take: on a GPU, those that may hide
+    columns of a verify pass."""
+    least = 64 * MAX_WORDS if device.type == "cuda" else 1
+    if short := [reach for reach in c.layer.reaches if 0 < reach < least]:
+        raise CheckpointError(
+            f"the checkpoint has a sliding window of {short[0]}, and a GPU's kernels take none below {least}; use "
+            f"{option('device', 'cpu')}"
+        )
+
+
+def _layers(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[Group]:
+    """Each layer's weights, its RoPE table of `ropes` and its reach."""
 
     def at(stack: Any, n: int) -> Any:
         return None if stack is None else stack[n]
@@ -420,7 +490,7 @@ def _layers(weights: Weights, count: int) -> list[Group]:
     return [
         Group(
             Attention(
-                norm_in=weights.norm_in[n],
+                norm_in=at(weights.norm_in, n),
                 qkv=at(weights.qkv, n),
                 qkv_bias=at(weights.qkv_bias, n),
                 q_norm=row(weights.q_norm, n),
@@ -430,13 +500,17 @@ def _layers(weights: Weights, count: int) -> list[Group]:
             ),
             (
                 FeedForward(
-                    norm_post=weights.norm_post[n],
+                    norm_post=at(weights.norm_post, n),
                     gate_up=at(weights.gate_up, n),
                     gate_up_bias=at(weights.gate_up_bias, n),
                     down=at(weights.down, n),
                     down_bias=at(weights.down_bias, n),
+                    norm_o=at(weights.norm_o, n),
+                    norm_down=at(weights.norm_down, n),
                 ),
             ),
+            ropes[c.layer.rope(n)],
+            c.layer.reach(n),
         )
-        for n in range(count)
+        for n in range(c.num_layers)
     ]

@@ -25,14 +25,15 @@ MEMINFO = Path("/proc/meminfo")
 class Cost:
     """Bytes per position of the context, for one model."""
 
-    position: int  # K and V of all layers, RoPE's table and the indices: held for the engine's life
+    position: int  # K and V of all layers, RoPE's tables and the indices: held for the engine's life
     passing: int  # the mask and, if torch does not fuse attention, the scores of a prefill chunk
     limit: int  # positions that the checkpoint supports
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype) -> "Cost":
         kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-        rope = 2 * config.head_dim * max(4, dtype.itemsize)
+        tables = len(set(config.layer.ropes)) or 1
+        rope = tables * 2 * config.head_dim * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
         return cls(kv + rope + 8 + 8 + 4, PREFILL_ROWS * (1 + scores), config.max_context)
 

@@ -59,5 +59,7 @@ def _started(
     hidden, positions, slots, kv_len, words = start_rows(embed, tokens, text, *place, ahead=ahead)
     if embed is not model.embed:  # packed: the ids themselves were looked up
         hidden = model.embed_tokens(hidden[:, 0])
+    else:
+        hidden = model.scaled(hidden)
     window, bounds = window_sizes(first + count, device, n), sequence_bounds(count, device, n)
-    return Rows(positions, slots, kv_len, window, words, bounds, table), hidden.to(model.dtype)
+    return Rows(positions, slots, kv_len, window, words, bounds, table), hidden

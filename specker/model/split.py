@@ -22,6 +22,10 @@ class Part:
 
     def check(self, c: ModelConfig) -> None:
         """Raise CheckpointError if the model cannot be split over `size` ranks."""
+        if self.size > 1 and c.layer.qk_norm == "projection":
+            raise CheckpointError(
+                f"{option('tp', self.size)} cannot split the target: its norms of q and k are over all heads"
+            )
         for what, count in (("num_attention_heads", c.num_heads), ("intermediate_size", c.intermediate_size)):
             if count % self.size:
                 raise CheckpointError(f"{option('tp', self.size)} does not divide the target's {what}, {count}")

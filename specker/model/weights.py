@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +15,13 @@ Matrix = Tensor | Quantized | Packed
 Stacked = Matrix | Sequence[Matrix]
 
 
+class Rope(NamedTuple):
+    """What makes a RoPE table (kernels.rope_table). Frequencies of 0 rotate nothing."""
+
+    inv_freq: Tensor  # [D / 2] float32 in every run
+    scale: float = 1.0  # factor of cos and sin (yarn)
+
+
 @dataclass(frozen=True, eq=False)
 class Weights:
     """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
@@ -24,20 +32,21 @@ class Weights:
     embed: Tensor | Packed  # [V, E]
     qkv: Stacked  # [L, (Hq + 2 * Hkv) * D, E], rows: q heads, k heads, v heads
     qkv_bias: Tensor | None  # [L, (Hq + 2 * Hkv) * D]
-    q_norm: Tensor | None  # [L, D]
-    k_norm: Tensor | None  # [L, D]
+    q_norm: Tensor | None  # [L, D], or over the whole projection [L, Hq * D]
+    k_norm: Tensor | None  # [L, D] or [L, Hkv * D]
     o: Stacked  # [L, E, Hq * D]
     o_bias: Tensor | None  # [L, E]
     gate_up: Stacked  # [L, 2 * F, E], gate rows first
     gate_up_bias: Tensor | None  # [L, 2 * F]
     down: Stacked  # [L, E, F]
     down_bias: Tensor | None  # [L, E]
-    norm_in: Tensor  # [L, E]
-    norm_post: Tensor  # [L, E]
+    norm_in: Tensor | None  # [L, E], before attention
+    norm_post: Tensor | None  # [L, E], before the feed-forward
     norm: Tensor  # [E]
     head: Matrix  # [V, E], the same tensor as `embed` if tied and not quantised
-    inv_freq: Tensor  # [D / 2] float32 in every run
-    rope_scale: float  # factor of cos and sin (yarn)
+    ropes: tuple[Rope, ...]  # of the layers: see LayerSpec.ropes
+    norm_o: Tensor | None = None  # [L, E], of what attention adds to the stream
+    norm_down: Tensor | None = None  # [L, E], of what the feed-forward adds
 
 
 def _matrices(w: Weights) -> list[Matrix]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_checkpoint import CASES, LLAMA3, edit, make, oracle
+from make_checkpoint import CASES, GEMMA3, LLAMA3, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.checkpoint import Checkpoint, load, read_config
@@ -18,7 +18,8 @@ from specker.checkpoints.config import ARCHITECTURES, SIZES, parse_config
 from specker.model.config import CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
-NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM"}
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
@@ -60,26 +61,46 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
         same(getattr(w, "o" + field), stack(f"self_attn.o_proj.{suffix}"))
         same(getattr(w, "gate_up" + field), stack(f"mlp.gate_proj.{suffix}", f"mlp.up_proj.{suffix}"))
         same(getattr(w, "down" + field), stack(f"mlp.down_proj.{suffix}"))
-    same(w.q_norm, stack("self_attn.q_norm.weight"))
-    same(w.k_norm, stack("self_attn.k_norm.weight"))
-    same(w.norm_in, stack("input_layernorm.weight"))
-    same(w.norm_post, stack("post_attention_layernorm.weight"))
+    arch = options.get("arch", "llama")
+
+    def same_norm(got: torch.Tensor | None, name: str) -> None:
+        want = stack(f"{name}.weight")
+        same(got, None if want is None else want + (arch == "gemma3"))
+
+    after = {"gemma3": "post_attention_layernorm", "olmo2": "post_attention_layernorm"}.get(arch, "")
+    before = {"gemma3": "pre_feedforward_layernorm", "olmo2": ""}.get(arch, "post_attention_layernorm")
+    same_norm(w.q_norm, "self_attn.q_norm")
+    same_norm(w.k_norm, "self_attn.k_norm")
+    same_norm(w.norm_in, "input_layernorm")
+    same_norm(w.norm_o, after)
+    same_norm(w.norm_post, before)
+    same_norm(w.norm_down, "post_feedforward_layernorm")
     same(w.embed, state["model.embed_tokens.weight"])
-    same(w.norm, state["model.norm.weight"])
+    same(w.norm, state["model.norm.weight"] + (arch == "gemma3"))
     same(w.head, state["lm_head.weight"])
     assert state.keys() - used == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert (w.head is w.embed) == c.tied == options.get("tied", False)
-    same(w.inv_freq, model.model.rotary_emb.inv_freq)
-    assert w.rope_scale == model.model.rotary_emb.attention_scaling
+    rotary, hf = model.model.rotary_emb, model.config
+    for n in range(c.num_layers):  # RoPE and the window of each layer
+        kind = f"{hf.layer_types[n]}_" if arch == "gemma3" else ""
+        rotates = arch != "smollm3" or hf.no_rope_layers[n]
+        rope = w.ropes[c.layer.rope(n)]
+        same(rope.inv_freq, getattr(rotary, f"{kind}inv_freq") * (1 if rotates else 0))
+        assert rope.scale == getattr(rotary, f"{kind}attention_scaling")
+        window = getattr(model.model.layers[n].self_attn, "sliding_window", None)
+        window = hf.sliding_window if arch == "mistral" else window
+        assert c.layer.reach(n) == (window if (window or 256) < 256 else 0)
+    assert len(w.ropes) == 1 + (arch == "smollm3" or len(set(c.layer.ropes)) == 2)
 
-    arch = options.get("arch", "llama")
     assert c.architecture == NAMES[arch]
     assert (c.layer.qkv_bias, c.layer.o_bias) == (w.qkv_bias is not None, w.o_bias is not None)
     assert c.layer.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
-    assert c.layer.qk_norm == (w.q_norm is not None)
+    assert c.layer.qk_norm == {"qwen3": "head", "gemma3": "head", "olmo2": "projection"}.get(arch, "")
+    assert c.layer.norms == {"gemma3": "both", "olmo2": "after"}.get(arch, "before")
+    assert c.layer.scale == (options.get("query_pre_attn_scalar", 256) ** -0.5 if arch == "gemma3" else None)
+    assert c.embed_scale == (8 if arch == "gemma3" else 1)
     assert (c.causal, c.shifted_logits) == (arch != "dream", True)
     assert c.mask_token_id == (127 if arch == "dream" else None)
-    hf = model.config
     assert (c.vocab_size, c.hidden_size, c.num_layers) == (hf.vocab_size, hf.hidden_size, hf.num_hidden_layers)
     assert (c.num_heads, c.num_kv_heads) == (hf.num_attention_heads, hf.num_key_value_heads)
     assert c.head_dim == model.model.layers[0].self_attn.head_dim
@@ -110,9 +131,8 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, run: torch.dtype) -> None:
     assert torch.equal(ck.weights.embed, state["model.embed_tokens.weight"].to(run))
     vectors = torch.float32 if run == torch.bfloat16 else run  # a CPU computes in float32 beside bfloat16 matrices
     for name, t in tensors(ck).items():
-        if name != "inv_freq":
-            assert t.dtype == (run if name in ("embed", "head", "qkv", "o", "gate_up", "down") else vectors), name
-    assert ck.weights.inv_freq.dtype == torch.float32
+        assert t.dtype == (run if name in ("embed", "head", "qkv", "o", "gate_up", "down") else vectors), name
+    assert ck.weights.ropes[0].inv_freq.dtype == torch.float32
 
 
 def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +214,8 @@ def test_cuda_equals_cpu(tmp_path: Path, arch: str) -> None:
 
 
 def test_llama3_scaling_is_in_the_frequencies(tmp_path: Path) -> None:
-    scaled = read(make(tmp_path / "a", rope=LLAMA3)).weights.inv_freq
-    ratio = scaled / read(make(tmp_path / "b")).weights.inv_freq
+    scaled = read(make(tmp_path / "a", rope=LLAMA3)).weights.ropes[0].inv_freq
+    ratio = scaled / read(make(tmp_path / "b")).weights.ropes[0].inv_freq
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / 8) and ((ratio > 0.13) & (ratio < 0.99)).any()
 
 
@@ -235,11 +255,69 @@ WINDOWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", WINDOWS, ids=lambda options: options["arch"])
 def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Within its window, sliding-window attention is full attention."""
     folder = make(tmp_path, **options)
-    assert read(folder, max_context=100).config.max_context == 100
-    for context in (None, 101):
-        with pytest.raises(CheckpointError, match=r"sliding window of 100.* max_context=100 or less"):
-            read(folder, max_context=context)
+    within = read(folder, max_context=100).config
+    assert within.max_context == 100 and within.layer.reaches == ()
+    assert read(folder, max_context=101).config.layer.reaches == (options["arch"] != "qwen2") * (100,) + (
+        (0, 100, 100) if options["arch"] == "qwen2" else (100, 100)
+    )
+
+
+@pytest.mark.parametrize("options", WINDOWS[1:], ids=lambda options: options["arch"])
+def test_a_bidirectional_drafter_has_no_window(tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = make(tmp_path, **options, mask=5)
+    assert not read(folder, max_context=100, bidirectional=True).config.causal
+    with pytest.raises(CheckpointError, match=r"window of 100, which a bidirectional .*; use max_context=100 or less"):
+        read(folder, max_context=101, bidirectional=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; .* has no soft caps"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported; Gemma 3 must be causal"),
+        ({"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "Gemma3ForCond.* is not supp"),
+    ],
+)
+def test_what_of_gemma_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    edit(make(tmp_path, **GEMMA3), **change)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+def test_old_gemma_files_have_two_bases(tmp_path: Path) -> None:
+    """As transformers 4 wrote them: the local base, and the scaling of the global one, in keys of their own."""
+    folder = make(tmp_path, **GEMMA3)
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    edit(folder, rope_parameters=..., rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=scaling, layer_types=...)
+    edit(folder, sliding_window_pattern=2)
+    ck, powers = read(folder), torch.arange(0, 16, 2).double() / 16
+    assert ck.config.layer.reaches == (12, 0, 12) and ck.config.layer.ropes == (1, 0, 1)
+    for rope, want in zip(ck.weights.ropes, (2e6**-powers / 8, 3e4**-powers), strict=True):
+        torch.testing.assert_close(rope.inv_freq.double(), want, rtol=1e-6, atol=0)
+
+
+def test_every_norm_of_gemma_is_read(tmp_path: Path) -> None:
+    for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm", "self_attn.k_norm"):
+        folder = make(tmp_path / name, **GEMMA3)
+        rewrite(folder, lambda s, name=name: s.pop(f"model.layers.1.{name}.weight"))
+        with pytest.raises(CheckpointError, match=rf"lacks model\.layers\.1\.{re.escape(name)}\.weight, which"):
+            read(folder)
+    folder = make(tmp_path / "olmo2", "olmo2")
+    rewrite(folder, lambda s: s.update({"model.layers.0.input_layernorm.weight": torch.ones(64)}))
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.input_layernorm\.weight, which Olmo2For"):
+        read(folder)
+
+
+def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
+    from specker.model.split import Part
+
+    folder = make(tmp_path, "olmo2", kv_heads=4)
+    with pytest.raises(CheckpointError, match="tp=2 cannot split the target: its norms of q and k are over all heads"):
+        read(folder, part=Part(0, 2))
 
 
 def test_a_window_that_no_layer_uses_is_accepted(tmp_path: Path) -> None:
@@ -405,8 +483,17 @@ def test_dream_cannot_be_causal(tmp_path: Path) -> None:
 
 def test_layer_types(tmp_path: Path) -> None:
     edit(make(tmp_path, "qwen3"), layer_types=["full_attention", "chunked_attention", "full_attention"])
-    with pytest.raises(CheckpointError, match="layer_types chunked_attention, full_attention are not supported"):
+    with pytest.raises(
+        CheckpointError,
+        match="chunked_attention are not supported; only full_attention and sliding_at",
+    ):
         read(tmp_path)
+    edit(tmp_path, layer_types=["full_attention"] * 2)
+    with pytest.raises(CheckpointError, match=r"not a valid Qwen3ForCausalLM config .*validate_layer_type"):
+        read(tmp_path)
+    edit(make(tmp_path / "smollm3", "smollm3"), no_rope_layers=[1, 1, 0, 0])
+    with pytest.raises(CheckpointError, match="no_rope_layers must have an entry for each of the 3 layers"):
+        read(tmp_path / "smollm3")
     rope = {"rope_type": "default", "rope_theta": 1e4}
     edit(tmp_path, layer_types=["full_attention"] * 3, rope_parameters={"full_attention": rope})
     with pytest.raises(CheckpointError, match=r"RoPE that differs by layer type \(full_attention\) is not supported"):
@@ -563,16 +650,17 @@ def test_dtype_and_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         load(folder, dtype=torch.float32, device="cuda")
 
 
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3"])
 def test_defaults_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
     """Of each field that config.json may lack, against the class that transformers has for the architecture."""
-    make(tmp_path, arch)
+    make(tmp_path, arch.removesuffix("_text"))
     own = transformers.AutoConfig.for_model(arch).to_dict()
     optional = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
     optional += ("attention_bias", "mlp_bias", "hidden_act", "sliding_window", "rope_parameters", "use_sliding_window")
-    edit(tmp_path, **dict.fromkeys((*optional, "layer_types"), ...), **{name: own[name] for name in SIZES})
+    optional += ("layer_types", "no_rope_layers", "query_pre_attn_scalar", "hidden_activation")
+    edit(tmp_path, **dict.fromkeys(optional, ...), **{name: own[name] for name in SIZES})
     context = min(own["max_position_embeddings"], own.get("sliding_window") or 1 << 30)
-    config, inv_freq, scale = parse_config(tmp_path, context, None)
+    config, ropes = parse_config(tmp_path, context, None)
     found = {
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
@@ -585,9 +673,18 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
     }
     absent = {"head_dim": own["hidden_size"] // own["num_attention_heads"], "attention_bias": False, "mlp_bias": False}
     assert found == {name: own.get(name, absent.get(name)) for name in found}
-    assert scale == 1.0 and config.max_context == context
-    theta = own["rope_parameters"]["rope_theta"]
-    torch.testing.assert_close(inv_freq.double(), theta ** -(torch.arange(0, 128, 2).double() / 128))
+    assert config.max_context == context and config.layer.activation == ("gelu_tanh" if "gemma" in arch else "silu")
+    assert config.layer.scale == (1 / 16 if "gemma" in arch else None)
+    each = [own["rope_parameters"].get(kind) for kind in ("full_attention", "sliding_attention")]
+    powers = torch.arange(0, config.head_dim, 2).double() / config.head_dim
+    for rope, given in zip(ropes, each if all(each) else [own["rope_parameters"]] * len(ropes), strict=True):
+        rotated = rope.inv_freq.any()  # SmolLM3's second table rotates nothing
+        assert rope.scale == 1.0 and (rotated or arch == "smollm3")
+        if rotated:
+            torch.testing.assert_close(rope.inv_freq.double(), given["rope_theta"] ** -powers)
+    kinds = own.get("layer_types")
+    assert arch != "gemma3_text" or config.layer.ropes == tuple(int(kind == "sliding_attention") for kind in kinds)
+    assert arch != "smollm3" or config.layer.ropes == tuple(1 - has for has in own["no_rope_layers"])
     edit(tmp_path, max_position_embeddings=...)
     with pytest.raises(CheckpointError, match=f"max_position_embeddings {own['max_position_embeddings']}; got"):
         parse_config(tmp_path, own["max_position_embeddings"] + 1, None)

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_checkpoint import CASES, make
+from make_checkpoint import CASES, GEMMA3, make
 
 import specker
 from specker.checkpoints import checkpoint
 from specker.checkpoints.checkpoint import load
 from specker.model import memory
-
-OTHERS = {"inv_freq", "rope_scale"}
 
 
 def copy_config(folder: Path, to: Path) -> Path:
@@ -31,7 +29,7 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
     for field, want in vars(read.weights).items():
         got = getattr(made.weights, field)
         assert type(got) is type(want), field
-        if field in OTHERS or want is None:
+        if field == "ropes" or want is None:
             continue
         for a, b in zip(got, want, strict=True) if isinstance(got, list) else [(got, want)]:
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), field
@@ -42,8 +40,17 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
             assert not whole.any()
         else:
             assert float(whole.std()) == pytest.approx(0.02, rel=0.05) and abs(float(whole.mean())) < 2e-3
-    assert torch.equal(made.weights.inv_freq, read.weights.inv_freq)
+    for ours, theirs in zip(made.weights.ropes, read.weights.ropes, strict=True):
+        assert torch.equal(ours.inv_freq, theirs.inv_freq) and ours.scale == theirs.scale
     assert (made.weights.head is made.weights.embed) == made.config.tied
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_random_norms_are_1_where_files_leave_out_the_1(tmp_path, quantize):
+    folder = copy_config(make(tmp_path / "whole", **GEMMA3), tmp_path / "bare")
+    weights = load(folder, dtype=torch.float32, device="cpu", random=0, quantize=quantize).weights
+    norms = weights.norm, weights.norm_in, weights.norm_o, weights.norm_post, weights.norm_down, weights.q_norm
+    assert all(bool((norm == 1).all()) for norm in norms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

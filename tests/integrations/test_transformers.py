@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from formulas import chi_square_bound, law
-from make_checkpoint import make, randomize
+from make_checkpoint import edit, make, randomize
 from pairs import perturbed
 from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria, TopKLogitsWarper
 
@@ -17,13 +17,13 @@ from specker.integrations import adopt
 from specker.integrations import transformers as integration
 from specker.integrations.transformers import Generate
 
-OURS = ("llama", "mistral", "qwen2", "qwen3")
+OURS = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "mistral-window")
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 192}
 OWN = {
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 192},
     "Gemma": {"hidden_size": 32, "num_key_value_heads": 1, "head_dim": 8, **SMALL},
     "Phi": {"hidden_size": 32, **SMALL},
-    "Mistral": {"hidden_size": 32, "num_key_value_heads": 2, "sliding_window": 12, **SMALL},  # shorter than the texts
+    "Phi3": {"hidden_size": 32, "num_key_value_heads": 2, "sliding_window": 12, **SMALL},  # less than the texts
 }
 PROMPTS = torch.tensor([[0, 0, 5, 9, 40, 7], [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 8]])
 MASK = (PROMPTS != 0).long()
@@ -38,7 +38,10 @@ def pairs(tmp_path_factory):
 
     @cache
     def made(arch):
-        target = make(tmp_path_factory.mktemp(arch), arch, layers=2, vocab=64, max_context=256)
+        window = {"sliding_window": 12} if arch == "mistral-window" else {}  # shorter than the texts
+        target = make(
+            tmp_path_factory.mktemp(arch), arch.removesuffix("-window"), layers=2, vocab=64, max_context=256, **window
+        )
         draft = perturbed(target, tmp_path_factory.mktemp(f"{arch}-draft"))
         return target, draft, AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
 
@@ -209,7 +212,20 @@ def test_a_bfloat16_model_runs_on_our_ops(tmp_path, only_ops, cheap):
     assert generate.stats.accepted > 10 and generate._engine[1].model.dtype == torch.float32
 
 
-def test_a_changed_model_runs_its_own_forward(pairs, guessed, monkeypatch):
+def test_a_text_within_the_window_needs_none(tmp_path):
+    """The compiled layers take no sliding windows, so the engine has no more positions than the window."""
+    folder = make(tmp_path, "mistral", layers=2, vocab=64, max_context=256, sliding_window=40)
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), []
+    generate = Generate(strategy="lookup")
+    for count in (30, 60):
+        got = model.generate(ONE, custom_generate=generate, max_new_tokens=count, do_sample=False)
+        assert torch.equal(got, model.generate(ONE, max_new_tokens=count, do_sample=False))
+        engine = generate._engine[1]
+        found.append((engine.max_context, engine.model.config.layer.reaches))
+    assert found[0] == (40, ()) and found[1][0] >= 64 and found[1][1] == (40, 40)
+
+
+def test_a_changed_model_runs_its_own_forward(tmp_path, pairs, guessed, monkeypatch):
     """With hooks (adapters, offloading), in training, as a subclass, or with a config that specker lacks."""
     monkeypatch.delattr(Generate, "_serve")
     target, _, _ = pairs("llama")
@@ -224,7 +240,10 @@ def test_a_changed_model_runs_its_own_forward(pairs, guessed, monkeypatch):
     same(model.eval(), guessed(model), ONE, **GREEDY, return_dict_in_generate=True)
     model.__class__ = type("LlamaForCausalLM", (type(model),), {})
     same(model, guessed(model), ONE, **GREEDY)
-    same(own("Mistral"), guessed(own("Mistral")), ONE, **GREEDY)
+    dynamic = make(tmp_path, vocab=64)
+    edit(dynamic, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model = AutoModelForCausalLM.from_pretrained(dynamic, dtype=torch.float64)
+    same(model, guessed(model), ONE, **GREEDY)
 
 
 def test_unusual_inputs_run_by_the_models_own_forward(pairs, guessed, monkeypatch):
@@ -327,7 +346,7 @@ def test_stopping_criteria_cut_an_accepted_draft(pairs, guessed):
 
 def test_scores_logits_and_cache_are_those_of_plain_decoding(pairs, guessed):
     whole = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.1}
-    for model in (pairs("llama")[2], own("GPT2"), own("Mistral")):
+    for model in (pairs("llama")[2], own("GPT2"), own("Phi3")):
         stop = late(model.generate(PROMPTS, **PADDED, **GREEDY))
         got, want = same(model, guessed(model), **PADDED, **GREEDY, **whole, eos_token_id=stop)
         assert len(got.scores) == len(want.scores) == len(got.logits) == len(want.logits)
@@ -339,7 +358,7 @@ def test_scores_logits_and_cache_are_those_of_plain_decoding(pairs, guessed):
 
 
 def test_a_cache_continues(pairs, guessed):
-    for model in (pairs("llama")[2], own("Mistral")):
+    for model in (pairs("llama")[2], own("Phi3")):
         kept, whole = DynamicCache(config=model.config), model.generate(ONE, **GREEDY)
         got = ONE
         for length in (12, 23, 34):

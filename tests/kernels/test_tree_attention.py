@@ -70,7 +70,17 @@ def related(relation, parents, generator):
     return [set(range(rows))] * rows, ones
 
 
-def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1), (21, 9), (5, 40)), relation="forest"):
+def ragged(
+    seed,
+    dtype=torch.float64,
+    Hq=4,
+    Hkv=2,
+    D=16,
+    page=8,
+    lengths=((0, 1), (21, 9), (5, 40)),
+    relation="forest",
+    reach=0,
+):
     """Sequences of (prefix, draft nodes), with pages permuted and NaN in every slot that must not be read. Returns the
     arguments, and out and lse by the formula in float64."""
     g = torch.Generator().manual_seed(seed)
@@ -91,6 +101,8 @@ def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1)
         visible[:, :prefix] = True
         for r, mine in enumerate(seen):
             visible[r, [prefix + m for m in mine]] = True
+            if reach:
+                visible[r, visible[r].nonzero()[:-reach]] = False
         shared = torch.arange(Hq) * Hkv // Hq  # KV head of each query head
         score = torch.einsum("thd,shd->ths", rows.double(), keys.double()[:, shared]) / math.sqrt(D)
         score = score.masked_fill(~visible[:, None], -math.inf)
@@ -109,6 +121,7 @@ def ragged(seed, dtype=torch.float64, Hq=4, Hkv=2, D=16, page=8, lengths=((0, 1)
         "cu_rows": torch.tensor(cu, dtype=torch.int32),
         "ancestors": torch.cat(words),
         "scale": 1 / math.sqrt(D),
+        **({"reach": reach} if reach else {}),
     }
     return args, torch.cat(want), torch.cat(lse)
 
@@ -119,6 +132,34 @@ def test_equals_the_formula(seed, relation, heads):
     args, out, lse = ragged(seed, Hq=heads[0], Hkv=heads[1], relation=relation)
     got, got_lse = tree_attention(**args)
     assert (got - out).abs().max() < 1e-12 and (got_lse - lse).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("reach", [1, 2, 7, 20, 1000])
+@pytest.mark.parametrize("relation", ["forest", "chain", "dag"])
+def test_a_reach_hides_all_but_the_last_columns(relation, reach):
+    """Before the window, and within it where a row's path there is longer."""
+    for seed in range(3):
+        args, out, lse = ragged(seed, relation=relation, reach=reach)
+        got, got_lse = tree_attention(**args)
+        assert (got - out).abs().max() < 1e-12 and (got_lse - lse).abs().max() < 1e-12
+        whole = tree_attention(**args | {"reach": 0})[0]
+        assert reach == 1000 or (got - whole).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("launch", [tree_attention, lambda **args: op._tree_attention(*args.values())])
+def test_a_reach_counts_the_columns_of_a_rows_path(launch):
+    """Column c holds c, and all scores are equal, so a row gets the mean of the columns that it sees. Siblings use up
+    nothing of its reach."""
+    values = torch.arange(16.0)[None, :, None, None].repeat(1, 1, 1, 32)
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [14], [5], [0, 5])]
+    tree = ancestor_words(torch.tensor([0, 0, 0, 3]))  # the root in column 9; 10, 11 and 12 below it; 13 below 12
+    given = dict(zip(("block_table", "kv_len", "window", "cu_rows"), ints, strict=True), ancestors=tree, scale=1.0)
+    paths = [[*range(9), 9], [*range(10), 10], [*range(10), 11], [*range(10), 12], [*range(10), 12, 13]]
+    for reach in (1, 2, 3, 11, 12):
+        args = {"q": torch.zeros(5, 1, 32), "k_cache": torch.zeros_like(values), "v_cache": values, **given}
+        out, _ = launch(**args, reach=reach)
+        want = [sum(path[-reach:]) / len(path[-reach:]) for path in paths]
+        assert out[:, 0, 0].tolist() == pytest.approx(want, abs=1e-5)
 
 
 def random_windows(seed, relation, dtype=torch.float64):
@@ -199,6 +240,7 @@ def test_cost_counts_each_byte_once():
         ({"ancestors": torch.ones(53, 1, dtype=torch.int32)}, "int64"),
         ({"kv_len": torch.ones(3, dtype=torch.int64)}, "must be int32"),
         ({"scale": 0.0}, "scale must be positive"),
+        ({"reach": -1}, "reach must be at least 0, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -240,6 +282,9 @@ CASES = {
     "page 5, D 20, 3 heads": {"lengths": ((140, 3), (64, 0)), "page": 5, "D": 20, "Hq": 3, "Hkv": 1},
     "dag": {"lengths": ((61, 64),), "relation": "dag", "Hkv": 1},
     "all ones": {"lengths": ((0, 70), (130, 2)), "relation": "ones", "Hq": 1, "Hkv": 1},
+    "reach within a tile": {"lengths": ((300, 9), (20, 3), (0, 0)), "reach": 70, "Hkv": 1},
+    "reach of whole splits": {"lengths": ((620, 30),), "reach": 64, "Hq": 2, "Hkv": 1},
+    "reach of a window of two words": {"lengths": ((90, 70), (0, 100)), "reach": 128, "Hq": 1, "Hkv": 1, "page": 5},
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from make_checkpoint import make
+from make_checkpoint import GEMMA3, SLIDING, make
 
 import specker
 from specker import run
@@ -89,7 +89,7 @@ def test_the_cost_equals_the_allocation(pair):
     found = counted = 0
     for model, cache in ((engine.model, engine.cache), (engine.drafter.model, engine.drafter.cache)):
         kv = 2 * cache.k.nbytes
-        found += kv + cache.lengths.nbytes + cache.slot_of.nbytes + model.rope.nbytes + model.positions.nbytes
+        found += kv + cache.lengths.nbytes + cache.slot_of.nbytes + model.ropes[0].nbytes + model.positions.nbytes
         cost = Cost.of(model.config, torch.float32)
         counted += memory.held([cost], 512, 16, SCRATCH)
         assert kv == 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * (
@@ -97,6 +97,15 @@ def test_the_cost_equals_the_allocation(pair):
         )
     # RoPE's table and the positions have no scratch columns; the lengths have one extra entry
     assert counted - 2 * SCRATCH * (2 * 16 * 4 + 8) + 2 * 4 == found
+
+
+def test_every_rope_table_is_counted(tmp_path):
+    costs = []
+    for kind in ({"layer_types": [SLIDING] * 3}, {}):
+        engine = specker.load(make(tmp_path, **GEMMA3 | kind), strategy="ar", device="cpu")
+        costs.append(Cost.of(engine.model.config, torch.float32).position)
+        table = engine.model.ropes[0].nbytes // engine.model.config.max_context
+    assert costs[1] - costs[0] == table and len(engine.model.ropes) == 2
 
 
 def test_free(monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from make_checkpoint import CASES, exact_oracle, make, oracle, oracle_logits
+from make_checkpoint import CASES, GEMMA3, exact_oracle, make, oracle, oracle_logits
 
 from specker.checkpoints.checkpoint import load
 from specker.kernels.attention import ancestor_words
@@ -63,13 +63,25 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
     assert (torch.cat(got) - expected[17:]).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_tree_branches_equal_their_chains(tmp_path, arch):
-    model, cache = build(tmp_path, permute=True, page_size=4, arch=arch)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"arch": "qwen3"},
+        *({"arch": "mistral", "sliding_window": n} for n in (1, 2, 3, 6)),
+        GEMMA3,
+        {"arch": "olmo2"},
+    ],
+    ids=str,
+)
+def test_tree_branches_equal_their_chains(tmp_path, options):
+    """Also where a sliding window is shorter than a branch, or than its text."""
+    model, cache = build(tmp_path, permute=True, page_size=4, **options)
     ids = tokens_of(model, 14)
     parents = [0, 0, 1, 1, 2, 3, 5, 0, 8]
     prefill(model, cache, ids[:4])
     tree, positions = verify(model, cache, ids[4:], parents)
+    theirs = oracle(tmp_path, F64)
     for row in range(len(parents) + 1):
         path = [row]
         while path[0] > 0:
@@ -77,6 +89,8 @@ def test_tree_branches_equal_their_chains(tmp_path, arch):
         logits, chain_positions = verify(model, cache, [ids[4 + r] for r in path])
         assert positions[row] == chain_positions[-1]
         assert (tree[row] - logits[-1]).abs().max() < 1e-11
+        text = torch.tensor(ids[:4] + [ids[4 + r] for r in path])
+        assert (tree[row] - oracle_logits(theirs, text)[-1]).abs().max() < 1e-9
         verify(model, cache, ids[4:], parents)
 
 
@@ -111,8 +125,10 @@ def test_layer_slices_and_taps_compose(tmp_path):
     assert forward(model, cache, rows, x, layers=slice(0, 0)).hidden is x
 
 
-def test_prefill_does_not_depend_on_the_chunk_size(tmp_path):
-    model, cache = build(tmp_path)
+@pytest.mark.parametrize("window", [None, 3, 8, 20])
+def test_prefill_does_not_depend_on_the_chunk_size(tmp_path, window):
+    model, cache = build(tmp_path, arch="mistral", sliding_window=window)
+    assert model.config.layer.reach(0) == (window or 0)
     ids = tokens_of(model, 30)
     prefill(model, cache, ids)
     whole = [cache.k.flatten(1, 2)[:, :30].clone(), cache.v.flatten(1, 2)[:, :30].clone()]
@@ -195,6 +211,23 @@ def test_greedy_equals_transformers_generate(tmp_path, arch):
     )
     assert out.tokens == reference[0, 8:].tolist()
     assert len(set(out.tokens)) > 10
+
+
+def test_a_window_is_the_same_in_a_prompt_and_in_rows(tmp_path):
+    """The K/V of a prompt, in chunks longer and shorter than the window, against rows one by one."""
+    for window, chunk in ((3, 7), (12, 5), (8, 8)):
+        model, cache = build(
+            tmp_path, arch="qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=1
+        )
+        ids = tokens_of(model, 30)
+        prefill(model, cache, ids, chunk=chunk)
+        want = [c.flatten(1, 2)[:, :30].clone() for c in (cache.k, cache.v)]
+        cache.truncate(0)
+        for token in ids:
+            verify(model, cache, [token])
+            cache.commit([0])
+        got = [c.flatten(1, 2)[:, :30] for c in (cache.k, cache.v)]
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
 
 
 def test_a_later_chunk_sees_the_same_on_a_gpu(monkeypatch, tmp_path):

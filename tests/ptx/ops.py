@@ -169,6 +169,9 @@ def tree_attention(dtype: torch.dtype) -> Iterator[Case]:
     ):
         how = {"Hq": Hq, "Hkv": Hkv, "D": D, "page": page, "lengths": lengths, "relation": relation}
         yield _attention(f"D{D} {name}", *ragged().ragged(len(name) + D, dtype, **how))
+    for reach, lengths in ((64, ((620, 30), (3, 5))), (128, ((90, 70), (0, 100)))):
+        how = {"Hq": 2, "Hkv": 1, "D": 128, "page": 16, "lengths": lengths, "reach": reach}
+        yield _attention(f"D128 reach {reach}", *ragged().ragged(reach, dtype, **how))
 
 
 def _attention(label: str, args: dict[str, Any], out: Tensor, lse: Tensor) -> Case:

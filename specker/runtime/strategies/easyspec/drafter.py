@@ -123,14 +123,21 @@ class LayerParallel:
 
     def _group(self, layers: tuple[int, ...]) -> Group:
         """Make a group. Its stacks own the attention weights; the model's layers become views of them."""
-        if len(layers) == 1:
-            return self.model.layers[layers[0]]
+        first, *others = (self.model.layers[n] for n in layers)
+        if not others:
+            return first
+        if any(layer.reach != first.reach or layer.rope is not first.rope for layer in others):
+            raise ValueError(
+                "EasySpec cannot run layers with different sliding windows or RoPE side by side: choose other "
+                f"{option('layer_parallel')} groups"
+            )
         if own := self._own(layers):
             attention = Attention._make([self._stack(own, name) for name in Attention._fields])
         else:  # this rank attends for no layer: empty stacks
             one = self.model.layers[0].attention
             attention = Attention._make(x if x is None else x[None][:0] for x in one)
-        return Group(attention, tuple(mlp for n in layers for mlp in self.model.layers[n].mlps))
+        mlps = tuple(mlp for n in layers for mlp in self.model.layers[n].mlps)
+        return Group(attention, mlps, first.rope, first.reach)
 
     def _stack(self, layers: tuple[int, ...], name: str) -> Any:
         """Stack the layers' attention weights `name`, [N, ...], and make the layers' own weights views of it."""

@@ -1,0 +1,217 @@
+"""Layers that compute other things than Llama's: their texts are those of transformers, by every way of decoding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from make_checkpoint import FULL, GEMMA3, SHORT, SLIDING, edit, exact_oracle, make, oracle
+from pairs import perturbed
+from recorded import kernels, recording
+
+import specker
+from specker.checkpoints.buffers import served
+from specker.checkpoints.checkpoint import load
+from specker.cpu import Packed
+from specker.model.cache import KVCache
+from specker.model.config import CheckpointError, LayerSpec
+from specker.model.decoder import Model, check_reaches, forward
+
+GEMMA = GEMMA3 | {"layers": 4, "tied": False}  # a random tied model repeats its last token
+KINDS = {  # the windows are shorter than the prompts, and than some drafts
+    "geglu": {"arch": "llama", "layers": 4, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3": GEMMA | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
+    "gemma3-window-of-2": GEMMA | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL], "sliding_window": 2},
+    "mistral": {"arch": "mistral", "layers": 4, "sliding_window": 5},
+    "qwen2": {"arch": "qwen2", "layers": 4, "max_window_layers": 1, **SHORT},
+    "olmo2": {"arch": "olmo2", "layers": 4},
+    "smollm3": {"arch": "smollm3", "layers": 4},
+}
+HOW = {
+    "chain": {"strategy": "draft", "draft_tokens": 4},
+    "tree": {"strategy": "draft", "tree": "3x3"},
+    "lookup": {"strategy": "lookup"},
+    "exit": {"strategy": "del", "policy": "fixed", "exit_layer": 3, "draft_tokens": 3},
+    "static": {"strategy": "draft", "tree": "3x3", "graphs": "on"},  # the device places the rows
+}
+PROMPT = [5, 9, 40, 77, 3, 8, 5, 9, 40, 21, 60, 2, 2, 18, 33, 70, 5, 9, 40]
+OTHERS = [[7], [3, 4] * 20]  # in batches
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """kind -> (target, draft)."""
+    made = {}
+    for kind, options in KINDS.items():
+        target = make(tmp_path_factory.mktemp(kind), max_context=160, **options)
+        made[kind] = target, perturbed(target, tmp_path_factory.mktemp(f"{kind}-draft"), amount=0.05)
+    return made
+
+
+@pytest.fixture(scope="module")
+def texts(pairs):
+    """kind -> the texts of plain decoding after each prompt, made once."""
+    known = {}
+
+    def of(kind):
+        if kind not in known:
+            engine = specker.load(pairs[kind][0], strategy="ar", dtype="float64")
+            known[kind] = [engine.generate(prompt, max_new_tokens=60).tokens for prompt in (PROMPT, *OTHERS)]
+        return known[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_decoding_has_the_text_of_transformers(pairs, texts, kind, monkeypatch):
+    exact_oracle(monkeypatch)
+    model = oracle(pairs[kind][0], torch.float64)
+    for prompt, text in zip((PROMPT, *OTHERS), texts(kind), strict=True):
+        how = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        assert text == model.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist()
+        assert len(set(text)) > 3
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
+    target, draft = pairs[kind]
+    side = draft if HOW[how]["strategy"] == "draft" else None
+    one = specker.load(target, side, dtype="float64", page_size=16, **HOW[how])
+    out = one.generate(PROMPT, max_new_tokens=60)
+    assert out.tokens == texts(kind)[0]
+    assert 0 < out.stats.accepted < out.stats.drafted or how in ("lookup", "exit")
+    three = specker.load(target, side, dtype="float64", page_size=16, batch_size=3, **HOW[how])
+    assert [out.tokens for out in three.generate([PROMPT, *OTHERS], max_new_tokens=60)] == texts(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_trees_too(pairs, kind):
+    target, draft = pairs[kind]
+    how = {"max_new_tokens": 40, "temperature": 0.8, "seed": 3}
+    engine = specker.load(target, draft, strategy="draft", tree="3x3", dtype="float64")
+    assert engine.generate(PROMPT, **how).tokens == engine.generate_ar(PROMPT, **how).tokens
+
+
+GROUPS = {"gemma3": "[[0],[1,2],[3]]", "gemma3-window-of-2": "[[0,1,2],[3]]", "qwen2": "2", "olmo2": "2"}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_layers_side_by_side(pairs, texts, kind):
+    target, draft = pairs[kind]
+    for shape in ({"draft_tokens": 4}, {"tree": "2x3", "batch_size": 3}):
+        engine = specker.load(target, draft, "easyspec", dtype="float64", layer_parallel=GROUPS[kind], **shape)
+        outs = engine.generate([PROMPT, *OTHERS], max_new_tokens=60)
+        assert [out.tokens for out in outs] == texts(kind)
+        assert sum(out.stats.accepted for out in outs) > 10
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2", "smollm3"])
+def test_a_group_of_unlike_layers_is_refused(pairs, kind):
+    target, draft = pairs[kind]
+    with pytest.raises(ValueError, match=r"different sliding windows or RoPE side by side: .* layer_parallel groups"):
+        specker.load(target, draft, "easyspec", dtype="float64", layer_parallel="[[0,1,2,3]]")
+
+
+# What the CPU's compiled layers and the GPU's kernels lack
+
+SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96}
+AFTER, WINDOWS = "norms after attention and the feed-forward", "sliding windows"
+LACKS = {
+    "geglu": "the activation gelu_tanh",
+    "gemma3": f"the activation gelu_tanh, {AFTER}, {WINDOWS} and RoPE that differs by layer",
+    "mistral": WINDOWS,
+    "qwen2": WINDOWS,
+    "olmo2": f"{AFTER} and norms over all heads of q and k",
+    "smollm3": "RoPE that differs by layer",
+}
+
+
+@pytest.mark.parametrize("kind", LACKS)
+def test_the_compiled_layers_decline_by_name(tmp_path, kind):
+    """Their sizes fit, so they would compute another model."""
+    folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES)
+    engine = specker.load(folder, strategy="lookup", device="cpu")
+    assert engine.remarks["cpu"] == f"decoding is slow, because the compiled kernels lack {LACKS[kind]}"
+    assert engine.model.stack is None and engine.model.dtype == torch.float32
+    exact = specker.load(folder, strategy="ar", device="cpu", dtype="float64").generate(PROMPT, max_new_tokens=25)
+    assert engine.generate(PROMPT, max_new_tokens=25).tokens == exact.tokens
+    for dtype in (torch.bfloat16, torch.float32):
+        assert Model(load(folder, dtype=dtype, device="cpu")).stack is None
+        packed = load(folder, dtype=dtype, device="cpu", quantize="int4").weights
+        assert not any(isinstance(w, Packed) for w in packed.qkv), "only the compiled layers read packed matrices"
+    half = {"device": "cpu", "dtype": "bfloat16", "quantize": "int8"}
+    draft = perturbed(folder, tmp_path / "draft", amount=0.05)
+    fast = specker.load(folder, draft, strategy="draft", draft_quantize="int8", **half)
+    assert fast.generate(PROMPT, 25).tokens == fast.generate_ar(PROMPT, 25).tokens
+
+
+def test_a_scaled_embedding_is_not_compiled(tmp_path):
+    """The compiled layers draft a chain without Python, from the embedding as it is."""
+    checkpoint = load(make(tmp_path, **SIZES), dtype=torch.float32, device="cpu")
+    scaled = replace(checkpoint, config=replace(checkpoint.config, embed_scale=2.0))
+    assert Model(checkpoint).stack is not None and served(checkpoint.config)
+    assert Model(scaled).stack is None and not served(scaled.config)
+
+
+def test_within_its_window_a_model_is_compiled(tmp_path):
+    folder = make(tmp_path, **KINDS["mistral"] | SIZES | {"sliding_window": 64}, max_context=160)
+    assert "cpu" not in specker.load(folder, strategy="ar", device="cpu", max_context=64).remarks
+    assert WINDOWS in specker.load(folder, strategy="ar", device="cpu", max_context=65).remarks["cpu"]
+
+
+def test_a_gpu_takes_no_short_window(tmp_path):
+    """Its kernels hide columns only before the window of a verify pass, which has 256 at most."""
+    config = load(make(tmp_path, "mistral", layers=1), dtype=torch.float32, device="cpu").config
+    for window, device in ((256, "cuda"), (255, "cpu"), (0, "cuda")):
+        check_reaches(replace(config, layer=LayerSpec(reaches=(window,))), torch.device(device))
+    with pytest.raises(CheckpointError, match="window of 255, and a GPU's kernels take none below 256; use device="):
+        check_reaches(replace(config, layer=LayerSpec(reaches=(0, 255))), torch.device("cuda"))
+
+
+NORM, LINEAR = "_residual_merge_kernel", "_row_linear_kernel"
+PROJECT, ATTEND = "_kv_project_kernel", "_tree_attention_kernel"
+ON_GPU = {  # the kernels of a layer, then of the last sum
+    "llama": ({"arch": "llama"}, [NORM, PROJECT, ATTEND, LINEAR, NORM, LINEAR, LINEAR], [NORM]),
+    "gemma3": (
+        {**GEMMA3, "sliding_window": 256},
+        [NORM, PROJECT, ATTEND, LINEAR, NORM, NORM, LINEAR, LINEAR, NORM],
+        [NORM],
+    ),
+    "olmo2": (
+        {"arch": "olmo2"},
+        [LINEAR, "_kv_calibrate_kernel", ATTEND, LINEAR, NORM, LINEAR, LINEAR, NORM],
+        [NORM],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, kind):
+    """On fake tensors: norms of outputs are launches of their own, and only layers with a window have its kernel."""
+    options, layer, end = ON_GPU[kind]
+    folder = make(tmp_path, layers=3, max_context=512, **options)
+    with recording() as log, torch.inference_mode():
+        model = Model(load(folder, dtype=torch.bfloat16, device="cpu", random=0))
+        cache = KVCache(model.config, 512, dtype=torch.bfloat16, device="cpu")
+        x = model.embed_tokens(torch.zeros(3, dtype=torch.int64))
+        log.clear()
+        forward(model, cache, cache.after([300], [3]), x)
+    names = kernels(log)
+    assert [name.partition(":")[0] for name in names] == 3 * layer + end
+    reaches = [name.partition(" reach ")[2] for name in names if name.startswith(ATTEND)]
+    assert reaches == (["256", "", "256"] if kind == "gemma3" else ["", "", ""])
+
+
+def test_a_rope_of_its_own_for_each_kind_changes_the_text(pairs, texts, tmp_path):
+    """The tests above would pass if both kinds had the same."""
+    folder = make(tmp_path, max_context=160, **KINDS["gemma3"])
+    same = dict.fromkeys((SLIDING, FULL), KINDS["gemma3"]["rope"][FULL])
+    edit(folder, rope_parameters=same)
+    changed = specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, max_new_tokens=60)
+    assert changed.tokens != texts("gemma3")[0]
+
+
+def test_a_spec_names_each_layer():
+    layer = LayerSpec(reaches=(4, 0), ropes=(1, 0))
+    assert [layer.reach(0), layer.reach(1), layer.rope(0), layer.rope(1)] == [4, 0, 1, 0]
+    assert (LayerSpec().reach(7), LayerSpec().rope(7)) == (0, 0)
