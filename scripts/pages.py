@@ -215,6 +215,8 @@ def ratio(case: str) -> str:
 
 def tree() -> str:
     lines: list[str] = []
+    if gone := [name for name in FOLDERS if not (ROOT / name).is_dir()]:
+        raise ValueError(f"FOLDERS in scripts/pages.py describes {', '.join(gone)}, which is no folder")
     for top in SOURCES:
         lines += branch(ROOT / top, 0)
     for name, about in FOLDERS.items():

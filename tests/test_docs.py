@@ -173,6 +173,9 @@ def test_a_file_without_a_docstring_is_refused(tmp_path: Path, monkeypatch: pyte
     (folder / "__init__.py").write_text('"""A package. More."""')
     (folder / "one.py").write_text('"""one: a file."""')
     assert [line.split() for line in pages.branch(folder, 0)] == [["package/", "A", "package"], ["one.py", "a", "file"]]
+    monkeypatch.setattr(pages, "FOLDERS", {"package/gone": "What was here"})
+    with pytest.raises(ValueError, match=r"FOLDERS in scripts/pages\.py describes package/gone, which is no folder"):
+        pages.tree()
     (folder / "two.py").write_text("")
     with pytest.raises(ValueError, match=r"package/two.py has no docstring"):
         list(pages.branch(folder, 0))
