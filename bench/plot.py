@@ -1,8 +1,8 @@
-"""Plot the results: `python bench/plot.py [--docs] [FOLDER of bench/results ...]`.
+"""Plot the results: `python bench/plot.py [FOLDER of bench/results ...]`.
 
 Each machine's folder is plotted with the newest row of every (op, case, way), and with the newest run of bench/e2e.py
-on each pair. `--docs` writes these runs, and those of bench/peers.py in which the most engines ran, into the tables of
-README.md and docs/results.md.
+on each pair. scripts/pages.py writes these runs, and those of bench/peers.py in which the most engines ran, into the
+tables of README.md and docs/results.md.
 Kernels: the share of the hardware's limit, with the goal if it names one, and the speed over each baseline. End to end:
 tokens/s and acceptance length. SVG files go next to the rows; a table of everything is printed.
 """
@@ -18,12 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specker.report import write_file
-
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
-ROOT = Path(__file__).parents[1]
-PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
 MARK = re.compile(r"<!-- results (\S+)(?: only: (.+?))? -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -303,7 +299,6 @@ def show(machine: str, cases: list[list[Row]], runs: dict[str, list[Row]]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw and list what stands in bench/results.")
     parser.add_argument("folders", nargs="*", type=Path, help="default: every machine's folder of bench/results")
-    parser.add_argument("--docs", action="store_true", help="fill the tables of README.md and docs/results.md")
     args = parser.parse_args()
     every = sorted(path for path in RESULTS.iterdir() if path.is_dir())
     for folder in args.folders or every:
@@ -328,13 +323,6 @@ def main() -> None:
         for name, figure in drawn.items():
             save(figure, folder / name)
             print(folder / f"{name}.svg", file=sys.stderr)
-    if args.docs:
-        try:
-            found = tables(every)
-            for page in PAGES:
-                write_file(page, fill(page.read_text(encoding="utf-8"), found))
-        except ValueError as error:
-            parser.error(str(error))
 
 
 if __name__ == "__main__":

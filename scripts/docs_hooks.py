@@ -1,13 +1,10 @@
 """Hooks of `make docs`: pages that live outside docs/ join the site, and links that leave it are kept honest.
 
-README.md becomes the start page. `<!-- options NAME -->` becomes a table of a dataclass's flags. A link from a page to
-a file of the repository that is not in the site becomes the file's path as code, since a site does not know where the
-repository is.
+README.md becomes the start page. A link from a page to a file of the repository that is not in the site becomes the
+file's path as code, since a site does not know where the repository is.
 """
 
 import re
-import sys
-from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -39,23 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     here = home_of(page.file.src_uri)
     pages = {file.src_uri for file in files}
-    markdown = re.sub(r"<!-- options (\w+) -->", lambda m: options_of(m[1]), markdown)
     return LINK.sub(lambda m: relinked(m, here, page.file.src_uri, pages), markdown)
-
-
-def options_of(name: str) -> str:
-    """A table of the options of Common, Sampling or a strategy, by their help texts."""
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
-    from specker import config
-    from specker.runtime import strategies
-
-    rows = ["| option | default | |", "|---|---|---|"]
-    for f in fields(getattr(config, name, None) or strategies.own_options()[name]):
-        about = " ".join(f.metadata["help"].format_map(strategies.words()).split()).replace("|", "\\|")
-        default = "" if f.default in (None, ()) else f"`{f.default}`"
-        rows.append(f"| `{f.name}` | {default} | {about} |")
-    return "\n".join(rows)
 
 
 def home_of(uri: str) -> str:

@@ -1,4 +1,4 @@
-"""The pages are true: commands parse, make targets and links exist, code runs, and design.md lists the files."""
+"""The pages are true: commands parse, make targets and links exist, code runs, and generated parts are current."""
 
 import doctest
 import re
@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 import specker
+from scripts import pages
 from specker import calibrate, run
 from specker.view import __main__ as view
 from specker.zoo import real
 
 ROOT = Path(__file__).parent.parent
-DESIGN = ROOT / "docs" / "design.md"
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-LINES = 180  # of README.md: three screens
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -102,35 +101,6 @@ def test_the_example_of_load_is_true() -> None:
     assert not doctest.DocTestRunner().run(test).failed
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LINES
-
-
-def tree_of(text: str) -> str:
-    (tree,) = re.findall(r"## The files\n\n```\n(.*?)```", text, re.DOTALL)
-    return tree
-
-
-def test_ratios_of_engines_in_the_text() -> None:
-    """Those of docs/results.md, from the rows of its table."""
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    speed = {
-        name: float(own)
-        for name, own in re.findall(r"^\| ([\w.+ ]+) \| [\w.]+ \| ([\d.]+) \|(?: [\d.]+ \|){3}", text, re.M)
-    }
-    (found,) = re.findall(r"the same (Q4_0) file `ar` decodes ([\d.]+) times .* the (Q4_1) file ([\d.]+) times", text)
-    for kind, ratio in (found[:2], found[2:]):
-        assert ratio == f"{speed[f'specker ar {kind}'] / speed[f'llama.cpp {kind}']:.1f}"
-
-
-def test_tree_exists() -> None:
-    parents: list[str] = []
-    for line in tree_of(DESIGN.read_text(encoding="utf-8")).splitlines():
-        indent, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
-        parents[len(indent) // 2 :] = [name]
-        assert (ROOT / "".join(parents)).exists(), line
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_exist(page: str) -> None:
     """Files and, in them, headings."""
@@ -146,14 +116,6 @@ def test_links_exist(page: str) -> None:
             )
 
 
-def test_tree_names_every_file() -> None:
-    """Except the zoo's files, which share one line."""
-    tree = tree_of(DESIGN.read_text(encoding="utf-8"))
-    files = {path.name for path in (ROOT / "specker").rglob("*.py") if "zoo" not in path.parts}
-    named = set(re.findall(r"\w+\.py", tree))
-    assert files - named == {"__init__.py", "__main__.py"}
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_name_real_files(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -163,32 +125,74 @@ def test_pages_name_real_files(page: str) -> None:
     assert names - {"build.toml"} <= here, names - here  # build.toml: of a Hugging Face kernel
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/strategies.md"])
-def test_every_strategy_is_in_the_table(page: str) -> None:
-    from specker.runtime.strategies import NAMES
-
-    named = re.findall(r"^\| `([a-z]+)` \|", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(NAMES) - {"ar"} <= set(named) <= set(NAMES) | {"peers"}
+def test_generated_parts_are_current() -> None:
+    """`make pages` would change nothing."""
+    stale = [path.name for path in pages.PAGES if pages.filled(pages.text_of(path)) != pages.text_of(path)]
+    assert not stale, "run `make pages` and commit the result"
 
 
-def test_every_flag_is_on_its_page() -> None:
-    """docs/cli.md lists the groups of --help-all."""
-    text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([a-z][^|`]+) \| (`--[^|]+) \|", text, re.MULTILINE)
-    listed = {title: re.findall(r"--[a-z-]+", cell) for title, cell in rows}
-    groups = re.findall(r"^(\w.*):\n((?:(?:  .*)?\n)+)", run.parser().format_help(), re.MULTILINE)
-    helped = {title: re.findall(r"^  (--[a-z-]+)", group, re.MULTILINE) for title, group in groups}
-    assert listed == {title: flags for title, flags in helped.items() if flags and title != "more help"}
+def test_every_part_is_used() -> None:
+    texts = [pages.text_of(path) for path in pages.PAGES]
+    assert {mark[2] for text in texts for mark in pages.MARK.finditer(text)} == set(pages.PARTS)
+    assert any("<!-- results " in text for text in texts)
 
 
-def test_every_op_is_in_the_reference() -> None:
-    from specker import kernels
-
-    text = (ROOT / "docs/ops.md").read_text(encoding="utf-8")
-    assert re.findall(r"^::: specker\.kernels\.(\w+)$", text, re.MULTILINE) == re.findall(
-        r"\(#specker\.kernels\.(\w+)\)", text
+def test_a_generated_part_is_replaced() -> None:
+    text = (
+        "a\n<!-- generated options lookup -->\nold\n<!-- end -->\nb <!-- generated ratio R: x / y -->1<!-- end --> c\n"
     )
-    assert set(re.findall(r"^::: specker\.kernels\.(\w+)$", text, re.MULTILINE)) == set(kernels.__all__)
+    made = pages.MARK.sub(lambda mark: f"[{mark[2]}|{mark[3]}]", text)
+    assert made == "a\n[options|lookup]\nb [ratio|R: x / y] c\n"
+    table = pages.options("lookup")
+    assert "| `ngram_most` | `8` | " in table
+    assert pages.filled(text.split("b <!--")[0]) == f"a\n<!-- generated options lookup -->\n{table}\n<!-- end -->\n"
+    with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only flags, "):
+        pages.filled("<!-- generated nothing -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("One. Two.", "One"),
+        ("By Chen et al. and others, 2.5 times. Two.", "By Chen et al. and others, 2.5 times"),
+        ("a + b, c + d, ..\n\nMore.", "a + b, c + d"),
+        ("No stop\n\nMore.", "No stop"),
+    ],
+)
+def test_first_sentence(text: str, sentence: str) -> None:
+    assert pages.first_sentence(text) == sentence
+
+
+def test_a_file_without_a_docstring_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    with pytest.raises(ValueError, match="package/ is not described: write a docstring"):
+        list(pages.branch(folder, 0))
+    (folder / "__init__.py").write_text('"""A package. More."""')
+    (folder / "one.py").write_text('"""one: a file."""')
+    assert [line.split() for line in pages.branch(folder, 0)] == [["package/", "A", "package"], ["one.py", "a", "file"]]
+    monkeypatch.setattr(pages, "FOLDERS", {"package/gone": "What was here"})
+    with pytest.raises(ValueError, match=r"FOLDERS in scripts/pages\.py describes package/gone, which is no folder"):
+        pages.tree()
+    (folder / "two.py").write_text("")
+    with pytest.raises(ValueError, match=r"package/two.py has no docstring"):
+        list(pages.branch(folder, 0))
+
+
+def test_every_flag_has_help() -> None:
+    for module in (run, calibrate):
+        for group in module.parser()._action_groups:
+            for action in group._group_actions:
+                assert action.help and len(action.help) > 5, action
+
+
+def test_documented_fields_of_a_trace_exist() -> None:
+    _, section = (ROOT / "docs" / "view.md").read_text(encoding="utf-8").split("\n## The trace\n")
+    named = set(re.findall(r"^\* `(\w+)`", section, re.MULTILINE)) | set(re.findall(r"and `(\w+)`, the", section))
+    documented = (ROOT / "specker" / "trace.py").read_text(encoding="utf-8")
+    assert {"probability", "outside"} <= named and named <= set(re.findall(r"\w+", documented))
 
 
 def test_site_builds(tmp_path: Path) -> None:

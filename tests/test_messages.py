@@ -174,7 +174,7 @@ def test_the_library_writes_no_flags() -> None:
     """Its strings take the spelling of an option from `option`. Help texts belong to the command line, and a whole
     command is one in Python, too."""
     paths = [p for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0].removesuffix(".py") not in COMMANDS]
-    assert len(paths) > 90
+    assert paths
     for path in paths:
         tree = ast.parse(path.read_text())
         free: set[int] = set()

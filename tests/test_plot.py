@@ -114,15 +114,6 @@ def test_a_table_of_a_page_is_replaced():
         plot.fill(text.replace("e2e -->", "e2e only: ar, tree -->"), given)
 
 
-@pytest.mark.parametrize("page", plot.PAGES, ids=lambda path: path.name)
-def test_the_tables_are_those_of_the_rows(page):
-    """`python bench/plot.py --docs` would change nothing."""
-    text = page.read_text(encoding="utf-8")
-    assert plot.MARK.search(text)
-    folders = (path for path in plot.RESULTS.iterdir() if path.is_dir())
-    assert plot.fill(text, plot.tables(folders)) == text
-
-
 def test_the_table_of_engines():
     run = {"bench": "peers", "target": "M", "command": "python x", "machine": "a card", "threads": 2, "commit": "abc"}
     run |= {"versions": {"torch": "2"}, "date": "2"}

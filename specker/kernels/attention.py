@@ -17,6 +17,7 @@ several sequences the launch has at most `PROGRAMS` an SM, which share the work 
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
