@@ -73,7 +73,7 @@ class KVCache:
         self.block_table = torch.full((sequences, each), self._absent, dtype=torch.int32, device=device)
         self.table = self.block_table  # the pages that attention reads, by `bucket`
         self._free = order
-        self._users = [0] * len(order)  # sequences that hold a page, and the tree of earlier texts
+        self._users = [0] * (max(order, default=0) + 1)  # sequences that hold a page, and the tree of earlier texts
         self.prefixes = Prefixes(page_size, self._users)
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences

@@ -266,10 +266,14 @@ class Engine:
         sampling = Params.of(**options).sampling
         with self.session.alone():
             apart = check.gap(self.loop, ids + ar.tokens[:first], ar.tokens[first], generation.tokens[first], sampling)
+        return check.compared(generation, ar, first, apart, self.bit_equal, self.dtype)
+
+    @property
+    def bit_equal(self) -> bool:
+        """Whether tokens must equal plain decoding's bit for bit; see check.py."""
         o = self.options
         rows = o.batch_size * (self.plan.largest.nodes + 1)  # of a verify pass
-        exact = check.bit_equal(self.model, rows, strategies.of(o).chains(o), self.ranks is None or self.ranks.ordered)
-        return check.compared(generation, ar, first, apart, exact, self.dtype)
+        return check.bit_equal(self.model, rows, strategies.of(o).chains(o), self.ranks is None or self.ranks.ordered)
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""

@@ -166,9 +166,9 @@ def test_the_engine_grows_with_the_calls(pairs, only_ops, monkeypatch, cheap):
     same(model, generate, ONE, max_new_tokens=10, do_sample=False)
     assert generate._engine[1] is first and first.max_context == 16
     same(model, generate, ONE, max_new_tokens=60, do_sample=False)
-    assert generate._engine[1].max_context == 64 and generate._engine[1].batch.size == 1
+    assert generate._engine[1].max_context == 64 and generate._engine[1].loop.size == 1
     same(model, generate, **PADDED, max_new_tokens=20, do_sample=False)
-    assert generate._engine[1].batch.size == 3
+    assert generate._engine[1].loop.size == 3
 
 
 def test_the_weights_are_shared(pairs, tmp_path, only_ops, cheap):

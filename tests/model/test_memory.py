@@ -89,7 +89,7 @@ def test_the_cost_equals_the_allocation(pair):
     found = counted = 0
     for model, cache in ((engine.model, engine.cache), (engine.drafter.model, engine.drafter.cache)):
         kv = 2 * cache.k.nbytes
-        found += kv + cache.lengths.nbytes + cache.slot_of.nbytes + model.ropes[0].nbytes + model.positions.nbytes
+        found += kv + cache.lengths.nbytes + 8 * cache.capacity + model.ropes[0].nbytes + model.positions.nbytes
         cost = Cost.of(model.config, torch.float32)
         counted += memory.held([cost], 512, 16, SCRATCH)
         assert kv == 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * (
