@@ -94,7 +94,7 @@ MORE = {
     "sampling": ("top_p", "top_k", "samples", "stop"),
     "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
-    "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size"),
+    "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size", "prefix_cache"),
     "device and precision": ("device", "dtype", "quantize", "draft_quantize", "activations", "linear", "graphs"),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "reduce"),
     "sizing without trained weights": ("load", "acceptance"),

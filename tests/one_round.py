@@ -45,11 +45,21 @@ def new_round(
 def draft(drafter: Drafter, *args: Any, **more: Any) -> Round:
     """Draft the round of `new_round`. A drafter with an empty cache prefills the text first, as at admission."""
     r = new_round(drafter, *args, **more)
+    if not len(drafter.cache.slot_of):  # an engine's cache, whose sequences take their pages at admission
+        drafter.cache.take(0, drafter.cache.capacity)
     if drafter.cache.exact_len == [0]:
         drafter.prefill(0, r.requests[0].text)
     r.taps = drafter.reads(r.budget)
     r.draft = drafter.draft(r)
     return r
+
+
+def fresh(engine: Any) -> None:
+    """Give the sequence in slot 0 all pages of the engine's caches, and no exact column."""
+    engine.loop.clear(forget=True)
+    for cache in engine.loop.slots.caches:
+        cache.release(0)
+        cache.take(0, cache.capacity)
 
 
 def tokens(r: Round) -> list[int]:

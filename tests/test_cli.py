@@ -639,9 +639,9 @@ def test_write_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failed_check(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specker.runtime import check
+    from specker.runtime.engine import Engine
 
-    real = check.compare
+    real = Engine.compare
 
     def differs(ok: bool) -> Any:
         def compare(*args: Any, **options: Any) -> Any:
@@ -650,7 +650,7 @@ def test_failed_check(
         return compare
 
     for ok, code in ((False, 1), (True, 0)):
-        monkeypatch.setattr(check, "compare", differs(ok))
+        monkeypatch.setattr(Engine, "compare", differs(ok))
         assert run.main(models(pair, "--prompt", "x", "--check", "--json", "-")) == code
         out, err = capsys.readouterr()
         assert json.loads(out)["total"]["identical"] is False

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from make_checkpoint import byte_tokenizer, edit, exact_oracle, make, oracle, oracle_logits
-from one_round import after_every_round, apart, draft, outcome, tokens
+from one_round import after_every_round, apart, draft, fresh, outcome, tokens
 
 import specker
 from bench.ablations import ExactPrefix, drafting_as
@@ -117,7 +117,7 @@ def test_a_trimmed_head_changes_no_token(family, keep, tmp_path):
 
 def guessed(engine, committed, n):
     """Log-probabilities [n, V] of the drafter's guesses after `committed`, on a fresh cache."""
-    engine.loop.clear()
+    fresh(engine)
     with torch.inference_mode():
         return engine.drafter.model.logits(engine.drafter.masked([committed], [[]], 0, n)).log_softmax(-1)
 
@@ -153,16 +153,17 @@ def test_the_cached_prefix_equals_one_pass_over_all_rounds(family, monkeypatch):
     a row sees the tokens of earlier rounds and its whole own round."""
     exact_oracle(monkeypatch)
     engine, n = load(family), 4
+    fresh(engine)
     drafter = engine.drafter
     text, steps = list(range(3, 40)), (1, 3, 5, 2)
     runs = [text[:-1]]
     with torch.inference_mode():
         drafter.prefill(0, text)
         for count in steps:
-            fresh = text[drafter.cache.exact_len[0] :]
+            new = text[drafter.cache.exact_len[0] :]
             got = drafter.model.logits(drafter.masked([text], [[]], 0, n))
             assert drafter.cache.exact_len == [len(text)]
-            runs.append(fresh + [127] * n)
+            runs.append(new + [127] * n)
             ids, run, place, is_mask = [], [], [], []
             start = 0
             for number, one in enumerate(runs):
@@ -246,12 +247,12 @@ def test_chunks_continue_while_guesses_are_confident(family):
         end += len(known) + masks
         want += best[end - masks - 1 : end - 1]
     assert drafted == want
-    engine.loop.clear()
+    fresh(engine)
     least = []
     policy = Chunks(255, 8, block=3)
     policy.keep_drafting = lambda confidence: least.append(confidence) or len(least) < 2
     again = draft(drafter, text, Budget(255, 8, block=3), policy=policy)
-    assert again.size == 6 and tokens(again) == drafted[:6] and again.found[0].passes == 2
+    assert again.draft.size == 6 and tokens(again) == drafted[:6] and again.draft.found[0].passes == 2
     sure = guessed(engine, text, 3).exp().amax(1)
     assert least[0] == pytest.approx(float(sure.min()))
 
@@ -280,7 +281,7 @@ def test_the_search_ranks_by_both_models_and_the_noise(family, temperature):
             score += weight * log_p[i, token] + (1 - weight) * second + noise[i, token]
             tail = [*tail, token]
         best[path] = float(score)
-    engine.loop.clear()
+    fresh(engine)
     engine.drafter.prefill = lambda slot, text: None
     r = draft(engine.drafter, text, Budget(255, 3), Sampling(temperature=temperature, seed=4))
     assert STOP not in tokens(r), "a stop token won: choose another text for this test"

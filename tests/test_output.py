@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,10 @@ import specker
 from specker import chat, run
 from specker.config import Sampling
 from specker.report import Result, Screen
-from specker.runtime import strategies, text
+from specker.runtime import strategies
 from specker.runtime.engine import Engine
+from specker.runtime.events import Event
+from specker.runtime.session import Session, Stream
 from specker.runtime.stats import Stats
 
 TALKS = [{"turns": ["one", "two"]}, {"prompt": "three"}, {"prompt": "four, longer"}, {"prompt": "five"}]
@@ -41,14 +43,14 @@ def results(tmp: Path) -> dict[str, Any]:
 def served(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Who decoded which prompts, in order."""
     calls: Calls = []
-    serve = Engine.serve
+    stream = Session.stream
 
-    def recorded(self: Engine, waiting: Any, traced: bool = True) -> Iterator[Any]:
-        who = "strategy" if traced and waiting[0].drafting else "ar"
-        calls.append((who, [list(request.text) for request in waiting]))
-        return serve(self, waiting, traced)
+    def recorded(self: Session, requests: Any = ()) -> Stream:
+        who = "strategy" if requests[0].drafting else "ar"
+        calls.append((who, [list(request.text) for request in requests]))
+        return stream(self, requests)
 
-    monkeypatch.setattr(Engine, "serve", recorded)
+    monkeypatch.setattr(Session, "stream", recorded)
     monkeypatch.setattr(Engine, "warmup", lambda self, tell=None: calls.append(("warm-up", [])))
     return calls
 
@@ -195,16 +197,16 @@ def test_ctrl_c_in_a_batch_prints_what_was_decoded(
     capsys: pytest.CaptureFixture[str], pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A title for every text that has begun, none for a prompt that waits; each text ends its line."""
-    calls: list[text.Step] = []
+    calls: list[Event] = []
 
-    def interrupts(step: text.Step) -> text.Chunk:
-        calls.append(step)
+    def interrupts(stream: Stream) -> Event:
+        calls.append(after(stream))
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)
-        return chunk(step)
+        return calls[-1]
 
-    chunk = text.chunk
-    monkeypatch.setattr(text, "chunk", interrupts)
+    after = Stream.__next__
+    monkeypatch.setattr(Stream, "__next__", interrupts)
     flags = argv(pair, tmp_path, "--batch-size", "2", "--draft-tokens", "1", "--max-new-tokens", "64")
     assert run.main(flags) == 130
     texts = [row["text"] for row in results(tmp_path)["prompts"]]

@@ -16,7 +16,7 @@ import pytest
 
 import specker
 from specker.arguments import EachOption, LoadOptions, RequestOptions
-from specker.config import Common, Sampling
+from specker.config import Common, Params, Sampling
 from specker.runtime.strategies import STRATEGIES, TrimOptions
 
 ROOT = Path(__file__).parents[1]
@@ -68,10 +68,13 @@ def flat(kind: object) -> set[object]:
     return set().union(*map(flat, typing.get_args(kind)))
 
 
-def test_the_typed_sampling_is_the_sampling():
-    hints = typing.get_type_hints(Sampling)
-    assert typing.get_type_hints(RequestOptions) == hints
-    assert {name: typing.get_args(kind)[0] for name, kind in typing.get_type_hints(EachOption).items()} == hints
+def test_the_typed_options_of_a_request_are_its_parameters():
+    """Besides those that are arguments by themselves. Of several prompts each may have its own, but for `stop_ids`."""
+    drawn, own = typing.get_type_hints(Sampling), {f.name for f in fields(Params)}
+    hints, each = typing.get_type_hints(RequestOptions), typing.get_type_hints(EachOption)
+    assert {name: hints[name] for name in drawn} == drawn
+    assert {*hints} == {*each} == {*drawn} | own - {"sampling", "max_new_tokens", "stop"}
+    assert {name: typing.get_args(each[name])[0] for name in drawn} == drawn
 
 
 def test_load_takes_what_the_loader_takes():

@@ -154,7 +154,7 @@ def main() -> None:
         request = event.request
         if not request.finished:
             continue
-        tokens += 0 if request in writer.confident else len(request.text) - writer.starts[request]
+        tokens += 0 if request in writer.asks else len(request.text) - writer.starts[request]
         if (answer := writer.finish(request)) is not None:
             push(answer)
         elif tokens < args.tokens:

@@ -209,6 +209,7 @@ class Loop:
             self._prefill(prefill_chunk(self.target, True))
 
     def _begin(self, request: Request) -> None:
+        self._bucket = -1  # another loop may share the caches
         self.slots.begin(request)
         self.slots.idle.discard(self.slots.waiting_room)
 
