@@ -49,9 +49,9 @@ from bench import harness, shapes
 from bench.harness import Timing
 from bench.kernels import common
 from bench.shapes import step_bytes
-from specker.config import Sampling
 from specker.model.decoder import forward
 from specker.model.sampling import GREEDY
+from specker.options import Sampling
 from specker.runtime import round as stage
 from specker.runtime import strategies
 from specker.runtime.auto import Experience

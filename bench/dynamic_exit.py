@@ -21,9 +21,9 @@ from transformers import HfArgumentParser
 import specker
 from bench import harness, plot
 from bench.e2e import Decoded, differing, joined, ours, row_of, share_target
-from specker.config import Sampling
 from specker.kernels.sample import sample_rows
 from specker.model.decoder import Final, forward
+from specker.options import Sampling
 from specker.runtime.engine import Engine
 
 LENGTHS = range(18)

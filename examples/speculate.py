@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import specker
-from specker.checkpoints.checkpoint import Checkpoint, load
+from specker.checkpoints.checkpoint import Checkpoint, read
 from specker.kernels import accept_walk, sample_rows
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
@@ -57,7 +57,7 @@ def speculate(target: Reader, draft: Reader, text: list[int], new: int) -> tuple
 
 if __name__ == "__main__":
     folders = [specker.zoo.path(name) for name in ("code-target", "code-draft")]
-    main, small = (load(folder, dtype=torch.float32, device="cpu") for folder in folders)
+    main, small = (read(folder, dtype=torch.float32, device="cpu") for folder in folders)
     prompt = main.tokenizer.encode(sys.argv[1] if len(sys.argv) > 1 else "def fibonacci(n):\n")
     written, count = speculate(Reader(main), Reader(small), prompt, NEW)
     print(main.tokenizer.decode(written))

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a command is run from anywhere
 
 from bench import plot  # noqa: E402
-from specker import calibrate, config, kernels, run  # noqa: E402
+from specker import calibrate, kernels, run  # noqa: E402
+from specker import options as config  # noqa: E402
 from specker.runtime import strategies  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "adr" / "README.md")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # `import specker` stays light
 
     from specker import zoo
     from specker.arguments import LoadOptions
-    from specker.config import Options
+    from specker.options import Options
     from specker.runtime.engine import Engine
 
 __version__ = "0.2.0"
@@ -50,7 +50,7 @@ def load(
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
             has no compiled kernels for the target.
         tell: called with (elements read, of all) of each checkpoint's weights.
-        options: fields of `specker.config.Common` and of the strategy, as strings or parsed values.
+        options: fields of `specker.options.Common` and of the strategy, as strings or parsed values.
 
     Returns:
         The engine. It decodes one stream at a time, and requests of other threads wait; with `batch_size` several

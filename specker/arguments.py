@@ -4,7 +4,7 @@ imports this at run time; tests/test_typing.py compares it with the dataclasses 
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-from specker.config import Keep, Tree
+from specker.options import Tree, VocabKeep
 
 Bits = Literal["int8", "int4", "fp8", "none"]
 
@@ -51,13 +51,13 @@ class LoadOptions(TypedDict, total=False):
     ngram_least: int
     # vocabtrim
     vocab_scores: str | None
-    vocab_keep: Keep | str | None
+    vocab_keep: VocabKeep | str | None
     vocab_text: int
     vocab_learn: Literal["on", "off"] | None
 
 
 class RequestOptions(TypedDict, total=False):
-    """The fields of `specker.config.Sampling`, and those of `Params` that are not arguments by themselves."""
+    """The fields of `specker.options.Sampling`, and those of `Params` that are not arguments by themselves."""
 
     temperature: float
     top_p: float

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specker.config import DTYPES, MAX_BATCH, Keep, Sampling
-from specker.flags import SHELLS, Parser, completion, ended, make, opt, settle
+from specker.flags import SHELLS, Parser, check_fields, completion, ended, make, opt
+from specker.options import DTYPES, MAX_BATCH, Sampling, VocabKeep
 from specker.report import probe, write_file
 from specker.run import Job, Talk, read_talks
 
@@ -45,11 +45,11 @@ class Calibration:
     ngram: str | None = opt(None, "the n-gram model to write, .safetensors (for --strategy diffuspec)", "FILE")
     ngram_least: int = opt(2, "with --ngram: drop n-grams seen fewer times", least=1)
     scores: str | None = opt(None, "show this score file instead of counting", "FILE")
-    vocab_keep: Keep | None = opt(
+    vocab_keep: VocabKeep | None = opt(
         None,
         "with --export: how much to keep: 8192 rows, 0.25 of the vocabulary or coverage:0.98",
         "ROWS|X|coverage:X",
-        parse=Keep.parse,
+        parse=VocabKeep.parse,
     )
     plot: str | None = opt(None, "draw the coverage curve as a PNG", "FILE")
     export: str | None = opt(None, "with --scores: the kept ids as EAGLE-3's d2t and t2d, .safetensors", "FILE")
@@ -73,7 +73,7 @@ class Calibration:
             )
         if len(set(written)) < len(written):
             raise ValueError(f"--out and --ngram are both {self.out}: name two files")
-        settle(self)
+        check_fields(self)
 
 
 GROUPS = {

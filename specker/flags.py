@@ -58,7 +58,7 @@ def option(name: str, value: Any = None) -> str:
     return name if value is None else f"{name}={value if isinstance(value, int | float) else str(value)!r}"
 
 
-def settle(options: Any) -> None:
+def check_fields(options: Any) -> None:
     """Parse and check every field of a frozen dataclass against its type and its `opt`. Call it from `__post_init__`.
     Raises ValueError with a sentence that names the option. A default of None skips the checks."""
     kinds = _kinds(type(options))  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from specker.config import Common, Options, Sampling
 from specker.flags import silence
+from specker.options import Common, Options, Sampling
 from specker.runtime.stats import Stats
 
 # A model's control characters must not steer the terminal: print Unicode's control pictures instead.

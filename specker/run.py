@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 import specker
 from specker import zoo
-from specker.config import DTYPES, Common, Options, Params, Sampling, stop_strings
-from specker.flags import SHELLS, Parser, completion, ended, make, not_json, opt, settle, silence
+from specker.flags import SHELLS, Parser, check_fields, completion, ended, make, not_json, opt, silence
+from specker.options import DTYPES, Common, Options, Params, Sampling, stop_strings
 from specker.report import Result, Screen, probe, report, write_file
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -76,7 +76,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("--prompt and --prompts exclude each other")
-        settle(self)
+        check_fields(self)
         stop_strings(self.stop)
 
     @property

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specker import cache
-from specker.flags import Parser, ended, make, opt, settle
+from specker.flags import Parser, check_fields, ended, make, opt
 
 ABOUT = {
     "cpu": "compiled kernels",
@@ -35,7 +35,7 @@ class Job:
     clear: tuple[str, ...] = opt((), "remove these entries of the list; `all` removes everything", "NAME")
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)

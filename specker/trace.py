@@ -47,7 +47,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from specker.config import Sampling
+from specker.options import Sampling
 from specker.report import settings, versions
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.stats import Stats

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specker import cpu
-from specker.checkpoints.checkpoint import load
+from specker.checkpoints.checkpoint import read
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward, prefill
 
@@ -34,7 +34,7 @@ def drawn() -> Tensor:
 
 def layers(folder: Path, dtype: torch.dtype, quantize: str | None) -> dict[str, Tensor]:
     """A tree of 5 rows after each of three prompts: the residual stream at three depths, K and V."""
-    model = Model(load(folder, dtype=dtype, device="cpu", quantize=quantize, activations="float32"))
+    model = Model(read(folder, dtype=dtype, device="cpu", quantize=quantize, activations="float32"))
     assert model.stack is not None, "the compiled kernels decline these sizes"
     cache = KVCache(model.config, 128, dtype=torch.float32, device="cpu", page_size=16, sequences=3)
     cache.k.zero_(), cache.v.zero_()

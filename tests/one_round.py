@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from specker.config import Sampling
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, prefill
 from specker.model.sampling import Draws
+from specker.options import Sampling
 from specker.runtime import loop
 from specker.runtime import state as states
 from specker.runtime.drafter import Drafter

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from specker.config import Params
+from specker.options import Params
 
 
 def perturbed(target: Path, draft: Path, amount: float = 0.15, seed: int = 7) -> Path:

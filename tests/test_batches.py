@@ -11,8 +11,8 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker.config import Params
 from specker.model import decoder
+from specker.options import Params
 from specker.runtime import loop, round
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.draft import drafter

@@ -11,7 +11,7 @@ import pytest
 
 import specker
 from specker import run, zoo
-from specker.checkpoints.checkpoint import load, read_config
+from specker.checkpoints.checkpoint import read, read_config
 from specker.integrations.drafts import Drafts
 from specker.runtime.stats import Stats
 
@@ -159,7 +159,7 @@ def test_model_configs_and_sizes():
     assert diffusion.layer.qkv_bias and diffusion.mask_token_id is not None
 
     def read_per_step(name):  # weights read by a decoding step
-        w = load(specker.zoo.path(name), dtype=torch.float32, device="cpu").weights
+        w = read(specker.zoo.path(name), dtype=torch.float32, device="cpu").weights
         return w.head.numel() + sum(t.numel() for kind in (w.qkv, w.o, w.gate_up, w.down) for t in kind)
 
     assert read_per_step("code-draft") <= read_per_step("code-target") / 10

@@ -22,8 +22,8 @@ from make_checkpoint import edit, make
 
 import specker
 from specker import calibrate, report, run
-from specker.config import Common, Keep, Sampling, Tree
-from specker.flags import SHELLS, opt, settle
+from specker.flags import SHELLS, check_fields, opt
+from specker.options import Common, Sampling, Tree, VocabKeep
 from specker.report import Result, Screen
 from specker.runtime import strategies
 from specker.runtime.stats import Stats
@@ -137,8 +137,8 @@ def test_values_are_parsed_once() -> None:
     argv = "--strategy diffuspec+vocabtrim --adl 2-5 --cps tree --vocab-keep coverage:0.5 --acceptance synthetic:0.8"
     options = run.parse(argv.split())[1]
     assert (options.base, options.policy, options.acceptance) == ("diffuspec", "adl", 0.8)
-    assert (options.own.adl, options.own.search, options.trim.vocab_keep) == ((2, 5), "tree", Keep(coverage=0.5))
-    typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": Keep(coverage=0.5), "acceptance": 0.8, "tree": None}
+    assert (options.own.adl, options.own.search, options.trim.vocab_keep) == ((2, 5), "tree", VocabKeep(coverage=0.5))
+    typed = {"adl": (2, 5), "cps": "tree", "vocab_keep": VocabKeep(coverage=0.5), "acceptance": 0.8, "tree": None}
     assert strategies.options(strategy="diffuspec+vocabtrim", **typed) == options
     assert strategies.options(strategy="easyspec", layer_parallel=2, tree=Tree(2, 3)).own.layer_parallel == 2
     groups = strategies.options(strategy="easyspec", layer_parallel="[[0],[1,2]]").own.layer_parallel
@@ -154,7 +154,7 @@ def test_a_strategy_is_one_registered_object(name: str, monkeypatch: pytest.Monk
         suffix: int = opt(3, "tokens of the longest suffix", least=1, most=8)
 
         def __post_init__(self) -> None:
-            settle(self)
+            check_fields(self)
 
     class Lookup(Strategy):
         name, options = "lookup", Own

@@ -15,7 +15,7 @@ from one_round import after_every_round, apart, draft, fresh, outcome, tokens
 import specker
 from bench.ablations import ExactPrefix, drafting_as
 from specker import run
-from specker.config import Sampling
+from specker.options import Sampling
 from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
 from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks

@@ -121,7 +121,7 @@ def assert_same(models, tmp_path, ranks):
 
 def test_two_ranks_have_the_tokens_of_one(models, tmp_path):
     found = assert_same(models, tmp_path, 2)
-    whole = checkpoint.load(models["target"], dtype=torch.float64, device="cpu").config
+    whole = checkpoint.read(models["target"], dtype=torch.float64, device="cpu").config
     one = 4 * (2 * whole.hidden_size + 3 * whole.hidden_size * whole.intermediate_size // 2)  # norms, half of the rest
     assert found[0][0]["layer_elements"] == found[1][0]["layer_elements"] > one
     assert [each[1]["drafts"] for each in found] == [True, False]
@@ -142,14 +142,14 @@ def test_the_parts_of_all_ranks_make_the_model(tmp_path, monkeypatch, arch, size
 
     biased = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {}
     folder = make(tmp_path / "m", arch, layers=2, heads=4, kv_heads=2, tied=False, **biased)
-    whole = checkpoint.load(folder, dtype=torch.float64, device="cpu")
+    whole = checkpoint.read(folder, dtype=torch.float64, device="cpu")
     c = whole.config
     read = []
     monkeypatch.setattr(buffers, "_copy", lambda to, source: read.append(source.numel()) or to.copy_(source))
     parts, counts = [], []
     for rank in range(size):
         read.clear()
-        parts.append(checkpoint.load(folder, dtype=torch.float64, device="cpu", part=Part(rank, size)))
+        parts.append(checkpoint.read(folder, dtype=torch.float64, device="cpu", part=Part(rank, size)))
         counts.append(sum(read))
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         elements = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
@@ -183,10 +183,10 @@ def test_what_cannot_be_split_is_refused(tmp_path):
     folder = make(tmp_path / "m", heads=4, kv_heads=2)
     for size, message in ((3, "num_attention_heads, 4"), (8, "num_attention_heads, 4")):
         with pytest.raises(CheckpointError, match=f"tp={size} does not divide the target's {message}"):
-            checkpoint.load(folder, dtype=torch.float32, device="cpu", part=Part(0, size))
+            checkpoint.read(folder, dtype=torch.float32, device="cpu", part=Part(0, size))
     six = make(tmp_path / "six", heads=6, kv_heads=2, hidden=96)
     with pytest.raises(CheckpointError, match="neither divides the target's num_key_value_heads, 2"):
-        checkpoint.load(six, dtype=torch.float32, device="cpu", part=Part(0, 3))
+        checkpoint.read(six, dtype=torch.float32, device="cpu", part=Part(0, 3))
 
 
 def test_a_process_takes_its_own_gpu(monkeypatch):

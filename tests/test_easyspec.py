@@ -12,13 +12,13 @@ from pairs import perturbed
 
 import specker
 from bench.ablations import Uncalibrated, drafting_as
-from specker.checkpoints.checkpoint import load as load_checkpoint
-from specker.config import Sampling
+from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.kernels import residual as merge
 from specker.kernels.round.repeat import Repeated, repeat_rows
 from specker.model import decoder
 from specker.model.cache import KVCache, sequence_bounds
 from specker.model.decoder import Final, Model, forward, prefill
+from specker.options import Sampling
 from specker.runtime import strategies
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget
@@ -46,7 +46,7 @@ def pair(tmp_path_factory, checkpoints):
 
 
 def loaded(folder, groups):
-    checkpoint = load_checkpoint(folder, dtype=F64, device="cpu")
+    checkpoint = read_checkpoint(folder, dtype=F64, device="cpu")
     model = Model(checkpoint)
     cache = KVCache(model.config, 64, dtype=F64, device="cpu", page_size=16)
     return model, cache, LayerParallel(model, cache, Schedule(groups))
@@ -113,7 +113,7 @@ def fuzzy(w, c, groups, h, position, memory):
 def test_the_fuzzy_pass_follows_the_paper(checkpoints, name, groups):
     """A prompt in sequence, then rows by the schedule, against the plain implementation above."""
     model, cache, parallel = loaded(checkpoints[name], groups)
-    w = load_checkpoint(checkpoints[name], dtype=F64, device="cpu").weights
+    w = read_checkpoint(checkpoints[name], dtype=F64, device="cpu").weights
     memory = [[] for _ in range(7)]
     for position, token in enumerate(PROMPT):
         fuzzy(w, model.config, [(n,) for n in range(7)], w.embed[token], position, memory)
@@ -250,7 +250,7 @@ def kernels(monkeypatch):
 
 
 def tiny_model(folder, linear):
-    checkpoint = load_checkpoint(folder, dtype=torch.float32, device="cpu")
+    checkpoint = read_checkpoint(folder, dtype=torch.float32, device="cpu")
     return Model(checkpoint, linear=linear)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import specker
 from specker import calibrate, run
-from specker.config import Sampling
 from specker.flags import option
+from specker.options import Sampling
 from specker.runtime import strategies
 
 PACKAGE = Path(specker.__file__).parent

@@ -11,15 +11,15 @@ from one_round import after_every_round, apart
 from pairs import perturbed
 
 import specker
-from specker.config import Sampling
 from specker.kernels.noise import gumbel
 from specker.model import cache, sampling
 from specker.model import rows as begins
 from specker.model.decoder import Final
 from specker.model.prefixes import Match, Prefixes
+from specker.options import Sampling
 from specker.runtime import head, loop, round
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
-from specker.runtime.strategies.vocabtrim.head import Kept
+from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 PROMPT, COUNT = [5, 9, 40, 77], 24
 HOT = {"temperature": 0.6, "top_p": 0.7, "seed": 11}
@@ -104,7 +104,7 @@ def trimmed_head_speaks_full_ids(world):
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(12, 8, generator=generator), torch.randn(2, 8, generator=generator)
     ids = torch.arange(12) * 2 + 1
-    head, final = Kept(ids).head(weight, torch.ones(8), 1e-6), Final(hidden)
+    head, final = KeptRows(ids).head(weight, torch.ones(8), 1e-6), Final(hidden)
     got, _ = head.candidates(final, 1, sampling.GREEDY, torch.arange(2))
     assert got[:, 0].tolist() == ids[(hidden @ weight.T).argmax(1)].tolist()
 

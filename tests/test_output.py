@@ -15,7 +15,7 @@ import pytest
 
 import specker
 from specker import chat, run
-from specker.config import Sampling
+from specker.options import Sampling
 from specker.report import Result, Screen
 from specker.runtime import strategies
 from specker.runtime.engine import Engine

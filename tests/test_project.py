@@ -15,7 +15,7 @@ from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from bench.latency import SHAPES, Cost, Inputs, Shape
 from specker import zoo
 from specker.checkpoints import checkpoint
-from specker.checkpoints.config import parse_config
+from specker.checkpoints.parse import parse_config
 from specker.kernels.round.grow import grow
 from specker.model.cache import KVCache
 from specker.model.config import layer_elements
@@ -196,7 +196,7 @@ def test_launches_equal_the_recorded_ones(tmp_path, name):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with recording() as log, torch.inference_mode():
-        made = checkpoint.load(str(tmp_path), dtype=torch.bfloat16, device="cpu", random=0)
+        made = checkpoint.read(str(tmp_path), dtype=torch.bfloat16, device="cpu", random=0)
         model = Model(made)
         cache = KVCache(model.config, 2304, dtype=torch.bfloat16, device="cpu")
         cache.bucket(2048)

@@ -20,10 +20,10 @@ from recorded import kernels, recording
 import specker
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from specker.checkpoints import buffers, checkpoint
-from specker.config import Sampling
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward
 from specker.model.sampling import Draws
+from specker.options import Sampling
 from specker.runtime.drafter import Draft
 from specker.runtime.engine import check_graphs
 from specker.runtime.graphs import Graphs
@@ -418,7 +418,7 @@ def at_width(folder, name):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, **rest}
     (folder / name).mkdir()
     (folder / name / "config.json").write_text(json.dumps(config))
-    return Model(checkpoint.load(str(folder / name), dtype=torch.bfloat16, device="cpu", random=0))
+    return Model(checkpoint.read(str(folder / name), dtype=torch.bfloat16, device="cpu", random=0))
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import specker
 from specker import zoo
-from specker.checkpoints.checkpoint import load as load_checkpoint
+from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.model.config import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
@@ -105,7 +105,7 @@ def test_a_wrong_declaration_is_refused(tmp_path, shares):
     folder = make(tmp_path / "x", tied=True)
     edit(folder, specker={"shares": shares})
     with pytest.raises(CheckpointError, match=r"specker.shares must be a list of embed_tokens, got .*the head is the"):
-        load_checkpoint(folder, dtype=torch.float32, device="cpu")
+        read_checkpoint(folder, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("ids", [None, (0, 5, 128), (-1, 5, 7)])

@@ -9,7 +9,7 @@ import pytest
 from bench import latency, shapes, step_model
 from bench.decode import CASES
 from bench.step_model import STEPS, Changes, Constants, Launch, Shape
-from specker.checkpoints.config import parse_config
+from specker.checkpoints.parse import parse_config
 
 AFTER = Changes(**{name: value for _, change in STEPS for name, value in change.items()})
 

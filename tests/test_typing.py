@@ -16,7 +16,7 @@ import pytest
 
 import specker
 from specker.arguments import EachOption, LoadOptions, RequestOptions
-from specker.config import Common, Params, Sampling
+from specker.options import Common, Params, Sampling
 from specker.runtime.strategies import STRATEGIES, TrimOptions
 
 ROOT = Path(__file__).parents[1]

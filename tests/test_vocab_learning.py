@@ -229,4 +229,4 @@ def test_a_family_without_settings_has_the_usual_ones(coder):
     assert default_keep(scores, coder).fraction == VOCAB_KEEP == default_keep(scores, None).fraction
     assert default_keep(scores, zoo.SMOLLM2).fraction == 1 / 24
     options = specker.runtime.strategies.options(strategy="draft")
-    assert draft.SmallModel().settled(options, coder) == draft.SmallModel().settled(options, None)
+    assert draft.SmallModel().with_defaults(options, coder) == draft.SmallModel().with_defaults(options, None)

@@ -22,7 +22,7 @@ import torch
 from transformers import HfArgumentParser
 
 import specker
-from specker.config import Params
+from specker.options import Params
 from specker.runtime.engine import Engine
 
 HELD_OUT = Path(__file__).parents[1] / "bench" / "spec_bench.jsonl"

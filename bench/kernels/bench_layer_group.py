@@ -51,7 +51,7 @@ def a_model(shape: tuple[int, int, int, int]) -> Model:
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        made = checkpoint.load(folder, dtype=DTYPE, device=DEVICE, random=0)
+        made = checkpoint.read(folder, dtype=DTYPE, device=DEVICE, random=0)
     return Model(made, packed=False)
 
 

@@ -34,7 +34,7 @@ def draft(
     **sampling: Any,
 ) -> Drafted:
     """Decode the decision on `context`. `engine`: what `specker.load` gives. `show` gets the text piece by piece.
-    `sampling`: fields of specker.config.Sampling. Raises ValueError if the context does not fit the model."""
+    `sampling`: fields of specker.options.Sampling. Raises ValueError if the context does not fit the model."""
     found = index.search(f"{title}\n{context}", examples)
     room = engine.target.config.max_context - max_new_tokens
     if room < 1:

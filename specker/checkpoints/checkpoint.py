@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specker.checkpoints import gguf
 from specker.checkpoints.buffers import Buffers, Piece, Storage, part_of, pieces_of, random_weights, served
-from specker.checkpoints.config import parse_config, read_json, reason
+from specker.checkpoints.parse import parse_config, read_json, reason
 from specker.checkpoints.quantised import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import Packed
@@ -59,7 +59,7 @@ class Checkpoint(Parameters):
 
     @property
     def recommended(self) -> dict[str, float]:
-        """The sampling settings that generation_config.json recommends, fields of `specker.config.Sampling`; {} if it
+        """The sampling settings that generation_config.json recommends, fields of `specker.options.Sampling`; {} if it
         recommends greedy decoding or nothing. They are never taken by themselves."""
         raw = read_json(self.folder / "generation_config.json", required=False)
         if not raw.get("do_sample"):
@@ -103,7 +103,7 @@ def opened(source: str | Path, *, max_context: int | None = None, bidirectional:
     return Opened(source, folder, *parsed, scheme_of(raw, str(source)))
 
 
-def load(
+def read(
     source: str | Path | Opened,
     *,
     dtype: torch.dtype,

@@ -42,8 +42,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A packed module has weight_packed int32 [O, E * bits / 32] of unsigned numbers, and weight_zero_point packed
-    along O if it is not symmetric. Another module has weight float8_e4m3fn [O, E]. Both have weight_scale."""
+    """A module that is not packed has weight int8 or float8_e4m3fn [O, E], and weight_zero_point int8 if it is not
+    symmetric. A packed one has weight_packed int32 [O, E * bits / 32] of unsigned numbers, and zero points packed along
+    O. Both have weight_scale."""
 
     layouts: tuple[tuple[str, Layout], ...]  # targets: "Linear", a module's name or "re:" and a pattern
     ignored: tuple[str, ...]  # names of modules that are not quantised, or "re:" and a pattern
@@ -72,11 +73,12 @@ class Compressed:
         if packed:
             found: Stored = {f"{module}.weight_packed": ((O, math.ceil(E * bits / 32)), ("I32",))}
         else:
-            found = {f"{module}.weight": (shape, ("F8_E4M3",))}
+            found = {f"{module}.weight": (shape, ("F8_E4M3" if blocks.kind == "fp8" else "I8",))}
         if blocks.rows:
             found[f"{module}.weight_scale"] = (rows, columns), FLOATS
             if not layout.symmetric:
-                found[f"{module}.weight_zero_point"] = (math.ceil(rows * bits / 32), columns), ("I32",)
+                zeros = ((math.ceil(rows * bits / 32), columns), ("I32",)) if packed else ((rows, columns), ("I8",))
+                found[f"{module}.weight_zero_point"] = zeros
         return found
 
     def optional(self, module: str) -> tuple[str, ...]:
@@ -87,14 +89,15 @@ class Compressed:
         layout = self._layout(module)
         assert layout is not None
         scale = needed(get, f"{module}.weight_scale")
+        zero = None if layout.symmetric else needed(get, f"{module}.weight_zero_point")
         if not layout.blocks.rows:
             scale = single(f"{module}.weight_scale", scale)
+            zero = None if zero is None else single(f"{module}.weight_zero_point", zero)
         if not layout.packed:
-            return layout.blocks.matrix(module, needed(get, f"{module}.weight"), scale, None)
+            return layout.blocks.matrix(module, needed(get, f"{module}.weight"), scale, zero)
         q = numbers(unpacked(needed(get, f"{module}.weight_packed"), layout.bits)[:, : shape[1]], layout.bits)
-        zero = None
-        if not layout.symmetric:
-            zero, rows = needed(get, f"{module}.weight_zero_point"), layout.blocks.grid(shape)[0]
+        if zero is not None:
+            rows = layout.blocks.grid(shape)[0]
             zero = numbers(unpacked(zero.t(), layout.bits)[:, :rows], layout.bits).t()
         return layout.blocks.matrix(module, q, scale, zero)
 
@@ -127,6 +130,7 @@ def _layout(weights: dict[str, Any], form: str) -> Layout:
     symmetric, size = bool(weights.get("symmetric", True)), weights.get("group_size")
     allowed = {  # format -> its numbers
         "pack-quantized": {("int", 4): "int4", ("int", 8): "int8"},
+        "int-quantized": {("int", 4): "int8", ("int", 8): "int8"},
         "float-quantized": {("float", 8): "fp8"},
     }
     if form not in allowed:
@@ -146,7 +150,7 @@ def _layout(weights: dict[str, Any], form: str) -> Layout:
         rows, columns = int(strategy == "channel"), 0
     else:
         raise refused(f"{method} with the strategy {strategy}")
-    if not symmetric and strategy in ("tensor", "block"):
+    if form == "pack-quantized" and not symmetric and strategy in ("tensor", "block"):
         raise refused(f"{method}: {form} with zero points and the strategy {strategy}")
     return Layout(form, bits, Blocks(kind, rows, columns), symmetric)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from specker.cache import root as cache_root
 from specker.cache import write
 from specker.checkpoints import gguf_blocks as blocks
-from specker.checkpoints.config import ARCHITECTURES, reason
+from specker.checkpoints.parse import ARCHITECTURES, reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
 
@@ -287,7 +287,7 @@ def _save(
     return modules, sorted(restored)
 
 
-def _told(path: Path, tensors: Sequence[Any]) -> Iterator[Any]:
+def _with_progress(path: Path, tensors: Sequence[Any]) -> Iterator[Any]:
     """`tensors` one by one, with a record in between for each tenth of their bytes that is done."""
     total, done = sum(int(tensor.n_bytes) for tensor in tensors), 0
     for tensor in tensors:
@@ -305,7 +305,7 @@ def _tensors(
     from gguf.quants import dequantize
 
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for tensor in _told(path, tensors):
+    for tensor in _with_progress(path, tensors):
         name = _named(tensor.name, path)
         if name is None:
             continue

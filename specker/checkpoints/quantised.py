@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from specker.checkpoints.awq import awq
 from specker.checkpoints.compressed import compressed_tensors
-from specker.checkpoints.config import reason
 from specker.checkpoints.fp8 import fp8
 from specker.checkpoints.gptq import gptq
+from specker.checkpoints.parse import reason
 from specker.checkpoints.stored import Get, Stored, refused
 from specker.cpu.packed import FORMATS, ROWS, Packed, Run
 from specker.kernels.quant import Quantized

@@ -8,7 +8,7 @@ for each block of weights:
 `shift` is exact for scales in float16 and bfloat16, and rounded once for float32 ones. A block may be any rectangle:
 the whole matrix, a row, a group of columns, or 128 x 128 weights. In memory it is rows of groups.
 
-Many checkpoints were made for quantised activations too (static or dynamic scales). They are read for their
+Many checkpoints were made for quantised activations too (W8A8; static or dynamic scales). They are read for their
 weights alone: activations stay in the run's dtype. transformers' dequantised model is the same. Tokens may differ from
 those of an engine that rounds activations.
 """

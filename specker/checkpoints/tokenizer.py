@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specker.checkpoints import gguf
-from specker.checkpoints.config import read_json, reason
+from specker.checkpoints.parse import read_json, reason
 from specker.model.config import CheckpointError
 
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specker.checkpoints.buffers import activations, norms_of
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
-from specker.checkpoints.config import ARCHITECTURES, parse_config
+from specker.checkpoints.parse import ARCHITECTURES, parse_config
 from specker.model.config import CheckpointError
 from specker.model.weights import Weights
 

@@ -23,13 +23,13 @@ from specker import zoo
 from specker.checkpoints import checkpoint
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, folder_of, read_config
-from specker.checkpoints.config import eos_ids, read_json, reason
-from specker.config import MAX_BATCH, Sampling
+from specker.checkpoints.parse import eos_ids, read_json, reason
 from specker.kernels.cpu import native
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
-from specker.model.memory import Room
+from specker.model.memory import CacheMemory
 from specker.model.sampling import Draws, pack
 from specker.model.weights import Weights
+from specker.options import MAX_BATCH, Sampling
 from specker.runtime import strategies
 from specker.runtime.auto import Experience
 from specker.runtime.choose import Chooser
@@ -100,20 +100,20 @@ class Drafts:
         if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
             kind = torch.float32
         if own is not None and own.shares:
-            main = checkpoint.load(target, dtype=kind, device=where, max_context=max_context, layers=False)
+            main = checkpoint.read(target, dtype=kind, device=where, max_context=max_context, layers=False)
             family = family_of(main)
         else:
             main = Checkpoint(config, _no_weights(where), folder_of(target, weights=False))
         if draft is None and parts.needs_draft and family is None:
             raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {target}: pass draft")
-        o = parts.settled(o, family)
+        o = parts.with_defaults(o, family)
         notes: dict[str, str] = {}
         side, kept = drafting(main, source, o, kind, target, family, notes)
         for sentence in notes.values():
             log.warning(sentence)
         if side is not None:
-            room = Room((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
-            o = replace(o, kv_tokens=room.pool(o.batch_size, kv_tokens)[0])
+            memory = CacheMemory((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
+            o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
         drafter = strategies.drafter(DraftContext(o, main, None, None, side, kept, family))
         assert drafter is not None
         self.drafter = drafter
@@ -150,8 +150,8 @@ class Drafts:
         for i, sequence in self._matched(texts).items():
             sequence.sampling = GREEDY if sampling is None else sampling[i]
             length = len(sequence.text)
-            room = min(most, self.limit - length, self.drafter.left(length))
-            if room > 0 and self._has_memory(sequence, length + most):
+            left = min(most, self.limit - length, self.drafter.left(length))
+            if left > 0 and self._has_memory(sequence, length + most):
                 chosen[i] = sequence
         self._round = None
         if chosen:
@@ -259,7 +259,7 @@ class Drafts:
         cache = self.drafter.cache
         if cache is None:
             return True
-        while not cache.grow(self._slots.index(sequence), columns):
+        while not cache.extend(self._slots.index(sequence), columns):
             idle = [s for s, step in self._used.items() if step < self._step]
             self._release(min(idle, key=self._used.__getitem__, default=sequence))
             if not idle:
@@ -287,8 +287,8 @@ class Drafts:
         prices = self._chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
         for p in policies:
             p.taken(budget, prices)
-        room = max(min(self.limit - length, self.drafter.left(length)) for length in lengths)
-        budget = budget.clip(budget.nodes, min(most, room))
+        left = max(min(self.limit - length, self.drafter.left(length)) for length in lengths)
+        budget = budget.clip(budget.nodes, min(most, left))
         draws = Draws.of([s.sampling for s in sequences], state.draw, False)
         if draws.kind != "greedy":
             for slot, sequence in enumerate(sequences):

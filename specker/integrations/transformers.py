@@ -34,12 +34,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specker import zoo
-from specker.config import MAX_BATCH, Options, Params, Sampling
 from specker.integrations.adopt import adopt, adoptable, files, state
 from specker.integrations.attention import register_attention
 from specker.integrations.drafts import Drafts
 from specker.kernels.sample import sample_rows
 from specker.model.sampling import pack
+from specker.options import MAX_BATCH, Options, Params, Sampling
 from specker.runtime import strategies
 from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.load import drafting, family_of
@@ -231,10 +231,10 @@ class Generate:
                 )
             parts.check_target(o, main.config.num_layers)
             side, kept = drafting(main, draft, o, model.dtype, folder, family, notes)
-        room = cache_memory(main, side, o)
-        room.sized(context)  # raises ValueError if the K/V does not fit
-        o = replace(o, kv_tokens=room.pool(o.batch_size, o.kv_tokens)[0])
-        with room.allocating():
+        memory = cache_memory(main, side, o)
+        memory.sized(context)  # raises ValueError if the K/V does not fit
+        o = replace(o, kv_tokens=memory.pool(o.batch_size, o.kv_tokens)[0])
+        with memory.allocating():
             names = type(model).__name__, None if draft is None else str(draft)
             return Engine(main, side, o, model.device, model.dtype, *names, kept, notes, None, family)
 

@@ -125,7 +125,7 @@ class KVCache:
             self._drop([match.copied])
         self.exact_len[slot] = match.columns
 
-    def grow(self, slot: int, columns: int) -> bool:
+    def extend(self, slot: int, columns: int) -> bool:
         """Give the sequence in `slot` further pages, so that it has `columns`. False if the pool has too few."""
         missing = self.pages_for(columns) - len(self._pages[slot])
         if missing > self.free_pages:

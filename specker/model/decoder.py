@@ -68,7 +68,7 @@ class Group(NamedTuple):
     reach: int  # of all layers, see LayerSpec.reaches
 
 
-class Batch(NamedTuple):
+class GroupRows(NamedTuple):
     """T rows in each of a group's N layers, layer by layer."""
 
     positions: Tensor  # [N * T] int64
@@ -77,7 +77,9 @@ class Batch(NamedTuple):
     join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
 
 
-Step = tuple[Group, tuple[Tensor, Tensor], Batch]  # the tensors are K and V [pages, page_size, Hkv, D] of `slots`
+GroupStep = tuple[
+    Group, tuple[Tensor, Tensor], GroupRows
+]  # the tensors are K and V [pages, page_size, Hkv, D] of `slots`
 
 
 class Final(NamedTuple):
@@ -182,7 +184,7 @@ class Model:
 
 
 def run_layers(
-    model: Model, steps: Iterable[Step], hidden: Tensor, first: int = 0, taps: tuple[int, ...] = ()
+    model: Model, steps: Iterable[GroupStep], hidden: Tensor, first: int = 0, taps: tuple[int, ...] = ()
 ) -> Output:
     """Run groups of layers in sequence, from depth `first` on, over rows with the residual stream `hidden` [T, E].
     Writes the rows' K/V. The layers of a group all attend from the group's input h; their feed-forwards then run in
@@ -314,7 +316,7 @@ def forward(
     first, last, _ = layers.indices(len(model.layers))
     if model.stack is not None and len(hidden) <= model.stack.most:
         return compiled(model, cache, rows, hidden, range(first, last + 1), taps)
-    batch = Batch(rows.positions, rows.slots, over_pages(model, rows), model.summed)
+    batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
     steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
     return run_layers(model, steps, hidden, first, taps)
 
@@ -409,7 +411,7 @@ def _prefill_chunk(
             enable_gqa=True,
         )[0].transpose(0, 1)
 
-    batch = Batch(model.positions[start:end], cache.slots(slot, start, end), attend, model.summed)
+    batch = GroupRows(model.positions[start:end], cache.slots(slot, start, end), attend, model.summed)
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
     kept = run_layers(model, steps, hidden, taps=taps).taps
     cache.exact_len[slot] = end

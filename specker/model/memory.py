@@ -41,7 +41,7 @@ class Cost:
 def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
     """Bytes to leave free beside weights and K/V: twice the widest activations of a prefill chunk, four copies of the
     logits of 256 rows (in the dtype; in float32: raw, divided by the temperature, with noise), and on a GPU KERNELS. If
-    the warm-up needs more, it ends with the sentence of `Room.running`, which names a shorter context."""
+    the warm-up needs more, it ends with the sentence of `CacheMemory.running`, which names a shorter context."""
     wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
     activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
     kernels = KERNELS if device.type == "cuda" else 0
@@ -59,9 +59,9 @@ def held(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> i
     return sum(cost.position * count * page_size for cost, count in zip(costs, pages, strict=True))
 
 
-def largest(costs: Sequence[Cost], room: int, page_size: int, scratch: int) -> int:
-    """The longest context, up to the first model's limit, that fits into `room` bytes; 0 if none does."""
-    return bisect_right(range(1, costs[0].limit + 1), room, key=lambda n: needed(costs, n, page_size, scratch))
+def largest(costs: Sequence[Cost], available: int, page_size: int, scratch: int) -> int:
+    """The longest context, up to the first model's limit, that fits into `available` bytes; 0 if none does."""
+    return bisect_right(range(1, costs[0].limit + 1), available, key=lambda n: needed(costs, n, page_size, scratch))
 
 
 def sized(
@@ -108,17 +108,17 @@ def too_heavy(name: str, size: int, elements: int, dtype: torch.dtype, free: int
     return f"{need}: not even {option('dtype', 'bfloat16')} would fit, which needs {gib(half)}"
 
 
-def too_long(costs: Sequence[Cost], context: int, room: int, spare: int, page_size: int, scratch: int) -> str:
-    """The message if memory runs out although `context` seemed to fit. `room`: bytes that are free or in K/V. The
+def too_long(costs: Sequence[Cost], context: int, available: int, spare: int, page_size: int, scratch: int) -> str:
+    """The message if memory runs out although `context` seemed to fit. `available`: bytes that are free or in K/V. The
     suggested context leaves twice `spare` bytes and is at least a quarter shorter."""
-    most = min(largest(costs, room - 2 * spare, page_size, scratch), context - context // 4)
+    most = min(largest(costs, available - 2 * spare, page_size, scratch), context - context // 4)
     if most < 2:
         return f"out of memory with a context of {context} positions: no shorter one would fit"
     return f"out of memory with a context of {context} positions: {option('max_context', most)} would fit"
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheMemory:
     """The memory that an engine's caches must fit into."""
 
     configs: tuple[ModelConfig, ...]  # of the models with their own cache, the target first
@@ -172,8 +172,8 @@ class Room:
         return reserve(self.configs, self.dtype, self.device)
 
     def _too_long(self, in_caches: int) -> str:
-        room, context = (free(self.device) or 0) + in_caches, self.configs[0].max_context
-        return too_long(self._costs, context, room, self._spare, self.page_size, self.scratch)
+        available, context = (free(self.device) or 0) + in_caches, self.configs[0].max_context
+        return too_long(self._costs, context, available, self._spare, self.page_size, self.scratch)
 
 
 def free(device: torch.device) -> int | None:

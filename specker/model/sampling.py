@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specker.config import Sampling
 from specker.kernels.noise import pack_draw
 from specker.kernels.sample import Splits, sample_rows, sample_splits
 from specker.kernels.topk import Noise
+from specker.options import Sampling
 
 ALL = 2**31 - 1  # top_k that keeps every token
 KINDS = ("greedy", "noise", "filtered")  # the kernels a draw launches; a later kind also covers the earlier ones

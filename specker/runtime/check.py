@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from specker.config import Sampling
 from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
 from specker.model.decoder import Model, forward, prefill
+from specker.options import Sampling
 from specker.runtime.loop import Loop
 from specker.runtime.text import Generation
 

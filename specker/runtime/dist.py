@@ -24,10 +24,10 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 
-from specker.config import Options
 from specker.flags import JobError, option
 from specker.model.sampling import Draws
 from specker.model.split import Part
+from specker.options import Options
 from specker.runtime.policy import Budget
 
 _all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # its name from torch 2.13 on

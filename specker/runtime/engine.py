@@ -12,11 +12,11 @@ import torch
 
 from specker.checkpoints import gguf
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.config import Options, Params
 from specker.flags import option
 from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.decoder import Model
+from specker.options import Options, Params
 from specker.runtime import check, strategies, text
 from specker.runtime.auto import Experience
 from specker.runtime.broadcast import SharedDrafter
@@ -34,7 +34,7 @@ from specker.runtime.state import Request
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.strategies.vocabtrim.head import Kept
+from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.warmup import warm_up
 from specker.zoo import Family
@@ -56,7 +56,7 @@ class Engine:
     dtype: torch.dtype
     target_name: str
     draft_name: str | None
-    kept: Kept | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
+    kept: KeptRows | None = None  # the kept rows of a trimmed draft head (strategy vocabtrim)
     notes: dict[str, str] = field(default_factory=dict)  # decisions of the loader, by their names in `remarks`
     ranks: Ranks | None = None  # the ranks that share the target
     family: Family | None = None  # the bundled files for the target
@@ -206,9 +206,9 @@ class Engine:
         **options: "Unpack[EachOption]",
     ) -> Stream:
         """Decode one prompt, or several as a batch; iterates over an `Event` per round and prompt. `options`: the
-        fields of `specker.config.Sampling` and `Params`; each of them, and max_new_tokens, is one value for all prompts
-        or a list per prompt. A text ends before the first of the strings `stop`; what may be the beginning of one is
-        held back. Closing the stream ends its requests.
+        fields of `specker.options.Sampling` and `Params`. Each of them, and max_new_tokens, is one value for all
+        prompts or a list per prompt. A text ends before the first of the strings `stop`; what may be the beginning of
+        one is held back. Closing the stream ends its requests.
 
         Raises ValueError for an empty prompt, one that does not fit, or bad numbers; TypeError for unknown names.
         """
@@ -336,8 +336,8 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
     return passes * own / whole
 
 
-def cache_memory(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.Room:
+def cache_memory(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.CacheMemory:
     """The memory that the caches of target and draft must fit into."""
     own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
     norm = target.weights.norm  # has the dtype of the K/V
-    return memory.Room(tuple(c.local for c in own), norm.dtype, norm.device, options.page_size, SCRATCH)
+    return memory.CacheMemory(tuple(c.local for c in own), norm.dtype, norm.device, options.page_size, SCRATCH)

@@ -11,15 +11,15 @@ import torch
 from specker import cpu, zoo
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
-from specker.checkpoints.checkpoint import load as load_checkpoint
-from specker.config import DTYPES, Options
+from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.flags import option
 from specker.model.split import WHOLE
+from specker.options import DTYPES, Options
 from specker.runtime import dist, strategies
 from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.strategies.vocabtrim import trim
-from specker.runtime.strategies.vocabtrim.head import Kept
+from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 
 def load(
@@ -71,7 +71,7 @@ def load(
         dtype = torch.bfloat16 if whole and served(main_source.config) else torch.float32
     kind = dtype_of(dtype)
     shares_head = ranks is not None and side_source is not None and "lm_head" in side_source.config.shares
-    main = load_checkpoint(
+    main = read_checkpoint(
         main_source,
         dtype=kind,
         device=where,
@@ -91,7 +91,7 @@ def load(
     if lacks_draft and family is None:
         raise ValueError(_no_draft(opts, target_source))
     draft_source = family.drafts[parts.name] if lacks_draft and family is not None else draft
-    opts = parts.settled(opts, family)
+    opts = parts.with_defaults(opts, family)
     parts.check_target(opts, main.config.num_layers)
     side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, tell)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
@@ -124,13 +124,13 @@ def drafting(
     notes: dict[str, str],
     ranks: dist.Ranks | None = None,
     tell: Callable[[int, int], None] | None = None,
-) -> tuple[Checkpoint | None, Kept | None]:
+) -> tuple[Checkpoint | None, KeptRows | None]:
     """(the checkpoint that drafts for `main`, fitted to its vocabulary and context, or None; the kept rows of a trimmed
     head, or None). `source`: the draft checkpoint; None if the strategy needs none. `target`: what the user called the
     target. Adds remarks to `notes`. Raises as `load` does."""
     parts, dummy, side, kept = strategies.of(opts), opts.load == "dummy", None, None
     if source is not None and (ranks is None or ranks.drafts):
-        side = load_checkpoint(
+        side = read_checkpoint(
             source,
             dtype=dtype,
             device=main.weights.embed.device,

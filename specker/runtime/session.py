@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.config import Params, whole
 from specker.flags import option
+from specker.options import Params, whole
 from specker.runtime import text
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event

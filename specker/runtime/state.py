@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specker.config import Sampling
 from specker.model.sampling import pack
+from specker.options import Sampling
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.policy import Policy
 from specker.runtime.stats import Stats

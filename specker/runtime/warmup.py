@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from specker.config import Params, Sampling
 from specker.model.decoder import PREFILL_CHUNK
+from specker.options import Params, Sampling
 from specker.runtime.choose import NONE
 from specker.runtime.drafter import Draft
 from specker.runtime.loop import Loop
@@ -180,7 +180,7 @@ def _on_the_host(loop: Loop, sampling: Sampling, confident: bool) -> None:
     if length + loop.beyond > loop.target.config.max_context:
         return
     _texts(loop, 1, length, sampling)
-    if all(cache.grow(0, loop.slots.columns(length)) for cache in loop.slots.caches):
+    if all(cache.extend(0, loop.slots.columns(length)) for cache in loop.slots.caches):
         r = loop.new_round(loop.largest, False)
         r.confident = confident
         launch(r, loop.target, loop.cache, loop.drafter)

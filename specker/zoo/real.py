@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specker.checkpoints import gguf
-from specker.checkpoints.config import reason
+from specker.checkpoints.parse import reason
 from specker.flags import Parser, ended
 
 

@@ -13,8 +13,8 @@ import transformers
 from make_checkpoint import CASES, GEMMA3, LLAMA3, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
-from specker.checkpoints.checkpoint import Checkpoint, load, read_config
-from specker.checkpoints.config import ARCHITECTURES, SIZES, parse_config
+from specker.checkpoints.checkpoint import Checkpoint, read, read_config
+from specker.checkpoints.parse import ARCHITECTURES, SIZES, parse_config
 from specker.model.config import CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
@@ -22,8 +22,8 @@ NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "
 NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM"}
 
 
-def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
-    return load(folder, dtype=dtype, device="cpu", **options)
+def read_here(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
+    return read(folder, dtype=dtype, device="cpu", **options)
 
 
 def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def tensors(ck: Checkpoint) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
 def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     folder = make(tmp_path, **options)
-    ck, model = read(folder), oracle(folder)
+    ck, model = read_here(folder), oracle(folder)
     c, w, state = ck.config, ck.weights, model.state_dict()
     used = set()
 
@@ -117,14 +117,14 @@ def test_sharded_equals_single(tmp_path: Path) -> None:
     one = make(tmp_path / "one", "qwen3", layers=4)
     many = make(tmp_path / "many", "qwen3", layers=4, shards=4)
     assert len(list(many.glob("*.safetensors"))) >= 4
-    a, b = tensors(read(one)), tensors(read(many))
+    a, b = tensors(read_here(one)), tensors(read_here(many))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("run", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(tmp_path: Path, stored: torch.dtype, run: torch.dtype) -> None:
-    ck = read(make(tmp_path, "qwen2", dtype=stored), run)
+    ck = read_here(make(tmp_path, "qwen2", dtype=stored), run)
     state = load_file(tmp_path / "model.safetensors")
     gate, up = (torch.stack([state[f"model.layers.{i}.mlp.{x}_proj.weight"] for i in range(3)]) for x in ("gate", "up"))
     assert torch.equal(tensors(ck)["gate_up"], torch.cat([gate, up], 1).to(run))
@@ -137,10 +137,10 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, run: torch.dtype) -> None:
 
 def test_chunked_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than a chunk with a partial last chunk, and rows larger than a chunk."""
-    want = tensors(read(make(tmp_path)))
+    want = tensors(read_here(make(tmp_path)))
     for chunk in (64 * 5, 7):
         monkeypatch.setattr("specker.checkpoints.buffers.CHUNK", chunk)
-        got = tensors(read(tmp_path))
+        got = tensors(read_here(tmp_path))
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -169,13 +169,13 @@ def copy(target, source):
 buffers._copy = copy
 
 tiny, *runs = sys.argv[1:]
-checkpoint.load(tiny, dtype=torch.float32, device="cpu")  # what is imported on use is not the weights' memory
+checkpoint.read(tiny, dtype=torch.float32, device="cpu")  # what is imported on use is not the weights' memory
 for run in runs:
     folder, name = run.rsplit(":", 1)
     running, peaks, before = True, [], anonymous()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    ck = checkpoint.load(folder, dtype=getattr(torch, name), device="cpu")
+    ck = checkpoint.read(folder, dtype=getattr(torch, name), device="cpu")
     size = sum({id(t): t.nbytes for t in vars(ck.weights).values() if isinstance(t, torch.Tensor)}.values())
     running = False
     watcher.join()
@@ -208,25 +208,25 @@ def test_memory_stays_below_one_copy(tmp_path: Path) -> None:
 def test_cuda_equals_cpu(tmp_path: Path, arch: str) -> None:
     folder = make(tmp_path, arch, layers=2)
     for dtype in (torch.float32, torch.bfloat16):
-        cpu, cuda = tensors(read(folder, dtype)), tensors(load(folder, dtype=dtype, device="cuda"))
+        cpu, cuda = tensors(read_here(folder, dtype)), tensors(read_here(folder, dtype=dtype, device="cuda"))
         assert cpu.keys() == cuda.keys()
         assert all(cuda[name].is_cuda and torch.equal(cuda[name].cpu(), cpu[name]) for name in cpu)
 
 
 def test_llama3_scaling_is_in_the_frequencies(tmp_path: Path) -> None:
-    scaled = read(make(tmp_path / "a", rope=LLAMA3)).weights.ropes[0].inv_freq
-    ratio = scaled / read(make(tmp_path / "b")).weights.ropes[0].inv_freq
+    scaled = read_here(make(tmp_path / "a", rope=LLAMA3)).weights.ropes[0].inv_freq
+    ratio = scaled / read_here(make(tmp_path / "b")).weights.ropes[0].inv_freq
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / 8) and ((ratio > 0.13) & (ratio < 0.99)).any()
 
 
 def test_names_without_prefix_and_known_extras(tmp_path: Path) -> None:
     """A base model's names, rotary buffers of old checkpoints, and a copy of a tied head are accepted."""
-    want = tensors(read(make(tmp_path / "full", tied=True)))
+    want = tensors(read_here(make(tmp_path / "full", tied=True)))
     folder = make(tmp_path / "base", tied=True, prefix=False)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaModel"]
     rewrite(folder, lambda s: s.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
     rewrite(folder, lambda s: s.update({"lm_head.weight": s["embed_tokens.weight"].clone()}))
-    got = tensors(read(folder))
+    got = tensors(read_here(folder))
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -235,7 +235,7 @@ def test_bidirectional(tmp_path: Path, arch: str) -> None:
     folder = make(tmp_path, arch, mask=5)
     plain = read_config(folder)
     assert (plain.causal, plain.shifted_logits, plain.mask_token_id) == (True, True, 5)
-    masked = read(folder, bidirectional=True).config
+    masked = read_here(folder, bidirectional=True).config
     assert (masked.causal, masked.shifted_logits, masked.mask_token_id) == (False, False, 5)
 
 
@@ -257,9 +257,9 @@ WINDOWS: list[dict[str, Any]] = [
 def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
     """Within its window, sliding-window attention is full attention."""
     folder = make(tmp_path, **options)
-    within = read(folder, max_context=100).config
+    within = read_here(folder, max_context=100).config
     assert within.max_context == 100 and within.layer.reaches == ()
-    assert read(folder, max_context=101).config.layer.reaches == (options["arch"] != "qwen2") * (100,) + (
+    assert read_here(folder, max_context=101).config.layer.reaches == (options["arch"] != "qwen2") * (100,) + (
         (0, 100, 100) if options["arch"] == "qwen2" else (100, 100)
     )
 
@@ -267,9 +267,9 @@ def test_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", WINDOWS[1:], ids=lambda options: options["arch"])
 def test_a_bidirectional_drafter_has_no_window(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = make(tmp_path, **options, mask=5)
-    assert not read(folder, max_context=100, bidirectional=True).config.causal
+    assert not read_here(folder, max_context=100, bidirectional=True).config.causal
     with pytest.raises(CheckpointError, match=r"window of 100, which a bidirectional .*; use max_context=100 or less"):
-        read(folder, max_context=101, bidirectional=True)
+        read_here(folder, max_context=101, bidirectional=True)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_old_gemma_files_have_two_bases(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     edit(folder, rope_parameters=..., rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=scaling, layer_types=...)
     edit(folder, sliding_window_pattern=2)
-    ck, powers = read(folder), torch.arange(0, 16, 2).double() / 16
+    ck, powers = read_here(folder), torch.arange(0, 16, 2).double() / 16
     assert ck.config.layer.reaches == (12, 0, 12) and ck.config.layer.ropes == (1, 0, 1)
     for rope, want in zip(ck.weights.ropes, (2e6**-powers / 8, 3e4**-powers), strict=True):
         torch.testing.assert_close(rope.inv_freq.double(), want, rtol=1e-6, atol=0)
@@ -305,11 +305,11 @@ def test_every_norm_of_gemma_is_read(tmp_path: Path) -> None:
         folder = make(tmp_path / name, **GEMMA3)
         rewrite(folder, lambda s, name=name: s.pop(f"model.layers.1.{name}.weight"))
         with pytest.raises(CheckpointError, match=rf"lacks model\.layers\.1\.{re.escape(name)}\.weight, which"):
-            read(folder)
+            read_here(folder)
     folder = make(tmp_path / "olmo2", "olmo2")
     rewrite(folder, lambda s: s.update({"model.layers.0.input_layernorm.weight": torch.ones(64)}))
     with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.input_layernorm\.weight, which Olmo2For"):
-        read(folder)
+        read_here(folder)
 
 
 def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
 
     folder = make(tmp_path, "olmo2", kv_heads=4)
     with pytest.raises(CheckpointError, match="tp=2 cannot split the target: its norms of q and k are over all heads"):
-        read(folder, part=Part(0, 2))
+        read_here(folder, part=Part(0, 2))
 
 
 def test_a_window_that_no_layer_uses_is_accepted(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_eos_ids_may_be_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "dream"])
 def test_tokenizer(tmp_path: Path, arch: str) -> None:
-    ck = read(make(tmp_path, arch, tokenizer=True))
+    ck = read_here(make(tmp_path, arch, tokenizer=True))
     text = "Naïve café, 3 tabs\t\n"
     ids = ck.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(ids) == len(text.encode()) and ck.tokenizer.decode(ids) == text
@@ -362,10 +362,10 @@ def test_tokenizer(tmp_path: Path, arch: str) -> None:
 
 def test_tokenizer_absent_or_broken(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer .*copy it there or pass token ids"):
-        _ = read(make(tmp_path)).tokenizer
+        _ = read_here(make(tmp_path)).tokenizer
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"the tokenizer in .* cannot be read"):
-        _ = read(tmp_path).tokenizer
+        _ = read_here(tmp_path).tokenizer
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -473,12 +473,12 @@ def test_config_refusals(folder: Path, edits: dict[str, Any], options: dict[str,
 def test_a_diffusion_model_needs_a_mask_token(tmp_path: Path, arch: str, mask: Any) -> None:
     edit(make(tmp_path, arch), mask_token_id=mask)
     with pytest.raises(CheckpointError, match=f"a bidirectional {NAMES[arch]} needs mask_token_id .*; it is {mask}"):
-        read(tmp_path, bidirectional=True)
+        read_here(tmp_path, bidirectional=True)
 
 
 def test_dream_cannot_be_causal(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="DreamModel is always bidirectional"):
-        read(make(tmp_path, "dream"), bidirectional=False)
+        read_here(make(tmp_path, "dream"), bidirectional=False)
 
 
 def test_layer_types(tmp_path: Path) -> None:
@@ -487,17 +487,17 @@ def test_layer_types(tmp_path: Path) -> None:
         CheckpointError,
         match="chunked_attention are not supported; only full_attention and sliding_at",
     ):
-        read(tmp_path)
+        read_here(tmp_path)
     edit(tmp_path, layer_types=["full_attention"] * 2)
     with pytest.raises(CheckpointError, match=r"not a valid Qwen3ForCausalLM config .*validate_layer_type"):
-        read(tmp_path)
+        read_here(tmp_path)
     edit(make(tmp_path / "smollm3", "smollm3"), no_rope_layers=[1, 1, 0, 0])
     with pytest.raises(CheckpointError, match="no_rope_layers must have an entry for each of the 3 layers"):
-        read(tmp_path / "smollm3")
+        read_here(tmp_path / "smollm3")
     rope = {"rope_type": "default", "rope_theta": 1e4}
     edit(tmp_path, layer_types=["full_attention"] * 3, rope_parameters={"full_attention": rope})
     with pytest.raises(CheckpointError, match=r"RoPE that differs by layer type \(full_attention\) is not supported"):
-        read(tmp_path)
+        read_here(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_broken_files(folder: Path, name: str, text: str | None, message: str) -
     if text is not None:
         (folder / name).write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        read(folder)
+        read_here(folder)
 
 
 def test_truncated_weights(folder: Path) -> None:
@@ -525,14 +525,14 @@ def test_truncated_weights(folder: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"model\.safetensors is corrupt or truncated \(SafetensorError.*again"
     ) as caught:
-        read(folder)
+        read_here(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_only_pytorch_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"has only pytorch_model.bin; convert it"):
-        read(folder)
+        read_here(folder)
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../model.safetensors"])
@@ -544,17 +544,17 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path, name: str) -> 
     content["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"names {re.escape(name)}, which is outside of the checkpoint's folder"):
-        read(tmp_path / "one")
+        read_here(tmp_path / "one")
 
 
 def test_index_that_does_not_match(tmp_path: Path) -> None:
     make(tmp_path, shards=3)
     (tmp_path / "model-00002-of-00004.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"index.json names model-00002-of-00004.safetensors, which is not in"):
-        read(tmp_path)
+        read_here(tmp_path)
     edit(tmp_path, "model.safetensors.index.json", weight_map=...)
     with pytest.raises(CheckpointError, match="has no weight_map"):
-        read(tmp_path)
+        read_here(tmp_path)
 
 
 Q, EMBED, HEAD = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
@@ -588,22 +588,22 @@ TENSOR_REFUSALS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]]
 def test_tensor_refusals(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str) -> None:
     rewrite(folder, change)
     with pytest.raises(CheckpointError, match=message):
-        read(folder)
+        read_here(folder)
 
 
 def test_layers_and_biases_that_config_does_not_mention(folder: Path) -> None:
     edit(folder, num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"has model\.layers\.2\..* with this config.json does not use"):
-        read(folder)
+        read_here(folder)
     edit(folder, num_hidden_layers=3, attention_bias=True)
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.self_attn\.q_proj\.bias and 11 more"):
-        read(folder)
+        read_here(folder)
 
 
 def test_tied_head_that_differs(folder: Path) -> None:
     edit(folder, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=r"lm_head.weight differs from embed_tokens.weight .*set it to false"):
-        read(folder)
+        read_here(folder)
 
 
 def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,7 +618,7 @@ def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         CheckpointError, match="org/name is not a local folder and could not be downloaded from the hub"
     ) as caught:
-        load("org/name", dtype=torch.float32, device="cpu")
+        read_here("org/name", dtype=torch.float32, device="cpu")
     assert "\n" not in str(caught.value) and "check the name, the network" in str(caught.value)
 
 
@@ -638,16 +638,16 @@ def test_hub_download_takes_what_is_needed(llama: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert read_config("org/name") == read_config(llama)
-    assert load("org/name", dtype=torch.float32, device="cpu").folder == llama
+    assert read_here("org/name", dtype=torch.float32, device="cpu").folder == llama
     assert taken == [files, files, files + shards]  # weights come after config.json and memory are checked
 
 
 def test_dtype_and_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"dtype must be one of torch\.float32, .*; got torch\.int8"):
-        read(folder, torch.int8)
+        read_here(folder, torch.int8)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(CheckpointError, match="device cuda needs a CUDA GPU, and torch finds none; use cpu"):
-        load(folder, dtype=torch.float32, device="cuda")
+        read_here(folder, dtype=torch.float32, device="cuda")
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3"])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import specker
 from specker.checkpoints import gguf
 from specker.checkpoints import gguf_blocks as blocks
-from specker.checkpoints.checkpoint import load, read_config
+from specker.checkpoints.checkpoint import read, read_config
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import FORMATS, Packed, pack
 from specker.model.cache import KVCache
@@ -178,7 +178,7 @@ def test_a_file_of_many_formats(tmp_path: Path, tied: bool) -> None:
     text = [n * 7 % 320 for n in range(100)]
     with torch.inference_mode():
         want = oracle(torch.tensor([text])).logits[0]
-    checkpoint = load(file, dtype=torch.float32, device="cpu", activations="float32")
+    checkpoint = read(file, dtype=torch.float32, device="cpu", activations="float32")
     w = checkpoint.weights
     assert checkpoint.quantised == "int4, int5, int6 and int8" and not checkpoint.restored
     assert [run.format for run in w.qkv[0].runs] == ["int4 super", "int5 super", "int6 sixteen"]
@@ -385,4 +385,4 @@ def test_an_architecture_that_is_not_supported(tmp_path: Path, arch: str, name: 
     """Gemma 3 is, but llama.cpp stores other norms than its folder has."""
     file = write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch=arch)
     with pytest.raises(CheckpointError, match=f"of type '{name}', which is not supported in a GGUF file; supported: "):
-        load(file, dtype=torch.float32, device="cpu")
+        read(file, dtype=torch.float32, device="cpu")

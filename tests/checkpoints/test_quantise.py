@@ -8,7 +8,7 @@ import torch
 from make_checkpoint import make, oracle
 
 import specker
-from specker.checkpoints.checkpoint import load, read_config
+from specker.checkpoints.checkpoint import read, read_config
 from specker.cpu.packed import Packed, of_quantised
 from specker.kernels import quant
 from specker.kernels.quant import Quantized
@@ -59,8 +59,8 @@ def test_tokens_are_those_of_transformers_with_the_rounded_weights(tmp_path, kin
 @pytest.mark.parametrize(("pack", "matrix"), [(True, Packed), (False, Quantized)])
 @pytest.mark.parametrize("kind", quant.KINDS)
 def test_the_run_keeps_the_bits(target, kind, pack, matrix):
-    kept = load(target, dtype=torch.float32, device="cpu", quantize=kind, pack=pack)
-    exact = load(target, dtype=torch.float64, device="cpu", quantize=kind)
+    kept = read(target, dtype=torch.float32, device="cpu", quantize=kind, pack=pack)
+    exact = read(target, dtype=torch.float64, device="cpu", quantize=kind)
     w = kept.weights
     assert kept.quantised == ("int4 and int8" if kind == "int4" else kind) and exact.quantised is None
     assert isinstance(w.head, matrix) and isinstance(w.embed, torch.Tensor)
@@ -111,23 +111,23 @@ def test_every_strategy_has_the_tokens_of_plain_decoding(target, draft, tmp_path
 
 
 def test_none_restores(target, tmp_path):
-    whole = load(target, dtype=torch.float32, device="cpu", quantize="none")
+    whole = read(target, dtype=torch.float32, device="cpu", quantize="none")
     assert whole.quantised is None and torch.equal(
-        whole.weights.qkv, load(target, dtype=torch.float32, device="cpu").weights.qkv
+        whole.weights.qkv, read(target, dtype=torch.float32, device="cpu").weights.qkv
     )
 
 
 def test_a_cpu_without_the_kernels_restores(target, monkeypatch):
-    kept = load(target, dtype=torch.float32, device="cpu", quantize="int8")
+    kept = read(target, dtype=torch.float32, device="cpu", quantize="int8")
     monkeypatch.setattr("specker.checkpoints.buffers.native", lambda: None)
-    whole = load(target, dtype=torch.float32, device="cpu", quantize="int8")
+    whole = read(target, dtype=torch.float32, device="cpu", quantize="int8")
     assert whole.quantised is None
     assert torch.equal(whole.weights.down[1], kept.weights.down[1].dequantised(torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_random_weights_are_rounded_too(target, kind):
-    ck = load(target, dtype=torch.float32, device="cpu", quantize=kind, random=0)
+    ck = read(target, dtype=torch.float32, device="cpu", quantize=kind, random=0)
     assert ck.weights.gate_up[2].kinds == {kind} and ck.weights.norm.eq(1).all()
     assert 0.015 < ck.weights.gate_up[2].dequantised(torch.float32).std() < 0.025
 
@@ -156,9 +156,9 @@ def own_format(folder: Path, source: Path, kind: str, group: int) -> Path:
 def test_the_parts_of_a_split_model_are_slices(tmp_path, kind, group):
     source = make(tmp_path / "source", **SIZES | {"ffn": 128})
     folder = own_format(tmp_path / "own", source, kind, group)
-    whole = load(folder, dtype=torch.float64, device="cpu").weights
+    whole = read(folder, dtype=torch.float64, device="cpu").weights
     for rank in range(2):
-        part = load(folder, dtype=torch.float32, device="cpu", part=Part(rank, 2)).weights
+        part = read(folder, dtype=torch.float32, device="cpu", part=Part(rank, 2)).weights
         rows = torch.cat([torch.arange(64) + 64 * rank, torch.arange(64) + 128 + 64 * rank])
         assert torch.equal(part.gate_up[1].dequantised(torch.float64), whole.gate_up[1][rows])
         assert torch.equal(part.down[1].dequantised(torch.float64), whole.down[1][:, 64 * rank : 64 * rank + 64])
@@ -167,20 +167,20 @@ def test_the_parts_of_a_split_model_are_slices(tmp_path, kind, group):
 def test_groups_cannot_be_cut_by_ranks(target, tmp_path):
     folder = own_format(tmp_path / "own", target, "int4", 32)
     with pytest.raises(CheckpointError, match="has int4 weights, which cannot be split over so many ranks"):
-        load(folder, dtype=torch.float32, device="cpu", part=Part(0, 2))
+        read(folder, dtype=torch.float32, device="cpu", part=Part(0, 2))
 
 
 @pytest.mark.parametrize("requantised", [None, "int8", "none"])
 def test_quantised_checkpoints_may_be_rounded_again(target, tmp_path, requantised):
     folder = own_format(tmp_path / "own", target, "int4", 32)
-    stored = load(folder, dtype=torch.float32, device="cpu")
+    stored = read(folder, dtype=torch.float32, device="cpu")
     assert (
         isinstance(stored.weights.o[0], Packed)
         and stored.quantised == "int4"
         and isinstance(stored.weights.head, torch.Tensor)
     )
     assert read_config(folder).hidden_size == 64
-    got = load(folder, dtype=torch.float32, device="cpu", quantize=requantised)
+    got = read(folder, dtype=torch.float32, device="cpu", quantize=requantised)
     assert got.quantised == {None: "int4", "int8": "int8", "none": None}[requantised]
     want = stored.weights.o[0].dequantised(torch.float32)
     one = got.weights.o[0]
@@ -197,11 +197,11 @@ def test_a_damaged_own_format_is_refused(target, tmp_path, form):
     with pytest.raises(
         CheckpointError, match=r"the quantization_config of .* is damaged; convert the checkpoint again"
     ):
-        load(folder, dtype=torch.float32, device="cpu")
+        read(folder, dtype=torch.float32, device="cpu")
 
 
 def test_sizes_that_cannot_be_rounded_are_named(tmp_path):
     folder = make(tmp_path, **SIZES | {"ffn": 80})
     with pytest.raises(CheckpointError, match=r"layers\.0.mlp.down_proj.weight cannot be quantised: int4 needs groups"):
-        load(folder, dtype=torch.float32, device="cpu", quantize="int4")
-    load(folder, dtype=torch.float32, device="cpu", quantize="int8")
+        read(folder, dtype=torch.float32, device="cpu", quantize="int4")
+    read(folder, dtype=torch.float32, device="cpu", quantize="int8")

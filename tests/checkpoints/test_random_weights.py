@@ -9,7 +9,7 @@ from make_checkpoint import CASES, GEMMA3, make
 
 import specker
 from specker.checkpoints import checkpoint
-from specker.checkpoints.checkpoint import load
+from specker.checkpoints.checkpoint import read
 from specker.model import memory
 
 
@@ -23,10 +23,10 @@ def copy_config(folder: Path, to: Path) -> Path:
 def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
     folder = make(tmp_path / "whole", **options)
     bare = copy_config(folder, tmp_path / "bare")
-    read = load(folder, dtype=torch.float32, device="cpu")
-    made = load(bare, dtype=torch.float32, device="cpu", random=0)
-    assert made.config == read.config
-    for field, want in vars(read.weights).items():
+    whole = read(folder, dtype=torch.float32, device="cpu")
+    made = read(bare, dtype=torch.float32, device="cpu", random=0)
+    assert made.config == whole.config
+    for field, want in vars(whole.weights).items():
         got = getattr(made.weights, field)
         assert type(got) is type(want), field
         if field == "ropes" or want is None:
@@ -40,7 +40,7 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
             assert not whole.any()
         else:
             assert float(whole.std()) == pytest.approx(0.02, rel=0.05) and abs(float(whole.mean())) < 2e-3
-    for ours, theirs in zip(made.weights.ropes, read.weights.ropes, strict=True):
+    for ours, theirs in zip(made.weights.ropes, whole.weights.ropes, strict=True):
         assert torch.equal(ours.inv_freq, theirs.inv_freq) and ours.scale == theirs.scale
     assert (made.weights.head is made.weights.embed) == made.config.tied
 
@@ -48,7 +48,7 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_random_norms_are_1_where_files_leave_out_the_1(tmp_path, quantize):
     folder = copy_config(make(tmp_path / "whole", **GEMMA3), tmp_path / "bare")
-    weights = load(folder, dtype=torch.float32, device="cpu", random=0, quantize=quantize).weights
+    weights = read(folder, dtype=torch.float32, device="cpu", random=0, quantize=quantize).weights
     norms = weights.norm, weights.norm_in, weights.norm_o, weights.norm_post, weights.norm_down, weights.q_norm
     assert all(bool((norm == 1).all()) for norm in norms)
 
@@ -56,7 +56,7 @@ def test_random_norms_are_1_where_files_leave_out_the_1(tmp_path, quantize):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_depend_only_on_the_seed(tmp_path, dtype):
     folder = copy_config(make(tmp_path / "whole"), tmp_path / "bare")
-    a, again, other = (load(folder, dtype=dtype, device="cpu", random=seed).weights for seed in (0, 0, 1))
+    a, again, other = (read(folder, dtype=dtype, device="cpu", random=seed).weights for seed in (0, 0, 1))
     assert a.embed.dtype == a.qkv[0].dtype == dtype
     assert torch.equal(a.qkv[2], again.qkv[2]) and not torch.equal(a.qkv[2], other.qkv[2])
     assert not torch.equal(a.qkv[1], a.qkv[2])
@@ -68,11 +68,11 @@ def test_a_hub_id_downloads_no_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda source, **how: asked.append(how["allow_patterns"]) or str(folder)
     )
-    load("org/name", dtype=torch.float32, device="cpu", random=0)
+    read("org/name", dtype=torch.float32, device="cpu", random=0)
     assert asked == [checkpoint.CONFIG_FILES] and not any("safetensors" in pattern for pattern in asked[0])
     monkeypatch.setattr(memory, "free", lambda device: 1000)
     with pytest.raises(ValueError, match="org/name needs"):  # before its weights are downloaded
-        load("org/name", dtype=torch.float32, device="cpu")
+        read("org/name", dtype=torch.float32, device="cpu")
     assert asked == 2 * [checkpoint.CONFIG_FILES]
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specker
-from specker.checkpoints.checkpoint import load, read_config
+from specker.checkpoints.checkpoint import read, read_config
 from specker.checkpoints.quantised import scheme_of
 from specker.kernels.quant import Quantized
 from specker.model.config import CheckpointError
@@ -117,6 +117,23 @@ def packed(bits: int, group: int, symmetric: bool, dtype=torch.float16) -> Calla
     return write
 
 
+def plain(bits: int, rows: int, columns: int, symmetric: bool) -> Callable[..., Written]:
+    def write(O: int, E: int, rng: np.random.Generator) -> Written:
+        h, w, half = rows or O, columns or E, 1 << (bits - 1)
+        shape = -(-O // h), -(-E // w)
+        q = rng.integers(-half, half, (O, E))
+        zero = np.zeros(shape, int) if symmetric else rng.integers(-half // 4, half // 4, shape)
+        scale = ((1 + rng.random(shape)) * 1.5 / half * E**-0.5).astype(np.float16)
+        tensors = {"weight": torch.from_numpy(q.astype(np.int8)), "weight_scale": torch.from_numpy(scale)}
+        if not rows:
+            tensors["weight_scale"] = tensors["weight_scale"].reshape(1)
+        if not symmetric:
+            tensors["weight_zero_point"] = torch.from_numpy(zero.astype(np.int8))
+        return tensors, formula(q, zero, scale, h, w)
+
+    return write
+
+
 def group_of(
     form: str, bits: int, strategy: str, kind: str = "int", targets=("Linear",), **more: Any
 ) -> dict[str, Any]:
@@ -152,7 +169,7 @@ def of_gptq(bits: int, group: int, symmetric: bool, **more: Any) -> dict[str, An
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-A8 = {"input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}}
+W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}}
 
 FORMATS = {
     "gptq": Format(of_gptq(4, 32, True), gptq(4, 32, True), "int4", False, "GPTQ (4 bits, groups of 32)"),
@@ -223,8 +240,36 @@ FORMATS = {
         True,
         "compressed-tensors (pack-quantized, 8 bits, groups of 16)",
     ),
+    "int8-rows": Format(
+        compressed(group_of("int-quantized", 8, "channel") | W8A8),
+        plain(8, 1, 0, True),
+        "int8",
+        False,
+        "compressed-tensors (int-quantized, 8 bits, one scale a row)",
+    ),
+    "int8-asymmetric": Format(
+        compressed(group_of("int-quantized", 8, "group", group_size=32, symmetric=False)),
+        plain(8, 1, 32, False),
+        "int8",
+        True,
+        "compressed-tensors (int-quantized, 8 bits, groups of 32)",
+    ),
+    "int8-matrix": Format(
+        compressed(group_of("int-quantized", 8, "tensor")),
+        plain(8, 0, 0, True),
+        "int8",
+        False,
+        "compressed-tensors (int-quantized, 8 bits, one scale a matrix)",
+    ),
+    "int4-in-int8": Format(
+        compressed(group_of("int-quantized", 4, "channel")),
+        plain(4, 1, 0, True),
+        "int8",
+        False,
+        "compressed-tensors (int-quantized, 4 bits, one scale a row)",
+    ),
     "float-rows": Format(
-        compressed(group_of("float-quantized", 8, "channel", "float") | A8),
+        compressed(group_of("float-quantized", 8, "channel", "float")),
         fp8(1, 0, "weight_scale"),
         "fp8",
         False,
@@ -283,7 +328,7 @@ def greedy(model: Any, count: int = 30) -> list[int]:
 
 def equal_weights(folder: Path, expected: dict[str, Tensor], **options: Any) -> Any:
     """Compare all matrices of the run with the expected ones, packed for the CPU and not. Returns the latter."""
-    found, packed = (load(folder, dtype=torch.float32, device="cpu", pack=p, **options).weights for p in (False, True))
+    found, packed = (read(folder, dtype=torch.float32, device="cpu", pack=p, **options).weights for p in (False, True))
     names = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "o": ("self_attn.o_proj",),
@@ -359,7 +404,7 @@ def test_float32_scales(tmp_path, symmetric):
     if symmetric:
         equal_weights(folder, expected)
     else:
-        got = load(folder, dtype=torch.float32, device="cpu").weights.o[1].dequantised(torch.float32)
+        got = read(folder, dtype=torch.float32, device="cpu").weights.o[1].dequantised(torch.float32)
         want = expected["model.layers.1.self_attn.o_proj.weight"]
         torch.testing.assert_close(got, want, rtol=2**-23, atol=2**-24 * 15 / 20)
 
@@ -407,19 +452,19 @@ def test_config_groups_name_their_modules(tmp_path):
     """A name comes before a pattern, a pattern before Linear; also the head."""
     settings = compressed(
         group_of("pack-quantized", 4, "group", group_size=32),
-        group_of("pack-quantized", 8, "channel", targets=[r"re:.*self_attn.*", "lm_head"]),
+        group_of("int-quantized", 8, "channel", targets=[r"re:.*self_attn.*", "lm_head"]),
         group_of("float-quantized", 8, "tensor", "float", targets=["model.layers.0.self_attn.o_proj"]),
         {"targets": ["re:.*norm"], "weights": None, "input_activations": {}, "format": None},
         ignore=[],
     )
-    forms = {name: FORMATS[name].write for name in ("packed-4", "packed-8-rows", "float-matrix")}
+    forms = {name: FORMATS[name].write for name in ("packed-4", "int8-rows", "float-matrix")}
     folder = make(tmp_path, **SIZES)
     rng, tensors, expected = np.random.default_rng(0), {}, {}
     for name, x in load_file(folder / "model.safetensors").items():
         if not ("proj" in name or "lm_head" in name):
             tensors[name] = x
             continue
-        which = "float-matrix" if name.endswith("0.self_attn.o_proj.weight") else "packed-8-rows"
+        which = "float-matrix" if name.endswith("0.self_attn.o_proj.weight") else "int8-rows"
         parts, expected[name] = forms["packed-4" if "mlp" in name else which](*x.shape, rng)
         tensors |= {f"{name.removesuffix('.weight')}.{part}": y for part, y in parts.items()}
     save_file(tensors, folder / "model.safetensors")
@@ -432,7 +477,7 @@ def test_config_groups_name_their_modules(tmp_path):
 @pytest.mark.parametrize("extra", ["input_scale", "weight_zero_point"])
 def test_tensors_that_change_nothing(tmp_path, extra):
     folder = make(tmp_path, **SIZES)
-    expected = quantise(folder, FORMATS["float-rows"])
+    expected = quantise(folder, FORMATS["int8-rows"])
     state = load_file(folder / "model.safetensors")
     for name in expected:
         state[name.removesuffix("weight") + extra] = torch.zeros(1)
@@ -442,7 +487,7 @@ def test_tensors_that_change_nothing(tmp_path, extra):
 
 # --- the libraries' own -------------------------------------------------------------------------------------------
 
-PRESETS = ["W4A16", "W4A16_ASYM", "W8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]
+PRESETS = ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -538,8 +583,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [  # quantization_config, what the 
     ),
     (ct() | {"transform_config": {"config_groups": {"R1": {}}}}, f"{CT} with transforms"),
     (ct() | {"quantization_status": "frozen"}, f"{CT} with the status frozen"),
-    (compressed(group_of("int-quantized", 8, "channel")), f"{CT} in the format int-quantized"),
-    (compressed(group_of("naive-quantized", 8, "tensor")), f"{CT} in the format naive-quantized"),
     (compressed(group_of("marlin-24", 4, "group", group_size=32)), f"{CT} in the format marlin-24"),
     (
         compressed(group_of("nvfp4-pack-quantized", 4, "tensor_group", "float")),
@@ -647,7 +690,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path, name, change, message):
     change(state)
     save_file(state, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        load(folder, dtype=torch.float32, device="cpu")
+        read(folder, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -666,4 +709,4 @@ def test_groups_that_the_kernels_cannot_take(tmp_path, name, ffn, more, message)
     with pytest.raises(
         CheckpointError, match=rf"the quantised weights of model\.layers\.0\..*_proj cannot be read: {message}"
     ):
-        load(folder, dtype=torch.float32, device="cpu")
+        read(folder, dtype=torch.float32, device="cpu")

@@ -5,7 +5,7 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker.checkpoints.checkpoint import load
+from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward, prefill
@@ -16,7 +16,7 @@ SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "la
 
 def model_of(folder, arch="llama", dtype=torch.float32, quantize=None, activations=None, **sizes):
     source = make(folder, arch, **{**SIZES, **sizes})
-    checkpoint = load(source, dtype=dtype, device="cpu", quantize=quantize, activations=activations)
+    checkpoint = read(source, dtype=dtype, device="cpu", quantize=quantize, activations=activations)
     model = Model(checkpoint)
     assert model.stack is not None, "the compiled kernels decline these sizes"
     return model
@@ -122,7 +122,7 @@ def test_packed_layers_prefill_a_long_prompt(tmp_path, arch, quantize):
     """In several chunks over many pages; a bidirectional model sees all of its own. Against torch's operators with the
     restored weights; what the cache held before must not be read."""
     folder = make(tmp_path, arch, **SIZES, max_context=512)
-    checkpoint = load(folder, dtype=torch.float32, device="cpu", quantize=quantize, activations="float32")
+    checkpoint = read(folder, dtype=torch.float32, device="cpu", quantize=quantize, activations="float32")
     model, text = Model(checkpoint), [n * 7 % 128 for n in range(300)]
     assert model.stack is not None and model.stack.packed and model.config.causal == (arch != "dream")
     found = []
@@ -238,11 +238,11 @@ def test_one_thread_gives_the_same_bits(tmp_path):
 def test_a_layer_that_computes_something_else_is_declined_by_name(tmp_path, act, name):
     """Its sizes fit, so the compiled layers would compute another model."""
     folder = make(tmp_path, "llama", **SIZES, hidden_act=act)
-    assert Model(load(folder, dtype=torch.float32, device="cpu")).stack is None
+    assert Model(read(folder, dtype=torch.float32, device="cpu")).stack is None
     engine = specker.load(folder, strategy="ar", device="cpu")
     assert engine.remarks["cpu"] == f"decoding is slow, because the compiled kernels lack the activation {name}"
     assert engine.model.dtype == torch.float32
-    packed = load(folder, dtype=torch.float32, device="cpu", quantize="int4")
+    packed = read(folder, dtype=torch.float32, device="cpu", quantize="int4")
     assert not any(isinstance(w, Packed) for w in packed.weights.qkv), "only the compiled layers read packed matrices"
     plain = specker.load(folder, strategy="ar", device="cpu", quantize="int4")
     copied = specker.load(folder, strategy="lookup", device="cpu", quantize="int4")
@@ -251,7 +251,7 @@ def test_a_layer_that_computes_something_else_is_declined_by_name(tmp_path, act,
 
 def test_sizes_that_the_kernels_decline(tmp_path):
     for sizes in ({"head_dim": 16}, {"hidden": 40}, {"ffn": 100}):
-        checkpoint = load(make(tmp_path / str(sizes), "llama", **{**SIZES, **sizes}), dtype=torch.float32, device="cpu")
+        checkpoint = read(make(tmp_path / str(sizes), "llama", **{**SIZES, **sizes}), dtype=torch.float32, device="cpu")
         assert Model(checkpoint).stack is None
-    wide = load(make(tmp_path / "wide", "llama", **SIZES), dtype=torch.float64, device="cpu")
+    wide = read(make(tmp_path / "wide", "llama", **SIZES), dtype=torch.float64, device="cpu")
     assert Model(wide).stack is None

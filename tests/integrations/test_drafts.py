@@ -10,8 +10,8 @@ from pairs import perturbed
 from safetensors.torch import load_file, save_file
 
 import specker
-from specker.config import Sampling
 from specker.integrations.drafts import Drafts
+from specker.options import Sampling
 
 WAYS = {
     "draft": {},

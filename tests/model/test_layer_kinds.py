@@ -10,7 +10,7 @@ from recorded import kernels, recording
 
 import specker
 from specker.checkpoints.buffers import served
-from specker.checkpoints.checkpoint import load
+from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError, LayerSpec
@@ -136,8 +136,8 @@ def test_the_compiled_layers_decline_by_name(tmp_path, kind):
     exact = specker.load(folder, strategy="ar", device="cpu", dtype="float64").generate(PROMPT, max_new_tokens=25)
     assert engine.generate(PROMPT, max_new_tokens=25).tokens == exact.tokens
     for dtype in (torch.bfloat16, torch.float32):
-        assert Model(load(folder, dtype=dtype, device="cpu")).stack is None
-        packed = load(folder, dtype=dtype, device="cpu", quantize="int4").weights
+        assert Model(read(folder, dtype=dtype, device="cpu")).stack is None
+        packed = read(folder, dtype=dtype, device="cpu", quantize="int4").weights
         assert not any(isinstance(w, Packed) for w in packed.qkv), "only the compiled layers read packed matrices"
     half = {"device": "cpu", "dtype": "bfloat16", "quantize": "int8"}
     draft = perturbed(folder, tmp_path / "draft", amount=0.05)
@@ -147,7 +147,7 @@ def test_the_compiled_layers_decline_by_name(tmp_path, kind):
 
 def test_a_scaled_embedding_is_not_compiled(tmp_path):
     """The compiled layers draft a chain without Python, from the embedding as it is."""
-    checkpoint = load(make(tmp_path, **SIZES), dtype=torch.float32, device="cpu")
+    checkpoint = read(make(tmp_path, **SIZES), dtype=torch.float32, device="cpu")
     scaled = replace(checkpoint, config=replace(checkpoint.config, embed_scale=2.0))
     assert Model(checkpoint).stack is not None and served(checkpoint.config)
     assert Model(scaled).stack is None and not served(scaled.config)
@@ -161,7 +161,7 @@ def test_within_its_window_a_model_is_compiled(tmp_path):
 
 def test_a_gpu_takes_no_short_window(tmp_path):
     """Its kernels hide columns only before the window of a verify pass, which has 256 at most."""
-    config = load(make(tmp_path, "mistral", layers=1), dtype=torch.float32, device="cpu").config
+    config = read(make(tmp_path, "mistral", layers=1), dtype=torch.float32, device="cpu").config
     for window, device in ((256, "cuda"), (255, "cpu"), (0, "cuda")):
         check_reaches(replace(config, layer=LayerSpec(reaches=(window,))), torch.device(device))
     with pytest.raises(CheckpointError, match="window of 255, and a GPU's kernels take none below 256; use device="):
@@ -191,7 +191,7 @@ def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, kind):
     options, layer, end = ON_GPU[kind]
     folder = make(tmp_path, layers=3, max_context=512, **options)
     with recording() as log, torch.inference_mode():
-        model = Model(load(folder, dtype=torch.bfloat16, device="cpu", random=0))
+        model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0))
         cache = KVCache(model.config, 512, dtype=torch.bfloat16, device="cpu")
         x = model.embed_tokens(torch.zeros(3, dtype=torch.int64))
         log.clear()

@@ -5,7 +5,7 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker.checkpoints.checkpoint import load
+from specker.checkpoints.checkpoint import read
 from specker.kernels.linear import row_linear, row_linear_ref
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward, prefill
@@ -21,7 +21,7 @@ def test_no_other_linear_runs(tmp_path, monkeypatch):
         calls.append(args[1].shape)
         return row_linear_ref(*args, **how)
 
-    checkpoint = load(make(tmp_path, layers=LAYERS), dtype=torch.float64, device="cpu")
+    checkpoint = read(make(tmp_path, layers=LAYERS), dtype=torch.float64, device="cpu")
     model = Model(checkpoint, linear=spy)
     monkeypatch.setattr("specker.model.decoder.row_linear", None)
     cache = KVCache(model.config, 64, dtype=model.dtype, device="cpu", page_size=16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from make_checkpoint import CASES, GEMMA3, exact_oracle, make, oracle, oracle_logits
 
-from specker.checkpoints.checkpoint import load
+from specker.checkpoints.checkpoint import read
 from specker.kernels.attention import ancestor_words
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Model, after, forward, prefill
@@ -19,7 +19,7 @@ def float64_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(folder, page_size=16, permute=False, **kwargs):
     make(folder, **kwargs)
-    model = Model(load(folder, dtype=F64, device="cpu"))
+    model = Model(read(folder, dtype=F64, device="cpu"))
     capacity = model.config.max_context
     count, mixed = -(-capacity // page_size), torch.Generator().manual_seed(1)
     pages = torch.randperm(count, generator=mixed, dtype=torch.int32) if permute else None
@@ -159,7 +159,7 @@ def test_prefill_reads_nothing_on_the_host(tmp_path, monkeypatch):
     [([0, 1, 2, 3], 4), ([2, 3, 0, 1], 2), ([3, 2, 1, 0], 1), ([1, 2, 3, 0], 3), ([0, 2, 1, 3], 1)],
 )
 def test_a_span_is_a_slice_if_its_pages_are_adjacent(tmp_path, pages, adjacent):
-    config = load(make(tmp_path, layers=1), dtype=F64, device="cpu").config
+    config = read(make(tmp_path, layers=1), dtype=F64, device="cpu").config
     cache = KVCache(config, 16, dtype=F64, device="cpu", page_size=4, pages=torch.tensor(pages, dtype=torch.int32))
     for length in range(17):
         span = cache.span(length)
@@ -204,7 +204,7 @@ def test_greedy_equals_transformers_generate(tmp_path, arch):
     import specker
 
     make(tmp_path, arch, max_context=320, layers=2)
-    prompt = tokens_of(Model(load(tmp_path, dtype=F64, device="cpu")), 8)
+    prompt = tokens_of(Model(read(tmp_path, dtype=F64, device="cpu")), 8)
     out = specker.load(tmp_path, strategy="ar", dtype="float64").generate(prompt, max_new_tokens=264)
     reference = oracle(tmp_path, F64).generate(
         torch.tensor([prompt]), max_new_tokens=264, do_sample=False, eos_token_id=None, pad_token_id=0

@@ -9,11 +9,11 @@ from make_checkpoint import make, oracle
 from one_round import accept, apart, draft, new_round, parents, tokens
 from safetensors.torch import load_file, save_file
 
-from specker.checkpoints.checkpoint import load
-from specker.config import Sampling
+from specker.checkpoints.checkpoint import read
 from specker.kernels.noise import gumbel
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, prefill
+from specker.options import Sampling
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget, Fixed
 from specker.runtime.round import launch
@@ -31,7 +31,7 @@ def world(tmp_path_factory):
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] *= 6
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return Model(load(folder, dtype=torch.float64, device="cpu")), oracle(folder, torch.float64)
+    return Model(read(folder, dtype=torch.float64, device="cpu")), oracle(folder, torch.float64)
 
 
 def new_cache(model):

@@ -13,7 +13,7 @@ from pairs import perturbed
 from safetensors.torch import load_file
 
 import specker
-from specker.config import Params
+from specker.options import Params
 from specker.runtime import loop as loops
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from specker.config import Keep
+from specker.options import VocabKeep
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.scores import VocabScores, exported, read
 
@@ -17,7 +17,7 @@ def scores(**about):
 
 
 def kept(text, always=(), vocab=8):
-    return scores().kept(Keep.parse(text), always, vocab).tolist()
+    return scores().kept(VocabKeep.parse(text), always, vocab).tolist()
 
 
 def test_ranking_and_coverage():
@@ -51,8 +51,8 @@ def test_coverage_is_that_of_held_out_text(tmp_path):
     s = VocabScores.from_counts(COUNTS, held)
     assert s.ids.tolist() == [2, 7, 3, 4, 0, 6] and s.held_out.tolist() == [0, 1, 1, 1, 3, 3, 4]
     assert [s.held_out_coverage(n) for n in (1, 4, 6)] == [0.25, 0.75, 0.75] and s.coverage(6) == 1
-    assert s.kept(Keep.parse("coverage:0.5"), (), 8).tolist() == [2, 3, 4, 7]  # in-sample, 2 alone has half
-    assert s.kept(Keep.parse("coverage:0.9"), (), 8).tolist() == [0, 2, 3, 4, 6, 7]  # never reached: all
+    assert s.kept(VocabKeep.parse("coverage:0.5"), (), 8).tolist() == [2, 3, 4, 7]  # in-sample, 2 alone has half
+    assert s.kept(VocabKeep.parse("coverage:0.9"), (), 8).tolist() == [0, 2, 3, 4, 6, 7]  # never reached: all
     (tmp_path / "s.safetensors").write_bytes(s.to_bytes())
     assert torch.equal(read(tmp_path / "s.safetensors").held_out, s.held_out)
     assert scores().held_out_coverage(3) is None
@@ -72,7 +72,7 @@ def test_ids_beyond_a_smaller_draft_are_not_kept():
 )
 def test_keep_refuses(text):
     with pytest.raises(ValueError, match="vocab_keep must be rows"):
-        Keep.parse(text)
+        VocabKeep.parse(text)
 
 
 def test_our_file_round_trips_to_the_byte(tmp_path):
@@ -105,9 +105,9 @@ def test_the_formats_of_others(tmp_path, name):
     assert got.counts is None
     assert got.ids.tolist() == (ranked if name == "freq.pt" else ids).tolist()
     assert got.vocab_size == (32 if name[0] in "te" else None)
-    assert torch.equal(got.kept(Keep(rows=8), (), 32), ids)
+    assert torch.equal(got.kept(VocabKeep(rows=8), (), 32), ids)
     with pytest.raises(ValueError, match="no counts"):
-        got.kept(Keep(coverage=0.5), (), 32)
+        got.kept(VocabKeep(coverage=0.5), (), 32)
 
 
 def test_d2t_with_its_mask_beside_it(tmp_path):

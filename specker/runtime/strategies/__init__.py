@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
-from specker.config import Common, Options, refuse_unknown
 from specker.flags import Parser, flag, make, option
+from specker.options import Common, Options, refuse_unknown
 from specker.runtime.drafter import Drafter
 from specker.runtime.policy import AUTO, GENERAL, Policy
 from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, easyspec, lookup

@@ -1,7 +1,7 @@
 """Strategy `ar`: plain decoding without a draft, the baseline. It runs the same ops and weights as other strategies."""
 
-from specker.config import Options
 from specker.flags import option
+from specker.options import Options
 from specker.runtime.policy import Budget, Fixed, Policy
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 

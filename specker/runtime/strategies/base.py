@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specker.config import Options
+from specker.options import Options
 from specker.runtime.auto import Auto, Experience
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
 from specker.zoo import Family
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specker.runtime.dist import Ranks
     from specker.runtime.drafter import Drafter
     from specker.runtime.head import Head
-    from specker.runtime.strategies.vocabtrim.head import Kept
+    from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
@@ -46,7 +46,7 @@ class DraftContext:
     model: Model | None  # the target's; None if another engine runs it
     cache: KVCache | None  # the target's
     draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
-    kept: Kept | None  # the kept rows; None: all
+    kept: KeptRows | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
 
@@ -138,7 +138,7 @@ class Strategy:
             return "fixed"
         return self.policies[0] if self.policies else AUTO
 
-    def settled(self, options: Options, family: Family | None) -> Options:
+    def with_defaults(self, options: Options, family: Family | None) -> Options:
         """The options with the defaults that depend on the target. `family`: the bundled files for it."""
         return options
 

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specker.config import Options
-from specker.flags import opt, option, settle
+from specker.flags import check_fields, opt, option
+from specker.options import Options
 from specker.runtime.auto import ENGINE, TEXT, Share, shorter
 from specker.runtime.drafter import Draft, Drafter
 from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
@@ -44,7 +44,7 @@ class LookupOptions:
     ngram_least: int = opt(1, "shortest suffix to look for", least=1, most=64)
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)
         if self.ngram_least > self.ngram_most:
             raise ValueError(
                 f"{option('ngram_least')} must be at most {option('ngram_most')}, got {self.ngram_least} and "

@@ -21,8 +21,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specker.config import Options
-from specker.flags import opt, option, settle
+from specker.flags import check_fields, opt, option
+from specker.options import Options
 from specker.runtime.auto import TEXT, Acceptance, Experienced
 from specker.runtime.policy import (
     AUTO,
@@ -164,7 +164,7 @@ class DiffuSpecOptions:
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)
         if self.cps == "off" and self._search_options:
             others = ", ".join(map(option, self._search_options))
             raise ValueError(f"{option('cps', 'off')} disables the search: leave out {others}")

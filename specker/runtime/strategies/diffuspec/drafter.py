@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.config import Sampling
 from specker.flags import option
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
+from specker.options import Sampling
 from specker.runtime import state as states
 from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
 from specker.runtime.head import Head
@@ -25,7 +25,7 @@ from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.diffuspec import CPS_LAMBDA, DiffuSpecOptions, ngram
 from specker.runtime.strategies.diffuspec.lattice import Lattice, Search, best_paths, lattice, trie
-from specker.runtime.strategies.vocabtrim.head import Kept
+from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
 
@@ -262,7 +262,7 @@ def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
     model = context.draft_model()
     cache, head = context.allocate(model), context.head(model)
-    stops = Kept(torch.tensor(ids, device=rows.device)).head(rows[at], model.norm, model.config.rms_norm_eps)
+    stops = KeptRows(torch.tensor(ids, device=rows.device)).head(rows[at], model.norm, model.config.rms_norm_eps)
     return DiffusionDrafter(
         model, cache, head, stops if ids else None, frozenset(stop_ids), search, context.depth(strategy)
     )

@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from specker.config import Options
-from specker.flags import opt, option, settle
+from specker.flags import check_fields, opt, option
+from specker.options import Options
 from specker.runtime.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Policy, general
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
@@ -55,7 +55,7 @@ class DynamicExitOptions:
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)
 
     def exit(self, layers: int) -> int:
         """The exit layer for a target of `layers`, for policies that do not choose it."""

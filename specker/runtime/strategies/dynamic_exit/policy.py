@@ -114,15 +114,15 @@ class DynamicExit(Policy):
             rows = min(len(outcome.path), outcome.drafted)
             match = np.arange(rows) < len(outcome.path) - 1
             confidence = np.array(outcome.confidence[:rows] or np.zeros(rows))  # unused with `by_length`
-            self._hear([self.chosen[0]], match[None], confidence[None])
+            self._count([self.chosen[0]], match[None], confidence[None])
 
     def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
         if seconds:
             self._last = seconds
             self.earlier.watching += seconds
-        self._hear([self.layers.index(n) for n in layers], match, confidence)
+        self._count([self.layers.index(n) for n in layers], match, confidence)
 
-    def _hear(self, at: list[int], match: Any, confidence: Any) -> None:
+    def _count(self, at: list[int], match: Any, confidence: Any) -> None:
         """Update the statistics of the layers with indices `at` from match and confidence [len(at), rows]."""
         split = np.stack((match, ~match), axis=-1)  # [layers, rows, 2]
         new = np.stack((split.sum(1), (split * confidence[..., None]).sum(1)))

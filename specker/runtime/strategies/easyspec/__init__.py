@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specker.flags import opt, option, settle
+from specker.flags import check_fields, opt, option
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import SmallModel
 
@@ -53,7 +53,7 @@ class EasySpecOptions:
     )  # the paper recommends 4
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)
 
 
 class EasySpec(SmallModel):

@@ -13,7 +13,18 @@ from specker.flags import option
 from specker.kernels.quant import Quantized, joined
 from specker.kernels.round.repeat import repeat_rows
 from specker.model.cache import KVCache, Rows, sequence_bounds
-from specker.model.decoder import Attention, Batch, Final, Group, Model, Output, Step, compiled, over_pages, run_layers
+from specker.model.decoder import (
+    Attention,
+    Final,
+    Group,
+    GroupRows,
+    GroupStep,
+    Model,
+    Output,
+    compiled,
+    over_pages,
+    run_layers,
+)
 from specker.runtime.dist import Ranks
 from specker.runtime.head import Head
 from specker.runtime.round import Round
@@ -84,9 +95,9 @@ class LayerParallel:
             return compiled(self.model, self.cache, rows, hidden, [*starts, len(self.model.layers)])
         return run_layers(self.model, self._steps(rows), hidden)
 
-    def _steps(self, rows: Rows) -> Iterator[Step]:
+    def _steps(self, rows: Rows) -> Iterator[GroupStep]:
         model, cache = self.model, self.cache
-        one = Batch(rows.positions, rows.slots, over_pages(model, rows), model.summed)
+        one = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
         every = self._repeated(rows) if any(len(group.mlps) > 1 for group in self.groups) else rows
         for layers, group in zip(self.schedule.groups, self.groups, strict=True):
             if len(layers) == 1:
@@ -94,7 +105,7 @@ class LayerParallel:
                 continue
             own = _of_layers(every, self._own(layers), len(model.layers))
             join = model.summed if self.ranks is None else partial(self._gathered, layers, self.ranks)
-            yield group, self.kv, Batch(own.positions, own.slots, over_pages(model, own), join)
+            yield group, self.kv, GroupRows(own.positions, own.slots, over_pages(model, own), join)
 
     def _repeated(self, rows: Rows) -> Rows:
         """Repeat the rows of B sequences for L layers: L * B sequences, layer by layer, over `self.kv`."""

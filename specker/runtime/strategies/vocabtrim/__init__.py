@@ -15,8 +15,8 @@ never came, and the few ids of a short count only replace the last of the kept r
 
 from dataclasses import dataclass
 
-from specker.config import Keep
-from specker.flags import opt, settle
+from specker.flags import check_fields, opt
+from specker.options import VocabKeep
 
 TRIM = "vocabtrim"
 SUMMARY = "a smaller LM head for the drafter of another strategy (alone: of draft)"
@@ -32,12 +32,12 @@ class TrimOptions:
         "specker.calibrate",
         "FILE",
     )
-    vocab_keep: Keep | None = opt(
+    vocab_keep: VocabKeep | None = opt(
         None,
         "rows of the draft's head to keep: 8192, 0.25 of them, or coverage:0.98 of a score file's tokens (default: "
         "0.125, 0.25 without a score file, 2048 rows for SmolLM2-135M, or all ids of a file without counts)",
         "ROWS|X|coverage:X",
-        parse=Keep.parse,
+        parse=VocabKeep.parse,
     )
     vocab_text: int = opt(256, "further rows for tokens of the text that are not in the kept rows; 0: none", least=0)
     vocab_learn: str | None = opt(
@@ -49,4 +49,4 @@ class TrimOptions:
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)

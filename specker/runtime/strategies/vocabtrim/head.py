@@ -16,7 +16,7 @@ from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRows:
     """The rows of a trimmed head."""
 
     ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
@@ -32,7 +32,7 @@ class Kept:
 
 @dataclass
 class TrimmedHead(Head):
-    kept: Kept = field(kw_only=True)
+    kept: KeptRows = field(kw_only=True)
     known: set[int] = field(init=False, default_factory=set)
     _slots: dict[int, int] = field(init=False, default_factory=dict)  # id -> row, for text rows, oldest first
     _seen: dict[states.Request, int] = field(init=False, default_factory=dict)  # committed tokens processed

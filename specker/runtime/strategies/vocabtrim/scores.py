@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.config import Keep
+from specker.options import VocabKeep
 
 FORMAT, VERSION = "specker-vocab-scores", 1
 SOURCES = ("target", "draft", "text")
@@ -66,7 +66,7 @@ class VocabScores:
             return None
         return float(self.held_out[min(rows, len(self.held_out) - 2)]) / float(self.held_out[-1])
 
-    def kept(self, keep: Keep, always: Iterable[int], vocab_size: int) -> Tensor:
+    def kept(self, keep: VocabKeep, always: Iterable[int], vocab_size: int) -> Tensor:
         """Ids [K] int64 to keep, ascending: first `always`, then the most frequent ids, then the lowest ids for further
         rows. A coverage is that of held-out text if the file has it. Raises ValueError for a coverage without
         counts."""

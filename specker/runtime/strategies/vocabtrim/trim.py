@@ -9,15 +9,15 @@ import torch
 
 from specker import zoo
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.config import Keep, Options
 from specker.flags import option
+from specker.options import Options, VocabKeep
 from specker.runtime.dist import Ranks
 from specker.runtime.stats import Stats
 from specker.runtime.strategies.vocabtrim import TrimOptions
 from specker.runtime.strategies.vocabtrim import memo as vocab_memo
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
-from specker.runtime.strategies.vocabtrim.head import Kept
+from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 from specker.zoo import Family
 
@@ -34,16 +34,16 @@ class Ranking(NamedTuple):
     """Which rows to keep first."""
 
     scores: VocabScores
-    keep: Keep  # the default of `vocab_keep`
+    keep: VocabKeep  # the default of `vocab_keep`
     source: str  # for the user
     counts: VocabCounts | None = None  # where to count what the target writes
 
 
-def default_keep(scores: VocabScores, family: Family | None) -> Keep:
+def default_keep(scores: VocabScores, family: Family | None) -> VocabKeep:
     """All ids of a file without counts; else the fraction that was fastest with the target."""
     if scores.counts is None:
-        return Keep(rows=len(scores.ids))
-    return Keep(fraction=VOCAB_KEEP if family is None or family.vocab_keep is None else family.vocab_keep)
+        return VocabKeep(rows=len(scores.ids))
+    return VocabKeep(fraction=VOCAB_KEEP if family is None or family.vocab_keep is None else family.vocab_keep)
 
 
 def bundled(tokenizer: str | None, family: Family | None) -> Path | None:
@@ -79,7 +79,7 @@ def ranking(
             "number of rows or a fraction"
         )
     if options.load == "dummy":
-        return Ranking(VocabScores(torch.arange(vocab), None), Keep(fraction=VOCAB_KEEP), "id")
+        return Ranking(VocabScores(torch.arange(vocab), None), VocabKeep(fraction=VOCAB_KEEP), "id")
     order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
     learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
@@ -92,7 +92,7 @@ def ranking(
         order = order.to(ranks.device)
         order = ranks.first(order) if every_rank else ranks.gather(order)[0]
         order, counts = order.cpu(), counts if ranks.rank == 0 else None
-    return Ranking(VocabScores(order, None), Keep(fraction=UNCOUNTED_KEEP), source, counts)
+    return Ranking(VocabScores(order, None), VocabKeep(fraction=UNCOUNTED_KEEP), source, counts)
 
 
 def trimmed(
@@ -103,7 +103,7 @@ def trimmed(
     notes: dict[str, str],
     ranks: Ranks | None = None,
     every_rank: bool = False,
-) -> tuple[Checkpoint, Kept]:
+) -> tuple[Checkpoint, KeptRows]:
     """(draft with only the kept rows of its head, one contiguous copy; the kept rows: fixed ids ascending, then those
     that follow the text). The embedding stays whole, because the text may contain any token. `every_rank`: all ranks of
     a replica call this, not only those that draft. Adds remarks to `notes`: rows are kept that the score file never
@@ -126,13 +126,15 @@ def trimmed(
     text = trim.vocab_text
     if len(fixed) + text >= rows:  # nothing is left to follow
         fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
-    also = scores.kept(Keep(rows=len(fixed) + text), fixed.tolist(), rows)  # next by rank, until a text replaces them
+    also = scores.kept(
+        VocabKeep(rows=len(fixed) + text), fixed.tolist(), rows
+    )  # next by rank, until a text replaces them
     spare = scores.ranked(also[torch.isin(also, fixed, invert=True)]).flip(0)
     ids = torch.cat((fixed, spare)).to(whole.device)
     if options.width > len(ids):
         tree = option("tree", options.tree)
         raise ValueError(f"{tree} is wider than the {len(ids)} rows that {option('vocab_keep')} leaves")
-    kept = Kept(ids, len(spare), whole if text else None, source, counts)
+    kept = KeptRows(ids, len(spare), whole if text else None, source, counts)
     return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
 
 

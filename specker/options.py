@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from specker.flags import opt, option, settle
+from specker.flags import check_fields, opt, option
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")
@@ -50,7 +50,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Keep:
+class VocabKeep:
     """How much of a ranked vocabulary to keep: exactly one of the three."""
 
     rows: int | None = None
@@ -58,9 +58,9 @@ class Keep:
     coverage: float | None = None
 
     @classmethod
-    def parse(cls, given: "str | Keep") -> "Keep":
+    def parse(cls, given: "str | VocabKeep") -> "VocabKeep":
         """Parse `8192` (rows), `0.25` (of the vocabulary) or `coverage:0.98` (of the counted tokens)."""
-        if isinstance(given, Keep):
+        if isinstance(given, VocabKeep):
             return given
         text = str(given)
         value = text.removeprefix("coverage:")
@@ -174,7 +174,7 @@ class Common:
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Sampling:
     seed: int = opt(0, "the same seed gives the same tokens with every strategy")
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_fields(self)
         if not (self.temperature == 0 or 1e-6 <= self.temperature < float("inf")):  # logits / 1e-7 could overflow
             raise ValueError(f"{option('temperature')} must be 0 or at least 1e-6, and finite, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
