@@ -53,8 +53,8 @@ def load(
         options: fields of `specker.options.Common` and of the strategy, as strings or parsed values.
 
     Returns:
-        The engine. It decodes one stream at a time, and requests of other threads wait; with `batch_size` several
-        requests share its rounds.
+        The engine. With `batch_size` several requests share its rounds, whichever thread they come from; others wait
+        for a free slot.
 
     Raises:
         TypeError: an unknown option.

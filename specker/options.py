@@ -111,7 +111,7 @@ class Common:
     )
     graphs: str | None = opt(
         None,
-        "run rounds of static shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU and for "
+        "run rounds of fixed shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU and for "
         "float64)",
         choices=("on", "off"),
     )

@@ -82,7 +82,7 @@ def test_make_targets_in_the_text_exist() -> None:
             assert target in targets(), f"{page}: make {target}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/decoding.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/decoding.md", "docs/api.md"])
 def test_code_runs(
     bundled: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], page: str
 ) -> None:

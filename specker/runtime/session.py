@@ -43,6 +43,7 @@ class Session:
         self._inboxes: dict[Request, Inbox] = {}  # of the streams' requests
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
         self._cancelled: deque[Request] = deque()
+        self._unread: list[Event] = []  # of requests that no stream reads
         self._runner: threading.Thread | None = None  # the thread that runs a step
 
     # --- requests
@@ -131,24 +132,27 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do."""
+        """Whether a step has something to do or to return."""
         with self._changed:
-            return bool(self._arrived or self._cancelled) or self.loop.busy
+            return self._has_work()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until there is something to do, at most `timeout` seconds. For a thread that only runs steps."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._arrived or self._cancelled) or self.loop.busy, timeout)
+            return self._changed.wait_for(self._has_work, timeout)
 
     def step(self) -> list[Event]:
-        """Admit or prefill requests and run one round. Returns what it added to all requests. Waits for a step of
-        another thread. If it fails, all requests
-        end, and the error is raised here and where their events are read."""
+        """Admit or prefill requests and run one round. Returns the new events of the requests that no stream reads.
+        Waits for a step of another thread. If a step fails, all requests end, and the error is raised here and in their
+        streams."""
         self._begin()
         try:
-            return self._step()
+            self._step()
         finally:
             self._done()
+        with self._changed:
+            events, self._unread = self._unread, []
+        return events
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -179,6 +183,9 @@ class Session:
                 self._step()
             finally:
                 self._done()
+
+    def _has_work(self) -> bool:
+        return bool(self._arrived or self._cancelled or self._unread) or self.loop.busy
 
     def _begin(self) -> None:
         with self._changed:
@@ -218,7 +225,7 @@ class Session:
         self._deliver([event for request in cancelled if (event := self.loop.cancel(request)) is not None])
         return self.loop.busy
 
-    def _step(self) -> list[Event]:
+    def _step(self) -> None:
         try:
             self._take()
             with self._running():
@@ -227,13 +234,12 @@ class Session:
             self._fail(error)
             raise
         self._deliver(events)
-        return events
 
     def _deliver(self, events: list[Event]) -> None:
         with self._changed:
             for event in events:
-                if (inbox := self._inboxes.get(event.request)) is not None:
-                    inbox.append(event)
+                inbox = self._inboxes.get(event.request)
+                (self._unread if inbox is None else inbox).append(event)
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:

@@ -208,7 +208,7 @@ def test_memory_stays_below_one_copy(tmp_path: Path) -> None:
 def test_cuda_equals_cpu(tmp_path: Path, arch: str) -> None:
     folder = make(tmp_path, arch, layers=2)
     for dtype in (torch.float32, torch.bfloat16):
-        cpu, cuda = tensors(read_here(folder, dtype)), tensors(read_here(folder, dtype=dtype, device="cuda"))
+        cpu, cuda = tensors(read_here(folder, dtype)), tensors(read(folder, dtype=dtype, device="cuda"))
         assert cpu.keys() == cuda.keys()
         assert all(cuda[name].is_cuda and torch.equal(cuda[name].cpu(), cpu[name]) for name in cpu)
 
@@ -618,7 +618,7 @@ def test_source_that_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         CheckpointError, match="org/name is not a local folder and could not be downloaded from the hub"
     ) as caught:
-        read_here("org/name", dtype=torch.float32, device="cpu")
+        read("org/name", dtype=torch.float32, device="cpu")
     assert "\n" not in str(caught.value) and "check the name, the network" in str(caught.value)
 
 
@@ -638,7 +638,7 @@ def test_hub_download_takes_what_is_needed(llama: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert read_config("org/name") == read_config(llama)
-    assert read_here("org/name", dtype=torch.float32, device="cpu").folder == llama
+    assert read("org/name", dtype=torch.float32, device="cpu").folder == llama
     assert taken == [files, files, files + shards]  # weights come after config.json and memory are checked
 
 
@@ -647,7 +647,7 @@ def test_dtype_and_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         read_here(folder, torch.int8)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(CheckpointError, match="device cuda needs a CUDA GPU, and torch finds none; use cpu"):
-        read_here(folder, dtype=torch.float32, device="cuda")
+        read(folder, dtype=torch.float32, device="cuda")
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3"])

@@ -23,10 +23,10 @@ def copy_config(folder: Path, to: Path) -> Path:
 def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
     folder = make(tmp_path / "whole", **options)
     bare = copy_config(folder, tmp_path / "bare")
-    whole = read(folder, dtype=torch.float32, device="cpu")
+    stored = read(folder, dtype=torch.float32, device="cpu")
     made = read(bare, dtype=torch.float32, device="cpu", random=0)
-    assert made.config == whole.config
-    for field, want in vars(whole.weights).items():
+    assert made.config == stored.config
+    for field, want in vars(stored.weights).items():
         got = getattr(made.weights, field)
         assert type(got) is type(want), field
         if field == "ropes" or want is None:
@@ -40,7 +40,7 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
             assert not whole.any()
         else:
             assert float(whole.std()) == pytest.approx(0.02, rel=0.05) and abs(float(whole.mean())) < 2e-3
-    for ours, theirs in zip(made.weights.ropes, whole.weights.ropes, strict=True):
+    for ours, theirs in zip(made.weights.ropes, stored.weights.ropes, strict=True):
         assert torch.equal(ours.inv_freq, theirs.inv_freq) and ours.scale == theirs.scale
     assert (made.weights.head is made.weights.embed) == made.config.tied
 

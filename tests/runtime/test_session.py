@@ -194,8 +194,10 @@ def test_cancel(models, where, monkeypatch):
     session.cancel(request)
     session.cancel(request)
     assert request.finished == "cancelled"
+    events = []
     while session.busy:
-        session.step()
+        events += session.step()
+    assert [event.finished for event in events if event.request is request] == ["cancelled"]
     assert [r.tokens for r in ahead] == want[: len(ahead)] and free(engine)
     assert request.tokens == engine.generate_ar(prompt, 30).tokens[: len(request.tokens)]
 
