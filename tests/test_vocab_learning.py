@@ -173,7 +173,7 @@ def test_a_bundled_score_file_serves_every_target_with_its_tokenizer(tmp_path):
     assert engine.family is None and engine.kept.ranking == "vocab_scores.safetensors" and not engine.kept.counts
     scores = vocab_scores.read(zoo.CODE.vocab_scores)
     always = {*engine.target.config.eos_ids, *vocab_scores.special_ids(engine.tokenizer)}
-    assert engine.kept.ids.tolist() == scores.kept(vocab_scores.Keep(rows=500), always, 8200).tolist()
+    assert engine.kept.ids.tolist() == scores.kept(vocab_scores.VocabKeep(rows=500), always, 8200).tolist()
     other = make(tmp_path / "other", layers=1, vocab=8200, max_context=128, tokenizer=True)
     assert load((other, perturbed(other, tmp_path / "draft2"))).kept.ranking == "the tokenizer's order"
 
