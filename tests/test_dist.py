@@ -42,7 +42,7 @@ def torchrun(ranks, *args, timeout=600, env=None, check=True):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *args]
     where = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     done = subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout)
-    assert not check or done.returncode == 0, done.stderr[-60000:]
+    assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
 

@@ -501,3 +501,22 @@ def test_an_untrained_exit_gives_a_warning(target, capsys, tmp_path):
     argv = ["--target", str(tmp_path / "t"), "--strategy", "del", "--policy", "fixed", "--exit-layer", "7"]
     assert run.main([*argv, "--prompt", "abc", "--device", "cpu", "--max-new-tokens", "20"]) == 0
     assert "plain decoding is probably faster here" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_draft_ends_at_the_same_token_however_often_the_policy_was_asked():
+    """Ranks that rest ask their policies at different times; rank 0's shape goes to all."""
+    often, seldom = (DynamicExit((1, 3, 5), 6) for _ in range(2))
+    rng = np.random.default_rng(0)
+    for n in range(40):
+        shape = often.budget()
+        if n % 7 == 0:
+            seldom.budget()
+        rules = []
+        for policy in (often, seldom):
+            policy.taken(shape)
+            rules.append(policy.rule)
+        assert rules[0] == rules[1]
+        drafted, right = 4, int(rng.integers(0, 5))
+        for policy in (often, seldom):
+            policy.observe(outcome(drafted, right, tuple(0.9 - 0.1 * i for i in range(drafted))))
+    assert often.rule.reach, "the confidence of both kinds was seen"

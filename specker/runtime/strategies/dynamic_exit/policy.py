@@ -79,11 +79,13 @@ class DynamicExit(Policy):
         return Budget(longest, longest, self.layers[index], watched if self._affordable() else ())
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
-        """If the round uses another sequence's exit layer, use that layer's threshold."""
+        """The round may use another sequence's exit layer. The threshold follows from what was seen until now, not from
+        when this policy was last asked: ranks ask at different times, and must end a draft at the same token."""
         super().taken(budget, prices)
         index = self.layers.index(budget.exit)
         if index != self.chosen[0]:
-            self.chosen, self.threshold = (index, budget.depth), self._threshold(index)
+            self.chosen = index, budget.depth
+        self.threshold = self._threshold(index)
 
     def expected(self, budget: Budget) -> float:
         """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most that of
