@@ -1,12 +1,12 @@
-"""The CPU's backend: decoder layers, products and noise, compiled from C for the processor at hand (csrc/).
+"""The CPU backend: decoder layers, products and noise in C, compiled for this processor (csrc/).
 
-A decoding step reads every weight once, so memory bandwidth limits it, if nothing else takes time. PyTorch spends half
-of the step elsewhere: a layer is a dozen operators, and each fetches its code and wakes its threads again. Here a team
-of threads runs through all layers in one call and meets at barriers of its own. A verify pass over several rows reads
-the weights once too, and products of quantised weights with activations in eight bits are cheap enough that its
-arithmetic hides behind the memory.
+A decoding step reads every weight once, so memory bandwidth should limit its speed. PyTorch spends half of the step
+elsewhere: a layer is a dozen operators, and each fetches its code and wakes its threads again. Here a team of threads
+runs through all layers in one call and meets at its own barriers. A verify pass over several rows also reads the
+weights once, and with 8-bit activations the products of quantised weights are cheap enough to hide behind the memory
+reads.
 
-The same functions as the ops in kernels/; nothing there needs this package.
+The package computes the same functions as the ops in kernels/, which do not depend on it.
 """
 
 from specker.cpu.chain import Candidates, draft

@@ -1,8 +1,9 @@
-"""Compiles csrc/ for this processor, once: the library lies in specker's cache, named by the sources, the flags and the
-level of instructions.
+"""Compiles csrc/ once for this processor.
 
-Any C compiler with GNU's vector extensions serves: $CC, cc, gcc, clang, or the PyPI package ziglang. Without one the
-reference operators decode, more slowly.
+specker's cache keeps the library under a name made from the sources, the flags and the level of instructions.
+
+Any C compiler with GNU's vector extensions works: $CC, cc, gcc, clang, or the PyPI package ziglang. Without a compiler,
+the slower reference operators decode.
 """
 
 import atexit
@@ -28,7 +29,7 @@ SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wno-psabi", "-pthread")
 V3 = {"avx2", "fma", "f16c", "bmi2"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
-# Levels from best to least: what /proc/cpuinfo must list, and what the compiler is told.
+# Levels from best to least: the features that /proc/cpuinfo must list, and the compiler's flags.
 LEVELS: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "avx512bf16": (V4 | {"avx512_vnni", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")),
     "avx512vnni": (V4 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni")),
@@ -41,11 +42,11 @@ LEVELS: dict[str, tuple[set[str], tuple[str, ...]]] = {
 
 
 class Unavailable(Exception):
-    """The library cannot be compiled; the message says why, and what helps."""
+    """The library cannot be compiled; the message gives the reason and a remedy."""
 
 
 def level() -> str:
-    """The best level of this processor, or the one that SPECKER_CPU names. Raises ValueError for an unknown name and
+    """The best level that this processor has, or the one in SPECKER_CPU. Raises ValueError for an unknown name and
     for a level that this processor does not have."""
     asked, has = os.environ.get("SPECKER_CPU"), _features()
     if asked:
@@ -61,7 +62,7 @@ def level() -> str:
 def _features() -> set[str]:
     info = Path("/proc/cpuinfo")
     if not info.exists():
-        return {"asimddp"} if platform.machine() == "arm64" else set()  # macOS: every Apple processor has them
+        return {"asimddp"} if platform.machine() == "arm64" else set()  # macOS: every Apple processor has dot products
     lines = (line.split(":", 1) for line in info.read_text(errors="replace").splitlines() if ":" in line)
     return next((set(value.split()) for key, value in lines if key.strip() in ("flags", "Features")), set())
 
@@ -80,7 +81,7 @@ def library(tell: Callable[[str], None] | None = None) -> Path:
     command = compiler()
     name, files = level(), sorted(SOURCES.iterdir())
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
-    digest.update(repr((FLAGS, LEVELS[name][1])).encode())  # not the set, whose order differs by process
+    digest.update(repr((FLAGS, LEVELS[name][1])).encode())  # without the set, whose order differs by process
     folder = root() / "cpu"
     path = folder / f"{name}-{digest.hexdigest()[:16]}.so"
     if path.exists():
@@ -90,7 +91,7 @@ def library(tell: Callable[[str], None] | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError:  # the cache cannot be written: the library lives as long as this process
+    except OSError:  # the cache is not writable: keep the library until this process ends
         folder = Path(tempfile.mkdtemp(prefix="specker-cpu-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         path = folder / path.name

@@ -13,7 +13,7 @@ from specker.cpu.library import ChainCall, Matrix, Rule, native, team
 
 
 class Ends(Protocol):
-    """When a chain ends: runtime/policy.py, StopRule."""
+    """The rule that ends a chain; see StopRule in runtime/policy.py."""
 
     @property
     def token(self) -> float: ...
@@ -27,10 +27,10 @@ class Ends(Protocol):
 class Candidates:
     """The drafter's LM head."""
 
-    embed: Any  # [V, E], a matrix as `Matrix.of` takes it
+    embed: Any  # [V, E], a matrix that `Matrix.of` accepts
     head: Any  # [K, E]
-    ids: Tensor | None  # [K] int64, of the head's rows
-    norm: Tensor  # [E]
+    ids: Tensor | None  # [K] int64, token ids of the head's rows
+    norm: Tensor  # [E], weight of the final norm
     activations: str
 
 
@@ -48,11 +48,12 @@ def draft(
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
-    tokens [T] int64: the committed tokens that the cache lacks, each sequence's root last; `rows`: where they stand,
-    the arguments of `placed`. `groups`: of layers (`Stack.run`), for these rows and for draft tokens. columns: that of
-    each sequence's first draft token. sampling: temperature and seed of each sequence; the draft ranks its candidates
-    under the noise of the target's draws. rules: when a chain ends; it ends for all when most of them say so; None: not
-    before `steps`. Returns numpy ids [done, n] int64 and their probabilities among the candidates [done, n] float32."""
+    tokens [T] int64: the committed tokens that the cache lacks, each sequence's root last. rows: their places, as
+    arguments of `placed`. groups: the groups of layers (`Stack.run`) for these rows, and for draft tokens. columns: the
+    column of each sequence's first draft token. sampling: temperature and seed of each sequence; the draft ranks its
+    candidates under the noise of the target's draws. rules: one per chain; drafting ends for all chains when most rules
+    say so. Without rules it ends after `steps` tokens. Returns numpy ids [done, n] int64 and their probabilities among
+    the candidates [done, n] float32."""
     n, held = len(columns), [tokens.contiguous()]
     first, more = placed(*rows)
     groups_ = [np.array(each, np.int64) for each in groups]

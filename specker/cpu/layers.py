@@ -29,8 +29,8 @@ from specker.cpu.library import (
 )
 from specker.cpu.packed import Packed
 
-MAX_ROWS = 256  # beside plain weights
-BLOCK = 16  # sums run in steps of so many elements
+MAX_ROWS = 256  # most rows with plain weights
+BLOCK = 16  # sums run in steps of this many elements
 NAMES = (
     "norm_in",
     "qkv",
@@ -48,7 +48,7 @@ NAMES = (
 
 
 class Spec(Protocol):
-    """What a layer computes (model/config.py, LayerSpec): what the library reads of it."""
+    """The fields of LayerSpec (model/config.py) that the library reads."""
 
     @property
     def activation(self) -> str: ...
@@ -76,8 +76,8 @@ class Stack:
     ):
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], k_norm, o [E, Hq D], its bias,
         norm_post, gate_up [2 F, E], its bias, down [E, F], its bias; None where it is absent. heads: Hq, Hkv; rope [C,
-        2, D]; `scale` of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else float32.
-        `activations`: see `Matrix.of`."""
+        2, D]; scale: factor of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else float32.
+        activations: see `Matrix.of`."""
         self.layers, self.rope, self.heads = layers, rope, heads
         self._layers = (Layer * len(layers))()
         for struct, layer in zip(self._layers, layers, strict=True):
@@ -87,7 +87,7 @@ class Stack:
             for name in MATRICES:
                 setattr(struct, name, Matrix.of(by[name], activations))
         # Torch is faster with plain weights and more than 256 rows, but cannot read packed ones. With 8 to 32 rows it
-        # is up to ten times slower, because its threads and the team's wake in turn.
+        # is up to ten times slower, because its threads and the team's threads wake in turn.
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
         self.most = 1 << 30 if self.packed else MAX_ROWS
         E, D, F = len(layers[0][0]), rope.shape[2], layers[0][NAMES.index("down")].shape[1]
@@ -96,7 +96,7 @@ class Stack:
 
     @staticmethod
     def lacks(layer: Spec) -> str:
-        """What of such a layer the library does not compute, for messages; empty if it computes all."""
+        """The layer's features that the library does not support, for messages; empty if it supports all."""
         found = [
             (layer.activation != "silu", f"the activation {layer.activation}"),
             (layer.norms != "before", "norms after attention and the feed-forward"),
@@ -109,7 +109,7 @@ class Stack:
 
     @staticmethod
     def takes(layers: Sequence[Sequence[Any]], rope: Tensor) -> bool:
-        """Whether the library serves the sizes and dtypes of such layers."""
+        """Whether the library supports the sizes and dtypes of these layers."""
         by = [dict(zip(NAMES, layer, strict=True)) for layer in layers]
         matrices = [layer[name] for layer in by for name in MATRICES]
         others = [layer[name] for layer in by for name in VECTORS]
@@ -122,7 +122,7 @@ class Stack:
 
     @staticmethod
     def takes_sizes(head_dim: int, *sizes: int) -> bool:
-        """Whether the library serves layers with rows of these numbers of elements: E, Hq D and F."""
+        """Whether the library supports layers with this head size and these numbers of columns: E, Hq D and F."""
         return head_dim % (2 * BLOCK) == 0 and all(size % BLOCK == 0 for size in sizes)
 
     def run(
@@ -169,7 +169,8 @@ def placed(
     table: Tensor,
     full: bool = False,
 ) -> tuple[Places, list[Tensor]]:
-    """The struct of rows and what they see, and the tensors that must outlive it; the arguments of `Stack.run`."""
+    """The struct of the rows and the columns they see, and the tensors that must outlive it. Arguments: see
+    `Stack.run`."""
     k, v = kv
     held = [part.contiguous() for part in (*places, *sequences, table, *(() if words is None else (words,)))]
     positions, slots, bounds, lengths, windows, table = held[:6]
@@ -203,7 +204,7 @@ def product(
 
 
 def restored(weight: Any, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-    """The rows `ids` [n] int64 of a matrix (all without ids), in float32 and then rounded to `dtype`."""
+    """The rows `ids` [n] int64 of a matrix (all rows without ids), restored in float32 and then rounded to `dtype`."""
     count = len(weight) if ids is None else len(ids)
     y = torch.empty(count, weight.shape[1])
     ids = None if ids is None else ids.contiguous()
@@ -215,7 +216,8 @@ def restored(weight: Any, dtype: torch.dtype, ids: Tensor | None = None) -> Tens
 
 def gumbel(seed: int, positions: Tensor, padded: int) -> Tensor:
     """[T, padded] float32, `padded` a multiple of 4: the noise of ids 0 .. padded - 1 at `positions` [T] int64; see
-    kernels/noise.py. In the calling thread: torch's own, once woken, spin for a while and slow down the team."""
+    kernels/noise.py. Runs in the calling thread: torch's threads, once woken, spin for a while and slow down the
+    team."""
     positions, out = positions.contiguous(), torch.empty(len(positions), padded)
     native().gumbel(seed, positions.data_ptr(), len(positions), padded // 4, out.data_ptr())
     return out
@@ -225,7 +227,7 @@ def sample(
     logits: Tensor, draws: Sequence[tuple[float, int, float, int]], positions: Tensor, run: int | None = None
 ) -> Tensor:
     """The tokens [T] int64 that `kernels.sample_rows` draws from logits [T, V] float32 at `positions` [T] int64.
-    `draws`: temperature, top_k, top_p and seed of each `run` rows (default: of all)."""
+    `draws`: temperature, top_k, top_p and seed for each `run` rows (default: for all rows)."""
     logits, positions, T = logits.contiguous(), positions.contiguous(), len(logits)
     out = torch.empty(T, dtype=torch.int64)
     temperature, top_k, top_p, seed = zip(*draws, strict=True)
@@ -237,7 +239,7 @@ def sample(
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the library may read x: a contiguous CPU tensor outside of autograd and torch.compile."""
+    """Whether the library may read x: a contiguous CPU tensor outside autograd and torch.compile."""
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
     return plain and x.layout is torch.strided and x.is_contiguous()
 

@@ -27,8 +27,8 @@ class Matrix(Structure):
 
     @classmethod
     def of(cls, weight: Any, activations: str) -> "Matrix":
-        """weight: a tensor [O, E] in float32 or bfloat16, or `Packed`; it must outlive the struct. `activations`: to
-        what a product rounds its other factor, a key of ACTIVATIONS; for a bfloat16 tensor int8 means bfloat16."""
+        """weight: a tensor [O, E] in float32 or bfloat16, or `Packed`; it must outlive the struct. `activations`:
+        the type to which a product rounds x, a key of ACTIVATIONS; with a bfloat16 tensor int8 means bfloat16."""
         if isinstance(weight, Tensor):
             runs = [(weight.data_ptr(), len(weight), 0 if weight.dtype == torch.float32 else 1)]
         else:
@@ -151,7 +151,7 @@ def available() -> bool:
 
 
 def problem() -> str | None:
-    """Why the library cannot be compiled, and what helps; None if it can."""
+    """Why the library cannot be compiled, and a remedy; None if it can."""
     return _loaded()[1]
 
 
@@ -184,8 +184,8 @@ def on_compile(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _cpus() -> list[int]:
-    """The CPUs of all threads of this process; [] where the system does not tell. OpenMP may bind each of its threads,
-    and the calling one, to a CPU (OMP_PROC_BIND, KMP_AFFINITY), which new threads would inherit."""
+    """The CPUs of all threads of this process; [] if the system does not list them. OpenMP may bind each of its
+    threads, and the calling one, to a CPU (OMP_PROC_BIND, KMP_AFFINITY), which new threads would inherit."""
     tasks = Path("/proc/self/task")
     if not tasks.is_dir() or not hasattr(os, "sched_getaffinity"):
         return []

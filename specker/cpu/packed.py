@@ -1,19 +1,21 @@
-"""Quantised matrices as the CPU's kernels read them: 16 rows side by side, so that a vector register holds the same
-column of 16 rows and a sum over columns needs no reduction.
+"""Quantised matrices in the layout that the CPU kernels read: blocks of 16 interleaved rows.
+
+A vector register holds the same column of 16 rows, so a sum over columns needs no reduction.
 
 A block is 16 rows, padded with zeros. It consists of units of 32 columns (256 for the K formats), each with its codes
 and then its scales. In 32 columns register i holds columns 4 i .. 4 i + 3 of row r in its bytes 4 r .. 4 r + 3:
 
     four bits    4 registers; the low halves of the bytes hold registers 0 to 3, the high halves 4 to 7
-    five bits    the same, then one register whose bit i is the fifth bit of register i
+    five bits    four bits, then one register whose bit i is the fifth bit of register i
     six bits     four bits, then two registers whose bits 2 i and 2 i + 1 are the fifth and sixth of registers 0-3, 4-7
     eight bits   8 registers
 
     w = (code - zero) scale              without shifts: zero is 2^(bits - 1)
     w = code scale + shift               with shifts; eight bits: (code - 128) scale + shift
 
-A format keeps the numbers of its source, in as many bits as the GGUF file; only Q4_K and Q5_K have 1/8 bit a weight
-more, since their six-bit s and t are bytes, and Q6_K 1/16, since zeros fill its units up to whole cache lines.
+A format keeps the numbers of its source, in as many bits as the GGUF file, with two exceptions: Q4_K and Q5_K take 1/8
+bit a weight more, since their six-bit s and t become bytes, and Q6_K takes 1/16 bit more, since its units are padded to
+whole cache lines.
 
     half, half shift     float16 for 32 columns          GGUF's Q4_0, Q5_0, Q8_0; Q4_1, Q5_1
     float, float shift   float32 for 32 columns          scales that float16 cannot hold
@@ -36,11 +38,11 @@ ROWS, GROUP = 16, 32
 class Format(NamedTuple):
     bits: int
     scales: str
-    code: int  # in csrc/products.h
+    code: int  # value of the enum in csrc/products.h
 
     @property
     def columns(self) -> int:
-        """Of a unit."""
+        """Columns of a unit."""
         return 256 if self.scales in ("super", "sixteen") else GROUP
 
     @property
@@ -84,7 +86,7 @@ class Numbers(NamedTuple):
     scale: Tensor  # [O, E / 32] float16 or float32; super: [O, E / 32] uint8; sixteen: [O, E / 16] int8
     shift: Tensor | None = None  # like scale
     d: Tensor | None = None  # super, sixteen: [O, E / 256] float16
-    m: Tensor | None = None  # super: likewise
+    m: Tensor | None = None  # super: [O, E / 256] float16
 
 
 class Run(NamedTuple):
@@ -116,7 +118,7 @@ class Packed:
 
     @property
     def kinds(self) -> set[str]:
-        """Such as {"int4", "int6"}."""
+        """The kinds of the runs, such as {"int4", "int6"}."""
         return {run.format.split()[0] for run in self.runs}
 
     is_cuda = False
@@ -175,7 +177,7 @@ class Packed:
 
 
 def joined(parts: Sequence[Packed]) -> Packed:
-    """Matrices with equal columns, one under the other. All but the last have a multiple of 16 rows."""
+    """Concatenate matrices with equal columns. All but the last must have a multiple of 16 rows."""
     return Packed(tuple(run for part in parts for run in part.runs), parts[0].columns)
 
 
@@ -195,7 +197,7 @@ def _rows(x: Tensor, dtype: torch.dtype, values: int, rows: int) -> Tensor:
 
 
 def pack(n: Numbers) -> Packed:
-    """Raises ValueError if the columns are no whole units."""
+    """Pack a matrix. Raises ValueError unless its columns are whole units."""
     form, (O, E) = FORMATS[n.format], n.codes.shape
     if E % form.columns:
         raise ValueError(f"{n.format} needs a multiple of {form.columns} columns, got {E}")
@@ -208,7 +210,7 @@ def pack(n: Numbers) -> Packed:
         low = q & 15
         parts = [low[:, :, :4] | low[:, :, 4:] << 4]
         if form.bits > 4:
-            each = 4 if form.bits == 6 else 8  # registers whose high bits share one
+            each = 4 if form.bits == 6 else 8  # registers whose high bits share one register
             wide = form.bits - 4
             for first in range(0, 8, each):
                 high = torch.zeros_like(q[:, :, 0])
@@ -260,7 +262,7 @@ def unpack(run: Run, E: int) -> Numbers:
 
 
 def of_quantised(w: Quantized) -> Packed | None:
-    """A matrix [O, E] of kernels/quant.py in the same numbers; None if its groups do not consist of 32 columns."""
+    """Pack a matrix [O, E] of kernels/quant.py without loss; None if its groups are not multiples of 32 columns."""
     E = w.shape[-1]
     if w.group % GROUP or E % GROUP:
         return None
@@ -282,7 +284,7 @@ def of_quantised(w: Quantized) -> Packed | None:
 
 
 def _quantised(n: Numbers) -> Quantized:
-    """Four bits stay four, five and six become eight."""
+    """Convert to `Quantized`: four bits stay four, five and six become eight."""
     form = FORMATS[n.format]
     scale: Tensor
     shift: Tensor | None

@@ -1,6 +1,7 @@
-"""The ops. Each is a plain function of tensors here, and `torch.ops.specker.<op>` under torch.compile; none uses the
-runtime. `from specker.kernels import tree_attention` imports the function; its file (`specker.kernels.attention`) also
-has the reference and the cost.
+"""The ops: plain functions of tensors, registered as `torch.ops.specker.<op>` for torch.compile.
+
+They do not use the runtime. `from specker.kernels import tree_attention` imports the function; its file
+(`specker.kernels.attention`) also has the reference and the cost.
 
 An op with Triton kernels exposes `variants(arch: int) -> Iterator[Variant]` in its file: the kernel forms that its
 launcher launches on sm_`arch` (80, 90, 100), built by the same function that the launcher calls. `make static` and

@@ -1,4 +1,4 @@
-"""accept_walk: what a round keeps, found by following the draft as far as the target agrees; all in integers."""
+"""accept_walk: find the accepted path by following each draft as far as the target agrees."""
 
 import itertools
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ def accept_walk_ref(
 
 
 def follow(tokens: list[int], parents: list[int] | None, wanted: list[int]) -> list[int]:
-    """One tree's path. Parents come before their children, so one pass meets the path's rows in order."""
+    """Return one tree's path. Parents precede their children, so one pass meets the path's rows in order."""
     path, row = [0], 0
     for j, token in enumerate(tokens):
         up = j if parents is None else parents[j]
@@ -106,8 +106,8 @@ def accept_walk_cost(
     return 8 * (given + B * (tokens.shape[-1] + 1) + 2 * B) + starts, 2 * N
 
 
-WALK = 256  # drafts at a time
-_NONE = tl.constexpr(2**31 - 1)  # no id
+WALK = 256  # drafts compared at a time
+_NONE = tl.constexpr(2**31 - 1)  # no matching child
 
 
 @triton.jit(
@@ -181,7 +181,7 @@ def _walk_variant(starts: torch.dtype | None, chain: bool) -> Variant:
         arguments=("*i64", "*i64", "*i64", f"*{TYPES[starts or torch.int64]}", "*i64", "*i64", "*i64", *("i32",) * 4),
         constexprs={"RAGGED": starts is not None, "CHAIN": chain, "WALK": WALK},
         num_warps=1,
-        wide=False,  # drafts may start anywhere
+        wide=False,  # a tree's drafts may start at any offset
         smoke=starts is None and not chain,
     )
 

@@ -1,4 +1,4 @@
-"""ancestors: which window columns a row sees, as 64-bit words and as the additive mask of the reference.
+"""ancestors: bit masks of the window columns that a row sees, and the reference's additive mask.
 
 Bit j % 64 of word j // 64 of a row is set if window column j holds the row itself or one of its ancestors. The words
 can hold any relation: a chain, a tree, a forest, a directed acyclic graph, or all ones.
@@ -28,7 +28,7 @@ def ancestor_words(parents: Tensor) -> Tensor:
         [N + 1, W] int64 on parents' device, W = ceil((N + 1) / 64); row r is at window column r.
 
     Raises:
-        TypeError: parents is no tensor.
+        TypeError: parents is not a tensor.
         ValueError: parents that are not rows of such a tree, another shape or dtype, or W > 4.
 
     Source: the tree mask of SpecInfer, arXiv 2305.09781, as bits.
@@ -58,7 +58,7 @@ def chain_words(rows: int, first: int = 0) -> Tensor:
 
 
 def pack_bits(bits: Sequence[int], columns: int) -> Tensor:
-    """Rows of arbitrarily long bit sets -> [rows, W] int64 words, W = ceil(columns / 64) and at least 1."""
+    """One unbounded int of bits per row -> [rows, W] int64 words, W = ceil(columns / 64) and at least 1."""
     W = max(1, -(-columns // 64))
     if W > MAX_WORDS:
         raise ValueError(f"a window has at most {64 * MAX_WORDS} columns, got {columns}")
@@ -91,14 +91,14 @@ def ancestor_mask(bits: tuple[int, ...], kv_len: int, window: int, dtype: torch.
 def reach_mask(
     bits: tuple[int, ...], kv_len: int, window: int, reach: int, dtype: torch.dtype
 ) -> tuple[int, Tensor | None]:
-    """`ancestor_mask` of rows that see only the last `reach` of their columns, without the first columns, which no row
-    sees: their number f, and the mask [rows, kv_len - f]."""
+    """`ancestor_mask` for rows that see only the last `reach` of their columns. It leaves out the first f columns,
+    which no row sees, and returns f and the mask [rows, kv_len - f]."""
     shared, seen, firsts = kv_len - window, [], []
     for b in bits:
         b &= (1 << window) - 1
-        first = shared + b.bit_count() - reach  # as many columns are out of reach, those before the window at first
+        first = shared + b.bit_count() - reach  # so many columns are out of reach, the ones before the window first
         for _ in range(first - shared):
-            b &= b - 1  # without its lowest bit
+            b &= b - 1  # clear the lowest bit
         seen.append(b)
         firsts.append(first)
     least = min(max(min(firsts), 0), shared)

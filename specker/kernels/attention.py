@@ -1,17 +1,17 @@
 """tree_attention: draft rows attend to [paged prefix | window], the window seen through an ancestor bit mask.
 
-The kernel's tiles and splits start at absolute columns for any length. Split boundaries are the numbers with four
+The kernel's tiles and splits start at fixed columns, whatever the length. Split boundaries are the numbers with four
 mantissa bits (0, 1, .. 31, 32, 34, .. 62, 64, 68, ..) times a unit set by the number of KV heads. A split is thus about
 1/16 of the columns before it, and each doubling of the context adds 16. The last, longest splits start first. A masked
-column adds exactly 0 to sum and accumulator, and so does a split of which a row sees nothing. Every tile runs through
-the same loop. The program that arrives last for a KV head of 64 (row, query head) pairs merges the splits, in split
-order, so that one launch is enough. A verify row of a chain therefore equals, bit for bit at any length, the row that
+column adds exactly 0 to sum and accumulator, and so does a split in which a row sees no column. Every tile runs through
+the same loop. For each KV head and 64 (row, query head) pairs, the last program to finish merges the splits in split
+order, so one launch is enough. A verify row of a chain therefore equals, bit for bit at any length, the row that
 plain decoding computes at its position.
 
 A sequence of several splits also writes and reads a float32 partial per split. A masked column contributes 0 times its
-V, so V must be finite. A block_table wider than needed costs scratch memory and, for one sequence, programs that stop
+V, so V must be finite. A block_table wider than needed costs scratch memory and, for one sequence, programs that exit
 at once. Where the lengths are known to stay below n * page_size, pass a narrower slice (`block_table[:, :n]`). For
-several sequences the launch has at most `PROGRAMS` an SM, which share the work that the lengths leave.
+several sequences the launch has at most `PROGRAMS` programs per SM, which share the work that the lengths require.
 """
 
 import math
@@ -58,7 +58,7 @@ __all__ = [
     "tree_attention_ref",
 ]
 
-PROGRAMS = 4  # an SM, at most, for several sequences: 2 or 3 run together
+PROGRAMS = 4  # most programs per SM for several sequences; 2 or 3 run at once
 _LOG2E = 1 / math.log(2)
 
 
@@ -81,20 +81,21 @@ def tree_attention(
 
     Sequence b has kv_len[b] columns, and the last window[b] of them are its window. Its rows see every column before
     the window, and the window's column j where bit j % 64 of word j // 64 of their `ancestors` is set. The set bits
-    mark the row itself and its ancestors; each row must see a column. The rows need not be the window's last columns,
-    nor be as many. With `reach` a row sees only the last `reach` of these columns. That is sliding-window attention: a
-    row at position p sees p + 1 columns, those of its path, also in a tree, whose columns are not positions. A batch
-    can hold sequences of several layers: on the flattened cache, layer l has page ids l * pages + page.
+    mark the row itself and its ancestors; each row must see at least one column. The rows need not be the window's last
+    columns, and their number may differ from `window`. With `reach` a row sees only the last `reach` of these columns,
+    as in sliding-window attention. This also works in a tree, where columns are not positions: without `reach`, a row
+    at position p sees p + 1 columns, those of its path. A batch can hold sequences of several layers: on the flattened
+    cache, layer l has page ids l * pages + page.
 
     Softmax and sums run in float32 (float64 for float64). The op is batch-invariant: a row's bits depend on its query
     and on the K, V and positions of the columns it sees, not on other rows or sequences, kv_len or the width of
-    block_table. Memory moves K and V of each sequence once per KV head, q and out once. (Row, query head) pairs of a KV
-    head beyond 64 read K and V again, from L2.
+    block_table. Memory moves K and V of each sequence once per KV head, q and out once. If a KV head has more than 64
+    (row, query head) pairs, each further 64 read K and V again, from L2.
 
     Args:
         q: [T, Hq, D], the rows of all sequences, one sequence after another.
         k_cache: [pages, page_size, Hkv, D], q's dtype. Query heads g * Hq / Hkv and following share KV head g. Columns
-            before kv_len must be finite, also those that a row does not see; other memory may hold anything.
+            before kv_len must be finite, even those that a row does not see; other memory may hold anything.
         v_cache: as k_cache.
         block_table: [B, P] int32, page ids. A table wider than needed costs time: pass a slice.
         kv_len: [B] int32, columns of each sequence, the window included.
@@ -102,8 +103,8 @@ def tree_attention(
         cu_rows: [B + 1] int32; sequence b owns rows cu_rows[b] to cu_rows[b + 1].
         ancestors: [T, W] int64, W <= 4; see `ancestor_words`.
         scale: positive, usually D ** -0.5.
-        reach: how many columns a row sees at most, the last ones, its own included; 0 for all. A GPU's kernel takes
-            reaches from 64 * W on, which hide only columns before the window; shorter ones run on the reference.
+        reach: a row sees at most this many columns, the last ones, its own included; 0 for all. The GPU kernel serves
+            values of at least 64 * W, which hide only columns before the window; the reference serves smaller ones.
 
     Returns:
         out [T, Hq, D], and lse [T, Hq], float32 (float64 for float64).
@@ -173,7 +174,7 @@ def tree_attention_ref(
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """One sequence: q [T, Hq, D], k and v [S, Hkv, D], additive mask [T, S] or None -> out [T, Hq, D], lse [T, Hq]."""
     T, Hq, D = q.shape
-    if q.device.type == "cpu":  # the fused CPU kernel gives the log-sum-exp too
+    if q.device.type == "cpu":  # the fused CPU kernel also returns the log-sum-exp
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(0, 1).unsqueeze(0),
             k.transpose(0, 1).unsqueeze(0),
@@ -304,7 +305,7 @@ def _tree_attention_kernel(
     words_ptr,  # [T, W]
     partial_ptr,  # [T, HQ, max_splits, D] float32
     stats_ptr,  # [2, T, HQ, max_splits] float32: base-2 maximum of the scores, sum of their powers of 2
-    count_ptr,  # [slots, HKV] zeros, and zeros again afterwards
+    count_ptr,  # [slots, HKV] zeros; reset to zeros at the end
     out_ptr,  # [T, HQ, D]
     lse_ptr,  # [T, HQ] float32
     scale2,  # scale * log2(e)
@@ -312,8 +313,8 @@ def _tree_attention_kernel(
     B,
     W,
     table_stride,
-    columns,  # that the table holds
-    max_splits,  # of a sequence of that length
+    columns,  # the table's capacity in columns
+    max_splits,  # splits of a sequence that fills the table
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -330,12 +331,12 @@ def _tree_attention_kernel(
     P: tl.constexpr,  # pairs merged at a time; divides M
     S: tl.constexpr,  # splits merged at a time
     SEQS: tl.constexpr,  # a power of two, at least B
-    REACH: tl.constexpr,  # columns that a row sees at most, at least 64 * W; 0: all
+    REACH: tl.constexpr,  # most columns that a row sees, at least 64 * W; 0: no limit
     PDL: tl.constexpr,
 ):
-    """One sequence has a program for each work item that the table has room for; programs without an item return at
-    once. Several sequences take items in turn: if one is long and the others are short, most programs of such a grid
-    would have none."""
+    """For one sequence, the grid has a program for each work item that the table has room for; programs without an item
+    return at once. For several sequences, a limited number of programs takes the items in turn: with a grid for the
+    longest possible sequences, most programs would have no item."""
     start_after_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
@@ -374,7 +375,7 @@ def _tree_attention_kernel(
         o_b = tl.arange(0, SEQS)
         items = _items_of(o_b, o_b < B, kv_len_ptr, cu_rows_ptr, columns, HQ, HKV, M, UNIT)
         ends = tl.cumsum(items, axis=0)
-        # disable_licm: what the compiler moves out of the loop takes up to 60 registers.
+        # disable_licm: values that the compiler hoists out of the loop take up to 60 registers.
         for i_item in tl.range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0), disable_licm=True):
             i_b = tl.sum((ends <= i_item).to(tl.int32), axis=0)
             i_first = tl.sum(tl.where(o_b < i_b, items, 0), axis=0)
@@ -413,7 +414,7 @@ def _attend(
     window_ptr,
     cu_rows_ptr,
     i_b,
-    i_item,  # of sequence i_b
+    i_item,  # index among the items of sequence i_b
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -431,23 +432,23 @@ def _attend(
     S: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """One work item. Items of a sequence are counted tile by tile, then KV head by KV head, from its last and longest
-    split to the first."""
+    """Process one work item. In a sequence's item numbers the tile varies fastest, then the KV head, then the split,
+    which runs from the last and longest one to the first."""
     q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr = pointers
     scale2, T, W, table_stride, columns, max_splits = numbers
     G: tl.constexpr = HQ // HKV
     first = tl.load(cu_rows_ptr + i_b)
     pairs = (tl.load(cu_rows_ptr + i_b + 1) - first) * G
     kv_len = tl.load(kv_len_ptr + i_b)
-    shared = kv_len - tl.load(window_ptr + i_b)  # all rows see the columns before it
-    valid = tl.where(kv_len <= columns, 1.0, float("nan"))  # a factor of the results
+    shared = kv_len - tl.load(window_ptr + i_b)  # all rows see the columns before this one
+    valid = tl.where(kv_len <= columns, 1.0, float("nan"))  # multiplies the results
     kv_len = tl.minimum(kv_len, columns)
     splits = _split_of(kv_len - 1, UNIT) + 1
     tiles = tl.cdiv(pairs, M)
     i_m = i_item % tiles * M
     i_kv = i_item // tiles % HKV
     i_split = splits - 1 - i_item // (tiles * HKV)
-    # Counters: sequence b's tiles start at cu_rows[b] * G // M + b, which leaves room for all wherever its rows begin.
+    # Sequence b's counters start at cu_rows[b] * G // M + b, so the counters of different sequences never overlap.
     i_slot = first * G // M + i_b + i_m // M
     o_m = i_m + tl.arange(0, M)
     m_m = o_m < pairs
@@ -464,13 +465,13 @@ def _attend(
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, D_V], tl.float32)
-    b_half = tl.zeros([M, D_V], tl.float32)  # the second half, if D_V < D_PAD
+    b_half = tl.zeros([M, D_V], tl.float32)  # second half of the accumulator, if D_V < D_PAD
     start = _split_start(i_split, UNIT)
     stop = tl.minimum(_split_start(i_split + 1, UNIT), kv_len)
     if REACH:  # skip the tiles before the first column of every row
         b_first = shared - REACH + _count_bits(words_ptr, o_t, m_m, kv_len - shared, W)
         start = tl.maximum(start, tl.min(tl.where(m_m, b_first, kv_len), axis=0) // N * N)
-        all_see = tl.max(tl.where(m_m, b_first, 0), axis=0)  # from this column on, reach hides none
+        all_see = tl.max(tl.where(m_m, b_first, 0), axis=0)  # from this column on, reach hides no column from any row
     # Load the page id one tile ahead, so that the loads of K and V depend on nothing in their own iteration. A
     # dependent load would be issued only when it is needed.
     if PAGE % N == 0:
@@ -499,15 +500,15 @@ def _attend(
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
             bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
-            # 32-bit halves: the compiler keeps 1 << column of every column, and 64-bit values would cost 48 registers.
+            # Use 32-bit halves: the compiler keeps 1 << column of every column; 64-bit values would take 48 registers.
             low, high = bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None]
             seen = (tl.where(o_n[None, :] < 32, low, high) >> (o_n % 32)[None, :].to(tl.uint32)) & 1
             b_s = tl.where(seen != 0, b_s, float("-inf"))
-        if REACH:  # noqa: SIM102 - without a reach there is no all_see
+        if REACH:  # noqa: SIM102 - without a reach, all_see is undefined
             if i_n < all_see:
                 b_s = tl.where(o_n[None, :] >= (b_first - i_n)[:, None], b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale2)
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen nothing yet
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # the row has seen no column yet
         b_p = tl.exp2(tl.fma(b_s, scale2, -b_base[:, None]))
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
@@ -534,7 +535,7 @@ def _attend(
         tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
         tl.store(stats_ptr + o_p, b_max, mask=m_m)
         tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
-        tl.debug_barrier()  # the program's threads have written: the one that counts publishes all of it
+        tl.debug_barrier()  # all threads must write before one of them counts, which publishes all their writes
         p_count = count_ptr + i_slot * HKV + i_kv
         if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(p_count, 0)
@@ -552,15 +553,15 @@ def _merge(
     m,  # [P] whether each exists
     splits,
     max_splits,
-    stats,  # elements from a maximum to its sum
+    stats,  # distance in elements from a maximum to its sum
     valid,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     P: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Merge the pairs' splits, in order. Splits are the first axis of the tiles: Triton places warps along the axes
-    from the last to the first, so a warp has pairs of its own, and a sum over splits stays within a thread."""
+    """Merge the splits of each pair in order. Splits are the first axis of the tiles: Triton distributes warps over the
+    axes from the last to the first, so each warp owns whole pairs, and a sum over splits stays within a thread."""
     partial_ptr, stats_ptr, out_ptr, lse_ptr = pointers
     o_d = tl.arange(0, D_PAD)
     o_first = (o_th * max_splits)[None, :]
@@ -612,23 +613,23 @@ def _variant(
     """The M tile is 64 for any number of rows. wgmma requires it; on sm_80 the tile decides how Triton places the
     warps, and with it the order of the sums. 4 warps make one warpgroup.
 
-    sm_80: each warp owns 16 whole rows, so nothing about a row crosses warps, and a tile of columns takes three
-    barriers, those of its copies. Triton places the warps of a loop's products that way if it sees that the products
-    are connected, and if no result has more columns than rows. It follows values, but neither into the mask's `if` nor
-    through a transposition. So K is read transposed (OWN), which connects the products by the tile's address, and V of
-    128 columns is multiplied in halves (D_V). D 256 needs 8 warps for its accumulator, two for each 16 rows: there a
+    sm_80: each warp owns 16 whole rows, so no data of a row crosses warps, and a tile of columns needs only the three
+    barriers of its copies. Triton assigns the warps this way only if it sees that the loop's products are connected,
+    and if no result has more columns than rows. It follows values, but neither into the mask's `if` nor through a
+    transposition. So K is read transposed (OWN), which connects the products by the tile's address, and V of 128
+    columns is multiplied in halves (D_V). D 256 needs 8 warps for its accumulator, two for each 16 rows: there a
     row's maximum crosses warps, and a tile takes eight barriers.
 
     sm_90, half precision, D 128: a tile of 64 columns is 32 KiB of K and V. Two tiles are in flight while one is
     computed. Three buffers and q's 16 KiB take 112 KiB, so two blocks fill an SM's shared memory and registers. 64 to
     128 KiB per SM are in flight; 132 SMs at 4.3 TB/s and 1 us latency need 33. One block's exponentials overlap the
-    other's products. sm_100 has the same room. sm_80 (164 KiB) takes tiles of 32 columns, three in flight, for two
-    blocks per SM. gfx942 (64 KiB of LDS) keeps one tile of 64 columns in LDS and one in registers, gfx950 (160 KiB) two
-    and one. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
+    other's products. sm_100 has the same space. sm_80 (164 KiB) takes tiles of 32 columns, three in flight, for two
+    blocks per SM. gfx942 (64 KiB of LDS) keeps one tile of 64 columns in LDS and one in registers; gfx950 (160 KiB)
+    keeps two and one. D 256 splits the accumulator over 8 warps. float32 uses FMA in small tiles, for correctness only.
 
     The merge holds 32 splits of four pairs, 64 KiB at D 128, in the registers that the accumulator no longer needs. A
     warp owns a pair, so sums over splits stay within a thread. For one row of Llama-3-8B at 8,192 columns (four pairs a
-    KV head, 32 splits) that is one round of loads from L2, at 32,768 columns (64 splits) two.
+    KV head, 32 splits) that takes one round of loads from L2; 32,768 columns (64 splits) take two.
     """
     t, d_pad = TYPES[dtype], max(16, 1 << (D - 1).bit_length())
     half = dtype != torch.float32
@@ -636,7 +637,7 @@ def _variant(
     if arch in AMD:
         stages = 3 if arch == 950 else 2
     else:
-        stages = 3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3  # 99 KiB, consumer cards' limit
+        stages = 3 if arch > 80 else 2 if d_pad > 128 else 4 if half else 3  # 99 KiB is the limit of consumer cards
     own = arch == 80 and half and d_pad <= 128
     seqs = 1 if B == 1 else max(16, 1 << (B - 1).bit_length())
     name = f"{t} {Hq}/{Hkv} D{D} page {page}" + (f" B{seqs}" if seqs > 1 else "")
@@ -794,7 +795,7 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def _fits(*args: Any) -> bool:
-    """Whether the kernel serves the arguments: with a reach that hides no column of the window."""
+    """Whether the kernel serves the arguments: the reach must not hide a column of the window."""
     ancestors, _, reach = args[-3:]
     return reach == 0 or reach >= 64 * ancestors.shape[1]
 

@@ -10,8 +10,8 @@ from torch.compiler import is_dynamo_compiling
 
 @cache
 def native() -> Any:
-    """The CPU's compiled backend, specker.cpu; None if it cannot be compiled, or if these ops are a copy outside of the
-    package (scripts/hub_kernel.py). Torch's operators then serve, more slowly."""
+    """The compiled CPU backend, specker.cpu. None if it cannot be compiled, or if these ops were copied out of the
+    package (scripts/hub_kernel.py); torch's slower operators then do the work."""
     if __name__ != "specker.kernels.cpu":
         return None
     cpu: Any = import_module("specker.cpu")
@@ -19,6 +19,6 @@ def native() -> Any:
 
 
 def eager(x: Tensor) -> bool:
-    """Whether compiled kernels may read x: a CPU tensor outside of autograd, torch.compile and torch.export, whose
-    tensors are fake."""
+    """Whether compiled kernels may read x: a CPU tensor outside autograd and torch.compile, and not one of
+    torch.export's fake tensors."""
     return type(x) is Tensor and x.is_cpu and not (x.requires_grad or is_dynamo_compiling())

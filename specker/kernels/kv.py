@@ -43,7 +43,7 @@ def kv_calibrate(
         v_cache: as k_cache.
         q_norm: [G, D] or None; row t belongs to group t // (T / G), so G layers' rows can run as one launch.
         k_norm: as q_norm; both or neither.
-        eps: of the norms.
+        eps: epsilon of the norms.
 
     Returns:
         q [T, Hq, D], rotated.
@@ -107,20 +107,20 @@ def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) 
 
         table[p, 0] = [cos, cos] * scale,  table[p, 1] = [-sin, sin] * scale   of the angles p * inv_freq
 
-    Angles, cos and sin are computed in float32, as in transformers; only float64 converts the table.
+    Angles, cos and sin are computed in float32, as in transformers. For float64 the finished table is converted.
 
     Args:
         inv_freq: [D / 2], inverse frequencies.
-        scale: of attention (yarn); else 1.
+        scale: RoPE's attention factor (YaRN), otherwise 1.
         length: the number of positions C.
-        dtype: of the model.
+        dtype: the model's dtype.
 
     Returns:
         [C, 2, D] float32, or float64 if dtype is float64.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: an inv_freq that is no vector of floating point, or a negative length.
+        ValueError: an inv_freq that is not a floating-point vector, or a negative length.
 
     Source: RoFormer, arXiv 2104.09864, equation 34.
 
@@ -165,7 +165,7 @@ def calibrate(
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Heads, normalised and rotated: both halves, float32."""
+    """Normalise and rotate heads. Returns both halves in float32."""
     o_d = tl.arange(0, HALF)[None, :]
     p_rope = rope_ptr + i_position.to(tl.int64) * (2 * D) + o_d
     b_cos = tl.load(p_rope, mask=m, other=0.0)
@@ -183,7 +183,7 @@ def calibrate(
 @triton.jit
 def _calibrate_heads(
     p_in,  # [R, 1] pointers to the heads
-    p_out,  # [R, 1] where they go
+    p_out,  # [R, 1] pointers to the results
     m_head,  # [R, 1]
     i_position,  # [R, 1]
     rope_ptr,  # [C, 2, D] fp32
@@ -204,7 +204,7 @@ def _calibrate_heads(
 
 @triton.jit(
     do_not_specialize=["T", "group"],
-    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],  # slices of longer tables
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],  # they may be slices of longer tables
 )
 def _kv_calibrate_kernel(
     qkv_ptr,  # [T, Hq + 2 * Hkv, D]
@@ -269,10 +269,10 @@ def _kv_calibrate_kernel(
 def _variant(dtype: torch.dtype, Hq: int, Hkv: int, D: int, norm: bool) -> Variant:
     """The heads of a tile are all q, all k or all v, so that a program does one thing. A tile holds as many heads as
     fill a KV block without padding, and as many rows as give 256 threads 16 bytes of each half (2-byte types). The two
-    partners of a rotation are in one thread: no shuffles. A program has 8 KiB of qkv in flight; the compiler's
-    registers allow six per SM (four with norms). All heads of a row read the table's rows, from L1. A head's sum of
-    squares runs over the same threads in the same order for any T. All architectures share the tiles, since the kernel
-    is memory-bound."""
+    partners of a rotation are in one thread: no shuffles. A program has 8 KiB of qkv in flight; the registers that the
+    compiler uses allow six programs per SM (four with norms). All heads of a row read the same rows of the table, from
+    L1. A head's sum of squares runs over the same threads in the same order for any T. All architectures share the
+    tiles, since the kernel is memory-bound."""
     half = triton.next_power_of_2(D // 2)
     rows = max(TILE // half, 1)
     BH = min(triton.next_power_of_2(Hkv), rows)
@@ -420,7 +420,7 @@ _kv_calibrate = register(
 
 
 def kv_commit(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Move rows of every layer's K and V, in place: an accepted path, say, to the end of the text.
+    """Move rows of every layer's K and V in place, for example an accepted path to the end of the text.
 
         cache[l, dst[i]] = cache[l, src[i]] for every layer l and move i, as if all were read before any is written
 
@@ -464,7 +464,7 @@ def kv_commit_cost(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -
     return 4 * L * src.shape[0] * Hkv * D * k_cache.element_size(), 0
 
 
-MAX_COMMIT = 256  # a window's rows; the reference moves more, and also reads all of them first
+MAX_COMMIT = 256  # most rows of a window; the reference serves longer moves, and also reads all rows before it writes
 
 
 @triton.jit(
@@ -480,7 +480,7 @@ def _kv_commit_kernel(
     slots,
     ROW: tl.constexpr,  # Hkv * D
     BM: tl.constexpr,  # M rounded up to a bucket
-    BC: tl.constexpr,  # columns of a row
+    BC: tl.constexpr,  # columns per program
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -500,9 +500,9 @@ def _kv_commit_kernel(
 
 @lru_cache
 def _commit_variant(dtype: torch.dtype, ROW: int, BM: int) -> Variant:
-    """A program owns some columns of all moved rows of one layer, K and V, so no other program reads after its writes.
-    It holds 4 KiB each of K and V, or 8 x 16 bytes of each row if many rows move. For 16 rows and 32 layers of Hkv 8, D
-    128 that is 256 programs, all resident at once, each with one round trip to memory."""
+    """A program owns some columns of all moved rows of one layer, K and V, so no other program reads what it
+    overwrites. It holds 4 KiB each of K and V, or 8 x 16 bytes of each row if many rows move. For 16 rows and 32 layers
+    of Hkv 8, D 128 that is 256 programs, all resident at once, each with one round trip to memory."""
     t = TYPES[dtype]
     BC = min(max(4096 // (BM * dtype.itemsize), 128 // dtype.itemsize), triton.next_power_of_2(ROW))
     return Variant(

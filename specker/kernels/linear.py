@@ -1,9 +1,9 @@
 """row_linear: y = x W^T (+ bias) for few rows (a decoding step, a verify pass), with an optional SiLU(gate) * up.
 
-The matrix tile has 64 rows for any T, absent ones zero. K runs in order. The number of splits of K depends only on
-(G, O, E, device), and a second kernel adds their float32 partials in order, without atomics; "split" may have more
-splits than the other epilogues. Traffic: the weight once, G * O * E elements or the bytes of a quantised one's parts,
-plus G * T * (E + O).
+The matrix tile has 64 rows for any T; rows beyond T are zeros. Sums run along K in order. The number of splits of K
+depends only on (G, O, E, device), and a second kernel adds their float32 partials in order, without atomics; "split"
+may have more splits than the other epilogues. Traffic: the weight once, G * O * E elements or the bytes of a quantised
+weight's parts, plus G * T * (E + O).
 """
 
 import math
@@ -45,10 +45,10 @@ from specker.kernels.variant import (
 )
 
 EPILOGUES = ("none", "silu_mul", "float32", "split")
-# On a CPU, compiled products are fastest from this many elements of the weight (waking their threads takes 20 to 50 us)
-# and up to this many rows; for more rows in float32 oneDNN is, also on plain weights (bench/LOG.md).
+# On a CPU, the compiled products are fastest for weights of at least this many elements (waking their threads takes 20
+# to 50 us) and at most this many rows. For more rows in float32, oneDNN on unpacked weights is faster (bench/LOG.md).
 COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
-MAX_ROWS = 256  # that the kernel serves
+MAX_ROWS = 256  # most rows that the kernel serves
 
 
 def row_linear(
@@ -60,18 +60,18 @@ def row_linear(
 
     Sums run in float32 (float64 for float64). The kernel serves up to 256 rows, in tiles of 64, and is batch-invariant:
     a row's bits depend on that row, the weight and the architecture alone. It applies bias and SiLU before its only
-    rounding. The reference serves float64 and longer inputs, and rounds the linear first. Memory moves the weight once.
-    One call can run G layers side by side.
+    rounding. The reference serves float64 and more rows; it rounds before SiLU. Memory moves the weight once. One call
+    can run G layers side by side.
 
-    On a CPU, up to 32 float32 rows with a large plain matrix are batch-invariant too (specker/cpu); elsewhere a row's
-    last bits may depend on the other rows. There x and bias may be float32 beside a bfloat16 weight, and the result is
-    float32: on a CPU with bfloat16 products, x and the product are rounded to bfloat16, and without a bias SiLU and its
-    product, too.
+    On a CPU, up to 32 float32 rows with a large unquantised matrix are batch-invariant too (specker/cpu); in other
+    cases a row's last bits may depend on the other rows. On a CPU, x and bias may be float32 with a bfloat16 weight;
+    the result is then float32. CPUs with AVX-512 BF16 round x and the product to bfloat16 in that case. Without a bias,
+    they also compute SiLU and the gating product in bfloat16.
 
     Args:
         x: [T, E] or [G, T, E].
-        weight: [O, E] or [G, O, E] of x's dtype, or a `Quantized` matrix, whose product is that of the weight rounded
-            to x's dtype.
+        weight: [O, E] or [G, O, E] of x's dtype, or a `Quantized` matrix, whose weights are rounded to x's
+            dtype before the product.
         bias: [O] or [G, O], or None.
         epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
             the result is silu(x Wg^T) * (x Wu^T); "float32": the result is not rounded, for logits; "split", without a
@@ -119,7 +119,7 @@ def row_linear(
 
 
 def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilogue: str = "none") -> Tensor:
-    size = split_of(x, weight)[1] if epilogue == "split" else 0  # those of a quantised weight are its own
+    size = split_of(x, weight)[1] if epilogue == "split" else 0  # a quantised weight has its own splits
     if isinstance(weight, Quantized):
         weight = weight.dequantised(x.dtype)
     if epilogue == "split":
@@ -131,10 +131,10 @@ def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilog
     if x.dtype != weight.dtype:
         if multiplies_bfloat16():
             y = row_linear_ref(x.to(weight.dtype), weight)
-            if bias is None and epilogue == "silu_mul":  # half the bytes of the same in float32
+            if bias is None and epilogue == "silu_mul":  # moves half the bytes of float32
                 return _gated(y).to(x.dtype)
             y = y.to(x.dtype)
-        else:  # there torch's bfloat16 product takes several times as long as a cast and a float32 one
+        else:  # without AVX-512 BF16, torch's bfloat16 product takes several times as long as a cast and a float32 one
             y = row_linear_ref(x, weight.to(x.dtype))
         if bias is not None:
             y += bias.unsqueeze(-2)
@@ -163,7 +163,7 @@ def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilo
 
 
 def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tensor | None:
-    """The CPU form for float32 rows and a large weight."""
+    """The compiled CPU product for float32 rows and a large weight; None if it does not serve the arguments."""
     if x.dim() != 2 or not isinstance(weight, Tensor) or weight.dim() != 2 or weight.numel() < COMPILED_MIN:
         return None
     if x.dtype != torch.float32 or not eager(x):
@@ -193,7 +193,7 @@ def _gated(y: Tensor) -> Tensor:
 
 
 def like(x: Tensor, weight: Matrix) -> bool:
-    """Whether `row_linear` takes this x with this weight, by their dtypes and devices."""
+    """Whether `row_linear` accepts the dtypes and devices of x and weight."""
     if isinstance(weight, Quantized):
         return x.dtype.is_floating_point and x.device == weight.device
     alike = x.dtype == weight.dtype or (x.is_cpu and (x.dtype, weight.dtype) == (torch.float32, torch.bfloat16))
@@ -206,26 +206,26 @@ def stream_rows(
     w_ptr,  # at the tile's first row
     scale_ptr,  # [rows, E / GROUP]; None for a plain weight
     shift_ptr,  # like scale_ptr; None: no shift
-    i_row,  # the tile's first row, of those of scale_ptr
+    i_row,  # the tile's first row in scale_ptr
     o_m,  # [M] rows of x
     m_m,  # [M] whether each row exists
     m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
     start,  # a multiple of BLOCK_E
     stop,
-    pair,  # rows of the weight from one to its partner
+    pair,  # distance in rows from a row of the weight to its partner
     E: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    EVEN_E: tl.constexpr,  # [start, stop) is whole tiles
+    EVEN_E: tl.constexpr,  # [start, stop) consists of whole tiles
     EVEN_N: tl.constexpr,
     PAIR: tl.constexpr,
-    KIND: tl.constexpr,  # of the weight's numbers: "plain", or one of quant.py's
+    KIND: tl.constexpr,  # the weight's kind: "plain", or one of quant.py's
     GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
 ):
     """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
-    with the weight rows `pair` further on. Absent rows of x are zeros and are not read. The weight leaves the L2 cache
-    first, so that x, K/V and sums stay there."""
+    with the weight rows `pair` further on. Rows of x that do not exist count as zeros and are not read. L2 evicts the
+    weight first, so that x, K/V and sums stay there."""
     if KIND == "plain":
         b_acc, b_pair = _stream_plain(
             x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
@@ -265,7 +265,7 @@ def _stream_plain(
     m_n,
     start,
     stop,
-    pair,  # elements
+    pair,  # distance in elements to the partner row
     E: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -322,13 +322,13 @@ def _stream_quantised(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The same with w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 is two products: with the
-    columns of the low four bits, then with those of the high ones. Scales are read a tile ahead: Triton does not
-    pipeline loads of less than four bytes."""
+    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 takes two products:
+    the columns in the low four bits, then the columns in the high four bits. Scales are read one tile ahead, because
+    Triton does not pipeline loads of less than four bytes."""
     SHIFT: tl.constexpr = shift_ptr is not None
-    PACK: tl.constexpr = 2 if KIND == "int4" else 1  # numbers in an element of the weight
+    PACK: tl.constexpr = 2 if KIND == "int4" else 1  # numbers per element of the weight
     BYTES: tl.constexpr = BLOCK_E // PACK
-    SETS: tl.constexpr = E // GROUP  # scales of a row
+    SETS: tl.constexpr = E // GROUP  # scales per row
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * (E // PACK)
     b_acc = tl.zeros([M, N], tl.float32)
@@ -401,8 +401,8 @@ def _scales(
 
 @triton.jit
 def _weights(b_q, b_scale, b_shift, PART: tl.constexpr, SHIFT: tl.constexpr, KIND: tl.constexpr):
-    """q * scale + shift in float32: b_q [N, K], b_scale [N, groups] -> [N, K]. fp8 comes as int8: moved to float32's
-    place, its bits are 2^-120 of the number, subnormal ones included."""
+    """q * scale + shift in float32: b_q [N, K], b_scale [N, groups] -> [N, K]. fp8 comes as int8: its bits,
+    moved to their places in a float32, give the number times 2^-120, also for subnormal numbers."""
     if KIND == "int4":
         b_v = ((b_q >> 4) if PART == 1 else (b_q & 15)).to(tl.float32)
         if not SHIFT:
@@ -424,13 +424,13 @@ def _weights(b_q, b_scale, b_shift, PART: tl.constexpr, SHIFT: tl.constexpr, KIN
 @triton.jit
 def prefetch_rows(
     w_ptr,  # at the tile's first row
-    rows,  # of the weight from there on
-    start,  # an element of a row
+    rows,  # rows of the weight from w_ptr on
+    start,  # first element of each row to prefetch
     stop,
     pair,  # elements from a row of the weight to its partner
     E: tl.constexpr,  # elements of a row
     N: tl.constexpr,
-    LINES: tl.constexpr,  # of 128 bytes, of each row; a power of two
+    LINES: tl.constexpr,  # lines of 128 bytes per row; a power of two
     PAIR: tl.constexpr,
 ):
     """Start to read the first columns of `stream_rows`' weight into the L2 cache."""
@@ -444,8 +444,8 @@ def prefetch_rows(
 
 
 def lines(rows: int, row: int) -> int:
-    """Lines of each of a tile's rows of `row` bytes to prefetch: 64 KiB, which arrive while the kernel before ends, or
-    all of them."""
+    """How many lines to prefetch from each of a tile's `rows` rows of `row` bytes: 64 KiB in all, which arrive while
+    the previous kernel ends, or the whole tile if it is smaller."""
     return 1 << (min(512 // rows, row // 128) or 1).bit_length() - 1
 
 
@@ -471,12 +471,12 @@ def _row_linear_kernel(
     BLOCK_E: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
-    PARTS: tl.constexpr,  # write the splits' sums; always with SPLITS > 1
+    PARTS: tl.constexpr,  # write the splits' sums; always true if SPLITS > 1
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    LINES: tl.constexpr,  # to prefetch
+    LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 256 * E < 2**31)
@@ -488,7 +488,7 @@ def _row_linear_kernel(
     m_m = o_m < T
     i_n = tl.program_id(1) * N
     i_s = tl.program_id(2)
-    i_row = i_n  # of all layers' weights
+    i_row = i_n  # row index in all layers' weights
     if G > 1:
         TILES: tl.constexpr = (COLUMNS + N - 1) // N
         i_g = tl.program_id(1) // TILES
@@ -562,7 +562,7 @@ def _row_linear_merge_kernel(
 ):
     start_after_previous(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
-    i_t = tl.program_id(0).to(tl.int64)  # of all G * T rows
+    i_t = tl.program_id(0).to(tl.int64)  # row index among all G * T rows
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < COLUMNS
     if G > 1:
@@ -597,8 +597,9 @@ def tiles(
     split: bool = False,
     form: Format | None = None,
 ) -> tuple[int, int, int, int, int]:
-    """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons. `sms`: of
-    the device, 0 for the architecture's usual number. `split`: splits cost no launch. `form`: of a quantised weight."""
+    """The tile table: rows of x, rows of the weight, columns, stages, splits. `_variants` gives the reasons. `sms`: the
+    device's number of SMs; 0: the architecture's usual number. `split`: splits cost no launch. `form`: the format of a
+    quantised weight."""
     sms = sms or SMS[arch]
     row = E * dtype.itemsize if form is None else form.size(E)
     aligned = row % 16 == 0
@@ -619,7 +620,7 @@ def tiles(
         block = form.block(block, E)
     count = G * -(-O // n)
     splits = max(1, min(sms // count, E // MIN_SPLIT))
-    splits = -(-E // (-(-E // (splits * block)) * block))  # rounding to whole tiles may need fewer
+    splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
     stages = 2 if dtype == torch.float32 else stages_of(m, n, block, count * splits <= sms, arch, form)
     return m, n, block, stages, splits
 
@@ -629,29 +630,29 @@ def columns_of(n: int, aligned: bool, E: int, arch: int, form: Format | None = N
     block = 64 if n > 64 or not aligned else 128
     if form is None:
         return block
-    if form.kind == "int4":  # elsewhere the decoded tile stays in registers: 128 columns spill
+    if form.kind == "int4":  # other architectures decode into registers, where 128 columns spill
         block = 128 if arch in (90, 100) else 64
     return form.block(block, E)
 
 
 def wide_rows(dtype: torch.dtype, E: int, arch: int, form: Format | None = None) -> bool:
-    """Whether the weight can be read 16 bytes at a time. On AMD a lane's part of a quantised tile may be 4 or 8."""
+    """Whether the weight can be read 16 bytes at a time. On AMD a lane may get only 4 or 8 bytes of a tile."""
     return E * dtype.itemsize % 16 == 0 if form is None else form.size(E) % 16 == 0 and arch not in AMD
 
 
 def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
     """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
-    shared memory; `few`: at most one program per SM. A quantised tile is also there once in x's dtype, for wgmma and
-    tcgen05; int4's halves take turns."""
+    shared memory; `few`: at most one program per SM. For wgmma and tcgen05, shared memory also holds one decoded tile
+    in x's dtype; the two halves of int4 use that space in turn."""
     size = 2 * block
     stage = m * size + n * (size if form is None else form.size(block))
     room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96) * 1024
-    if form is not None and arch == 950:  # pads them, and has no buffer fewer
+    if form is not None and arch == 950:  # gfx950 pads these stages and needs a buffer for each
         room = 48 * 1024
     if form is not None and arch in (90, 100):
         room -= n * form.size(block) * 2
     stages = min(room // stage, 8)
-    return stages + (arch == 80 or arch in AMD)  # their matrix instructions are synchronous: one buffer fewer
+    return stages + (arch == 80 or arch in AMD)  # synchronous matrix instructions need one buffer fewer
 
 
 @lru_cache(maxsize=256)
@@ -666,7 +667,7 @@ def _variants(
     sms: int = 0,
     form: Format | None = None,
 ) -> tuple[Variant, Variant | None]:
-    """The kernel, and the merge where K is split, unless the splits are wanted.
+    """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves.
 
     64 rows of x for any T: wgmma's M, and the same order of sums on sm_80. The tuning decides how many bytes of the
     weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 33 KiB per SM.
@@ -675,28 +676,28 @@ def _variants(
     * More programs than SMs: 96 KiB, two blocks per SM. O 28672: 224 programs of 128 rows for 264 resident blocks; four
       stages of 16 + 8 KiB keep 96 KiB in flight per SM.
     * Each program reads x from L2 again. At 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half); at
-      one row it is nothing. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
+      one row it is negligible. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
       better: 14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
       is 32 tiles of 32 times 4.
     * Where splits cost no launch ("split"), tiles are as large as splits allow: 4096 -> 4096 is 32 tiles of 128 times 4
       splits, 2048 -> 2048 32 tiles of 64 times 4. A tile of 128 moves 3 bytes through shared memory per byte of the
-      weight, of 64 4, of 32 6: x is written and read with every tile. An SM's share of the bandwidth, 33 GB/s, times 6
-      is 90% of what its shared memory can move.
+      weight, a tile of 64 moves 4, a tile of 32 moves 6: x is written and read with every tile. An SM's share of
+      the bandwidth, 33 GB/s, times 6 is 90% of what its shared memory can move.
     * G layers have G times the programs, so they get larger tiles and fewer splits.
     sm_80 has 164 KiB per SM: 72 KiB per block, so that two fit. gfx942 has 64 KiB of LDS and gfx950 160, also for two
     blocks: one and three tiles of 24 KiB each. An MI300X (304 CUs, 5.3 TB/s) needs about 26 KiB in flight per CU.
     float32 uses FMA in small tiles, for correctness only.
-    Half precision also uses small tiles if a row is no multiple of 16 bytes: it is then read 2 bytes at a time,
+    Half precision also uses small tiles if a row is not a multiple of 16 bytes: it is then read 2 bytes at a time,
     through registers.
 
     Quantised weights: the tile comes in as bytes, is decoded in registers and, for wgmma, written to shared memory in
     x's dtype. In tiles of 128 rows that moves 8 bytes through shared memory per weight of int8 and fp8 (the tile 1 in
-    and 1 out, decoded 2 in and 2 out, x 1 and 1) and 7 of int4, in tiles of 32 14 and 13. An H100's SM moves 128 bytes
-    a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s of int8, 50 G of int4. So tiles of 128
-    allow int8 28 G, all of them, and int4 32 G, 64%; tiles of 32 16 and 17. Hence K is always split as in "split".
-    In flight: int8 has five stages in 96 KiB, 32 KiB of them the weight's, twice per SM. int4 takes 128 columns,
-    since scales and loop cost less then: three stages, two of them waiting, 16 KiB twice per SM, for at most 64% of the
-    bandwidth.
+    and 1 out, decoded 2 in and 2 out, x 1 and 1) and 7 per weight of int4; in tiles of 32 it is 14 and 13 bytes. An
+    H100's SM moves 128 bytes a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s of int8, 50 G
+    of int4. So with tiles of 128, shared memory allows 28 G of int8, which is enough, and 32 G of int4, 64%; with tiles
+    of 32 it allows 16 and 17 G. Hence K is always split as in "split". In flight: int8 has five stages in 96 KiB, 32
+    KiB of them the weight's, twice per SM. int4 takes 128 columns, which lowers the cost of scales and loop: three
+    stages, two of them in flight, 16 KiB twice per SM, for at most 64% of the bandwidth.
     """
     m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split", form)
     t, half, silu, parts = TYPES[dtype], dtype != torch.float32, epilogue == "silu_mul", epilogue == "split"
@@ -727,7 +728,7 @@ def _variants(
         dot=half,
         wide=wide_rows(dtype, E, arch, form),
         smoke=smoke,
-        options={} if form is None else {"maxnreg": 255},  # left to itself, ptxas keeps one at 168 and spills
+        options={} if form is None else {"maxnreg": 255},  # by default ptxas caps one at 168 registers and spills
     )
     if parts or splits == 1:
         return stream, None
@@ -744,7 +745,7 @@ def _variants(
     return stream, merge
 
 
-COMMON = (  # formats that the compile-only checks compile, of rows of 4096
+COMMON = (  # formats that the compile-only checks compile, for rows of 4096
     Format("int8", 4096, torch.float16, None),
     Format("fp8", 4096, torch.float32, None),
     Format("int4", 32, torch.float16, None),

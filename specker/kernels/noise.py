@@ -17,10 +17,10 @@ The integers are the same on every machine; the two logarithms are the platform'
 none in a kernel that computes it where it is used.
 
 `gumbel_of` and `gumbel_run` are device functions for kernels that add noise to logits they hold. Their integers and u
-are the same to the bit. Both logarithms are polynomials in FMAs (`_log_near`): near 1 the hardware's own has an
+are the same to the bit. Both logarithms are polynomials in FMAs (`_log_near`): near 1 the hardware's logarithm has an
 absolute error of 2^-22, but log1p must keep the relative precision there. Errors against float64, over the whole range
-of u: log1p(-u) 2e-7, relative; g 2.5e-7, relative, or absolute where |g| < 1 (torch on a CPU: 1.2e-7). The compiled
-CPU form (specker/cpu) uses the same polynomials.
+of u: log1p(-u) 2e-7, relative; g 2.5e-7, relative, or absolute where |g| < 1 (torch on a CPU: 1.2e-7). The compiled CPU
+form (specker/cpu) uses the same polynomials.
 """
 
 import operator
@@ -83,7 +83,7 @@ def gumbel_at(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_ref(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
-    """The same noise, up to the logarithms' last bits, without the cache, on any device and without a host read."""
+    """`gumbel` without the cache, on any device, without a host read. Equal up to the logarithms' last bits."""
     return _gumbel_at(seed, positions, torch.arange(vocab_size, device=positions.device))
 
 
@@ -103,8 +103,8 @@ def add_gumbel_(z: Tensor, seed: int, positions: Tensor, token_ids: Tensor | Non
 
 
 def pack_draw(seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """A draw's numbers for kernels that read them from memory, [4] int64 on the CPU: seed, top_k, and the float64 bits
-    of temperature and top_p. A CUDA graph holds only the address, so a new request needs no new graph. Stack the
+    """A draw's parameters for kernels that read them from memory, [4] int64 on the CPU: seed, top_k, and the float64
+    bits of temperature and top_p. A CUDA graph holds only the address, so a new request needs no new graph. Stack the
     numbers of several sequences to [B, 4]."""
     return torch.tensor(struct.unpack("4q", struct.pack("Qqdd", check_seed(seed), top_k, temperature, top_p)))
 
@@ -131,7 +131,7 @@ def check_draw(draw: Tensor | None, rows: int) -> int:
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, seed: int) -> tuple[Any, Any, Any, Any]:
     """Ten rounds of Philox on broadcastable counter words held in 64-bit lanes: numpy uint64 or torch int64.
 
-    Words that depend only on the id or only on the position stay small for the first rounds.
+    Words that depend only on the id or only on the position are not broadcast in the first rounds.
     """
     k0, k1 = seed & MASK, seed >> 32
     for _ in range(10):
@@ -198,7 +198,8 @@ def _block_rows(padded: int) -> int:
 
 
 def _padded(vocab_size: int) -> int:
-    """Round up to a power of two up to 8192, then to its multiples: a trimmed head then uses the full head's blocks."""
+    """Round up to a power of two, or beyond 8192 to a multiple of it, so that a trimmed head uses the full head's
+    blocks."""
     return max(4, 1 << (vocab_size - 1).bit_length()) if vocab_size <= 8192 else -(-vocab_size // 8192) * 8192
 
 
@@ -259,7 +260,7 @@ def _gumbel_from(x):
 
 @triton.jit
 def _log1m(u):
-    """log(1 - u) for 2^-33 <= u < 1. While 1 - u is near 1 the series uses -u itself, which 1 - u has rounded off."""
+    """log(1 - u) for 2^-33 <= u < 1. For 1 - u near 1 the series uses -u itself, since rounding 1 - u loses bits."""
     v = 1.0 - u
     m, e = _parts(v)
     return _log_near(tl.where(e == 0, -u, m), e)
@@ -267,7 +268,7 @@ def _log1m(u):
 
 @triton.jit
 def _log(x):
-    """The natural logarithm of a normal x > 0, to an ulp or so."""
+    """The natural logarithm of a normal x > 0, to about one ulp."""
     m, e = _parts(x)
     return _log_near(m, e)
 

@@ -1,7 +1,8 @@
 """kv_project: the attention input of few rows in one launch: row_linear with W_qkv, then kv_calibrate.
 
-A program computes one head of 64 rows over one split of K. The program that arrives last for a head and 64 rows adds up
-the splits in order and finishes the head, so no second launch is needed; which one arrives last changes nothing.
+A program computes one head of 64 rows over one split of K. For each head and 64 rows, the last program to finish adds
+up the splits in order and completes the head, so no second launch is needed. The result does not depend on which
+program is last.
 Traffic: the weight once, G * O * E elements, plus G * T * (E + O), the table's rows and, if K is split, float32 sums of
 the splits, written and read once.
 """
@@ -65,10 +66,10 @@ def kv_project(
 
         q = kv_calibrate(row_linear(x, weight, bias), positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
 
-    The projection is rounded to x's dtype before norm and rotation, as there. One call can run G layers side by side.
+    The projection is rounded to x's dtype before norm and rotation, as above. One call can run G layers side by side.
     The op is batch-invariant: a row's bits depend on that row, the weights and the device alone. Memory moves the
-    weight once. The kernel serves up to 256 rows a layer and heads of up to 256 (128 with int4 weights); the two ops in
-    turn serve the rest.
+    weight once. The kernel serves up to 256 rows a layer and heads of up to 256 (128 with int4 weights); for other
+    sizes the two ops run one after the other.
 
     Args:
         x: [T, E] or [G, T, E].
@@ -81,7 +82,7 @@ def kv_project(
         v_cache: as k_cache.
         q_norm: [G, D] or None.
         k_norm: as q_norm; both or neither.
-        eps: of the norms.
+        eps: epsilon of the norms.
 
     Returns:
         q [G * T, Hq, D], rotated.
@@ -131,7 +132,7 @@ def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *_: o
 
 @triton.jit(
     do_not_specialize=["T"],
-    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],  # slices of longer tables
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],  # they may be slices of longer tables
 )
 def _kv_project_kernel(
     x_ptr,  # [G, T, E]
@@ -145,7 +146,7 @@ def _kv_project_kernel(
     q_norm_ptr,  # [G, D]
     k_norm_ptr,  # [G, D]
     sums_ptr,  # [SPLITS, G * T, HEADS * D] float32
-    count_ptr,  # [row tiles, G * HEADS] zeros, and zeros again afterwards
+    count_ptr,  # [row tiles, G * HEADS] zeros; reset to zeros at the end
     q_ptr,  # [G * T, Hq, D]
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,  # [slots, Hkv, D]
@@ -166,7 +167,7 @@ def _kv_project_kernel(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    LINES: tl.constexpr,  # to prefetch
+    LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -211,7 +212,7 @@ def _kv_project_kernel(
     plane = T.to(tl.int64) * (G * O)
     p_y = sums_ptr + i_s * plane + (first + o_m)[:, None] * O + i_h * D + o_n[None, :]
     tl.store(p_y, b_y, mask=(o_m < T)[:, None] & (o_n < D)[None, :])
-    tl.debug_barrier()  # the program's threads have written: the one that counts publishes all of it
+    tl.debug_barrier()  # all threads must write before one of them counts, which publishes all their writes
     if SPLITS > 1:
         p_count = count_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
@@ -271,8 +272,8 @@ def _variant(
     """64 rows of x for any T, as in row_linear. A tile of the weight is one head, since a head's halves are rotated
     together. Heads are few: 48 of 128 rows for Llama-3-8B. So K is split until every SM has a program; on an H200 (132
     SMs) three splits make 144 programs. They run at once, two per SM, and share the bandwidth evenly. The last to
-    arrive reads the splits' sums from L2, 1.5 KiB a row and head. float32 uses FMA in small tiles, for correctness
-    only. Left to itself, ptxas keeps some of them below 128 registers and spills."""
+    finish reads the splits' sums from L2, 1.5 KiB a row and head. float32 uses FMA in small tiles, for correctness
+    only. By default ptxas limits some variants to fewer than 128 registers and spills."""
     sms = sms or SMS[arch]
     count, n = G * (Hq + 2 * Hkv), max(16, triton.next_power_of_2(D))
     row = E * dtype.itemsize if form is None else form.size(E)
@@ -281,7 +282,7 @@ def _variant(
     else:
         m, block = 64, columns_of(n, row % 16 == 0, E, arch, form)
     splits = max(1, min(-(-sms // count), E // MIN_SPLIT))
-    splits = -(-E // (-(-E // (splits * block)) * block))  # rounding to whole tiles may need fewer
+    splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
     split = -(-E // (splits * block)) * block
     stages = 2 if dtype == torch.float32 else max(stages_of(m, n, block, count * splits <= sms, arch, form), 2)
     t = TYPES[dtype]
@@ -429,7 +430,7 @@ def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, *others: Tensor) -> Te
 
 
 def _fits(x: Tensor, weight: Matrix, *others: Tensor) -> bool:
-    widest = 128 if weight.dtype == torch.uint8 else MAX_D  # int4's tiles of 256 rows spill
+    widest = 128 if weight.dtype == torch.uint8 else MAX_D  # int4 tiles of 256 rows spill registers
     return x.shape[-2] <= MAX_ROWS and others[4].shape[3] <= widest and streams(weight)
 
 

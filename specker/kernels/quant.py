@@ -7,9 +7,9 @@ compute with these w, rounded to the dtype of the activations; nothing else is q
 
 * int8: int8 [O, E].
 * fp8: float8_e4m3fn [O, E].
-* int4: uint8 [O, E / 2], numbers 0 to 15; without shifts they stand for -8 to 7. Of each 32 columns the low four bits
-  of the 16 bytes hold the first 16 and the high four the others, as in GGUF. A kernel then needs no shuffle: the two
-  halves are two products.
+* int4: uint8 [O, E / 2], numbers 0 to 15; without shifts they stand for -8 to 7. 16 bytes hold 32 columns: their low
+  four bits the first 16 columns, their high four bits the last 16, as in GGUF. A kernel then needs no shuffle: it
+  multiplies the two halves separately.
 
 Scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have shift = -zero *
 scale.
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from specker.kernels.variant import TYPES, same_device
 
-KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # --quantize and the dtype of q
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # values of --quantize: the dtype of q
 HALF = 16  # columns in each half of an int4 block
 LEAST = {"int8": 16, "fp8": 16, "int4": 2 * HALF}  # a group is a multiple of this
 CHUNK = 1 << 22  # weights quantised or restored at a time
 
 
 class Format(NamedTuple):
-    """What a kernel's compiled form depends on."""
+    """The properties of a quantised matrix that a compiled kernel depends on."""
 
     kind: str
     group: int
@@ -44,12 +44,12 @@ class Format(NamedTuple):
         return f"{self.kind}/{self.group}" + " shift" * (self.shift is not None)
 
     def size(self, columns: int) -> int:
-        """Bytes of q in `columns` of a row."""
+        """Bytes of q in `columns` columns of a row."""
         return columns // 2 if self.kind == "int4" else columns
 
     def block(self, block: int, columns: int) -> int:
-        """The most columns up to `block`, a power of two, for a tile of rows of `columns`: whole groups, or within
-        one."""
+        """The widest tile, at most `block` columns (a power of two), for rows of `columns` columns: it holds whole
+        groups or lies within one."""
         whole = self.group == columns or self.group & (self.group - 1) == 0
         return block if whole else min(block, self.group & -self.group)
 
@@ -98,12 +98,12 @@ class Quantized:
 
     @property
     def streams(self) -> bool:
-        """Whether the Triton kernels take it: its groups are those of `check`, or one group is a whole row."""
+        """Whether the Triton kernels accept it: its groups satisfy `check`, or one group is a whole row."""
         return self.group % LEAST[self.kind] == 0 or (self.kind != "int4" and self.group == self.shape[-1])
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the Triton kernels take: contiguous, and float8 as int8, which every device can load."""
+        """q, scale and shift for the Triton kernels: contiguous, and float8 as int8, which every device can load."""
         q = self.q.view(torch.int8) if self.kind == "fp8" else self.q
         return q.contiguous(), self.scale.contiguous(), None if self.shift is None else self.shift.contiguous()
 
@@ -147,7 +147,7 @@ class Quantized:
             _bytes(part)[rows] = _bytes(new)
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Quantized":
-        """With `function` applied to q, scale and shift."""
+        """A matrix with `function` applied to q, scale and shift."""
         shift = None if self.shift is None else function(self.shift)
         return Quantized(function(self.q), function(self.scale), shift)
 
@@ -180,7 +180,7 @@ def format_of(weight: Matrix) -> Format | None:
 
 
 def streams(weight: Matrix) -> bool:
-    """Whether the Triton kernels take `weight`."""
+    """Whether the Triton kernels accept `weight`."""
     return isinstance(weight, Tensor) or weight.streams
 
 
@@ -190,7 +190,8 @@ def arguments_of(weight: Matrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def types_of(dtype: str, form: Format | None) -> tuple[str | None, ...]:
-    """The types of `arguments_of` a weight in that format; without one, of a tensor of Triton's type `dtype`."""
+    """The Triton types of `arguments_of` for a weight in format `form`, or without `form` for a tensor of type
+    `dtype`."""
     if form is None:
         return f"*{dtype}", None, None
     shift = None if form.shift is None else f"*{TYPES[form.shift]}"
@@ -212,7 +213,7 @@ def _restored(w: Quantized) -> Tensor:
     q = unpacked(w.q) if w.kind == "int4" else w.q.to(torch.float32)
     if w.kind == "int4" and w.shift is None:
         q = q - 8.0
-    single = w.shift is None or w.scale.dtype == torch.float16  # then the product is exact in float32, or all there is
+    single = w.shift is None or w.scale.dtype == torch.float16  # then the product is exact in float32, or the only step
     q = q.to(torch.float32 if single else torch.float64).unflatten(-1, (-1, w.group))
     q = q.mul_(w.scale.to(q.dtype).unsqueeze(-1))
     if w.shift is not None:
@@ -233,7 +234,7 @@ def unpacked(q: Tensor) -> Tensor:
 
 
 def exact(scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """float32 scales and shifts, in float16 if nothing is lost."""
+    """Convert float32 scales and shifts to float16 if that is exact."""
     given = [scale] if shift is None else [scale, shift]
     halves = [x.half() for x in given]
     fitting = all(torch.equal(half.float(), x) for half, x in zip(halves, given, strict=True))
@@ -242,8 +243,9 @@ def exact(scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
-    """Matrices with equal columns, one under the other: [sum of O, E]; with `stack` [N, O, E]. Different kinds become
-    int8, different groups their common divisor; both without loss. Raises ValueError for fp8 beside another kind."""
+    """Concatenate matrices with equal columns to [sum of O, E], or stack them to [N, O, E]. Different kinds become
+    int8, different groups their greatest common divisor; both without loss. Raises ValueError for fp8 beside another
+    kind."""
     if len({(w.kind, w.shift is None, w.group) for w in parts}) > 1:
         group = math.gcd(*(w.group for w in parts))
         if "fp8" in (kinds := {w.kind for w in parts}) and len(kinds) > 1:
@@ -263,8 +265,8 @@ def joined(parts: Sequence[Quantized], stack: bool = False) -> Quantized:
 
 
 def spread(w: Quantized, group: int, wide: bool = False, shifted: bool = False) -> Quantized:
-    """The same weights in smaller groups, `group` a divisor of w's; with `wide` int8 instead of int4; with `shifted`
-    with shifts."""
+    """The same weights in smaller groups; `group` divides w's group. `wide` turns int4 into int8, and `shifted` adds
+    shifts where there are none."""
     times, q = w.group // group, w.q
     scale = w.scale.repeat_interleave(times, -1)
     shift = None if w.shift is None else w.shift.repeat_interleave(times, -1)
@@ -277,9 +279,9 @@ def spread(w: Quantized, group: int, wide: bool = False, shifted: bool = False) 
 
 
 def quantised(weight: Tensor, kind: str, group: int | None = None) -> Quantized:
-    """weight [.., O, E] -> the nearest `kind`, rounded to nearest: int8 and fp8 with a scale for each row, int4 with
-    scale and shift for each 32 columns; or for each `group` columns. Raises ValueError for a kind or sizes that do not
-    fit.
+    """Quantise a weight [.., O, E] to `kind`, rounding to nearest. int8 and fp8 have one scale per row, int4 has a
+    scale and a shift per 32 columns; `group` sets another number of columns. Raises ValueError for a kind or sizes that
+    do not fit.
 
         int8, fp8   scale = largest |w| / 127 or 448
         int4        scale = (largest w - least w) / 15, shift = least w

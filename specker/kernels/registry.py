@@ -11,7 +11,8 @@ An op file ends with a registration; the op's function calls the result:
 The annotations give the schema of `torch.ops.specker.add_rows`; keyword-only parameters stay out of it. A parameter of
 type `Matrix` is a Tensor in the schema, which then ends with the scales and shifts of a `Quantized` one. The other
 functions take the same arguments, all of them and in that order. `check` raises on bad arguments and runs before
-every path. It may take the arguments' types for granted: `refuse` compares them with the annotations, after a failure.
+every path. It may assume that the arguments' types are right: after a failure, `refuse` compares them with the
+annotations.
 """
 
 import inspect
@@ -48,7 +49,8 @@ def register(
     pack: Callable[..., tuple[Any, ...]] | None = None,
     unpack: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[P, R]:
-    """Define torch.ops.specker.<name of function>; return what the function calls with all arguments in order.
+    """Define torch.ops.specker.<name of function>. Returns a callable to which `function` passes all arguments in
+    order.
 
     `launch` serves CUDA tensors, except float64 and arguments for which `fits` is false; `reference` serves the rest.
     `mutates` names the tensors that the op writes. `explain` is called after a failure instead of `check`, and may read
@@ -113,7 +115,7 @@ def register(
     def prototype() -> None: ...
 
     prototype.__signature__ = signature.replace(parameters=positional)  # type: ignore[attr-defined]
-    # Sizes are plain integers: checks and tile tables ask for their values.
+    # Sizes are plain integers, because checks and tile tables need their values.
     text = torch.library.infer_schema(prototype, mutates_args=mutates).replace("SymInt", "int")
     _LIBRARY.define(name + text)
     _LIBRARY.impl(name, registered, "CompositeExplicitAutograd")  # CPU and CUDA; a packed weight has keys of its own
@@ -123,9 +125,9 @@ def register(
 
 
 def refuse(function: Callable[..., object], check: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Called when an op has failed, so that checks of types cost nothing before. Raises TypeError for the first
-    argument that is not of the type in the signature of `function`, else ValueError as `check` does. Returns if the
-    arguments are not at fault."""
+    """Explain the failure of an op. It runs only after a failure, so type checks cost successful calls nothing. Raises
+    TypeError for the first argument that is not of the type in the signature of `function`, else ValueError as `check`
+    does. Returns if the arguments are not at fault."""
     for parameter, value in zip(inspect.signature(function).parameters.values(), args, strict=False):
         if not _of_type(value, parameter.annotation):
             wanted = re.sub(r"\w+\.", "", inspect.formatannotation(parameter.annotation))
@@ -137,7 +139,7 @@ def refuse(function: Callable[..., object], check: Callable[..., object], args: 
                 value.check()
         check(*args)
     except ValueError as error:
-        raise error from None  # without the failure that it explains
+        raise error from None  # hide the failure that this error explains
 
 
 def _of_type(value: Any, kind: Any) -> bool:
@@ -151,7 +153,7 @@ def _of_type(value: Any, kind: Any) -> bool:
         return alike and all(map(_of_type, value, kinds))
     if kind is Tensor:
         return isinstance(value, Tensor) and value.layout == torch.strided
-    if kind is bool:  # any value is true or false, but for tensors of several
+    if kind is bool:  # any value is true or false, except a tensor of several elements
         return not isinstance(value, Tensor) or value.numel() == 1
     if kind is int:
         return hasattr(value, "__index__") and not isinstance(value, Tensor)

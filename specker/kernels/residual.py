@@ -40,15 +40,15 @@ def residual_merge(
 
     P = 1, Q = 1 is a decoder layer's residual add and norm, P = 0 a norm alone; P = 2, Q = 1 and P = 1, Q = N serve a
     group of N layers that run side by side. Sums run in float32 (float64 for float64) in this order and are rounded
-    once, to y. The norms are of the rounded y. A row's bits depend on that row alone. Memory moves each element once,
+    once, to y. The norms use the rounded y. A row's bits depend on that row alone. Memory moves each element once,
     rows longer than 16,384 twice.
 
     Args:
         x: [T, E].
         deltas: [P, T, E] of x's dtype. With `split`: [S, T, E] float32 (float64 for float64), the sums that
-            `row_linear(..., epilogue="split")` returns; added up in order and rounded, they are one delta.
+            `row_linear(..., epilogue="split")` returns; their sum, added in order and rounded, is one delta.
         norm_weight: [Q, E] of x's dtype, or None for no norm.
-        eps: of the norms.
+        eps: epsilon of the norms.
         last: [T, E], one more delta, added after the others.
         split: see deltas.
 
@@ -59,7 +59,7 @@ def residual_merge(
         TypeError: an argument of another type.
         ValueError: other shapes, dtypes or devices, or a negative eps.
 
-    Source: layers side by side are EasySpec's, arXiv 2502.02493.
+    Source: running layers side by side is EasySpec's, arXiv 2502.02493.
 
     Examples:
         >>> import torch
@@ -157,7 +157,7 @@ def _residual_merge_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    if Q > 0 and E <= BLOCK:  # loaded early: before the wait, and no load crosses the reduction's barrier
+    if Q > 0 and E <= BLOCK:  # load before the wait: no later load can move ahead of the reduction's barrier
         o_e = tl.arange(0, BLOCK)
         b_first = tl.load(weight_ptr + o_e, mask=o_e < E, other=0.0, eviction_policy="evict_last")
     wait_for_previous(PDL)
@@ -188,7 +188,7 @@ def _residual_merge_kernel(
     if Q > 0:
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, E * 1.0) + eps))
         if E > BLOCK:
-            tl.debug_barrier()  # another thread of the program may have written what this one reads back
+            tl.debug_barrier()  # a thread may read back what another thread of the program wrote
         for i_e in tl.static_range(0, E, BLOCK):
             o_e = i_e + tl.arange(0, BLOCK)
             m_e = o_e < E

@@ -1,9 +1,9 @@
 """sample_rows: the target's own token after each verify row.
 
 Sampling is greedy decoding of perturbed logits. The kernels find the k-th largest exactly. They sum masses as integers,
-in units of 2^-40 of the largest, so the order of the sum does not matter; an id's own mass is a float32 exponential. z
-equals the CPU reference's bit for bit, g up to its last bits. Two of the three readings of filtered logits come from
-the cache if they fit, and each tile costs one atomic a bin that it has logits in.
+in units of 2^-40 of the largest, so the order of the sum does not matter; each mass is a float32 exponential. z equals
+the CPU reference's bit for bit, g up to its last bits. Filters read the logits three times, twice from the cache if
+they fit; each tile issues one atomic for each histogram bin that has logits of the tile.
 """
 
 import math
@@ -28,7 +28,7 @@ from specker.kernels.noise import (
 from specker.kernels.registry import register
 from specker.kernels.variant import TYPES, Variant, counters, same_device, start_after_previous, tl, triton
 
-MIN_TEMPERATURE = 1e-6  # below it logits / temperature could overflow; it is in effect greedy
+MIN_TEMPERATURE = 1e-6  # a smaller one could overflow logits / temperature; this one is greedy in effect
 
 
 def sample_rows(
@@ -50,8 +50,8 @@ def sample_rows(
 
     This is an exact draw from p, whatever was drafted. Temperature 0 is the argmax of the logits. Ties at a boundary
     are kept; the argmax gives a tie to the lower id. z is float32 for float16 and bfloat16 logits. Rows are
-    independent. Where the cumulative mass is within 2^-20 of top_p, the kernel's boundary may be the neighbour of the
-    float64 reference's. Memory moves the logits once without a filter, otherwise three times.
+    independent. Where the cumulative mass is within 2^-20 of top_p, the kernel's boundary may differ from the float64
+    reference's by one token. Memory moves the logits once without a filter, otherwise three times.
 
     Args:
         logits: [T, V], any floating dtype; -inf is allowed. A row of NaN gives id 0, or an error in the reference.
@@ -87,14 +87,14 @@ def sample_rows(
 
 
 class Splits(NamedTuple):
-    """The best id of each of S parts of T rows of perturbed logits. A row's token is that of its largest value, the
-    lower id of equal ones."""
+    """The best id in each of the S parts of T rows of perturbed logits. A row's token is the id of its largest value;
+    ties go to the lower id."""
 
     value: Tensor  # [T, S] fp32
-    id: Tensor  # [T, S] int32; 2^31 - 1 in a part without a number
+    id: Tensor  # [T, S] int32; 2^31 - 1 in a part of NaN
 
     def tokens(self) -> Tensor:
-        """[T] int64; 0 for a row without a number."""
+        """[T] int64; 0 for a row of NaN."""
         ids = torch.where(self.value == self.value.amax(1, keepdim=True), self.id, _NONE.value).amin(1)
         return torch.where(ids == _NONE.value, 0, ids).long()
 
@@ -108,8 +108,9 @@ def sample_splits(
     positions: Tensor,
     draw: Tensor | None = None,
 ) -> Tensor | Splits:
-    """`sample_rows` for a caller whose next kernel reduces the parts of a row itself, which saves a launch: `Splits` of
-    T rows, or the tokens [T] int64 where there is no such launch (on a CPU; float64, a filter, a small vocabulary)."""
+    """`sample_rows` for a caller whose next kernel merges the parts of a row itself, which saves a launch. Returns the
+    `Splits` of T rows, or the tokens [T] int64 if there is no launch to save (on a CPU, float64, with a filter, with a
+    small vocabulary)."""
     if not logits.is_cuda or logits.dtype == torch.float64:
         return sample_rows(logits, temperature, top_k, top_p, seed, positions, draw)
     _check_sample(logits, temperature, top_k, top_p, seed, positions, draw)
@@ -170,16 +171,16 @@ def sample_rows_cost(
 
 
 TILE = 4096  # logits per program
-FINISH = 2048  # listed ids at a time
+FINISH = 2048  # listed ids read at a time
 BINS = 2048
 _BINS = tl.constexpr(BINS)
 _LINEAR = tl.constexpr(1024)  # bins of 1/64 nat cover 16 nats below the row's largest z; then 64 bins per octave
-_LINEAR_BITS = tl.constexpr(0x44800000)  # of 1024.0
+_LINEAR_BITS = tl.constexpr(0x44800000)  # the bits of 1024.0
 _UNIT = tl.constexpr(2.0**40)  # a mass of 1; an int64 holds the sum of 2^22 of them
 _NONE = tl.constexpr(2**31 - 1)  # no id
 _KEEP_ALL = tl.constexpr(2**31 - 1)  # a top_k that no row reaches
 _LEAST = tl.constexpr(-(2**31))  # the least key
-_MARGIN = tl.constexpr(2.0**-16)  # a share that exceeds the error of an fp32 exponential and of a few fp32 products
+_MARGIN = tl.constexpr(2.0**-16)  # relative margin above the error of an fp32 exponential and a few fp32 products
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def _scaled(
     """z of a tile; -inf beyond the row's end."""
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(logits_ptr + i_t * V + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
-    b_x = tl.div_rn(b_x, tl.where(temperature == 0, 1.0, temperature))  # 0 in memory: greedy
+    b_x = tl.div_rn(b_x, tl.where(temperature == 0, 1.0, temperature))  # a temperature of 0 in memory is greedy
     return b_x + 0.0  # turns -0 into 0, so that their keys are equal
 
 
@@ -212,13 +213,13 @@ def _z(key):
 
 @triton.jit
 def _below(z, peak):
-    """How far z lies below the row's largest; 0 if both are infinite, since the maximum drops a NaN."""
+    """How far z lies below the row's largest; 0 if both are infinite: the maximum drops the NaN."""
     return tl.maximum(peak - z, 0.0)
 
 
 @triton.jit
 def _bin(below):
-    """The bin of z, `below` the peak. It never falls as z falls: every step rounds monotonically."""
+    """The bin of a z that is `below` under the peak. It never decreases as z falls: each step rounds monotonically."""
     x = below * 64.0
     octaves = (x.to(tl.int32, bitcast=True) - _LINEAR_BITS) >> 17
     return tl.where(x < _LINEAR, tl.minimum(x, _LINEAR).to(tl.int32), tl.minimum(_LINEAR + octaves, _BINS - 1))
@@ -255,7 +256,7 @@ def _sample_argmax_kernel(
     out_ptr,  # [T] int64, written only if S is 1
     temperature,
     seed: tl.int64,
-    run,  # rows that share a set
+    run,  # rows per set of the draw's numbers
     V: tl.constexpr,
     S: tl.constexpr,  # splits of a row
     BLOCK: tl.constexpr,
@@ -273,7 +274,7 @@ def _sample_argmax_kernel(
             b_z += gumbel_run(i_s * BLOCK, tl.load(positions_ptr + i_t), seed, BLOCK)
     best, i_best = _best(b_z, o_v, o_v < V)
     if S == 1:
-        tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # no number: id 0
+        tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # a row of NaN gives id 0
     else:
         tl.store(value_ptr + i_t * S + i_s, best)
         tl.store(id_ptr + i_t * S + i_s, i_best)
@@ -305,7 +306,7 @@ def _sample_peak_kernel(
     hist_ptr,  # [T, 2048] int32; zeroed here
     listed_ptr,  # [T] int32: length of the row's list; zeroed here
     temperature,
-    run,  # rows that share a set
+    run,  # rows per set of the draw's numbers
     V: tl.constexpr,
     S: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -331,7 +332,7 @@ def _peak(peak_ptr, i_t, S: tl.constexpr, S_PAD: tl.constexpr):
 
 @triton.jit
 def _start(o_bin):
-    """The least `below` of a bin, exactly; infinity for one after the last."""
+    """The least `below` of a bin, exactly; infinity for the bin after the last."""
     octaves = (((o_bin - _LINEAR) << 17) + _LINEAR_BITS).to(tl.float32, bitcast=True)
     least = tl.where(o_bin < _LINEAR, o_bin.to(tl.float32), octaves) * (1 / 64)
     return tl.where(o_bin < _BINS, least, float("inf"))
@@ -339,8 +340,9 @@ def _start(o_bin):
 
 @triton.jit
 def _edges(b_count, top_k, top_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr):
-    """Counts of a row's bins -> (bin_k, first, last, want_k). Bin bin_k holds the k-th largest, the want_k-th of its
-    ids; 2048 if all ids are kept. The edge of top_p lies in bins first..last, whatever the exact masses are."""
+    """Counts of a row's bins -> (bin_k, first, last, want_k). Bin bin_k holds the k-th largest z, which is the
+    want_k-th largest of that bin; bin_k is 2048 if all ids are kept. The edge of top_p lies in bins first..last,
+    whatever the exact masses are."""
     o_bin = tl.arange(0, _BINS)
     bin_k, want_k = tl.full([], _BINS, tl.int32), tl.full([], 0, tl.int32)
     if TOP_K:
@@ -348,22 +350,22 @@ def _edges(b_count, top_k, top_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr):
         want_k = top_k - tl.sum(tl.where(o_bin < bin_k, b_count, 0), axis=0)
     first, last = bin_k, bin_k
     if TOP_P:
-        # Bounds of the mass that top_k keeps of each bin; those of an id cover the error of an fp32 exponential.
+        # Bounds of each bin's mass after top_k. The bounds of one id's mass cover the error of an fp32 exponential.
         b_least = (tl.exp(-_start(o_bin + 1)) * (1 - _MARGIN) * _UNIT).to(tl.int64)
         b_most = (tl.exp(-_start(o_bin)) * (1 + _MARGIN) * _UNIT).to(tl.int64)
         b_least *= tl.where(o_bin < bin_k, b_count, tl.where(o_bin == bin_k, want_k, 0))
         b_most *= tl.where(o_bin <= bin_k, b_count, 0)
         b_cum_least, b_cum_most = tl.cumsum(b_least, axis=0), tl.cumsum(b_most, axis=0)
         b_rest_least, b_rest_most = tl.sum(b_least, axis=0) - b_cum_least, tl.sum(b_most, axis=0) - b_cum_most
-        # A bin has reached the edge if cum >= p * (cum + rest), for the masses up to it and after it. As (1 - p) * cum
-        # >= p * rest the bounds of either side are independent; in the first form they would list p / 64 of the row.
-        # The margin covers fp32 here and float64 in _share; 2 is what _share may round up.
+        # A bin has reached the edge if cum >= p * (cum + rest): cum is the mass up to it, rest the mass after it. Both
+        # sides of (1 - p) * cum >= p * rest have independent bounds; those of the first form would list p / 64 of the
+        # row. The margin covers the errors of fp32 here and of float64 in _share; 2 covers _share's rounding up.
         low, high = (1 - top_p) * (1 - _MARGIN), (1 - top_p) * (1 + _MARGIN)
         b_not = high * b_cum_most.to(tl.float32) < top_p * b_rest_least.to(tl.float32)
         b_reached = low * b_cum_least.to(tl.float32) >= top_p * b_rest_most.to(tl.float32) + 2
         first = tl.sum((b_not & (o_bin < bin_k)).to(tl.int32), axis=0)
         last = tl.sum((~b_reached & (o_bin < bin_k)).to(tl.int32), axis=0)
-        first, last = tl.where(top_p < 1, first, bin_k), tl.where(top_p < 1, last, bin_k)  # 1 in memory is no filter
+        first, last = tl.where(top_p < 1, first, bin_k), tl.where(top_p < 1, last, bin_k)  # top_p 1: no filter
     return bin_k, first, last, want_k
 
 
@@ -378,7 +380,7 @@ def _sample_histogram_kernel(
     temperature,
     top_k,
     top_p,
-    run,  # rows that share a set
+    run,  # rows per set of the draw's numbers
     V: tl.constexpr,
     S: tl.constexpr,
     S_PAD: tl.constexpr,
@@ -418,7 +420,7 @@ def _sample_histogram_kernel(
 @triton.jit
 def _is_last(p_count, S: tl.constexpr):
     """Whether this program is the last of a row's S to arrive; it then sees what the others wrote."""
-    tl.debug_barrier()  # the program's threads have written: the one that counts publishes all of it
+    tl.debug_barrier()  # all threads must write before one of them counts, which publishes all their writes
     last = tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == S - 1
     if last:
         tl.store(p_count, 0)
@@ -427,7 +429,7 @@ def _is_last(p_count, S: tl.constexpr):
 
 @triton.jit
 def _entries(p_list, i, n, FINISH: tl.constexpr):
-    """Keys and ids of entries i..i + FINISH - 1 of a row's list; anything past its end."""
+    """Keys and ids of entries i..i + FINISH - 1 of a row's list; unspecified past its end."""
     o_list = i + tl.arange(0, FINISH)
     b_entry = tl.load(p_list + o_list, mask=o_list < n, other=0)
     return (b_entry >> 32).to(tl.int32), b_entry.to(tl.int32)
@@ -435,8 +437,8 @@ def _entries(p_list, i, n, FINISH: tl.constexpr):
 
 @triton.jit
 def _listed(p_list, i, n, b_key, b_mass, peak, MASS: tl.constexpr, FINISH: tl.constexpr):
-    """Keys and, with MASS, masses of entries i..i + FINISH - 1 of a row's list, and which exist. b_key and b_mass hold
-    the first ones, usually all."""
+    """Keys and, with MASS, masses of entries i..i + FINISH - 1 of a row's list, and whether each exists. b_key and
+    b_mass hold the first FINISH entries, usually all."""
     if i > 0:
         b_key = _entries(p_list, i, n, FINISH)[0]
         if MASS:
@@ -460,8 +462,8 @@ def _weight(p_list, n, b_key, b_mass, peak, low, high, MASS: tl.constexpr, FINIS
 
 @triton.jit
 def _edge(p_list, n, b_key, b_mass, peak, first, last, least, want, MASS: tl.constexpr, FINISH: tl.constexpr):
-    """Of the listed ids in bins first..last with keys from `least` on: the largest key such that the ids from it on
-    weigh at least `want`, and the largest key of all."""
+    """Among the listed ids in bins first..last with keys of at least `least`: the largest key such that the ids with at
+    least that key weigh at least `want`, and the largest key of all."""
     low, high = tl.full([], 2**31 - 1, tl.int32), tl.full([], _LEAST, tl.int32)
     for i in tl.range(0, n, FINISH):
         b_k, _, m = _listed(p_list, i, n, b_key, b_mass, peak, False, FINISH)
@@ -469,7 +471,7 @@ def _edge(p_list, n, b_key, b_mass, peak, first, last, least, want, MASS: tl.con
         m = m & (b_bin >= first) & (b_bin <= last) & (b_k >= least)
         low = tl.minimum(low, tl.min(tl.where(m, b_k, 2**31 - 1), axis=0))
         high = tl.maximum(high, tl.max(tl.where(m, b_k, _LEAST), axis=0))
-    # No other listed key lies between, because bins and keys have one order. 64 bits hold the sum of two keys.
+    # No other listed key lies between, because bins and keys have the same order. 64 bits hold the sum of two keys.
     least_kept, most_kept = low.to(tl.int64), high.to(tl.int64)
     while least_kept < most_kept:
         middle = (least_kept + most_kept + 1) >> 1
@@ -499,7 +501,7 @@ def _least_key(
     """The least key that a row's filters keep of its list."""
     bin_k, first, last, want_k = tl.load(p_edge), tl.load(p_edge + 1), tl.load(p_edge + 2), tl.load(p_edge + 3)
     least = tl.full([], _LEAST, tl.int32)
-    in_bin_k = tl.full([], 0, tl.int64)  # the mass that top_k keeps of bin_k
+    in_bin_k = tl.full([], 0, tl.int64)  # the mass in bin_k that top_k keeps
     if TOP_K:
         edge, most = _edge(p_list, n, b_key, b_mass, peak, bin_k, bin_k, least, want_k, False, FINISH)
         least = tl.where(bin_k < _BINS, edge, least)
@@ -532,7 +534,7 @@ def _sample_select_kernel(
     temperature,
     top_p,
     seed: tl.int64,
-    run,  # rows that share a set
+    run,  # rows per set of the draw's numbers
     V: tl.constexpr,
     S: tl.constexpr,
     S_PAD: tl.constexpr,
@@ -553,7 +555,7 @@ def _sample_select_kernel(
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     b_z = _scaled(logits_ptr, temperature, i_t, i_s, V, BLOCK)
     b_below = tl.where(o_v < V, _below(b_z, peak), float("inf"))
-    # Comparing with where bins begin takes fewer registers than bins do. It keeps no -inf beside a number.
+    # Comparing with a bin's start takes fewer registers than computing bins. It keeps -inf only in a row of -inf.
     m_kept = b_below < _start(first)
     if TOP_P:
         b_mass = _mass(b_below)
@@ -605,22 +607,22 @@ def _sample_select_kernel(
         value, i_value = _best(b_value, b_id, (i + tl.arange(0, FINISH) < n) & (b_key >= least))
         better = (value > best) | ((value == best) & (i_value < i_best))
         best, i_best = tl.where(better, value, best), tl.where(better, i_value, i_best)
-    tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # no number: id 0
+    tl.store(out_ptr + i_t, tl.where(i_best == _NONE, 0, i_best).to(tl.int64))  # a row of NaN gives id 0
 
 
 @lru_cache
 def _sample_variants(
     dtype: torch.dtype, V: int, noise: bool, top_k: bool, top_p: bool, drawn: bool = False
 ) -> tuple[Variant, ...]:
-    """The launches of a call: argmax and, for several splits, merge; with a filter peak, histogram, select.
+    """The launches of a call: argmax and, for several splits, merge; with a filter: peak, histogram, select.
 
-    histogram counts ids by bins of z, in shared memory. From a row's counts the last program to arrive finds the few
+    histogram counts ids by bins of z, in shared memory. From a row's counts the last program to finish finds the few
     bins that may hold its edges. select takes the best of the ids above them, sums exact masses and lists the ids at
-    the edges; its last program to arrive searches that list. Which program is last changes nothing.
+    the edges; its last program searches that list. The result does not depend on which program is last.
 
     A program holds one tile for any T: 16 logits per thread, two 16-byte loads of 2-byte logits. V 128,256 makes 32
-    splits, so 8 rows are 256 programs, two per SM. The splits also share Philox, which takes one SM 40 us per row. All
-    architectures use the same tiles.
+    splits, so 8 rows are 256 programs, two per SM. The splits also share the work of Philox, which takes one SM 40 us
+    per row. All architectures use the same tiles.
     """
     block = min(TILE, max(128, triton.next_power_of_2(V)))
     S = -(-V // block)
@@ -675,7 +677,7 @@ def _sample_variants(
         {**row, **pad, "BLOCK": block, "FINISH": min(FINISH, block), **flags},
         num_warps=warps,
         wide=False,  # the list's entries are read one by one
-        # Two blocks per SM, except for rows that are not aligned: single elements make the list's scan large.
+        # Two blocks per SM, except for unaligned rows: reading single elements makes the list's scan large.
         options={"maxnreg": 128 if fixed["wide"] else 255},
         smoke=smoke and top_p,
     )
@@ -708,7 +710,7 @@ def _launch_sample(
     draw: Tensor | None = None,
     merged: bool = True,
 ) -> Any:
-    """The tokens [T] int64, or `Splits` if not `merged` and a row has several."""
+    """The tokens [T] int64, or `Splits` if not `merged` and a row has several parts."""
     logits, positions = logits.contiguous(), positions.contiguous()
     T, V = logits.shape
     out = positions.new_empty(T)
@@ -716,9 +718,9 @@ def _launch_sample(
         return out
     noise = temperature != 0
     held = noise and draw is not None
-    filters = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # in memory it may be any top_k
+    filters = noise and top_k > 0 and (top_k < V or held), noise and top_p < 1  # memory may hold any top_k
     launches = _sample_variants(logits.dtype, V, noise, *filters, drawn=held)
-    numbers = draw.contiguous() if held and draw is not None else positions  # not read there
+    numbers = draw.contiguous() if held and draw is not None else positions  # not read unless held
     run = check_draw(draw, T)
     S = launches[0].constexprs["S"]
     scale, key = float(temperature) if noise else 1.0, signed(seed)

@@ -156,7 +156,7 @@ def vocab_topk_ref(
 def largest_of(
     z: Tensor, token_ids: Tensor | None, k: int, noise: Noisy | None = None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`vocab_topk` of given logits z [T, K] float32 or float64, which it overwrites."""
+    """`vocab_topk` for given logits z [T, K] float32 or float64. Overwrites z."""
     if noise is not None and noise[2] > 0:
         seed, positions, temperature, draw = Noise(*noise)
         if draw is None:
@@ -250,8 +250,8 @@ def _value_of(key):
 
 @triton.jit
 def _take(key, R: tl.constexpr, TOP: tl.constexpr, C: tl.constexpr):
-    """key [R, n] -> the TOP <= C largest of each row, descending, in [R, C]; the rest is unspecified. Takes a few out
-    one by one, sorts for many. Keys must differ."""
+    """key [R, n] -> the TOP <= C largest of each row, descending, in [R, C]; the rest is unspecified. A small TOP takes
+    them out one by one, a large one sorts. Keys must differ."""
     if C <= 16:
         o_c = tl.arange(0, C)[None, :]
         b_top = tl.full([R, C], _NONE, tl.int64)
@@ -287,7 +287,7 @@ def _vocab_topk_kernel(
     T,
     temperature,
     seed: tl.int64,
-    run,  # rows that share a set
+    run,  # rows per set of the draw's numbers
     apart,
     K: tl.constexpr,
     E: tl.constexpr,
@@ -303,7 +303,7 @@ def _vocab_topk_kernel(
     LSE: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    LINES: tl.constexpr,  # to prefetch
+    LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -314,7 +314,7 @@ def _vocab_topk_kernel(
     m_n = o_n < K
     ROW: tl.constexpr = E // 2 if KIND == "int4" else E  # elements of a row of the weight
     w_ptr += i_tile.to(tl.int64) * N * ROW
-    if PDL:  # rows of a trimmed head change between rounds; a prefetch takes no values, so it may still be early
+    if PDL:  # a trimmed head changes between rounds, but a prefetch reads no values, so it may run before the wait
         prefetch_rows(w_ptr, K - i_tile * N, 0, ROW, 0, ROW, N, LINES, False)
     wait_for_previous(PDL)
     if MAPPED:  # loaded early, to overlap with the stream
@@ -347,7 +347,7 @@ def _vocab_topk_kernel(
     b_all = tl.reshape(b_all, (M // R, R, N))
     o_group = tl.arange(0, M // R)[:, None, None]
     for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):
-        # Takes R rows; summing with zeros is exact. The compiler would leave each row in every fourth warp, and those
+        # Extract R rows; summing with zeros is exact. The compiler would keep each row in every fourth warp, and those
         # warps would all repeat the selection. A load that reads nothing sets a layout that uses all threads.
         b_z = tl.sum(tl.where(o_group * R == i_r, b_all, 0.0), axis=0)
         o_spread = tl.arange(0, R)[:, None] * N + tl.arange(0, N)[None, :]
@@ -412,9 +412,9 @@ def _vocab_topk_merge_kernel(
 ):
     """One program per row. The C largest keys can only lie in the C tiles with the largest maxima, and in the r-th of
     these (from 0) only among the first C - r: any later key has C larger ones, in its tile and the maxima before. The
-    same holds for the largest maxima, in groups of tiles. So both are among TRIANGLE = TOP (TOP + 1) / 2 slots: slot
-    d (d + 1) / 2 + c takes number c of the group, or of the tile, with the (d - c)-th largest maximum. The larger ones
-    of a few dozen keys are simply counted."""
+    same holds for the largest maxima, in groups of tiles. So both are among TRIANGLE = TOP (TOP + 1) / 2 slots: slot d
+    (d + 1) / 2 + c takes number c of the group, or of the tile, with the (d - c)-th largest maximum. A few dozen keys
+    are ranked by counting the larger ones."""
     start_after_previous(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_tile = tl.arange(0, TILES_PAD)
@@ -441,7 +441,7 @@ def _vocab_topk_merge_kernel(
         tl.store(p_work + o_slot, tl.full([SLOTS], _NONE, tl.int64))  # a small group leaves slots empty
 
         o_group = o_tile // GROUP
-        b_in = tl.zeros([TILES_PAD], tl.float32)  # larger ones in its group
+        b_in = tl.zeros([TILES_PAD], tl.float32)  # number of larger maxima in the tile's group
         for i in tl.static_range(GROUP):
             o_other = o_group * GROUP + i
             b_other = tl.load(p_keys + o_other * C, mask=o_other < TILES, other=_NONE)
@@ -450,7 +450,7 @@ def _vocab_topk_merge_kernel(
         tl.store(p_top + o_group, b_first, mask=m_tile & (b_in == 0))
         tl.debug_barrier()
         b_top = tl.load(p_top + o_group, mask=m_tile, other=_NONE)
-        b_least = b_in + _larger(b_top, p_top, GROUPS)  # larger ones that there are at least
+        b_least = b_in + _larger(b_top, p_top, GROUPS)  # lower bound of the number of larger maxima
         m_first = m_tile & (b_least < TOP)
         o_first = b_least * (b_least + 1) // 2 + b_in
         tl.store(p_work + o_first, b_first, mask=m_first)
@@ -498,8 +498,8 @@ def _vocab_topk_merge_kernel(
 def tiles(
     dtype: torch.dtype, K: int, E: int, arch: int, sms: int = 0, form: Format | None = None
 ) -> tuple[int, int, int, int]:
-    """The tile table: rows of x, rows of the weight, columns, stages. `_variants` gives the reasons. `sms`: of the
-    device, 0 for the architecture's usual number. `form`: of a quantised weight."""
+    """The tile table: rows of x, rows of the weight, columns, stages. `_variants` gives the reasons. `sms`: the
+    device's number of SMs; 0: the architecture's usual number. `form`: the format of a quantised weight."""
     row = E * dtype.itemsize if form is None else form.size(E)
     if dtype == torch.float32 or row % 16:
         return 16 if dtype == torch.float32 else 64, 64, 32 if form is None else form.block(32, E), 2
@@ -509,7 +509,7 @@ def tiles(
         block = form.block(64, E)
         return 64, n, block, stages_of(64, n, block, False, arch, form)
     room = {80: 48, 942: 32, 950: 80}.get(arch, 96)  # KiB
-    synchronous = arch == 80 or arch in AMD  # matrix instructions: one buffer fewer than stages
+    synchronous = arch == 80 or arch in AMD  # synchronous matrix instructions need one buffer fewer
     return 64, n, 64, room * 1024 // ((64 + n) * 64 * dtype.itemsize) + synchronous
 
 
@@ -601,7 +601,7 @@ def _variants(
 
 
 def _work(merge: Variant) -> int:
-    """Numbers of the merge's work space for a row."""
+    """Elements of the merge's work space per row."""
     sizes = merge.constexprs
     return 2 * sizes["SLOTS"] + sizes["C"] + sizes["TILES_PAD"] // sizes["GROUP"]
 

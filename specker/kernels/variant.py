@@ -20,12 +20,12 @@ default). Without it the code states what is computed, with `tl.fma` where one r
 computes the same. `TRITON_DEFAULT_FP_FUSION` would affect every kernel of the process, even other libraries'; the
 launch option does not.
 
-Programmatic dependent launch (sm_90 and newer): a kernel with a constexpr `PDL` may start before the one before it in
-the stream has ended, which hides its start and its first reads of weights. Every such kernel calls `let_next_start`
+Programmatic dependent launch (sm_90 and newer): a kernel with a constexpr `PDL` may start before the previous kernel
+in the stream has ended, which hides its start and its first reads of weights. Every such kernel calls `let_next_start`
 first and `wait_for_previous` before it reads or writes anything that a kernel writes; before that it may read only
-weights and tables that no kernel of the stream writes. Every program waits, even one that has nothing to do: the next
-kernel waits for this one alone, so if a program did not wait, what an earlier kernel writes might be missing. Bits do
-not change. SPECKER_PDL=0 turns it off.
+weights and tables that no kernel of the stream writes. Every program must wait, even one that has nothing to do: the
+next kernel waits only for this grid, so an early exit would let it run before older writes land. PDL does not change a
+bit of the results. SPECKER_PDL=0 turns it off.
 """
 
 import os
@@ -79,7 +79,7 @@ FP_FUSION = False
 SMS = {80: 108, 90: 132, 100: 148, 942: 304, 950: 256}
 AMD = (942, 950)  # gfx942, gfx950
 PDL = os.environ.get("SPECKER_PDL") != "0"
-ON_AMD = torch.version.hip is not None  # torch calls AMD's devices "cuda", too
+ON_AMD = torch.version.hip is not None  # torch also calls AMD's devices "cuda"
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -100,7 +100,7 @@ class Variant:
     kernel: Any  # a @triton.jit function: runtime arguments first, constexprs last
     arguments: tuple[str | None, ...]  # types of the runtime arguments: "*bf16", "i32"; None for a None argument
     constexprs: Mapping[str, Any]
-    num_warps: int  # of 32 lanes
+    num_warps: int  # warps of 32 lanes
     num_stages: int = 1
     dot: bool = False  # a half-precision dot must become matrix instructions
     wide: bool = True  # the big operand must be read 16 bytes at a time, or asynchronously
@@ -108,12 +108,13 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)  # further compiler options on NVIDIA, such as maxnreg
 
     def warps(self, amd: bool) -> int:
-        """Warps, or waves of 64 lanes on AMD: half as many, so that a lane has as many elements. But matrix kernels
-        keep one wave for each of a CU's four SIMDs, and the accumulator's registers."""
+        """The number of warps, or of waves of 64 lanes on AMD. There it is half, so that a lane has as many elements.
+        Matrix kernels keep the number: one wave for each of a CU's four SIMDs, and enough registers for the
+        accumulator."""
         return max(1, self.num_warps // 2) if amd and not self.dot else self.num_warps
 
     def dependent(self, arch: int) -> bool:
-        """Whether the kernel is launched before the one before it has ended."""
+        """Whether the kernel may start before the previous one has ended."""
         return PDL and arch in (90, 100) and "PDL" in self.kernel.arg_names
 
     def constants(self, arch: int) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Variant:
 def arch(device: torch.device) -> int:
     """The device's column of the tile tables: 80, 90 (wgmma) or 100 (tcgen05), on AMD 942 or 950. Consumer cards of any
     generation use 80: they have its matrix instructions and at most 100 KiB of shared memory. Other AMD cards use 942,
-    which needs 64 KiB of LDS. The interpreter uses Hopper's."""
+    which needs 64 KiB of LDS. The interpreter uses Hopper's column."""
     if device.type != "cuda":
         return 90
     if ON_AMD:
@@ -174,15 +175,15 @@ COUNTERS = 1 << 16
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """At least `count` zeros, int32, for a launch whose programs count who arrives last. The last one must write 0
-    again. Launches share them if they cannot run at once: those of a stream, and those in CUDA graphs, since graphs of
-    one device must not be replayed on several streams at once."""
+    """At least `count` zeros, int32, for a launch whose programs count arrivals to find the last one, which must reset
+    its counter to 0. Launches that cannot run at the same time share counters: those of a stream, and those in CUDA
+    graphs, since graphs of one device must not be replayed on several streams at once."""
     if count > COUNTERS:
         return torch.zeros(count, dtype=torch.int32, device=device)
     if device.type != "cuda":
         return _counters(device, None)
     if not torch.cuda.is_current_stream_capturing():
-        _counters(device, "graphs")  # before the first capture, which could not fill them
+        _counters(device, "graphs")  # allocate them now: a capture could not fill them
         return _counters(device, torch.cuda.current_stream(device).cuda_stream)
     if device in _launched:
         return _counters(device, "graphs")
@@ -200,7 +201,7 @@ _launched: set[torch.device] = set()  # devices that have counters
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel of the stream may start. It waits for this one before it reads what this one writes."""
+    """Let the next kernel of the stream start. It waits for this one before it reads what this one writes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -214,7 +215,8 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def start_after_previous(PDL: tl.constexpr):
-    """Both, for a kernel with nothing to read early: only its start is hidden."""
+    """`let_next_start`, then `wait_for_previous`: for a kernel that reads nothing early, so that only its start is
+    hidden."""
     let_next_start(PDL)
     wait_for_previous(PDL)
 

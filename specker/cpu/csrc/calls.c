@@ -1,4 +1,4 @@
-// What Python calls. Each function takes a team; the arguments are plain numbers, addresses and the structs above.
+// The functions that Python calls. Their arguments are plain numbers, addresses, structs and the team.
 #include "layers.h"
 #include "noise.h"
 
@@ -10,7 +10,7 @@ typedef struct {
     double eps;
 } product_call;
 
-// Rows at a time: a thread's forms of them stay in its cache.
+// Rows per pass: a thread's rounded copies of them stay in its cache.
 #define AT_ONCE 512
 
 static void run_product(const member *m, void *arg) {
@@ -50,7 +50,7 @@ static void run_restore(const member *m, void *arg) {
         for (int64_t n = i; n < c->count && n < i + 16; n++) restore_row(c->m, c->ids ? c->ids[n] : n, c->y + n * c->m->E);
 }
 
-// A few rows by the calling thread alone.
+// The calling thread restores a few rows alone.
 int restore(team *t, restore_call *c) {
     if (c->count > 8) return team_run(t, run_restore, c, 0);
     for (int64_t n = 0; n < c->count; n++) restore_row(c->m, c->ids ? c->ids[n] : n, c->y + n * c->m->E);
@@ -61,7 +61,7 @@ static void run_layers(const member *m, void *arg) { run_forward(m, arg, m->scra
 
 int layers(team *t, forward *f, int size) { return team_run(t, run_layers, f, forward_bytes(f, size)); }
 
-// The noise of ids 0 .. 4 blocks - 1 at each of T positions: out [T, 4 blocks]. In the calling thread.
+// The noise of ids 0 .. 4 blocks - 1 at each of T positions: out [T, 4 blocks]. Runs in the calling thread.
 void gumbel(uint64_t seed, const int64_t *positions, int64_t T, int64_t blocks, float *out) {
     for (int64_t t = 0; t < T; t++) gumbel_run(seed, positions[t], 0, blocks, out + t * blocks * 4);
 }

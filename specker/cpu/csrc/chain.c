@@ -15,18 +15,18 @@ typedef struct {
     const stack *model;
     const matrix *embed, *head;
     const float *norm;   // the final norm
-    const int64_t *ids;  // of the head's rows; 0: their numbers
+    const int64_t *ids;  // token ids of the head's rows; 0: the rows' numbers
     const places *first; // the committed tokens that the cache lacks, the root of each sequence last
-    const int64_t *tokens;                  // of `first`
-    const int64_t *groups, *later_groups;   // of layers, for the first forward and for the others
+    const int64_t *tokens;                  // token ids of `first`
+    const int64_t *groups, *later_groups;   // groups of layers, for the first forward and for later ones
     int64_t group_count, later_count;
-    const int64_t *columns;                 // [B], of each sequence's first draft token
+    const int64_t *columns;                 // [B], column of each sequence's first draft token
     int64_t last_position, steps;           // at most `steps` tokens
     const double *temperature;              // [B]; 0: greedy
     const uint64_t *seed;                   // [B]
     const rule *rules;                      // [B]; 0: draft all tokens
     int64_t *drafted;                       // [steps, B], ids
-    float *probability;                     // [steps, B], of each among the head's rows
+    float *probability;                     // [steps, B], of each drafted token among the head's rows
     int64_t done;                           // tokens drafted
 } chain;
 
@@ -50,7 +50,7 @@ static int64_t layout(const chain *c, int size, char *base, memory *to) {
     forward f = {.model = c->model, .rows = c->first, .groups = c->groups, .group_count = c->group_count};
     forward g = {.model = c->model, .rows = c->first, .groups = c->later_groups, .group_count = c->later_count};
     int64_t need = forward_bytes(&f, size), other = forward_bytes(&g, size), at = 0;
-    // Later forwards have fewer rows, or as many, over a context that is `steps` columns longer.
+    // Later forwards have at most as many rows, over a context that is `steps` columns longer.
     need = (need > other ? need : other) + size * (c->steps + 16) * 16 * (c->model->Hq / c->model->Hkv) * 8;
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
     memory m;
@@ -66,7 +66,7 @@ static int64_t layout(const chain *c, int size, char *base, memory *to) {
     return at + 64;
 }
 
-// exp(x) for x <= 0; only probabilities of drafts come from it.
+// The approximate sum of exp(z[i] - top), top >= z[i]. Only the probabilities of drafts depend on it.
 static float sum_of_powers(const float *z, int64_t n, float top) {
     float sum = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -122,7 +122,7 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
             if (p->best > all.best || (p->best == all.best && p->id < all.id)) all.id = p->id;
             all.best = top;
         }
-        if (all.id == INT64_MAX) all.id = 0, all.sum = 1; // NaN: the target rejects what follows
+        if (all.id == INT64_MAX) all.id = 0, all.sum = 1; // all NaN: the target rejects the draft
         const float probability = 1.0f / all.sum;
         c->drafted[n * B + b] = s->tokens[b] = all.id;
         c->probability[n * B + b] = probability;

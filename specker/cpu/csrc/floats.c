@@ -1,7 +1,7 @@
-// Tiles over activations in float32, for quantised weights that shall not meet rounded activations.
+// Tiles of quantised weights with float32 activations, which are not rounded to eight bits.
 #include "tiles.h"
 
-// LANES float8 (e4m3) in the low bytes as float32, 2^8 too small: its bits are those of a float16 with another bias.
+// LANES float8 (e4m3) in the low bytes as float32, 2^8 too small: their bits are read as float16, whose bias differs.
 INLINE vf fp8(vi code) {
     vf x;
     uint16_t h[LANES];

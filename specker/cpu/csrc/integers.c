@@ -1,16 +1,16 @@
-// Tiles over activations in eight bits.
+// Tiles with 8-bit activations.
 #include "tiles.h"
 
-#define AHEAD 4096 // bytes between the bytes in use and the prefetched ones
+#define AHEAD 4096 // prefetch distance in bytes
 
-// The dot products of a group of W with T rows of x at `a`. Without `apart` only the sum of d0 and d1 counts; with it d0
-// has the columns 0 to 15 and d1 those from 16 on.
+// The dot products of a group of W with T rows of x at `a`. With `apart`, d0 is the sum over columns 0 to 15 and d1 the
+// sum over columns 16 to 31. Without it, only the sum of d0 and d1 is meaningful.
 #if LANES == 8 || defined(BY_PAIRS)
 // There are 16 registers, and a load of x serves all of W's registers. So eight sums stay in registers while the codes
-// pass; what a compiler makes of the other order, it spills.
+// are read one by one; with the loops in the other order, compilers spill registers.
 INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, vi d0[MOST][PARTS], vi d1[MOST][PARTS]) {
     static const int ORDER[2][8] = {{0, 4, 1, 5, 2, 6, 3, 7}, {0, 1, 2, 3, 4, 5, 6, 7}};
-#ifdef BY_PAIRS // so many sums of pairs fit 16 bits: 8 2 15 127, 4 2 31 127, 2 2 63 127 < 2^15
+#ifdef BY_PAIRS // this many sums of pairs fit 16 bits: 8 2 15 127, 4 2 31 127, 2 2 63 127 < 2^15
     const int most = bits == 8 ? 1 : bits == 6 ? 2 : bits == 5 || apart ? 4 : 8;
 #else
     const int most = 8;
@@ -39,7 +39,7 @@ INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, 
                     if (bits < 8) {
                         vh both = pairs(q[part], word_);
                         if (j > n) both += sum[t][part];
-                        __asm__("" : "+x"(both)); // or gcc adds all of them at the end
+                        __asm__("" : "+x"(both)); // otherwise gcc adds all of them at the end
                         sum[t][part] = both;
                         continue;
                     }
@@ -91,7 +91,7 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
                           int64_t row_y) {
     const int64_t columns = unit_columns(scales), size = unit_bytes(bits, scales);
     const int shifted = scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER;
-    const int zero = bits == 8 ? ZERO8 : zero_of(bits, scales); // what a code of 0 stands for, negated
+    const int zero = bits == 8 ? ZERO8 : zero_of(bits, scales); // the number that code 0 stands for, negated
     vf acc[MOST][PARTS];
     for (int t = 0; t < T; t++)
         for (int part = 0; part < PARTS; part++) acc[t][part] = splat(0);

@@ -1,12 +1,12 @@
 // Whole decoder layers, in one call for a decoding step, a verify pass or a chunk of a prompt.
 //
-// Few rows: every thread keeps the residual stream and rounds its own copy of each product's input, which costs less than
-// a barrier. Many rows: the threads share both and divide the rows.
+// With few rows, every thread keeps its own copy of the residual stream and rounds its own copy of each product's input,
+// which costs less than a barrier. With many rows, the threads share one copy of each and divide the rows.
 #include "layers.h"
 #include "vector.h"
 #include <math.h>
 
-#define FEW 16384     // numbers in the rows up to which threads repeat each other's work on them
+#define FEW 16384     // up to this many numbers in the rows, every thread processes all rows itself
 #define BLOCK_ROWS 16 // rows of a sequence that attend together
 
 typedef struct {
@@ -16,8 +16,8 @@ typedef struct {
     int64_t wide;  // the longest sequence, rounded up to 16
     float *stream; // [T, E]
     float *normed; // [T, E]
-    char *forms;   // of rows in a product
-    float *room;   // for attention
+    char *forms;   // rounded copies of a product's rows
+    float *room;   // attention's work space
     float *qkv;    // [N, T, (Hq + 2 Hkv) D]
     float *mixed;  // [N, T, Hq D]
     float *added;  // [N, T, E]
@@ -109,7 +109,7 @@ static void rotate(float *head, float *to, const float *norm, const float *turn,
 
 #define MIX_T (LANES == 16 ? 6 : 2)
 
-// y[t, 0..31] += sum over s < S of p[t, s] v[s, 0..31], one after the other, so that terms of 0 change nothing.
+// y[t, 0..31] += sum over s < S of p[t, s] v[s, 0..31], added one by one, so that terms of 0 change nothing.
 INLINE void mixture(int T, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
     vf acc[6][2 * PARTS];
     for (int t = 0; t < T; t++)
@@ -131,10 +131,10 @@ static void mix(int64_t T, const float *p, int64_t row_p, const float *v, int64_
     for (; T; T--, p += row_p, y += row_y) mixture(1, p, row_p, v, row_v, y, row_y, S);
 }
 
-// The rows first .. first + count - 1 of sequence b, for the query heads of KV head h of a group's layer n.
+// Attention of rows first .. first + count - 1 of sequence b, for the query heads of KV head h in layer n of a group.
 //
-// A row's sums run over the columns in order, and masked columns add 0. So a tree's row has the bits of the same token in
-// a chain, although other nodes lie between its ancestors.
+// A row's sums run over the columns in order, and masked columns add 0. So a row of a tree has the same bits as the same
+// token in a chain, although other nodes lie between its ancestors.
 static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, int64_t first, int64_t count) {
     const stack *d = s->f->model;
     const places *p = s->f->rows;
@@ -169,7 +169,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         const float most = highest(top);
         for (int64_t j = 0; j < (S + 15) / 16 * 16; j += LANES) store(a + j, power((load(a + j) - most) * scale));
     }
-    for (int64_t i = 0; i < rows; i += 8) { // in the order of the columns, as `mixture` adds; eight at once hide the latency
+    for (int64_t i = 0; i < rows; i += 8) { // adds in column order, like `mixture`; eight rows at once hide the latency
         float one[8] = {0};
         const int64_t n = rows - i < 8 ? rows - i : 8;
         for (int64_t j = 0; j < S; j++)
@@ -190,7 +190,7 @@ static void attend_all(const state *s, int64_t first, int64_t N) {
     const places *p = s->f->rows;
     const int64_t Hkv = s->f->model->Hkv;
     int64_t before = 0, i = next(s->m);
-    for (int64_t b = 0; b < p->B; b++) { // later rows see more, so they come first
+    for (int64_t b = 0; b < p->B; b++) { // later rows see more columns, so they are processed first
         const int64_t own = p->cu_rows[b + 1] - p->cu_rows[b], blocks = (own + BLOCK_ROWS - 1) / BLOCK_ROWS, items = N * Hkv * blocks;
         for (; i < before + items; i = next(s->m)) {
             const int64_t block = blocks - 1 - (i - before) / (N * Hkv), n = (i - before) / Hkv % N;
@@ -222,7 +222,7 @@ static void normalise_all(const state *s, const float *weight) {
         normalise(s->stream + t * E, weight, s->normed + t * E, E, (float)s->f->model->eps);
 }
 
-// gate = silu(gate(x)) up(x). The matrix has the rows of both, one after the other.
+// gate = silu(gate(x)) up(x). The matrix holds the gate's rows, then those of up.
 static void gate_up(const state *s, const layer *l, const rows *x) {
     const int64_t T = s->f->rows->T, F = s->f->model->F, size = s->m->size;
     const int64_t most = chunk(F, 2 * size), part = chunk(F, 16 * size);

@@ -11,7 +11,7 @@ typedef struct {
     int64_t E, Hq, Hkv, D, F;
     const float *rope; // [C, 2, D]
     const layer *layers;
-    double eps, scale; // of the norms; of attention's scores
+    double eps, scale; // epsilon of the norms; factor of attention's scores
 } stack;
 
 typedef struct { // T rows of B sequences
@@ -21,7 +21,7 @@ typedef struct { // T rows of B sequences
     const int64_t *words;                        // [T, W]: kernels/attention.py; 0: see `full`
     int64_t full;                                // without words a row sees its sequence up to itself, or all of it
     const int32_t *table;                        // [B, pages]
-    int64_t pages, page;                         // of a sequence; positions of a page
+    int64_t pages, page;                         // pages of a sequence; columns of a page
     float *k, *v;                                // [L, pages, page, Hkv, D]
     int64_t stride;                              // floats from a layer to the next
 } places;
@@ -31,7 +31,7 @@ typedef struct {
     const places *rows;
     const int64_t *groups; // the first layer of each group, then the end
     int64_t group_count;
-    const int64_t *taps; // depths
+    const int64_t *taps; // depths whose residual stream is returned
     int64_t tap_count;
     const float *x; // [T, E]
     float *out;     // [1 + taps, T, E]

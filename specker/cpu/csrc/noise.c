@@ -22,7 +22,7 @@ static void philox(uint64_t seed, int64_t position, const uint32_t *block, uint3
         }
 }
 
-// The natural logarithm of 1 - less, which is x > 0 up to rounding.
+// The natural logarithm of 1 - less > 0; x is 1 - less, rounded.
 static inline vf logarithm(vf x, vf less) {
     vi i = (vi)x - 0x3F3504F3; // sqrt(1/2)
     vi whole = i >> 23;

@@ -1,4 +1,4 @@
-// Rows of interleaved formats: copied one by one, for a trimmed head.
+// Copies single rows of interleaved formats, for a trimmed head.
 #include "tiles.h"
 
 static void copy_lane(uint8_t *to, int64_t r, const uint8_t *from, int64_t o, int64_t lines, int size) {

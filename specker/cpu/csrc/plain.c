@@ -1,10 +1,10 @@
-// Tiles over weights in float32 and bfloat16, and attention's scores. Lanes run along the columns: 16 partial sums, added
-// up halves upon halves.
+// Tiles over weights in float32 and bfloat16, and attention's scores. Lanes run along the columns: 16 partial sums, whose
+// halves are added until one sum is left.
 #include "products.h"
 #include "vector.h"
 
 #define TALL 4                    // rows of W in a tile; with 16 registers, one
-#define WIDE_T (LANES >= 8 ? 6 : 1) // rows of x
+#define WIDE_T (LANES >= 8 ? 6 : 1) // rows of x in a tile
 
 INLINE void tile_plain(int R, int T, int narrow_w, const uint8_t *w, int64_t row_w, const float *x, int64_t row_x, int64_t E,
                        float *y, int64_t row_y) {
@@ -72,7 +72,7 @@ static void plain_tile(int R, int T, int narrow_w, const uint8_t *w, int64_t row
 void plain_rows(const uint8_t *w, int narrow_w, int64_t row_w, const float *x, int64_t row_x, int64_t R, int64_t T, int64_t E,
                 float *y, int64_t row_y) {
     const int64_t tiles = (T + WIDE_T - 1) / WIDE_T, size = narrow_w ? 2 : 4;
-    for (int64_t r = 0; r < R;) { // with few rows of x the tile waits for memory, which likes one stream
+    for (int64_t r = 0; r < R;) { // with few rows of x memory is the limit, and one stream is fastest
         const int64_t count = LANES != 8 && R - r >= TALL && T >= (narrow_w ? 6 : 3) ? TALL : 1;
         for (int64_t n = 0; n < tiles; n++) {
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;

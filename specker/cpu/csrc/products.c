@@ -34,7 +34,7 @@ rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E) {
     return r;
 }
 
-// To int8 in groups of 32, scale = largest |x| / 127, to nearest, ties to even.
+// Rounds row t to int8 in groups of 32, scale = largest |x| / 127, to nearest, ties to even.
 static void round_int8(const rows *r, int64_t t, int64_t E) {
     const float *x = r->x + t * r->row;
     const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer, in the last bits
@@ -58,7 +58,7 @@ static void round_int8(const rows *r, int64_t t, int64_t E) {
     }
 }
 
-static int in_pairs(const matrix *m, int64_t format) { // by bfloat16 instructions
+static int in_pairs(const matrix *m, int64_t format) { // whether bfloat16 instructions multiply it
 #if defined(__AVX512BF16__)
     return format == BFLOAT16 && m->activations != AS_FLOAT32 && m->E % 32 == 0;
 #else
@@ -70,7 +70,7 @@ static int as_integers(const matrix *m, int64_t format) {
     return format > BFLOAT16 && KINDS[format].bits != FP8 && m->activations == AS_INT8;
 }
 
-static int as_floats(const matrix *m, int64_t format) { // rounded to bfloat16, multiplied as float32
+static int as_floats(const matrix *m, int64_t format) { // whether x is rounded to bfloat16, but multiplied as float32
     if (format <= BFLOAT16) return format == BFLOAT16 && m->activations != AS_FLOAT32 && !in_pairs(m, format);
     return !as_integers(m, format) && m->activations != AS_FLOAT32;
 }
@@ -92,7 +92,7 @@ void round_row(const matrix *m, const rows *r, int64_t t) {
         }
 }
 
-// Rows first .. first + count - 1 of an interleaved segment; `first` is a multiple of ROWS.
+// Computes rows first .. first + count - 1 of an interleaved segment; `first` is a multiple of ROWS.
 static void interleaved(const matrix *m, const segment *s, const rows *x, int64_t T, int64_t first, int64_t count, float *y,
                         int64_t row_y) {
     const int64_t E = m->E, size = segment_bytes(s->format, ROWS, E), tiles = (T + MOST - 1) / MOST;
@@ -102,7 +102,7 @@ static void interleaved(const matrix *m, const segment *s, const rows *x, int64_
     for (int64_t o = 0; o < count; o += ROWS) {
         const uint8_t *w = s->data + (first + o) / ROWS * size;
         const int whole = count - o >= ROWS;
-        for (int64_t n = 0; n < tiles; n++) { // of about equal height
+        for (int64_t n = 0; n < tiles; n++) { // tiles of about equal height
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             float room[MOST * ROWS], *to = whole ? y + t0 * row_y + o : room;
             const int64_t row = whole ? row_y : ROWS;
@@ -119,8 +119,8 @@ static void interleaved(const matrix *m, const segment *s, const rows *x, int64_
 
 // --- matrices
 
-// y[t, o - first] for rows first .. first + count - 1. `first` is a multiple of ROWS in its segment, and so is `count`
-// unless the segment ends there.
+// Computes y[t, o - first] for rows o = first .. first + count - 1. `first` is a multiple of ROWS in its segment, and so
+// is `count`, unless the segment ends there.
 void product(const matrix *m, const rows *x, int64_t T, int64_t first, int64_t count, float *y, int64_t row_y) {
     int64_t before = 0;
     for (int i = 0; i < m->count; i++) {
@@ -145,7 +145,7 @@ void product(const matrix *m, const rows *x, int64_t T, int64_t first, int64_t c
     }
 }
 
-// Rows of one of `parts` parts of a matrix, a multiple of ROWS.
+// How many rows one of `parts` parts of a matrix has: a multiple of ROWS.
 int64_t chunk(int64_t O, int64_t parts) {
     int64_t n = (O + parts * ROWS - 1) / (parts * ROWS) * ROWS;
     return n > ROWS ? n : ROWS;
@@ -162,8 +162,8 @@ void ask(const matrix *m, int64_t first) {
     }
 }
 
-// This thread's part of y [T, O]: a long first part, since a part is a stream from memory that starts with a wait, then
-// short ones that no other thread has taken, since one thread may be slower.
+// Computes this thread's parts of y [T, O]. Each part starts with a wait for memory, so the first is long. The later ones
+// are short and go to whichever thread is free, because one thread may be slower.
 void share(const member *me, const matrix *m, const rows *x, int64_t T, float *y, int64_t row_y) {
     const int64_t most = chunk(m->O, FIRST_PART * me->size), part = chunk(m->O, LATER_PARTS * me->size);
     int64_t first = me->me * most, count = most;

@@ -4,9 +4,9 @@
 #include <stdint.h>
 
 // How a run of rows is stored. FLOAT32 and BFLOAT16 are plain [rows, E]. The others interleave 16 rows; the first word
-// is the bits of a number, the second how its scales are stored: one float16 or float32 for 32 columns, without or with
-// a shift; `super`: a byte for scale and shift of 32 columns, times a float16 each for 256; `sixteen`: a signed byte for
-// 16 columns, times a float16 for 256.
+// gives the bits of a number, the rest how scales are stored: HALF and FLOAT are one float16 or float32 for 32 columns,
+// without or with a shift (SHIFT). SUPER is a byte each for scale and shift of 32 columns, times a float16 each for 256.
+// SIXTEEN is a signed byte for 16 columns, times a float16 for 256.
 enum format {
     FLOAT32,
     BFLOAT16,
@@ -37,20 +37,20 @@ typedef struct {
 typedef struct {
     segment parts[3];
     int64_t count, O, E;
-    int64_t activations; // for quantised parts; a bfloat16 part takes bfloat16 unless this is AS_FLOAT32
+    int64_t activations; // the type for quantised parts; bfloat16 parts take bfloat16 unless this is AS_FLOAT32
 } matrix;
 
-// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared. What is in eight bits has the rows of a
-// group of 32 columns side by side, because a tile reads them together.
+// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared. The 8-bit form keeps the rows of a group
+// of 32 columns side by side, because a tile reads them together.
 typedef struct {
     const float *x; // [T, E], `row` floats apart
     int64_t row, T;
     int8_t *q;    // [E / 32, T, 32], rounded to eight bits
     float *scale; // [E / 32, T]
     float *both;  // [E / 32, T]: scale times the sum of q
-    float *sum;   // [E / 32, T, 2]: the same of each half
+    float *sum;   // [E / 32, T, 2]: scale times the sum of each half of q
     uint16_t *h;  // [T, E], rounded to bfloat16
-    float *f;     // the same as float32
+    float *f;     // [T, E], rounded to bfloat16, stored as float32
 } rows;
 
 int64_t rows_bytes(int64_t T, int64_t E);                       // memory for `rows_at`

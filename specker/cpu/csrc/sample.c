@@ -9,16 +9,16 @@
 #define BINS 2048
 #define LINEAR 1024 // bins of 1/64 nat cover 16 nats below the largest logit; then 64 bins for each factor of two
 #define STEP 256    // ids whose noise is computed at a time
-#define NEAR 16.0f  // nats below the largest logit that nearly always hold what a filter keeps
-#define RARE 23.0f  // above all noise, which is at most 33 ln 2
+#define NEAR 16.0f  // a filter nearly always keeps only logits within this many nats of the largest
+#define RARE 23.0f  // more than any noise, which is at most 33 ln 2
 
 typedef struct {
     const float *logits; // [T, V]
     const int64_t *positions;
-    const double *temperature, *top_p; // of each run of rows
+    const double *temperature, *top_p; // for each run of rows
     const int64_t *top_k;              // 0: all
     const uint64_t *seed;
-    int64_t T, V, run; // rows that share these numbers
+    int64_t T, V, run; // run: rows that share these numbers
     int64_t *tokens;   // [T]
 } sample_call;
 
@@ -39,7 +39,7 @@ static int bin(float below) {
     return far < BINS ? far : BINS - 1;
 }
 
-// How far z lies below the largest. A NaN, which only a row that nobody reads has, lies lowest.
+// How far z lies below the largest. A NaN, which only unused rows have, counts as the lowest.
 static float under(float z, float top) { return z == top ? 0 : z == z ? top - z : INFINITY; }
 
 static int descending(const void *a, const void *b) {
@@ -96,7 +96,7 @@ static double mass_of(const float *z, int64_t V, float top, float least) {
     return sum;
 }
 
-// The logits that are at least `least`, in order.
+// Copies the logits that are at least `least`, in order.
 static int64_t copied(const float *z, int64_t V, float least, float *out) {
     int64_t n = 0, i = 0;
     for (; i + LANES <= V; i += LANES)
@@ -119,7 +119,7 @@ static float least_kept(const float *z, int64_t V, float top, int64_t top_k, dou
         int64_t before = 0;
         while (before + t->count[at] < top_k) before += t->count[at++];
         const int64_t count = sorted_bin(near, n, top, at, least, t->some), i = top_k - before - 1;
-        if (i < count) least = t->some[i]; // otherwise only NaN are left
+        if (i < count) least = t->some[i]; // otherwise only NaNs are left
     }
     if (top_p >= 1) return least;
     double reached = 0;
@@ -138,10 +138,10 @@ static float least_kept(const float *z, int64_t V, float top, int64_t top_k, dou
         reached += expf(-under(t->some[i], top));
         if (reached >= enough) return t->some[i];
     }
-    return count ? t->some[count - 1] : least; // rounding
+    return count ? t->some[count - 1] : least; // rounding kept the sum below `enough`
 }
 
-// The noise of ascending ids [n]. Where they lie close together all ids between them cost less.
+// The noise of ascending ids [n]. If they lie close together, computing all ids between them is cheaper.
 static void noise_of(uint64_t seed, int64_t position, const int64_t *ids, int64_t n, float *noise) {
     float run[2 * STEP];
     const int64_t first = ids[0] / 4, blocks = ids[n - 1] / 4 - first + 1;
@@ -188,7 +188,7 @@ static int64_t token(const sample_call *c, int64_t t, float *z, tally *room) {
     if (by == 0) return first_of_highest(logits, V, &top);
     for (int64_t i = 0; i < V; i++) z[i] = logits[i] / by;
     const int64_t at = first_of_highest(z, V, &top);
-    if (top == -INFINITY) return 0; // nothing but that and NaN
+    if (top == -INFINITY) return 0; // all logits are -infinity or NaN
     const float least = p < 1 || (k > 0 && k < V) ? least_kept(z, V, top, k, p, room) : -INFINITY;
     return noisiest(z, V, at, least, c->seed[run], c->positions[t]);
 }

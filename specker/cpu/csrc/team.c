@@ -1,5 +1,5 @@
-// Threads sleep between calls. Within a call they spin at barriers, which are microseconds apart. If one of them has lost
-// its processor to another process, the others soon sleep until it arrives: it can continue on theirs.
+// Threads sleep between calls. Within a call they spin at barriers, which are microseconds apart. If one of them loses
+// its processor to another process, the others soon sleep, so that it can continue on one of their processors.
 #define _GNU_SOURCE
 #include "team.h"
 #include <pthread.h>
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-// Nanoseconds that a thread spins before it sleeps: at a barrier, about as long as waking it takes; for the next call.
+// Nanoseconds that a thread spins before it sleeps: at a barrier (about the time to wake it), and for the next call.
 #define MEET 30000
 #define AWAKE 1000000
 
@@ -21,9 +21,9 @@ struct team {
     int64_t room;
     int size, sleeping, closing, count, cpus[1024];
     _Alignas(64) atomic_long call;    // number of the latest call
-    _Alignas(64) atomic_long arrived; // at the current barrier
+    _Alignas(64) atomic_long arrived; // threads that have reached the current barrier
     _Alignas(64) atomic_long meeting; // barriers passed
-    _Alignas(64) atomic_long taken;   // by `next`
+    _Alignas(64) atomic_long taken;   // numbers that `next` has returned
     _Alignas(64) atomic_int waiting;  // threads that sleep at a barrier
 };
 
@@ -64,7 +64,7 @@ void meet(const member *m) {
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
         atomic_store_explicit(&t->taken, 0, memory_order_relaxed);
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
-        // Sequentially consistent, as in the sleepers: either they see the new number, or they are seen here.
+        // Sequentially consistent, like the sleepers' accesses: either they see the new number, or this thread sees them.
         atomic_store(&t->meeting, meeting + 1);
         if (atomic_load(&t->waiting)) {
             pthread_mutex_lock(&t->lock);
@@ -149,7 +149,7 @@ team *team_new(int size, const int *cpus, int count) {
         *s = (start){t, n};
         if (pthread_create(&thread, 0, serve, s)) {
             free(s);
-            t->closing = 1; // the threads that exist end; `t` stays theirs
+            t->closing = 1; // the threads that exist end; `t` is not freed, since they use it
             pthread_mutex_lock(&t->lock);
             atomic_fetch_add(&t->call, 1), pthread_cond_broadcast(&t->begun);
             pthread_mutex_unlock(&t->lock);

@@ -10,7 +10,7 @@
 #define GROUP 32
 
 enum scales { HALF, HALF_SHIFT, FLOAT, FLOAT_SHIFT, SUPER, SIXTEEN };
-enum { FP8 = 9 }; // as a number of bits: eight, but no integers
+enum { FP8 = 9 }; // in place of a number of bits: eight bits that are not an integer
 
 #if LANES == 16 && defined(__AVX512VNNI__)
 #define MOST 16 // rows of x in a tile: their sums and a group of W fit the registers
@@ -56,7 +56,7 @@ static const struct {
     [FP8_FLOAT] = {FP8, FLOAT},
 };
 
-// What a code stands for is code - zero: formats without shifts are symmetric.
+// A code stands for the number code - zero: formats without shifts are symmetric.
 INLINE int zero_of(int bits, int scales) {
     if (bits == 8) return 128;
     return scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER || bits == FP8 ? 0 : 1 << (bits - 1);

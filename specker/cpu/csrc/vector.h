@@ -65,7 +65,7 @@ INLINE vf largest(vf a, vf b) {
 #endif
 }
 
-// The sum of the lanes, halves upon halves.
+// The sum of the lanes: adds the halves until one lane is left.
 INLINE float total(vf x) {
 #if LANES >= 8
 #if LANES == 16
@@ -242,7 +242,7 @@ INLINE uint16_t narrow(float x) {
 }
 
 #if (LANES == 16 && !defined(__AVX512VNNI__)) || (LANES == 8 && !defined(__AVXVNNI__))
-#define BY_PAIRS // without an instruction for four products: two in 16 bits, which saturate, then 32 bits
+#define BY_PAIRS // no instruction adds four products: add two in 16 bits, which saturate, then add those in 32 bits
 INLINE vh pairs(vh u, vi s) {
 #if LANES == 16
     return (vh)_mm512_maddubs_epi16((__m512i)u, (__m512i)s);
@@ -285,8 +285,8 @@ static vi dot4(vi acc, vh u, vi s) {
 #endif
 }
 
-// The same for bytes q + 128 with -128 <= q <= 127, either of q + 128 (then ZERO8 is 128) or of q (then it is 0): not
-// every processor multiplies eight unsigned bits without saturation.
+// `dot4` for bytes q + 128 with -128 <= q <= 127. The products are those of q + 128 (ZERO8 is 128), or of q (ZERO8 is 0)
+// because not every processor multiplies eight unsigned bits without saturation.
 #if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES == 8 && defined(__AVXVNNI__))
 #define ZERO8 128
 INLINE vi dot8(vi acc, vh u, vi s) { return dot4(acc, u, s); }

@@ -1,1 +1,1 @@
-"""The ops that only a round needs: where its rows stand, and what the host would otherwise do between launches."""
+"""Ops that only a round needs: they place its rows and do the host's work between launches."""

@@ -1,4 +1,4 @@
-"""grow and prune: a drafter's trees of B sequences, level by level, in one launch each.
+"""grow and prune: add a level to the draft trees of B sequences, and keep the best nodes; one launch each.
 
 A tree's nodes are columns 0, 1, .. of tokens, parents and scores [B, N]; node j is row j + 1 of a window, whose row 0
 is the root. grow adds a level of w nodes, the best of the w candidates after each of the m last nodes (m = w), or after
@@ -8,8 +8,8 @@ the root (m = 1, the first level):
     the w largest, descending
 
 prune keeps the `count` best nodes of a whole tree, in their order; earlier nodes win ties. No child scores higher than
-its parent, so they form a tree. Scores are float32, float64 for float64. A tie between candidates goes to the first in
-a kernel, and to any in torch. Traffic: a few kilobytes; on a GPU the host reads nothing.
+its parent, so they form a tree. Scores are float32, float64 for float64. In a kernel, a tie between candidates goes to
+the first; in torch, to any of them. Traffic: a few kilobytes; on a GPU the host reads nothing.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,9 @@ from specker.kernels.variant import TYPES, Variant, same_device, start_after_pre
 
 def grow(ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, at: int) -> None:
     """ids [B * m, w] int64, logits [B * m, w], descending, and lse [B * m] of `vocab_topk`, at the last m nodes ->
-    nodes at..at + w - 1 of tokens! and parents! [B, N] int64 and scores! [B, N], which may be row-strided views; at 0
-    the first level, with m = 1, else m = w. Raises ValueError on other shapes and dtypes."""
+    nodes at..at + w - 1 of tokens! and parents! [B, N] int64 and scores! [B, N], which are updated and may be
+    row-strided views. at = 0 is the first level, with m = 1; otherwise m = w. Raises ValueError on other shapes and
+    dtypes."""
     (T, w), (B, N) = ids.shape, tokens.shape
     m = w if at else 1
     if B * m != T or logits.shape != ids.shape or lse.shape != (T,) or at % w or at + w > N:
@@ -52,7 +53,7 @@ def grow(ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tens
 def grow_cost(
     ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, at: int
 ) -> tuple[int, int]:
-    """(bytes, operations) of one call. Of the ids only those of the new nodes are read."""
+    """(bytes, operations) of one call, which reads only the new nodes' ids."""
     B, (T, w), size = len(tokens), ids.shape, scores.element_size()
     read = (T * w + T * (2 if at else 1)) * size  # logits, lse and, below the first level, the parents' scores
     return read + B * w * (8 + 8 + 8 + size), (2 + w) * T * w
@@ -79,7 +80,8 @@ def prune(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Ten
 
 
 def prune_cost(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Tensor) -> tuple[int, int]:
-    """(bytes, operations) of one call: every score, and of the kept nodes token and parent in and three numbers out."""
+    """(bytes, operations) of one call: reads every score and the kept nodes' tokens and parents, writes three numbers
+    each."""
     return scores.numel() * scores.element_size() + 40 * kept.numel(), 2 * tokens.numel() * tokens.shape[1]
 
 
@@ -112,7 +114,7 @@ def _grow_kernel(
     up_stride,
     score_stride,
     WIDTH: tl.constexpr,
-    M: tl.constexpr,  # 1: the root's candidates
+    M: tl.constexpr,  # nodes with candidates; 1: the root
     BLOCK: tl.constexpr,  # a power of two, at least M * WIDTH
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
@@ -133,7 +135,7 @@ def _grow_kernel(
     for i in range(WIDTH):
         best = tl.max(b_total, axis=0)
         child = tl.min(tl.where(m & (b_total == best), o, _NONE), axis=0)
-        child = tl.minimum(child, M * WIDTH - 1)  # no number: any candidate
+        child = tl.minimum(child, M * WIDTH - 1)  # NaN: take any candidate
         tl.store(p_scores + i, best)
         tl.store(tokens_ptr + i_b * token_stride + at + i, tl.load(p_ids + child))
         parent = child * 0 if FIRST else at - M + 1 + child // WIDTH
@@ -176,7 +178,7 @@ def _prune_kernel(
         b_rank += ((other > b_score) | ((other == b_score) & (i < o))).to(tl.int32)
     m = m & (b_rank < count)
     tl.store(p_stays + o, m.to(tl.int32), mask=o < N)
-    tl.debug_barrier()  # other threads read them
+    tl.debug_barrier()  # other threads read these values
     b_up = tl.load(parents_ptr + i_b * up_stride + o, mask=m, other=0).to(tl.int32)
     b_node = tl.zeros([BLOCK], tl.int32)  # kept nodes before this one
     b_row = tl.zeros([BLOCK], tl.int32)  # kept nodes up to its parent, which is row b_up, node b_up - 1
@@ -184,7 +186,7 @@ def _prune_kernel(
         stays = tl.load(p_stays + i)
         b_node += tl.where(i < o, stays, 0)
         b_row += tl.where(i < b_up, stays, 0)
-    m = m & (b_node < count)  # without numbers for scores, more could stay
+    m = m & (b_node < count)  # with NaN as scores, more could stay
     b_token = tl.load(tokens_ptr + i_b * token_stride + o, mask=m, other=0)
     tl.store(kept_ptr + i_b * kept_stride + b_node, b_token, mask=m)
     tl.store(kept_up_ptr + i_b * kept_up_stride + b_node, tl.minimum(b_row, b_node).to(tl.int64), mask=m)
@@ -193,7 +195,7 @@ def _prune_kernel(
 
 @lru_cache
 def _grow_variant(dtype: torch.dtype, width: int, first: bool) -> Variant:
-    """One program per sequence. One warp where a thread then has at most 16 candidates: a step is a maximum and a
+    """One program per sequence. One warp if a thread then has at most 16 candidates: a step is a maximum and a
     minimum, for which several warps would wait at barriers."""
     m = 1 if first else width
     t, block = TYPES[dtype], triton.next_power_of_2(m * width)

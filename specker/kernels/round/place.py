@@ -1,8 +1,10 @@
-"""place_rows: where the rows of B sequences stand, in device memory. A CUDA graph replays the same launches with the
-same addresses; its kernels read the texts' lengths from memory and derive positions, slots and masks.
+"""place_rows: compute the positions, slots and masks of B sequences' rows in device memory.
+
+A CUDA graph replays the same launches with the same addresses; its kernels read the texts' lengths from memory and
+derive positions, slots and masks.
 
 Sequence b's text has `length[b]` tokens; the last one is the root. A round's rows form a window that begins at column
-length - back (back 1: the root's column); row r has that column plus r. The parent of row r > 0 is row parents[r - 1] <
+length - back (back 1: the root's column); row r is r columns further. The parent of row r > 0 is row parents[r - 1] <
 r, or row r - 1 in a chain.
 
 place_rows, for rows first..first + count - 1 of each sequence (depth(r): steps from row r to row 0):
@@ -16,8 +18,8 @@ Columns beyond the table are clamped to its last column. kv_len is then clamped 
 not, so the mask shifts. Therefore a table needs room for every row whose token is read; only unused rows may exceed it.
 
 Tables and parents may be row-strided views, such as the first columns of a wider table, without a copy. The integers
-are a few hundred bytes per sequence; on a GPU the host reads nothing. On a CPU a decoding step of a small model takes a
-millisecond, so there Python integers place the rows, which are cheaper than torch operations.
+are a few hundred bytes per sequence; on a GPU the host reads nothing. On a CPU a decoding step of a small model takes
+only a millisecond, so rows are placed with Python integers there, which are cheaper than torch operations.
 """
 
 from collections.abc import Iterator
@@ -128,8 +130,8 @@ def slot(column, table_ptr, columns, page_size):
 
 @triton.jit
 def place(
-    i,  # the row's number among the window's requested ones
-    i_b,  # its sequence
+    i,  # the row's index among the requested rows
+    i_b,  # the row's sequence
     count,
     start,  # the window's first column
     parents_ptr,
@@ -148,7 +150,7 @@ def place(
     W_PAD: tl.constexpr,
     TREE: tl.constexpr,
 ):
-    """Store a row's position, slot and ancestors, and with row 0 the sequence's kv_len."""
+    """Store a row's position, slot and ancestors; row 0 also stores the sequence's kv_len."""
     i_out = i_b * count + i
     r = first + i
     o_w = tl.arange(0, W_PAD)
@@ -164,7 +166,7 @@ def place(
             b_words = b_words | tl.where(o_w == row // 64, one << (row % 64), 0)
     else:
         depth = r
-        n = r + 1 - 64 * o_w  # bits of each word
+        n = r + 1 - 64 * o_w  # how many bits of each word are set
         b_words = tl.where(n >= 64, -1, (one << tl.minimum(tl.maximum(n, 0), 63)) - 1)
     tl.store(positions_ptr + i_out, tl.minimum(tl.maximum(start + depth, 0), last_position))
     tl.store(slots_ptr + i_out, slot(start + r, table_ptr + i_b * table_stride, columns, page_size))

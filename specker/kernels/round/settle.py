@@ -1,4 +1,4 @@
-"""settle: what B sequences commit after a verify pass, in one launch: the accepted paths, the texts and the new roots.
+"""settle: commit the accepted paths of B sequences after a verify pass, and set the new roots, in one launch.
 
 Sequence b has N drafts under its root. Row 0 is the root, draft j is row j + 1 with parent row parents[b, j] <= j, or
 row j in a chain. target[b, r] is the target's own token after row r. The accepted path, as in accept_walk: from row 0,
@@ -11,12 +11,12 @@ take the first child whose token is target[row], until there is none. With `coun
     src, dst  = slots of rows path[i] and of rows i, for kv_commit; equal for i >= count
 
 Instead of target [B, R], `sample_splits` may give its `Splits`: the best logit and id of each part of a row of logits.
-The row's token is then the id of the largest value, the lower id of equal ones, as in sample_rows. The target's tokens
+The row's token is then the id of the largest value, ties to the lower id, as in sample_rows. The target's tokens
 are returned in either case. The tensors of sequences may be row-strided views.
 
-All integers but the splits, a few hundred bytes per sequence; on a GPU the host reads nothing. A slot is the flattened
-cache row of a column, as in place_rows. On a CPU a decoding step of a small model takes a millisecond, so there Python
-integers do the work, which are cheaper than torch operations.
+All values but the splits are integers, a few hundred bytes per sequence; on a GPU the host reads nothing. A slot is the
+flattened cache row of a column, as in place_rows. On a CPU a decoding step of a small model takes only a millisecond,
+so the work is done with Python integers there, which are cheaper than torch operations.
 """
 
 from collections.abc import Iterator
@@ -159,11 +159,11 @@ def _settle_kernel(
             b_id = tl.load(id_ptr + o_split, mask=m_s, other=_NONE)
             best = tl.max(b_value, axis=1)[:, None]
             b_best = tl.min(tl.where(m_s & (b_value == best), b_id, _NONE), axis=1)
-            b_best = tl.where(b_best == _NONE, 0, b_best)  # no number: id 0
+            b_best = tl.where(b_best == _NONE, 0, b_best)  # NaN: id 0
             tl.store(p_drawn + o_r, b_best.to(tl.int64), mask=o_r < rows)
-    tl.debug_barrier()  # other threads read them
+    tl.debug_barrier()  # other threads read these values
 
-    # The path: o-th row in b_row, -1 after its end.
+    # The path: element o of b_row is the path's o-th row, -1 after its end.
     m_draft = o < rows - 1
     b_token = tl.load(tokens_ptr + i_b * token_stride + o, mask=m_draft, other=0)
     if CHAIN:
@@ -184,7 +184,7 @@ def _settle_kernel(
             count += 1
             child = tl.min(tl.where(m_draft & (b_up == row), o, _NONE), axis=0)
 
-    # What it commits.
+    # The committed tokens.
     inside = o < count
     b_emitted = tl.load(p_drawn + b_row, mask=inside, other=-1)
     tl.store(committed_ptr + i_b * text_stride + length + o, b_emitted, mask=inside & (length + o < last))

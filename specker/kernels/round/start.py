@@ -1,12 +1,12 @@
-"""start_rows: the first launch of a forward: the embeddings of its rows, and where they stand.
+"""start_rows: the first launch of a forward: gather its rows' embeddings and place the rows.
 
 Contract: embedding [V, E], tokens int64, the rest as for place_rows (place.py) ->
 
     hidden [B * count, E]     the embedding of row first + i of sequence b in row b * count + i
     positions, slots, kv_len, ancestors     as place_rows gives them
 
-Each row's token is given, or read from its sequence's text at the row's own column. With `ahead`, a number in memory,
-rows and tokens are that many further on, so that one captured step drafts every token of a chain. Ids are clamped to
+Each row's token is given, or read from its sequence's text at the row's own column. `ahead`, a number in memory,
+moves rows and tokens on by that many, so that one captured step drafts every token of a chain. Ids are clamped to
 0..V - 1, since a draft's vocabulary may be smaller than its target's. Tokens, tables and parents may be row-strided
 views. Traffic: the embeddings read and written once; the rest is a few hundred bytes per sequence. A program waits for
 the row's token, then places the row while the embedding arrives, so placing costs no launch and hardly any time.
@@ -42,10 +42,10 @@ def start_rows(
     """embedding [V, E], tokens [B, >= count] int64, the other arguments as for `place_rows` -> hidden [B * count, E]
     and the four results of `place_rows`.
 
-    tokens[b, i] is row first + i of sequence b; with `text`, tokens [B, C] are the texts, and a row reads its own
-    column (length - back + first + i, clamped to the text's columns). `ahead` [1] int64 is added to `length`, and
-    without `text` to i, clamped to the tokens' columns. Ids are clamped to 0..V - 1. On a GPU the positions are written
-    to `positions` [B * count] int64 if given. Raises ValueError as `place_rows` does, and for other tokens.
+    tokens[b, i] is the token of row first + i of sequence b; with `text`, tokens [B, C] are the texts, and a row reads
+    its own column (length - back + first + i, clamped to the text's columns). `ahead` [1] int64 is added to `length`,
+    and without `text` to i, clamped to the tokens' columns. Ids are clamped to 0..V - 1. On a GPU the positions are
+    written to `positions` [B * count] int64 if given. Raises ValueError as `place_rows` does, and for other tokens.
     """
     rows = length, back, first, count, parents, block_table, page_size, last_position, positions
     B = length.shape[0]
