@@ -59,7 +59,7 @@ class Conversation:
 
     def take(self, text: str) -> None:
         """Carry out a command, or answer. Raises EOFError for /exit, and ValueError with a sentence for the user."""
-        if re.search("[\ud800-\udfff]", text):  # stands for a byte
+        if re.search("[\ud800-\udfff]", text):  # a lone surrogate stands for a byte that is not valid text
             raise ValueError("what you typed is not valid text in the terminal's encoding")
         command, *rest = text.split(maxsplit=1) or [""]
         if not re.fullmatch(r"/[^\s/*]*", command):  # a path, or a comment of pasted code, is no command
@@ -86,7 +86,8 @@ class Conversation:
                 raise ValueError(f"there is no {command}; {hint} (/{command} sends it to the model)")
 
     def answer(self, text: str) -> None:
-        """Decode a turn. Ctrl-C ends it: the answer so far stays in the conversation, a turn without one does not."""
+        """Decode a turn. Ctrl-C ends it: the answer so far stays in the conversation, but a turn without any answer is
+        dropped."""
         if not text.strip():
             return
         line, known = self.line, len(self.line.results)

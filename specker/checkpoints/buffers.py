@@ -23,7 +23,7 @@ from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.split import Part
 from specker.model.weights import Matrix
 
-SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1} # bytes per element
+SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
 CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
 
@@ -49,7 +49,7 @@ class Piece:
     buffer: str  # a field of Weights
     layer: int | None  # None: the buffer is not stacked
     row: int
-    shape: tuple[int, ...] # shape of the part
+    shape: tuple[int, ...]  # shape of the part
     stored: tuple[int, ...]  # shape of the whole tensor
     first: tuple[int, ...]  # first index of the part in the tensor
     offset: float = 0.0  # added to the tensor, in the buffer's dtype
@@ -133,9 +133,9 @@ class Storage:
     """How the run stores matrices: which ones are quantised, as `Quantized` or, for the compiled CPU layers, as
     `Packed`."""
 
-    scheme: Scheme | None # how the checkpoint stores matrices; None: not quantised
-    quantize: str | None # see `checkpoint.read`
-    dtype: torch.dtype  # dtype of matrices that are not quantised
+    scheme: Scheme | None  # how the checkpoint stores matrices; None: not quantised
+    quantize: str | None  # see `checkpoint.read`
+    dtype: torch.dtype  # dtype of the matrices that are not quantised
     device: torch.device
     packs: bool = False  # whether the CPU's compiled layers will run
 

@@ -129,7 +129,7 @@ def compressed_tensors(settings: dict[str, Any]) -> Compressed:
 def _layout(weights: dict[str, Any], form: str) -> Layout:
     method, bits, number = "compressed-tensors", int(weights["num_bits"]), str(weights.get("type", "int"))
     symmetric, size = bool(weights.get("symmetric", True)), weights.get("group_size")
-    allowed = { # format -> {(type, bits) of its numbers: kind of the `Quantized` matrix}
+    allowed = {  # format -> {(type, bits) of its numbers: kind of the `Quantized` matrix}
         "pack-quantized": {("int", 4): "int4", ("int", 8): "int8"},
         "int-quantized": {("int", 4): "int8", ("int", 8): "int8"},
         "float-quantized": {("float", 8): "fp8"},

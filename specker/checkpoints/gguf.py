@@ -210,7 +210,7 @@ def _write_whole_tokenizer(folder: Path) -> None:
 
 
 TYPES = ("llama", "mistral", "qwen2", "qwen3")  # types of the models whose tensors llama.cpp stores as described here
-NAMES = { # of a layer's tensors: name in GGUF -> name in the checkpoint
+NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",

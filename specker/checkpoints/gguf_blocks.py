@@ -99,7 +99,7 @@ READERS: dict[str, tuple[int, int, Callable[[Tensor], Numbers]]] = {  # weights 
     "Q5_K": (SUPER, 176, _q5_k),
     "Q6_K": (SUPER, 210, _q6_k),
 }
-PACKED = { # the packed format that each reader returns
+PACKED = {  # the packed format that each reader returns
     "Q8_0": "int8",
     "Q4_0": "int4",
     "Q4_1": "int4 shift",

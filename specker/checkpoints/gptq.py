@@ -34,7 +34,7 @@ class Gptq:
     symmetric: bool
     version: int
     only: tuple[str, ...]  # name endings of the quantised modules; empty: all modules
-    skipped: tuple[str, ...] # patterns of modules that are not quantised
+    skipped: tuple[str, ...]  # patterns of modules that are not quantised
     head: bool
 
     @property

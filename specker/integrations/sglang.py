@@ -1,7 +1,7 @@
 """sglang: SGLang's tree masks, K/V pool and token maps as arguments of the ops, and back. Imports nothing of SGLang.
 
 In a verify pass of SGLang each of B requests has N rows: the last committed token and N - 1 drafts. seq_lens [B] counts
-the tokens before them. Which row sees which, SGLang writes in one of these forms, flattened into one dimension:
+the tokens before them. SGLang stores which row sees which in one of these forms, flattened into one dimension:
 
     FULL_MASK             bool, for each request in turn [N, seq_lens[b] + N]: the prefix, then the rows. All rows see
                           the prefix, whatever the mask holds there; SGLang does not always fill it
@@ -10,8 +10,8 @@ the tokens before them. Which row sees which, SGLang writes in one of these form
     FlashInfer's mask     uint8: FULL_MASK with eight cells in a byte, the first in the lowest bit. Each request begins
                           with a new byte, at indptr [B + 1]
 
-Ancestor words [B * N, W] int64, W = ceil(N / 64) <= 4, are the same relation for `tree_attention`, with a window of the
-N rows. One layer of a verify pass:
+Ancestor words [B * N, W] int64, W = ceil(N / 64) <= 4, express the same relation for `tree_attention`, with a window of
+the N rows. One layer of a verify pass:
 
     words = ancestors_from_mask(spec_info.custom_mask, TreeMask.FULL_MASK, seq_lens, N)
     table = table_from_requests(req_to_token, req_pool_indices, page_size)
@@ -46,8 +46,8 @@ def ancestors_from_mask(mask: Tensor, mode: int, seq_lens: Tensor, rows: int) ->
     """mask, flattened, of B requests of `rows` rows; seq_lens [B] -> ancestor words [B * rows, W] int64.
 
     The mask may be a longer buffer whose beginning is used. Booleans may be stored as uint8, 0 or 1. Raises ValueError
-    for other dtypes, an unknown mode, more rows than the mode or the words hold, and a mask that is too short as far as
-    `rows` tells.
+    for other dtypes, an unknown mode, more rows than the mode or the words hold, and a mask that is too short even
+    without prefixes.
     """
     mode, B = _mode(mode, rows), len(seq_lens)
     packed = mode == TreeMask.QLEN_ONLY_BITPACKING

@@ -66,7 +66,7 @@ class KVCache:
         self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
         self.exact_len = [0] * sequences
         self.last_position = config.max_context - 1
-        self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position) # by column
+        self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position)  # by column
         # Slicing a length from this table is cheaper than copying a number to the device.
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
         self._absent = self.spare if sequences > 1 else 0  # the table's entry where a sequence has no page
@@ -105,7 +105,7 @@ class KVCache:
         """Whether the pool has the pages for a sequence of `columns` that takes over `match`."""
         match = match or Match()
         kept = match.pages if match.copied is None else (*match.pages, match.copied)
-        counted = sum(self._users[page] == 1 for page in kept) # pages that `free_pages` counts
+        counted = sum(self._users[page] == 1 for page in kept)  # pages that `free_pages` counts
         return self.pages_for(columns) - len(match.pages) <= self.free_pages - counted
 
     def take(self, slot: int, columns: int, match: Match | None = None) -> None:

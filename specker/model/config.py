@@ -12,7 +12,7 @@ class LayerSpec:
     """What a layer computes, apart from its sizes. All layers are alike, except for `reaches` and `ropes`. The decoder
     implements every value; other implementations (the compiled CPU layers) report which value they lack."""
 
-    activation: str = "silu"  # of the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
+    activation: str = "silu"  # in the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

@@ -56,7 +56,7 @@ class FeedForward(NamedTuple):
     down: Matrix
     down_bias: Tensor | None
     norm_o: Tensor | None  # [E], norm of the attention's output
-    norm_down: Tensor | None # [E], norm of the feed-forward's output
+    norm_down: Tensor | None  # [E], norm of the feed-forward's output
 
 
 class Group(NamedTuple):
@@ -64,8 +64,8 @@ class Group(NamedTuple):
 
     attention: Attention  # stacked if N > 1; if ranks share the group, only this rank's layers
     mlps: tuple[FeedForward, ...]  # [N]
-    rope: Tensor # [C, 2, D], the table of all N layers
-    reach: int # the sliding window of all N layers, see LayerSpec.reaches
+    rope: Tensor  # [C, 2, D], the table of all N layers
+    reach: int  # the sliding window of all N layers, see LayerSpec.reaches
 
 
 class GroupRows(NamedTuple):
@@ -116,7 +116,7 @@ class Model:
         config, weights = parameters.local, parameters.weights
         self.config, self.ranks = config, ranks
         self.embed, self.norm = weights.embed, weights.norm
-        self.dtype, self.device = weights.norm.dtype, weights.norm.device  # of the activations and the K/V
+        self.dtype, self.device = weights.norm.dtype, weights.norm.device  # dtype of activations and K/V
         self.linear = linear
         tables = [(rope.inv_freq.to(self.device), rope.scale) for rope in weights.ropes]
         self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]

@@ -122,7 +122,7 @@ def too_long(costs: Sequence[Cost], context: int, available: int, spare: int, pa
 class CacheMemory:
     """The memory that an engine's caches must fit into."""
 
-    configs: tuple[ModelConfig, ...]  # of the models with their own cache, the target first
+    configs: tuple[ModelConfig, ...]  # the models that have a cache of their own, the target first
     dtype: torch.dtype
     device: torch.device
     page_size: int

@@ -1,4 +1,4 @@
-"""Begin a forward pass: place its rows and look up their embeddings, in one launch if the device places them."""
+"""Begin a forward pass: place its rows and look up their embeddings. That is one launch if the device places them."""
 
 import torch
 from torch import Tensor

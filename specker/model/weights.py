@@ -59,8 +59,8 @@ def _matrices(w: Weights) -> list[Matrix]:
 class Parameters:
     """The weights of a model, or of a tensor-parallel rank's part, and the settings that say what they are."""
 
-    config: ModelConfig  # of the whole model
-    weights: Weights  # of the part; the head may be whole
+    config: ModelConfig  # config of the whole model
+    weights: Weights  # weights of the part; the head may be whole
     part: Part = field(default=WHOLE, kw_only=True)
     activations: str = field(default="int8", kw_only=True)
     """On a CPU, the type to which products with quantised weights round their input rows (cpu.ACTIVATIONS)."""

@@ -1,4 +1,4 @@
-"""The schedule of a draft's layers, what runs them side by side, and the drafter that does."""
+"""The schedule of a draft's layers, the code that runs them side by side, and its drafter."""
 
 import json
 from collections.abc import Iterator
