@@ -271,8 +271,8 @@ def _save(part: Path, key: str, done: int, counts: Any, held: Any, trigrams: Any
 
 
 def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any, Any]:
-    """(texts counted, counts [V] int64, those of held-out text, trigram counts) from an earlier run of the same job, or
-    zeros."""
+    """Returns (texts counted, counts [V] int64, counts of held-out text [V] int64, trigram counts), from an earlier run
+    of the same job or zeros."""
     import torch
     from safetensors import safe_open
 

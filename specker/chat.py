@@ -28,8 +28,8 @@ ENDS = {
 
 
 def converse(decoding: "Decoding", lines: "list[Line]", screen: Screen) -> None:
-    """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, whose K/V is kept
-    from the turn before. `lines` holds the first conversation, and gets each new one."""
+    """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, with the K/V that
+    the previous turn kept. `lines` holds the first conversation, and gets each new one."""
     session = reader(COMMANDS, screen.notes.file)
     talk = Conversation(decoding, lines, screen)
     screen.note("/help lists commands and keys; Ctrl-C ends an answer, Ctrl-D the conversation.")
@@ -134,7 +134,8 @@ class Conversation:
         self.begin((message,))
 
     def save(self, path: str) -> None:
-        """Write the messages up to the last turn, and its answer beside them: --prompts answers that turn again."""
+        """Write the messages up to the last turn, and that turn's answer in a field of its own, so that --prompts can
+        answer the turn again."""
         if not path or not self.line.results:
             raise ValueError("there is no answer to save yet" if path else "/save needs the name of a file")
         *messages, answer = self.line.messages

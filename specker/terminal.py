@@ -53,7 +53,7 @@ def reader(commands: Mapping[str, tuple[str, str]], out: IO[str]) -> "PromptSess
 
 
 def is_open(text: str) -> bool:
-    """Whether `text`, perhaps after /system, begins a block of lines and does not end it."""
+    """Whether `text`, optionally after /system, begins a block of lines and does not end it."""
     return re.match(rf"\s*(/system\s+)?{QUOTES}", text) is not None and text.count(QUOTES) % 2 == 1
 
 

@@ -183,7 +183,7 @@ class Storage:
 
     def _each(self, p: Piece, c: ModelConfig) -> float:
         if self.keeps and (kind := self.rounding(p, c)) is not None:
-            head = self.dtype.itemsize if p.name == "embed_tokens.weight" else 0  # the embedding stays as it is
+            head = self.dtype.itemsize if p.name == "embed_tokens.weight" else 0  # the embedding is not rounded
             return head + (0.625 if kind == "int4" else 1.0)
         name = p.name if p.name == "lm_head.weight" else f"model.{p.name}"
         if self.keeps and self.scheme is not None and self.covers(name):

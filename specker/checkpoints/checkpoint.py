@@ -83,7 +83,7 @@ class Checkpoint(Parameters):
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A checkpoint whose config was read and checked, but none of its weights."""
+    """A checkpoint whose config was read and checked, but whose weights were not read."""
 
     source: str | Path  # as the user named it
     folder: Path
@@ -122,7 +122,7 @@ def read(
 ) -> Checkpoint:
     """Read a checkpoint in `dtype` onto `device`.
 
-    `max_context` and `bidirectional` are those of `opened`, unless the checkpoint was opened. `random` is a seed for
+    `max_context` and `bidirectional` are passed to `opened`, unless `source` is opened already. `random` is a seed for
     random weights: no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`,
     or if the head is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the
     head are read, for a model that another engine runs. `owner`: the target of a draft that shares its embedding or
@@ -275,7 +275,7 @@ def _read_weights(
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:
-    """Raise CheckpointError unless `owner` may be the target whose tensors a draft shares."""
+    """Raise CheckpointError if `owner` is missing, or cannot be the target whose tensors the draft shares."""
     if owner is None:
         raise CheckpointError(
             f"{source} is a draft that shares its target's {' and '.join(c.shares)}; it runs only beside its target"

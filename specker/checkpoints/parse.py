@@ -163,7 +163,7 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
     if arch != "Gemma3ForCausalLM" and any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     try:
-        # Not AutoConfig, which imports a table of all models.
+        # AutoConfig is not used here, because it imports a table of all models.
         name, defaults = CONFIGS.get(arch, (arch.replace("ForCausalLM", "Config"), {}))
         given = {k: v for k, v in raw.items() if k not in ("model_type", "auto_map")}
         return getattr(transformers, name).from_dict({**defaults, **given})

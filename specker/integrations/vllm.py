@@ -86,8 +86,8 @@ def _check_version() -> None:
 
 
 def _drafts_here() -> bool:
-    """Whether vLLM uses this process's drafts: of several, it takes those of the first tensor-parallel rank in the last
-    pipeline stage."""
+    """Whether vLLM uses this process's drafts. If there are several processes, it uses only the drafts of the first
+    tensor-parallel rank in the last pipeline stage."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_tp_group().rank_in_group == 0 and get_pp_group().is_last_rank

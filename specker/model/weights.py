@@ -79,7 +79,7 @@ class Parameters:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of all layers' matrices, of the whole model."""
+        """Bytes of the matrices of all layers in the whole model, not only in this part."""
         w, c = self.weights, self.local
         if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
             return layer_elements(self.config) * w.norm.element_size()

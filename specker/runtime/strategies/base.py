@@ -159,7 +159,7 @@ class Strategy:
         raise NotImplementedError
 
     def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
-        """The cost of a draft step besides its layers, in layers of the target, for policies that use it."""
+        """What a draft step costs in addition to its layers, in units of one target layer, for policies that use it."""
         return 0.0
 
     def policy(self, context: PolicyContext) -> Policy:

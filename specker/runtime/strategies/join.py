@@ -26,7 +26,7 @@ COPIED = Budget(16, 16, part=1)  # the longest copied draft
 
 
 class JoinedPolicy(Policy):
-    """The proposals of two policies. Part 0 is the model's, part 1 that of copied text."""
+    """The proposals of two policies. Part 0 belongs to the model, part 1 to copied text."""
 
     def __init__(self, model: Policy, copied: Copying):
         self.parts: tuple[Policy, Copying] = (model, copied)

@@ -49,7 +49,7 @@ BLOCK = 4
 CHUNK = (4, 0.5)
 ADL = (20, 30)  # the paper's values, for models of its size
 CPS_LAMBDA = 0.85  # 0.5 in the paper
-LONGEST_CHUNKS = 32  # maximum tokens of all chunks
+LONGEST_CHUNKS = 32  # maximum number of tokens in all chunks of a draft
 
 
 @dataclass

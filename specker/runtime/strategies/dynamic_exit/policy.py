@@ -86,7 +86,7 @@ class DynamicExit(Policy):
             self.chosen, self.threshold = (index, budget.depth), self._threshold(index)
 
     def expected(self, budget: Budget) -> float:
-        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most that of
+        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most the g of
         this layer's best TPL."""
         a = float(self.match_rates()[self.layers.index(budget.exit)])
         return sum(a**i for i in range(int(self.drafts(budget)) + 1))

@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 class VocabCounts:
-    """The counts of one tokenizer's tokens, and those of this process, which `add` collects."""
+    """The counts of one tokenizer's tokens from earlier runs, and the counts of this process, which `add` collects."""
 
     def __init__(self, tokenizer: str, notes: dict[str, str]) -> None:
         """Read the counts of earlier runs. `tokenizer`: its hash (`vocab_scores.tokenizer_hash`). Adds a remark to
@@ -85,7 +85,7 @@ class VocabCounts:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing meanwhile: a warm-up decodes made-up prompts."""
+        """Count nothing inside the context, because a warm-up decodes made-up prompts."""
         counting, self._counting = self._counting, False
         try:
             yield
@@ -101,7 +101,7 @@ class VocabCounts:
             with _alone(self.path.with_suffix(".lock")):
                 try:
                     counts = self._read()
-                except ValueError:  # damaged: begin anew
+                except ValueError:  # the file is damaged: start from zero
                     counts = Counter()
                 counts.update(self._new)
                 while counts.total() > MOST:
