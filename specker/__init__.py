@@ -20,12 +20,13 @@ if TYPE_CHECKING:  # `import specker` stays light
 __version__ = "0.2.0"
 __all__ = ["load", "zoo"]
 
-# The application decides where records go. Warnings: an engine's remarks when it is loaded, and captures that failed.
+# The application decides where records go. specker logs as warnings an engine's remarks when it is loaded, and captures
+# that failed.
 logging.getLogger("specker").addHandler(logging.NullHandler())
 
-# libgomp, which runs torch's threads on a CPU, reads this when torch is imported. By default a thread that waits for
-# another spins for milliseconds, and keeps the other off the core if a process beside it computes: a sixth of the
-# speed. Short spinning costs at most 3% on a quiet machine (bench/LOG.md).
+# libgomp, which runs torch's threads on a CPU, reads this when torch is imported. By default a waiting thread spins for
+# milliseconds. If another process computes too, the spinning keeps the awaited thread off the core, and decoding drops
+# to a sixth of its speed. Short spinning costs at most 3% on a quiet machine (bench/LOG.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -49,7 +50,7 @@ def load(
         device: "cpu" or "cuda". None: cuda if available.
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
             has no compiled kernels for the target.
-        tell: called with (elements read, of all) of each checkpoint's weights.
+        tell: called with (elements read, total elements) of each checkpoint's weights.
         options: fields of `specker.options.Common` and of the strategy, as strings or parsed values.
 
     Returns:

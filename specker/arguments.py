@@ -10,7 +10,7 @@ Bits = Literal["int8", "int4", "fp8", "none"]
 
 
 class LoadOptions(TypedDict, total=False):
-    """What --help says about each. An option that a flag's text is parsed for takes that text, too."""
+    """--help describes each option. An option whose flag is parsed from a text takes that text, too."""
 
     draft_tokens: int | None
     tree: Tree | str | None
@@ -57,7 +57,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 class RequestOptions(TypedDict, total=False):
-    """The fields of `specker.options.Sampling`, and those of `Params` that are not arguments by themselves."""
+    """The fields of `specker.options.Sampling`, and those of `Params` that are not arguments of their own."""
 
     temperature: float
     top_p: float
@@ -69,7 +69,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class EachOption(TypedDict, total=False):
-    """The same for several prompts: one value for all, or a value for each."""
+    """`RequestOptions` for several prompts: one value for all, or a value for each."""
 
     temperature: float | Sequence[float]
     top_p: float | Sequence[float]

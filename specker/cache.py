@@ -1,5 +1,7 @@
-"""Where specker keeps what it makes or fetches: converted checkpoints, compiled kernels, token counts, the
-history of conversations, and what it remembers of files so as not to compute it at each start."""
+"""The folder where specker keeps what it makes or fetches.
+
+It holds converted checkpoints, compiled kernels, token counts, the history of conversations, and facts about files
+that would take long to compute at each start."""
 
 import os
 import tempfile
@@ -12,7 +14,7 @@ def root() -> Path:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file whose readers see the old or the new content, never a part. Raises OSError."""
+    """Write a file atomically: readers see the old or the new content, never a part. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(dir=path.parent)
     try:

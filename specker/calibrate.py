@@ -1,9 +1,9 @@
 """Count the tokens of text, for a trimmed LM head and for a path search: `python -m specker.calibrate --help`.
 
 --draft makes the target faster and does not change the text. One run can write both --out and --ngram. OUT.part holds
-the counts while the command runs; after a kill, the same command resumes from it and ends in the same files. One
-block of text in ten is held out: coverage is printed in-sample, of all text, and held-out, of those blocks with a
-ranking by the other text.
+the counts while the command runs; after a kill, the same command resumes from it and writes the same files. One block
+of text in ten is held out. The command prints the in-sample coverage of all text, and the held-out coverage of those
+blocks with a ranking by the other text.
 """
 
 from specker import interrupt
@@ -27,7 +27,7 @@ from specker.run import Job, Talk, read_talks
 
 SAVE_EVERY = 5.0  # seconds
 BLOCK = 4096  # tokens of a file that are counted or held out together; a text that a model writes is one block
-HELD_OUT = 10  # one block in so many
+HELD_OUT = 10  # one block in this many is held out
 ROWS = tuple(1 << n for n in range(10, 17))  # 1k..64k
 
 
@@ -229,7 +229,7 @@ def _texts(job: Calibration, sampling: Sampling) -> tuple[Any, int, Any, list[st
 
     prompts = [encode(turn, talk) for turn, talk in talks]  # check all before continuing the first
 
-    ahead: dict[int, list[int]] = {}  # texts of the batch that held the last one asked for
+    ahead: dict[int, list[int]] = {}  # texts of the last batch that were not asked for yet
 
     def written(n: int) -> list[int]:
         if n not in ahead:
@@ -271,8 +271,8 @@ def _save(part: Path, key: str, done: int, counts: Any, held: Any, trigrams: Any
 
 
 def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any, Any]:
-    """(texts counted, counts [V] int64, those of held-out text, trigram counts) from an earlier run of the same job, or
-    zeros."""
+    """Returns (texts counted, counts [V] int64, counts of held-out text [V] int64, trigram counts), from an earlier run
+    of the same job or zeros."""
     import torch
     from safetensors import safe_open
 

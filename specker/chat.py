@@ -28,8 +28,8 @@ ENDS = {
 
 
 def converse(decoding: "Decoding", lines: "list[Line]", screen: Screen) -> None:
-    """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, whose K/V is kept
-    from the turn before. `lines` holds the first conversation, and gets each new one."""
+    """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, with the K/V that
+    the previous turn kept. `lines` holds the first conversation, and gets each new one."""
     session = reader(COMMANDS, screen.notes.file)
     talk = Conversation(decoding, lines, screen)
     screen.note("/help lists commands and keys; Ctrl-C ends an answer, Ctrl-D the conversation.")
@@ -59,7 +59,7 @@ class Conversation:
 
     def take(self, text: str) -> None:
         """Carry out a command, or answer. Raises EOFError for /exit, and ValueError with a sentence for the user."""
-        if re.search("[\ud800-\udfff]", text):  # stands for a byte
+        if re.search("[\ud800-\udfff]", text):  # a lone surrogate stands for a byte that is not valid text
             raise ValueError("what you typed is not valid text in the terminal's encoding")
         command, *rest = text.split(maxsplit=1) or [""]
         if not re.fullmatch(r"/[^\s/*]*", command):  # a path, or a comment of pasted code, is no command
@@ -86,7 +86,8 @@ class Conversation:
                 raise ValueError(f"there is no {command}; {hint} (/{command} sends it to the model)")
 
     def answer(self, text: str) -> None:
-        """Decode a turn. Ctrl-C ends it: the answer so far stays in the conversation, a turn without one does not."""
+        """Decode a turn. Ctrl-C ends it: the answer so far stays in the conversation, but a turn without any answer is
+        dropped."""
         if not text.strip():
             return
         line, known = self.line, len(self.line.results)
@@ -133,7 +134,8 @@ class Conversation:
         self.begin((message,))
 
     def save(self, path: str) -> None:
-        """Write the messages up to the last turn, and its answer beside them: --prompts answers that turn again."""
+        """Write the messages up to the last turn, and that turn's answer in a field of its own, so that --prompts can
+        answer the turn again."""
         if not path or not self.line.results:
             raise ValueError("there is no answer to save yet" if path else "/save needs the name of a file")
         *messages, answer = self.line.messages

@@ -34,9 +34,9 @@ def opt(
     most: float | None = None,
     bare: Any = None,
 ) -> Any:
-    """A dataclass field that becomes a flag. `settle` applies the arguments: `parse` converts a string (or a value
-    already parsed) to the field's type; `choices`, `least` and `most` limit the value. `offers` are values that help
-    and completion name although others are allowed. `bare`: the value of a flag that is given without one."""
+    """A dataclass field that becomes a flag. `check_fields` applies the arguments: `parse` converts a string (or a
+    value already parsed) to the field's type; `choices`, `least` and `most` limit the value. `offers` are values that
+    help and completion name although others are allowed. `bare`: the value of a flag that is given without one."""
     about = {"help": help, "metavar": metavar, "parse": parse, "choices": choices, "least": least, "most": most}
     about |= {"offers": offers, "bare": bare}
     return field(default=default, metadata=about)
@@ -93,7 +93,8 @@ def _kinds(cls: Hashable) -> dict[str, type]:
 
 
 def _of_kind(name: str, value: Any, kind: type) -> Any:
-    """`value` as a `kind`, which a caller from Python may have missed. numpy's numbers are numbers."""
+    """`value` converted to `kind`: a caller from Python may have passed another type. numpy's numbers count as
+    numbers."""
     if kind is bool or kind is str:
         if isinstance(value, kind):
             return value
@@ -241,7 +242,7 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
     """Run a command and turn its errors into one line on stderr; SPECKER_DEBUG=1 raises them instead. Returns the exit
     code: 0 for success, 1 if specker itself or the job failed, 2 for an error that the user can correct, 130 after
     Ctrl-C, 141 for a closed pipe. `speaks`, called on an error, says whether this process of the job prints it.
-    Messages call options by their flags meanwhile."""
+    While the command runs, messages name options by their flags."""
     interrupt.raises()
     before = _ON_COMMAND_LINE.set(True)
     try:
@@ -272,17 +273,18 @@ def ended(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True)
 
 
 def not_json(where: str, error: json.JSONDecodeError) -> ValueError:
-    """What refuses a line that is not JSON. `where`: names the line."""
+    """The error for a line that is not JSON. `where`: names the line."""
     return ValueError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
 
 
 def silence() -> None:
-    """Drop what is written to stdout from now on, and what the interpreter would write at its end."""
+    """Drop what is written to stdout from now on, including what the interpreter would write when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _lacks_memory(error: Exception) -> str | None:
-    """A sentence if the system refused memory, as torch, safetensors and Python say it."""
+    """A sentence for the user if the error says that the system refused memory (in torch, safetensors or Python), else
+    None."""
     text = str(error)
     if not isinstance(error, MemoryError) and not re.search("[Cc]annot allocate memory|can't allocate memory", text):
         return None

@@ -1,4 +1,5 @@
-"""Ctrl-C before a command's own handling of it: while its modules are imported, which takes up to a second."""
+"""Ctrl-C while a command's modules are imported, before the command handles it itself. Importing takes up to a
+second."""
 
 import os
 import signal

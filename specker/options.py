@@ -193,7 +193,7 @@ class Options(Common):
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
-        """Names the stand-ins for the real models. If there are any, results measure time and memory only."""
+        """Names of the stand-ins for real models. If there are any, results measure only time and memory."""
         weights = ("random weights",) if self.load == "dummy" else ()
         if self.acceptance is None:
             return weights

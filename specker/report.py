@@ -67,7 +67,7 @@ class Result:
     text: str
     stats: Stats
     check: Any = None  # runtime.check.CheckResult
-    ids: list[int] = field(default_factory=list)  # of the prompt
+    ids: list[int] = field(default_factory=list)  # token ids of the prompt
     seed: int = 0
     finished: str | None = None  # as in runtime/text.py
 
@@ -153,7 +153,7 @@ class Screen:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # an ASCII terminal cannot encode every token
-        self.failure: OSError | None = None  # of writing the text
+        self.failure: OSError | None = None  # the error that ended the writing of the text
         self.out = sys.stderr if json_to_stdout else sys.stdout
         if quiet:
             self.out = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
@@ -185,7 +185,7 @@ class Screen:
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A transient progress bar on a terminal. Yields a function to call with (done, of). Steps that the logger
+        """A transient progress bar on a terminal. Yields a function to call with (done, total). Steps that the logger
         `specker.steps` names are shown too: by the bar, or as notes where there is none."""
         bare = not self.notes.is_terminal
         with Progress(console=self.notes, transient=True, disable=bare) as bar:

@@ -174,7 +174,7 @@ class Talk:
     turns: tuple[str, ...]
     where: str  # the file and line, or the flag, for error messages
     before: tuple[dict[str, str], ...] = ()  # chat messages before the first turn
-    part: int = 0  # which of its line's `turns` this prompt is, from 1, if each of them is a prompt
+    part: int = 0  # number of this prompt among its line's `turns`, from 1; 0 unless each turn is a prompt
 
 
 def read_talks(job: Job) -> list[Talk]:
@@ -260,7 +260,7 @@ def made_up(vocab_size: int, count: int) -> list[int]:
     return [n * 7919 % vocab_size for n in range(max(1, count))]
 
 
-LONG = 512  # tokens of a prompt whose prefill shows its progress
+LONG = 512  # tokens; the prefill of a longer prompt shows its progress
 
 
 class _Stop:
@@ -292,7 +292,7 @@ class Line:
     sampling: Sampling
     first: int  # the number of its first turn among all results
     messages: list[dict[str, str]] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)  # of the turns so far
+    results: list[Result] = field(default_factory=list)  # results of the turns so far
     waiting: list[Callable[[], None]] = field(default_factory=list)  # what to print when the earlier lines are done
 
     @property
@@ -301,7 +301,7 @@ class Line:
 
     @property
     def number(self) -> int:
-        """Of its last turn among all results."""
+        """The number of its last turn among all results."""
         return self.first + len(self.results) - 1
 
     def title(self, turn: int, samples: int) -> str:
@@ -345,7 +345,7 @@ class Decoding:
         echo: bool = True,
         trace: Trace | None = None,
     ):
-        """`echo`: print the prompts; a user who typed them has seen them. `trace`: told where requests begin and
+        """`echo`: print the prompts; a user who typed them has seen them. `trace`: records where requests begin and
         end."""
         self.engine, self.job, self.screen, self.lines, self.encode = engine, job, screen, lines, encode
         self.echo, self.trace, self.several = echo, trace, several(lines)
@@ -366,7 +366,8 @@ class Decoding:
 
     def turn(self, lines: list[Line]) -> None:
         """Decode the next turn of the lines in one batch. With --check, `ar` decodes the same prompts in a batch of its
-        own, before the strategy in every second call: who goes first pays for what both need, such as new memory."""
+        own, before the strategy in every second call: whichever goes first pays for what both need, such as new
+        memory."""
         self._ask(lines)
         plain = self._plain(lines) if self.job.check and self._ar_first else None
         self._serve(lines)
@@ -395,8 +396,8 @@ class Decoding:
         if self.trace is not None:
             place = line.talk.where, line.talk.part or turn, line.talk.turns[turn - 1]
             self.trace.begin(line.number, *place, len(result.ids), seed)
-        # A comparison with plain decoding computes every prompt twice, for equal bits and an honest speed. Otherwise a
-        # conversation costs only its new tokens.
+        # With --check, both decoders prefill every prompt, for equal bits and a fair comparison of speed. Otherwise a
+        # conversation prefills only its new tokens.
         keeps = self.job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
         prefixes = "off" if self.job.check else "all" if keeps else None
         job, sampling = self.job, line.sampling
@@ -587,7 +588,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         return 130 if interrupted else int(any(map(failed, results)))
     if results or not chatting:
         screen.table(engine, results)
-    unwritten: list[str] = []  # one that cannot be written must not cost the others
+    unwritten: list[str] = []  # a file that cannot be written must not prevent the others
     if job.json is not None:
         text = json.dumps(report(engine, results, sampling, interrupted), ensure_ascii=False) + "\n"
         with _kept("--json", job.json, unwritten):
@@ -632,7 +633,7 @@ def failed(result: Result) -> bool:
 
 
 def _free(path: Path) -> str:
-    """`path`, with a number before its ending if there is such a file: an earlier page is kept."""
+    """`path`, with a number before its suffix if the file exists, so that an earlier page is kept."""
     names = (path if n == 1 else path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(1))
     return str(next(name for name in names if not name.exists()))
 

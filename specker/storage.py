@@ -1,4 +1,4 @@
-"""What specker keeps on disk, listed and removed: `specker cache --help`, or `python -m specker.storage --help`.
+"""List and remove what specker keeps on disk: `specker cache --help`, or `python -m specker.storage --help`.
 
 Everything there is made or fetched again when it is needed, except the token counts and the history of conversations,
 which come from your own runs.
@@ -49,7 +49,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """What lies in the cache, by name; converted GGUF files each by themselves."""
+    """The cache's entries by name. Each converted GGUF file is an entry of its own."""
     found = []
     for path in sorted(cache.root().iterdir()) if cache.root().is_dir() else ():
         for each in sorted(path.iterdir()) if path.name == "gguf" else [path]:

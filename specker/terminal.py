@@ -53,7 +53,7 @@ def reader(commands: Mapping[str, tuple[str, str]], out: IO[str]) -> "PromptSess
 
 
 def is_open(text: str) -> bool:
-    """Whether `text`, perhaps after /system, begins a block of lines and does not end it."""
+    """Whether `text`, optionally after /system, begins a block of lines and does not end it."""
     return re.match(rf"\s*(/system\s+)?{QUOTES}", text) is not None and text.count(QUOTES) % 2 == 1
 
 
@@ -65,7 +65,7 @@ def unquoted(text: str) -> str:
 
 
 class History(FileHistory):
-    """A file for its owner alone. One that cannot be read or written is no failure."""
+    """A file that only its owner can read. Errors in reading or writing it are ignored."""
 
     def load_history_strings(self) -> Iterable[str]:
         with contextlib.suppress(OSError):
@@ -97,8 +97,8 @@ class Commands(Completer):
 
 @contextlib.contextmanager
 def keys_wait(session: "PromptSession[Any]") -> Iterator[None]:
-    """Keys pressed between prompts wait for the next one: the terminal does not show them (^C is one), change them or
-    divide them into lines."""
+    """Keys pressed between prompts wait for the next prompt. Meanwhile the terminal does not echo them (as ^C, for
+    example), change them or divide them into lines."""
     try:
         import termios
         import tty
@@ -120,8 +120,8 @@ def keys_wait(session: "PromptSession[Any]") -> Iterator[None]:
 
 
 def ask(session: "PromptSession[str]") -> str:
-    """The user's next text. What is pasted until the following one stays in one piece, too. Raises EOFError at the end
-    of the input and KeyboardInterrupt."""
+    """Ask for the user's next text. Text that is pasted before the following prompt stays in one piece, too. Raises
+    EOFError at the end of the input and KeyboardInterrupt."""
     text = session.prompt()
     session.output.enable_bracketed_paste()
     session.output.flush()

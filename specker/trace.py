@@ -17,8 +17,8 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
     position     committed tokens before the round
     tokens       ids that the round committed, without what follows a stop id or string
     pieces       the text that each of them completes; "" within a character, and for special tokens
-    accepted     the first so many of them were draft tokens
-    last         of the token after those: "recovered" (the target's, where its draft was refused), "bonus" (the
+    accepted     how many of them, from the first on, were draft tokens
+    last         kind of the token after those: "recovered" (the target's, where its draft was refused), "bonus" (the
                  target's, after a wholly accepted path) or "own" (nothing was drafted, or the text's limit cut the
                  path); "accepted" if a stop id or string ended the text within the accepted path
     draft        ids; `parents`: the row of each one's parent
@@ -27,13 +27,13 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
                  asks for it, and rounds of fixed shape (`--graphs on`)
     agreed       of each draft token after its parent, by the target, before temperature and filters; `own`: of the
                  target's own token after each row. Missing where the target is split over ranks
-    confidence   the same in the order of drafting; [] unless the policy asks for it
+    confidence   the drafter's probabilities in the order of drafting; [] unless the policy asks for them
     target       ids, the target's own token after each row
     path         accepted rows, from row 0
     exit         layers of the target that drafted (strategy del), else 0
-    sequences    that shared the round
-    seconds      of the whole round by stage: prefill (of a drafter that missed tokens), draft, verify, accept, watch,
-                 commit
+    sequences    number of sequences that shared the round
+    seconds      time of the whole round by stage: prefill (of a drafter that missed tokens), draft, verify, accept,
+                 watch, commit
     outside      indices of `tokens` outside a trimmed head; missing without one
     diffusion    `runtime.stats.DiffusionStats` of a diffusion drafter's draft; missing without one
     names        text of the ids that this trace names for the first time, special tokens included; missing without any

@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ: a `Scheme` (quantised.py). Source: AutoAWQ's WQLinear_GEMM."""
+"""The AWQ checkpoint format, as a `Scheme` (quantised.py). Source: AutoAWQ's WQLinear_GEMM."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,13 @@ from specker.checkpoints.stored import (
 )
 from specker.kernels.quant import Quantized
 
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where an int32 holds its columns: column 1 is the fifth number
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # position of each column within an int32: column 1 is the fifth number
 
 
 @dataclass(frozen=True)
 class Awq:
-    """<module>.qweight int32 [E, O / 8], qzeros int32 [groups, O / 8], scales [groups, O]. An int32 holds the even ones
-    of eight columns first (AWQ_ORDER)."""
+    """<module>.qweight int32 [E, O / 8], qzeros int32 [groups, O / 8], scales [groups, O]. Each int32 packs eight
+    columns, the even ones first (AWQ_ORDER)."""
 
     blocks: Blocks
     skipped: tuple[str, ...]

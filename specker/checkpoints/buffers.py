@@ -1,8 +1,8 @@
 """The buffers of a model's weights: which tensors of a checkpoint they hold, and in which form.
 
-Each kind of weight is one buffer [L, ...] for all layers, so a group of layers is a slice. Matrices in eight and four
-bits (kernels/quant.py) are a list of the layers' instead. Tensors are cast while they are copied to their buffer: there
-is never a second copy of the weights.
+Each kind of weight is one buffer [L, ...] for all layers, so a group of layers is a slice. Matrices in eight or four
+bits (kernels/quant.py) are instead a list with one matrix for each layer. Tensors are cast while they are copied to
+their buffer, so there is never a second copy of the weights.
 """
 
 import math
@@ -23,12 +23,12 @@ from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.split import Part
 from specker.model.weights import Matrix
 
-SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of safetensors dtypes
-CHUNK = 1 << 22  # elements cast at a time: the host stages casts for a GPU
+SIZES = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}  # bytes per element
+CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a GPU
 
 
 def served(c: ModelConfig) -> bool:
-    """Whether a CPU has compiled kernels for such layers, in float32, bfloat16 and quantised."""
+    """Whether the compiled CPU kernels support such layers, with float32, bfloat16 and quantised weights."""
     kernels, sizes = native(), (c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
     if kernels is None or c.embed_scale != 1 or kernels.Stack.lacks(c.layer):
         return False
@@ -36,8 +36,8 @@ def served(c: ModelConfig) -> bool:
 
 
 def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the residual stream and the K/V beside weights of `dtype`. A CPU is fast in bfloat16 at matrix
-    products alone, so there everything else is float32."""
+    """The dtype of the residual stream and the K/V for weights of `dtype`. On a CPU only matrix products are fast in
+    bfloat16, so everything else there is float32."""
     return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
 
 
@@ -49,8 +49,8 @@ class Piece:
     buffer: str  # a field of Weights
     layer: int | None  # None: the buffer is not stacked
     row: int
-    shape: tuple[int, ...]  # of the part
-    stored: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the part
+    stored: tuple[int, ...]  # shape of the whole tensor
     first: tuple[int, ...]  # first index of the part in the tensor
     offset: float = 0.0  # added to the tensor, in the buffer's dtype
 
@@ -81,25 +81,25 @@ NORMS = {  # LayerSpec.norms -> the field of Weights and the checkpoint's name o
 
 
 def norms_of(layer: LayerSpec) -> dict[str, str]:
-    """The norms of a layer, of q and k too: the field of Weights -> the checkpoint's name."""
+    """A layer's norms, including those of q and k: field of Weights -> name in the checkpoint."""
     heads = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"} if layer.qk_norm else {}
     return NORMS[layer.norms] | heads
 
 
 def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
-    """The piece of each tensor that `part` holds; with `whole_head`, all of the head."""
+    """The piece of each tensor that `part` holds; with `whole_head`, all rows of the head."""
     (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
     D, e = c.head_dim, c.hidden_size
     q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
     Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
-    rows = [  # split by their outputs: name, buffer, first row, (first, count, of all), has a bias
+    rows = [  # matrices split by output: name, buffer, first row, (first, count, total), has a bias
         ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.layer.qkv_bias),
         ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.layer.qkv_bias),
         ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.layer.qkv_bias),
         ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.layer.mlp_bias),
         ("mlp.up_proj", "gate_up", f, (f0, f, F), c.layer.mlp_bias),
     ]
-    columns = [  # by their inputs; the bias is added once, by rank 0
+    columns = [  # matrices split by input; only rank 0 adds the bias
         ("self_attn.o_proj", "o", (q0, q, Q), c.layer.o_bias),
         ("mlp.down_proj", "down", (f0, f, F), c.layer.mlp_bias),
     ]
@@ -130,18 +130,18 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Storage:
-    """How the run stores matrices: which stay or become quantised, as `Quantized` or, for the CPU's compiled layers, as
+    """How the run stores matrices: which ones are quantised, as `Quantized` or, for the compiled CPU layers, as
     `Packed`."""
 
-    scheme: Scheme | None  # of the checkpoint
-    quantize: str | None  # see `load`
-    dtype: torch.dtype  # of the others
+    scheme: Scheme | None  # how the checkpoint stores matrices; None: not quantised
+    quantize: str | None  # see `checkpoint.read`
+    dtype: torch.dtype  # dtype of the matrices that are not quantised
     device: torch.device
     packs: bool = False  # whether the CPU's compiled layers will run
 
     @property
     def keeps(self) -> bool:
-        """Whether quantised matrices stay so, or are restored to `dtype`."""
+        """Whether quantised matrices stay quantised. Otherwise they are dequantised to `dtype`."""
         served = self.packs or self.device.type != "cpu" or native() is not None
         return self.quantize != "none" and self.dtype != torch.float64 and served
 
@@ -159,15 +159,15 @@ class Storage:
         return self.scheme is not None and name.endswith(".weight") and self.scheme.covers(name[: -len(".weight")])
 
     def rounding(self, p: Piece, c: ModelConfig) -> str | None:
-        """The kind to which a piece is rounded; None: to none."""
+        """The kind (int8, int4 or fp8) to which a piece is rounded; None if it is not rounded."""
         head = p.name == "lm_head.weight" or (c.tied and p.name == "embed_tokens.weight")
         if self.quantize in (None, "none") or not (p.is_matrix or head):
             return None
         return "int8" if head and self.quantize == "int4" else self.quantize
 
     def stays(self, pieces: dict[str, Piece], c: ModelConfig) -> set[tuple[str, int | None]]:
-        """The matrices (buffer, layer) that are quantised in the run: those of which all pieces are. An embedding stays
-        so only if it is `Packed`."""
+        """The matrices (buffer, layer) that are quantised in the run, because all their pieces are. An embedding stays
+        quantised only if it is `Packed`."""
         found: dict[tuple[str, int | None], bool] = {}
         for name, p in pieces.items():
             if p.buffer == "embed" and self.packs and self.keeps and self.covers(name):
@@ -178,12 +178,12 @@ class Storage:
         return {key for key, whole in found.items() if whole}
 
     def bytes_of(self, pieces: Iterable[Piece], c: ModelConfig) -> int:
-        """Bytes that the weights take, about."""
+        """About how many bytes the weights take."""
         return int(sum(math.prod(p.shape) * self._each(p, c) for p in pieces))
 
     def _each(self, p: Piece, c: ModelConfig) -> float:
         if self.keeps and (kind := self.rounding(p, c)) is not None:
-            head = self.dtype.itemsize if p.name == "embed_tokens.weight" else 0  # the embedding stays as it is
+            head = self.dtype.itemsize if p.name == "embed_tokens.weight" else 0  # the embedding is not rounded
             return head + (0.625 if kind == "int4" else 1.0)
         name = p.name if p.name == "lm_head.weight" else f"model.{p.name}"
         if self.keeps and self.scheme is not None and self.covers(name):
@@ -194,17 +194,17 @@ class Storage:
 
 
 class Buffers:
-    """A model's weights while they are read: fields of checkpoint.Weights."""
+    """A model's weights while they are read: the fields of `Weights`."""
 
     def __init__(self, pieces: dict[str, Piece], c: ModelConfig, storage: Storage):
-        """`pieces`: all that will be put, by their full names."""
+        """`pieces`: every piece that `put` will get, by its full name."""
         self.c, self.storage, self.stays = c, storage, storage.stays(pieces, c)
         self.dense = _allocated(pieces.values(), c, storage, self.stays)
         self._parts: dict[tuple[str, int | None], list[Matrix]] = {key: [] for key in self.stays}
 
     def put(self, p: Piece, source: Matrix) -> None:
-        """Put a piece in its place, rounded if the run wants that. The embedding of a tied model is never rounded; its
-        rounded form is the head."""
+        """Copy a piece to its place in a buffer, rounded if `storage` says so. The embedding of a tied model is never
+        rounded itself; a rounded copy of it becomes the head."""
         storage, given, kind = self.storage, source, self.storage.rounding(p, self.c)
         if kind is not None:
             wide = source if isinstance(source, Tensor) else source.dequantised(torch.float32)
@@ -218,7 +218,7 @@ class Buffers:
             if self.c.tied:
                 kept = storage.keeps or isinstance(head, Tensor)
                 self.dense["head"] = head if kept else head.dequantised(storage.dtype)  # type: ignore[union-attr]
-            if stays:  # the same matrix as the head, or what was rounded to it
+            if stays:  # the head's own matrix, or the one that the head was rounded from
                 embed = given if isinstance(given, Tensor) else storage.own(given)
                 self._parts[p.buffer, p.layer].append(head if kind is None else embed)
                 return
@@ -250,7 +250,7 @@ class Buffers:
 
 
 def _joined(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
-    """Matrices one under the other: packed or quantised if all are, else in `dtype`."""
+    """Concatenate matrices along their rows. The result is packed or quantised if all of them are, else in `dtype`."""
     if all(isinstance(x, Packed) for x in parts) and not any(len(x) % packed.ROWS for x in parts[:-1]):
         return packed.joined(parts)  # type: ignore[arg-type]
     if all(isinstance(x, Quantized) for x in parts):
@@ -260,14 +260,14 @@ def _joined(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
 
 
 def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed:
-    """A piece of the matrix `name`, which the checkpoint has in eight or fewer bits."""
+    """Read a piece of the matrix `name`, which the checkpoint stores in eight or fewer bits."""
     whole = scheme.read(name[: -len(".weight")], (p.stored[0], p.stored[1]), get)
     if p.whole:
         return whole
     if isinstance(whole, Packed):
         whole = quant.joined(whole.quantised())
     (row, column), (count, columns), group = p.first, p.shape, math.gcd(whole.group, p.first[1], p.shape[1])
-    if group != whole.group:  # a rank begins within a group
+    if group != whole.group:  # the ranks' columns split a group
         if group % quant.LEAST[whole.kind]:
             raise CheckpointError(f"{name} has {whole.kind} weights, which cannot be split over so many ranks")
         whole = quant.spread(whole, group)
@@ -277,9 +277,9 @@ def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed
 def _allocated(
     pieces: Iterable[Piece], c: ModelConfig, storage: Storage, stays: set[tuple[str, int | None]]
 ) -> dict[str, Any]:
-    """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None; a buffer with some of
-    them is a list."""
-    last = {p.buffer: p for p in pieces}  # the last piece of a buffer ends it
+    """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None; a buffer with such a
+    matrix is a list with one entry for each layer."""
+    last = {p.buffer: p for p in pieces}  # a buffer ends with its last piece
     buffers: dict[str, Any] = {}
     kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
     for name, p in last.items():

@@ -26,10 +26,10 @@ from specker.model.split import WHOLE, Part
 from specker.model.weights import Matrix, Parameters, Rope, Weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-REOPEN = 1 << 27  # bytes after which files are mapped anew: pages that were read stay resident until then
+REOPEN = 1 << 27  # bytes after which the files are mapped anew, because pages that were read stay resident until then
 
 SHARED_ROWS = ("specker.shared_ids", "specker.shared_rows")  # [n] int64, [n, E]: rows of the target's embedding
-ALIKE = 0.98  # least cosine of such a row and the target's: quantisation to 4 bits gives 0.997, another model 0
+ALIKE = 0.98  # least cosine similarity to the target's rows: quantisation to 4 bits gives 0.997, another model 0
 
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, generation config, tokenizer, chat template
 OTHER_FORMATS = ["consolidated*", "*/*"]  # a second copy of the weights, in the original format
@@ -41,7 +41,7 @@ class Checkpoint(Parameters):
 
     folder: Path
     restored: tuple[str, ...] = ()  # GGUF formats that were restored to the run's dtype
-    shared: Tokens | None = None  # with copies of this checkpoint, and with a draft of the same tokenizer
+    shared: Tokens | None = None  # shared with copies of this checkpoint, and with a draft that has the same tokenizer
 
     def __post_init__(self) -> None:
         if self.shared is None:
@@ -60,7 +60,7 @@ class Checkpoint(Parameters):
     @property
     def recommended(self) -> dict[str, float]:
         """The sampling settings that generation_config.json recommends, fields of `specker.options.Sampling`; {} if it
-        recommends greedy decoding or nothing. They are never taken by themselves."""
+        recommends greedy decoding or nothing. specker never applies them by itself."""
         raw = read_json(self.folder / "generation_config.json", required=False)
         if not raw.get("do_sample"):
             return {}
@@ -83,9 +83,9 @@ class Checkpoint(Parameters):
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A checkpoint whose config was read and checked, and of whose weights nothing was read."""
+    """A checkpoint whose config was read and checked, but whose weights were not read."""
 
-    source: str | Path  # what the user called it
+    source: str | Path  # as the user named it
     folder: Path
     config: ModelConfig
     ropes: tuple[Rope, ...]
@@ -122,16 +122,16 @@ def read(
 ) -> Checkpoint:
     """Read a checkpoint in `dtype` onto `device`.
 
-    `max_context` and `bidirectional` are those of `opened`, unless the checkpoint was opened. `random` is a seed for
+    `max_context` and `bidirectional` are passed to `opened`, unless `source` is opened already. `random` is a seed for
     random weights: no weight file is opened or downloaded. `part`: the tensor-parallel rank's part; with `whole_head`,
     or if the head is tied, it has all rows of the LM head. Without `layers`, only the embedding, the final norm and the
-    head are read: another engine runs the model. `owner`: the target of a draft that shares its embedding or head.
-    `quantize`: int8, int4 or fp8, to which the layers' matrices and the head are rounded; none restores quantised ones
-    to `dtype`; by default they stay as they are stored. int4 keeps the head in int8. Weights are dequantised for
-    float64 runs and on CPUs without compiled kernels. `activations`: on a CPU, to what products with quantised weights
-    round their rows: int8 (default), bfloat16 or float32. Without `pack` a CPU keeps them `Quantized`, for models split
-    over ranks. `tell` is called with (elements read, of all). Raises CheckpointError, and ValueError if memory is too
-    small.
+    head are read, for a model that another engine runs. `owner`: the target of a draft that shares its embedding or
+    head. `quantize`: int8, int4 or fp8 rounds the layers' matrices and the head (int4 rounds the head to int8), `none`
+    dequantises them to `dtype`, and None leaves them as stored. Weights are also dequantised for float64 runs and on
+    CPUs without compiled kernels. `activations`: on a CPU, the type to which products with quantised weights round
+    their input rows: int8 (default), bfloat16 or float32. Without `pack`, a CPU keeps quantised weights as `Quantized`,
+    which models split over ranks need. `tell` is called with (elements read, total elements). Raises CheckpointError,
+    and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -187,7 +187,8 @@ def read_config(
 
 
 def made_for(folder: Path, target: Checkpoint) -> bool:
-    """Whether the draft in `folder` shares nothing, or `target` has the embedding that it shares."""
+    """Whether the draft in `folder` fits `target`: it shares no tensors, or `target` has the embedding that it
+    shares."""
     config = read_config(folder)
     if not config.shares:
         return True
@@ -274,7 +275,7 @@ def _read_weights(
 
 
 def _check_owner(source: str | Path, c: ModelConfig, owner: Checkpoint | None) -> None:
-    """Raise CheckpointError unless `owner` may be the target whose tensors a draft shares."""
+    """Raise CheckpointError if `owner` is missing, or cannot be the target whose tensors the draft shares."""
     if owner is None:
         raise CheckpointError(
             f"{source} is a draft that shares its target's {' and '.join(c.shares)}; it runs only beside its target"
@@ -290,9 +291,9 @@ def _another(source: str | Path, c: ModelConfig, owner: Checkpoint, why: str) ->
 
 
 def _same_rows(source: str | Path, where: dict[str, Any], c: ModelConfig, owner: Checkpoint) -> bool:
-    """Whether the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s. Rounding and quantisation may have
-    changed those: a hash of the embedding would refuse a target in another dtype or in four bits. Raises
-    CheckpointError if the file has no such rows."""
+    """Whether the embedding rows in the draft's file (SHARED_ROWS) are `owner`'s. Rows are compared by their cosine,
+    because rounding and quantisation may have changed the target's: a hash would refuse a target in another dtype or in
+    four bits. Raises CheckpointError if the file has no such rows."""
     embed = owner.weights.embed
     ids, rows = (where[name].get_tensor(name) if name in where else torch.empty(0) for name in SHARED_ROWS)
     known = ids.dtype == torch.int64 and rows.shape == (len(ids), c.hidden_size)

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors, which llm-compressor writes: a `Scheme` (quantised.py).
+"""The compressed-tensors format, which llm-compressor writes, as a `Scheme` (quantised.py).
 
 As in stored.py, w = (q - zero) * scale, and activations are not quantised. Each config group names its modules, its
 format and which weights share a scale. Source: the compressors of compressed-tensors 0.20.
@@ -42,9 +42,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A module that is not packed has weight int8 or float8_e4m3fn [O, E], and weight_zero_point int8 if it is not
-    symmetric. A packed one has weight_packed int32 [O, E * bits / 32] of unsigned numbers, and zero points packed along
-    O. Both have weight_scale."""
+    """An unpacked module stores weight [O, E] as int8 or float8_e4m3fn and, if it is not symmetric, weight_zero_point
+    as int8. A packed module stores unsigned numbers in weight_packed int32 [O, E * bits / 32], and its zero points are
+    packed along O. Both store weight_scale."""
 
     layouts: tuple[tuple[str, Layout], ...]  # targets: "Linear", a module's name or "re:" and a pattern
     ignored: tuple[str, ...]  # names of modules that are not quantised, or "re:" and a pattern
@@ -58,7 +58,8 @@ class Compressed:
         return self._layout(module) is not None
 
     def _layout(self, module: str) -> Layout | None:
-        """A name comes before patterns, patterns before "Linear"; of several the alphabetically first."""
+        """The layout of the target that matches best: an exact name before a pattern, a pattern before "Linear", and
+        the alphabetically first of several. None if the module is not quantised."""
         if not (is_layer(module) or module == "lm_head") or any(_rank(each, module) for each in self.ignored):
             return None
         found = [(rank, target, layout) for target, layout in self.layouts if (rank := _rank(target, module))]
@@ -128,7 +129,7 @@ def compressed_tensors(settings: dict[str, Any]) -> Compressed:
 def _layout(weights: dict[str, Any], form: str) -> Layout:
     method, bits, number = "compressed-tensors", int(weights["num_bits"]), str(weights.get("type", "int"))
     symmetric, size = bool(weights.get("symmetric", True)), weights.get("group_size")
-    allowed = {  # format -> its numbers
+    allowed = {  # format -> {(type, bits) of its numbers: kind of the `Quantized` matrix}
         "pack-quantized": {("int", 4): "int4", ("int", 8): "int8"},
         "int-quantized": {("int", 4): "int8", ("int", 8): "int8"},
         "float-quantized": {("float", 8): "fp8"},
@@ -156,7 +157,7 @@ def _layout(weights: dict[str, Any], form: str) -> Layout:
 
 
 def _rank(target: str, module: str) -> int:
-    """0 if the target does not name the module, else less the closer it does."""
+    """0 if the target does not match the module; otherwise, the more specific the match, the smaller the number."""
     if target == module:
         return 1
     if target.startswith("re:"):

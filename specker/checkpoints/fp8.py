@@ -1,4 +1,4 @@
-"""Checkpoints in fp8: a `Scheme` (quantised.py). Source: DeepSeek-V3's fp8 blocks."""
+"""The fp8 checkpoint format, as a `Scheme` (quantised.py). Source: DeepSeek-V3's fp8 blocks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,8 @@ from specker.kernels.quant import Quantized
 
 @dataclass(frozen=True)
 class Fp8:
-    """<module>.weight float8_e4m3fn [O, E] and weight_scale_inv, by which it is multiplied, one for each block. If the
-    block is the whole matrix, it may be called weight_scale."""
+    """<module>.weight is float8_e4m3fn [O, E]. weight_scale_inv holds the factor of each block's weights. If the block
+    is the whole matrix, the factor may be called weight_scale."""
 
     blocks: Blocks
     skipped: tuple[str, ...]

@@ -1,10 +1,10 @@
 """A GGUF file as a checkpoint: it is converted once, into a folder of the cache.
 
-The folder has Hugging Face's format (config, tokenizer with chat template, safetensors), so everything after it is the
-same for both formats. Matrices whose blocks gguf_blocks.py reads keep their bits (quantised.OwnFormat); others become
-float32, with a note. `dense=True` writes float32, for tools that cannot read our quantised format.
-It lies under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf) and is named by the file's SHA-256: another file never
-meets an old folder. The cache remembers the SHA-256 of each file, so that a start does not read the whole file.
+The folder has Hugging Face's format (config, tokenizer with chat template, safetensors), so all later code is the same
+for both formats. Matrices whose blocks gguf_blocks.py reads keep their bits (quantised.OwnFormat); others become
+float32, with a note. `dense=True` writes float32, for tools that cannot read our quantised format. The folder lies
+under `$SPECKER_CACHE` (default: ~/.cache/specker/gguf). Its name contains the file's SHA-256, so a changed file never
+uses an old folder. The cache remembers the SHA-256 of each file, so that a start does not read the whole file.
 """
 
 import glob
@@ -31,10 +31,10 @@ from specker.checkpoints.parse import ARCHITECTURES, reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
 
-log = logging.getLogger("specker.steps")  # what takes long: `Screen.progress` shows it
-PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # floors, as in the extra `gguf`
+log = logging.getLogger("specker.steps")  # slow steps, which `Screen.progress` shows
+PACKAGES = {"gguf": "0.17", "accelerate": "1.0"}  # minimum versions, as in the extra `gguf`
 DONE = "converted.json"  # written last: source, SHA-256 and the sizes of the folder's files
-WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json as it is
+WHOLE = "PreTrainedTokenizerFast"  # transformers' class that reads tokenizer.json unchanged
 
 
 def file_of(source: str | Path) -> Path | None:
@@ -81,7 +81,7 @@ def origin(folder: Path) -> str | None:
 def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
     from gguf import GGUFReader
 
-    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*"):  # by a process that was killed
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     try:
         tensors = GGUFReader(path).tensors  # takes a second for a large vocabulary
@@ -109,8 +109,8 @@ def sha256(path: Path) -> str:
 
 
 def remembered_sha256(path: Path) -> str:
-    """The file's SHA-256. It is computed once and again when the path, size, time of change or inode is another, at
-    about a second per GB."""
+    """The file's SHA-256. Computing it takes about a second per GB, so that happens on first use, and again only if the
+    path, size, modification time or inode has changed."""
     path = path.resolve()
     note = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     identity = _identity(path)
@@ -150,7 +150,7 @@ def _check_space(path: Path, root: Path, size: int) -> None:
 
 
 def converted_size(tensors: Sequence[Any], dense: bool) -> int:
-    """Bytes of a GGUF file's tensors once converted, a head that is the embedding included."""
+    """Bytes of a GGUF file's tensors after conversion, including a head that repeats the embedding."""
     total = 0
     for tensor in tensors:
         kind, shape = tensor.tensor_type.name, tensor.shape.tolist()  # columns first
@@ -196,8 +196,8 @@ def _write_whole_tokenizer(folder: Path) -> None:
     """Save the tokenizer so that tokenizer.json alone defines it, and name the class that reads it as it is.
 
     A GGUF file lacks parts of a tokenizer, such as Qwen2's normaliser. transformers adds them at each start: the
-    model's class parses tokenizer.json in Python and builds it again, in a second for 150,000 tokens. Likewise it
-    parses tokenizer.json for the added tokens, unless tokenizer_config.json lists them."""
+    model's class parses tokenizer.json in Python and builds it again, which takes a second for 150,000 tokens. It
+    parses tokenizer.json once more for the added tokens, unless tokenizer_config.json lists them."""
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
@@ -209,8 +209,8 @@ def _write_whole_tokenizer(folder: Path) -> None:
     settings.write_text(json.dumps(about, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-TYPES = ("llama", "mistral", "qwen2", "qwen3")  # of models whose tensors llama.cpp stores as told here
-NAMES = {  # of a layer's tensors
+TYPES = ("llama", "mistral", "qwen2", "qwen3")  # types of the models whose tensors llama.cpp stores as described here
+NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -288,7 +288,7 @@ def _save(
 
 
 def _with_progress(path: Path, tensors: Sequence[Any]) -> Iterator[Any]:
-    """`tensors` one by one, with a record in between for each tenth of their bytes that is done."""
+    """Yield `tensors` one by one, and log a record after each tenth of their bytes."""
     total, done = sum(int(tensor.n_bytes) for tensor in tensors), 0
     for tensor in tensors:
         yield tensor
@@ -300,8 +300,8 @@ def _with_progress(path: Path, tensors: Sequence[Any]) -> Iterator[Any]:
 def _tensors(
     path: Path, tensors: Sequence[Any], config: Any, dense: bool
 ) -> Iterator[tuple[str, str, Tensor | Numbers]]:
-    """Name, format and value of all tensors, in Hugging Face's names and orders: float32 or, without `dense`, the
-    numbers of its blocks."""
+    """Yield the name, format and value of each tensor, with the names and the order of rows that Hugging Face uses. A
+    value is in float32 or, without `dense`, holds the numbers of its blocks if gguf_blocks.py reads their format."""
     from gguf.quants import dequantize
 
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}

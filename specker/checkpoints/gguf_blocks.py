@@ -19,7 +19,7 @@ def _halves(x: Tensor) -> Tensor:
 
 
 def _fours(x: Tensor) -> Tensor:
-    """Bytes [.., n] -> numbers [.., 2 n]: the low halves, then the high ones."""
+    """Bytes [.., n] -> four-bit numbers [.., 2 n]: all low halves, then all high halves."""
     return torch.cat((x & 15, x >> 4), -1)
 
 
@@ -64,14 +64,14 @@ def _six_bits(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> Numbers:
-    """float16 d and m, 8 six-bit s and 8 six-bit t, 256 four-bit q: w = d s q - m t in each 32. Of each 64 weights the
-    low four bits of 32 bytes hold the first 32 and the high four the others."""
+    """float16 d and m, 8 six-bit s and 8 six-bit t, 256 four-bit q: w = d s q - m t in each 32. Each 64 weights take 32
+    bytes: the low four bits hold the first 32 weights, the high four bits the others."""
     q = _fours(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-3)
     return Numbers("int4 super", q, *_six_bits(blocks[..., 4:16]), *(_halves(blocks[..., i : i + 2]) for i in (0, 2)))
 
 
 def _q5_k(blocks: Tensor) -> Numbers:
-    """Like Q4_K, with 32 bytes of fifth bits: bit i of byte j is that of weight 32 i + j."""
+    """Like Q4_K, with 32 bytes of fifth bits: bit i of byte j belongs to weight 32 i + j."""
     q = _fours(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     high = (blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1) << 4
     rest = *_six_bits(blocks[..., 4:16]), *(_halves(blocks[..., i : i + 2]) for i in (0, 2))
@@ -80,7 +80,8 @@ def _q5_k(blocks: Tensor) -> Numbers:
 
 def _q6_k(blocks: Tensor) -> Numbers:
     """128 bytes with the low four bits of q and 64 with the high two, 16 int8 s, float16 d: w = d s (q - 32) in each
-    16. Of each 128 weights, 64 bytes hold 64 low and 64 high halves, and 32 bytes two bits of four weights."""
+    16. Each 128 weights take 64 bytes, whose low halves hold the first 64 weights and whose high halves the others, and
+    32 bytes, each with two bits of four weights."""
     low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32))
     twos = torch.stack([(high >> i) & 3 for i in (0, 2, 4, 6)], -2).flatten(-2)
     q = (_fours(low) | twos << 4).flatten(-3)
@@ -88,7 +89,7 @@ def _q6_k(blocks: Tensor) -> Numbers:
     return Numbers("int6 sixteen", q, s, None, _halves(blocks[..., 208:]))
 
 
-READERS: dict[str, tuple[int, int, Callable[[Tensor], Numbers]]] = {  # weights and bytes of a block, its reader
+READERS: dict[str, tuple[int, int, Callable[[Tensor], Numbers]]] = {  # weights per block, bytes per block, reader
     "Q8_0": (32, 34, _q8_0),
     "Q4_0": (32, 18, _q4_0),
     "Q4_1": (32, 20, _q4_1),
@@ -98,7 +99,7 @@ READERS: dict[str, tuple[int, int, Callable[[Tensor], Numbers]]] = {  # weights 
     "Q5_K": (SUPER, 176, _q5_k),
     "Q6_K": (SUPER, 210, _q6_k),
 }
-PACKED = {  # the format of what the reader returns
+PACKED = {  # the packed format that each reader returns
     "Q8_0": "int8",
     "Q4_0": "int4",
     "Q4_1": "int4 shift",

@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ: a `Scheme` (quantised.py). Source: AutoGPTQ's QuantLinear."""
+"""The GPTQ checkpoint format, as a `Scheme` (quantised.py). Source: AutoGPTQ's QuantLinear."""
 
 import math
 import re
@@ -27,14 +27,14 @@ from specker.model.config import CheckpointError
 @dataclass(frozen=True)
 class Gptq:
     """<module>.qweight int32 [E * bits / 32, O], qzeros int32 [groups, O * bits / 32], scales [groups, O], and perhaps
-    g_idx [E], each column's group. The first format stores zero points less one; gptq_v2 stores them as they are."""
+    g_idx [E], each column's group. The format gptq stores each zero point minus one; gptq_v2 stores it unchanged."""
 
     bits: int
     blocks: Blocks
     symmetric: bool
     version: int
-    only: tuple[str, ...]  # endings of the quantised modules' names; none: all
-    skipped: tuple[str, ...]  # patterns
+    only: tuple[str, ...]  # name endings of the quantised modules; empty: all modules
+    skipped: tuple[str, ...]  # patterns of modules that are not quantised
     head: bool
 
     @property
@@ -71,7 +71,7 @@ class Gptq:
         codes = unpacked(needed(get, f"{module}.qweight").t(), self.bits)[:, :E]
         zeros = unpacked(needed(get, f"{module}.qzeros"), self.bits)[:, :O]
         most = (1 << self.bits) - 1
-        # GPTQModel has written symmetric checkpoints of the first format with the second's zero points
+        # GPTQModel has written symmetric gptq checkpoints with the zero points of gptq_v2
         as_they_are = self.version == 2 or (self.symmetric and bool((zeros == most // 2 + 1).all()))
         if not as_they_are:
             zeros = (zeros + 1) & most  # 0 was stored as -1
@@ -82,7 +82,7 @@ class Gptq:
 def gptq(settings: dict[str, Any]) -> Gptq:
     bits, group = int(settings["bits"]), int(settings.get("group_size", 128))
     form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
-    dynamic = dict(settings.get("dynamic") or {})  # GPTQModel: pattern -> other settings; "-:pattern" is not quantised
+    dynamic = dict(settings.get("dynamic") or {})  # of GPTQModel: pattern -> its settings; "-:pattern": not quantised
     if bits not in (4, 8):
         raise refused(f"gptq with {bits} bits")
     if form not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):

@@ -25,8 +25,8 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
     "DreamModel": "Dream",
 }
-# architecture -> another class of transformers with the same fields, and the defaults that differ. Dream is unknown to
-# transformers. LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
+# architecture -> another class of transformers with the same fields, and the defaults that differ. transformers does
+# not know Dream. LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "DreamModel": ("Qwen2Config", {}),
     "Gemma3ForCausalLM": ("Gemma3TextConfig", {}),
@@ -49,14 +49,15 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 NORMS = {"Gemma3ForCausalLM": "both", "Olmo2ForCausalLM": "after"}  # LayerSpec.norms, where not "before"
 QK_NORMS = {"Qwen3ForCausalLM": "head", "Gemma3ForCausalLM": "head", "Olmo2ForCausalLM": "projection"}
-NO_BIASES = "MistralForCausalLM", "Qwen2ForCausalLM", "DreamModel"  # their files' attention_bias means nothing
+NO_BIASES = "MistralForCausalLM", "Qwen2ForCausalLM", "DreamModel"  # the field attention_bias has no effect
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def parse_config(
     folder: Path, max_context: int | None, bidirectional: bool | None, raw: dict[str, Any] | None = None
 ) -> tuple[ModelConfig, tuple[Rope, ...]]:
-    """(config, the layers' RoPE). `raw`: config.json, if it was read. Raises CheckpointError."""
+    """Returns (config, the layers' RoPE). `raw`: the content of config.json, if the caller has read it. Raises
+    CheckpointError."""
     raw = read_json(folder / "config.json") if raw is None else raw
     arch = _architecture(raw)
     _check_sizes(folder / "config.json", raw)
@@ -78,7 +79,7 @@ def parse_config(
     context = _context(hf, max_context)
     kinds = _layer_types(hf, arch)
     window = (hf.sliding_window if SLIDING in kinds else None) or context
-    narrow = window < context  # a longer window hides nothing
+    narrow = window < context  # a window as long as the context hides nothing
     diffusion, mask = _diffusion(raw, arch, bidirectional)
     if diffusion and narrow:
         raise CheckpointError(
@@ -143,8 +144,8 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
-    """Raise CheckpointError unless config.json's sizes are whole numbers from 1 on. For a missing one transformers
-    would take the size of the family's first model."""
+    """Raise CheckpointError unless config.json's sizes are whole numbers from 1 on. If one is missing, transformers
+    would use the size of the family's first model."""
     for name in (*SIZES, *OPTIONAL_SIZES):
         value = raw.get(name)
         if value is None and name in OPTIONAL_SIZES:
@@ -162,7 +163,7 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
     if arch != "Gemma3ForCausalLM" and any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     try:
-        # Not AutoConfig, which imports a table of all models.
+        # AutoConfig is not used here, because it imports a table of all models.
         name, defaults = CONFIGS.get(arch, (arch.replace("ForCausalLM", "Config"), {}))
         given = {k: v for k, v in raw.items() if k not in ("model_type", "auto_map")}
         return getattr(transformers, name).from_dict({**defaults, **given})
@@ -171,7 +172,7 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
 
 
 def _context(hf: Any, wanted: int | None) -> int:
-    """Positions to run with."""
+    """The number of positions to run with."""
     limit = hf.max_position_embeddings
     context = limit if wanted is None else wanted
     if not 1 <= context <= limit:
@@ -184,7 +185,7 @@ def _context(hf: Any, wanted: int | None) -> int:
 
 def _layer_types(hf: Any, arch: str) -> list[str]:
     """Each layer's kind of attention, FULL or SLIDING."""
-    if arch in ("LlamaForCausalLM", "Olmo2ForCausalLM"):  # whatever else the file says
+    if arch in ("LlamaForCausalLM", "Olmo2ForCausalLM"):  # other fields of the file do not matter
         return [FULL] * hf.num_hidden_layers
     if arch == "MistralForCausalLM":
         return [SLIDING] * hf.num_hidden_layers
@@ -230,7 +231,7 @@ def _ropes(hf: Any, arch: str, head_dim: int, kinds: list[str]) -> tuple[tuple[R
         ropes = tuple(_rope(hf, head_dim, rope[kind], layer_type=kind) for kind in found)
         return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
     one = _rope(hf, head_dim, rope)
-    if arch != "SmolLM3ForCausalLM" or all(hf.no_rope_layers):  # the layers that have RoPE, in spite of the name
+    if arch != "SmolLM3ForCausalLM" or all(hf.no_rope_layers):  # despite the name, 1 for layers with RoPE
         return (one,), ()
     if len(hf.no_rope_layers) != len(kinds):
         raise CheckpointError(f"no_rope_layers must have an entry for each of the {len(kinds)} layers of config.json")
@@ -238,8 +239,8 @@ def _ropes(hf: Any, arch: str, head_dim: int, kinds: list[str]) -> tuple[tuple[R
 
 
 def _rope(hf: Any, head_dim: int, rope: dict[str, Any], **which: str) -> Rope:
-    """RoPE of config.json's parameters `rope`, computed by transformers' initialisers. `which`: of all parameters, as
-    these initialisers take it."""
+    """RoPE of config.json's parameters `rope`, computed by transformers' initialisers. `which`: a keyword argument of
+    these initialisers, which selects the parameters of one layer type."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")

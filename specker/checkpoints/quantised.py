@@ -15,7 +15,7 @@ from specker.cpu.packed import FORMATS, ROWS, Packed, Run
 from specker.kernels.quant import Quantized
 from specker.model.config import CheckpointError
 
-METHODS: dict[str, Callable[[dict[str, Any]], "Scheme"]] = {  # quant_method -> what reads its settings
+METHODS: dict[str, Callable[[dict[str, Any]], "Scheme"]] = {  # quant_method -> function that parses its settings
     "awq": awq,
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
@@ -28,7 +28,7 @@ class Scheme(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """A description for messages."""
         ...
 
     def covers(self, module: str) -> bool:
@@ -50,11 +50,11 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class OwnFormat:
-    """specker's own format, which GGUF files are converted to: <module>.packed, as in cpu/packed.py, so that a CPU maps
-    the file and multiplies. config.json has the format of each module."""
+    """specker's own format, into which GGUF files are converted. <module>.packed holds a matrix in the layout of
+    cpu/packed.py, so a CPU multiplies by the memory-mapped file itself. config.json names each module's format."""
 
     modules: dict[str, str]
-    restored: tuple[str, ...] = ()  # GGUF formats of further matrices, which it holds in float32
+    restored: tuple[str, ...] = ()  # GGUF formats of the matrices that were converted to float32
     name: str = "specker"
 
     def covers(self, module: str) -> bool:

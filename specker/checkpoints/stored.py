@@ -1,4 +1,4 @@
-"""What the quantised checkpoints of other libraries share: gptq.py, awq.py, fp8.py and compressed.py.
+"""What the formats of other libraries share: gptq.py, awq.py, fp8.py and compressed.py.
 
 All store integers or float8 numbers q with a scale, and maybe a zero point,
 for each block of weights:
@@ -6,11 +6,12 @@ for each block of weights:
     w = (q - zero) * scale = q * scale + shift,  shift = -zero * scale
 
 `shift` is exact for scales in float16 and bfloat16, and rounded once for float32 ones. A block may be any rectangle:
-the whole matrix, a row, a group of columns, or 128 x 128 weights. In memory it is rows of groups.
+the whole matrix, a row, a group of columns, or 128 x 128 weights. In memory, every row of a block becomes a row of
+groups with the block's scale.
 
-Many checkpoints were made for quantised activations too (W8A8; static or dynamic scales). They are read for their
-weights alone: activations stay in the run's dtype. transformers' dequantised model is the same. Tokens may differ from
-those of an engine that rounds activations.
+Many checkpoints were made for quantised activations, too (W8A8; static or dynamic scales). Only their weights are read:
+activations stay in the run's dtype, as in transformers' dequantised model. Tokens may differ from those of an engine
+that rounds activations as the checkpoint asks.
 """
 
 import math
@@ -44,7 +45,8 @@ def is_layer(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Weights that share a scale: `rows` x `columns`, 0 for all. `kind` as in `Quantized`."""
+    """The shape of a block of weights that share a scale: `rows` x `columns`, where 0 means all of them. `kind` as in
+    `Quantized`."""
 
     kind: str
     rows: int
@@ -55,12 +57,12 @@ class Blocks:
             raise ValueError(f"weights cannot share scales in {self}")
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Blocks along the rows and columns of a matrix. The last ones may be smaller."""
+        """How many blocks lie along the rows and along the columns of a matrix. The last ones may be smaller."""
         return math.ceil(shape[0] / (self.rows or shape[0])), math.ceil(shape[1] / (self.columns or shape[1]))
 
     def group(self, module: str, shape: tuple[int, int]) -> int:
-        """Columns of a group of the `Quantized` matrix. A smaller last block makes all groups smaller. Raises
-        CheckpointError if the kernels cannot take them."""
+        """The number of columns in each group of the `Quantized` matrix. It divides the size of the last block, too, so
+        a smaller last block makes all groups smaller. Raises CheckpointError if the kernels do not support it."""
         group = math.gcd(self.columns or shape[1], shape[1])
         try:
             quant.check(self.kind, shape, group)
@@ -69,7 +71,8 @@ class Blocks:
         return group
 
     def matrix(self, module: str, q: Tensor, scale: Tensor, zero: Tensor | None) -> Quantized:
-        """q [O, E] int8, float8 or, for int4, uint8 of 0 to 15; scale and zero one for each block."""
+        """Make the matrix from q [O, E] (int8, float8 or, for int4, uint8 from 0 to 15), and one scale and zero point
+        for each block."""
         shape = q.shape[0], q.shape[1]
         group, grid = self.group(module, shape), self.grid(shape)
         scale = scale.float().reshape(grid)
@@ -95,12 +98,12 @@ class Blocks:
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """Numbers of four or eight bits in int32 words, lowest first: [.., n] -> [.., n * 32 / bits] uint8."""
-    octets = words.contiguous().view(torch.uint8)  # of a little-endian machine: lowest first
+    octets = words.contiguous().view(torch.uint8)  # little-endian: the lowest byte comes first
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
 def numbers(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned numbers as `Blocks.matrix` takes them: of eight bits, 128 becomes 0."""
+    """Unsigned numbers in the form that `Blocks.matrix` takes. Eight-bit ones become int8, and 128 becomes 0."""
     return codes if bits == 4 else (codes ^ 128).contiguous().view(torch.int8)
 
 
@@ -124,10 +127,11 @@ def strings(names: Sequence[str] | str | None) -> tuple[str, ...]:
 
 
 def among(module: str, names: Sequence[str]) -> bool:
-    """Whether one of the names is the module's, or consecutive parts of it: mlp of layers.0.mlp.up_proj."""
+    """Whether one of the names equals the module's name or consecutive parts of it, as `mlp` is a part of
+    layers.0.mlp.up_proj."""
     return any(f".{name}." in f".{module}." for name in names)
 
 
 def patterns(given: Any) -> tuple[str, ...]:
-    """Raises re.error for what is no regular expression."""
+    """The patterns as strings. Raises re.error for an invalid regular expression."""
     return tuple(re.compile(str(pattern)).pattern for pattern in given)

@@ -11,7 +11,7 @@ from specker.checkpoints.parse import read_json, reason
 from specker.model.config import CheckpointError
 
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-# Besides NAMES, what may define tokens or ids.
+# Further files that may define tokens or ids.
 MORE = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
 
 
@@ -26,14 +26,14 @@ class Tokens:
         folder = self.folder
         if not self.exist:
             raise CheckpointError(f"{folder} has no tokenizer ({', '.join(NAMES)}); copy it there or pass token ids")
-        import transformers as hf  # which imports a class when it is named
+        import transformers as hf  # it imports each class only on first use
 
         try:
             if self._whole:
                 return hf.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             if self.architecture != "DreamModel":
                 return hf.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            # AutoTokenizer would ask for Dream's own code; it is Qwen2's tokenizer with a few more special tokens
+            # AutoTokenizer would require Dream's own code, but this is Qwen2's tokenizer with a few more special tokens
             fast = (folder / "tokenizer.json").is_file()
             kind = hf.PreTrainedTokenizerFast if fast else hf.Qwen2Tokenizer
             return kind.from_pretrained(folder, local_files_only=True)
@@ -42,7 +42,8 @@ class Tokens:
 
     @property
     def _whole(self) -> bool:
-        """Whether AutoTokenizer would read tokenizer.json as it is. It imports a model's config class to find out."""
+        """Whether AutoTokenizer would read tokenizer.json unchanged. AutoTokenizer itself finds out by importing the
+        model's config class, which is slow."""
         settings = read_json(self.folder / "tokenizer_config.json", required=False)
         generic = settings.get("tokenizer_class") == gguf.WHOLE and "auto_map" not in settings
         llama = self.architecture == "LlamaForCausalLM" and (self.folder / "tokenizer.json").is_file()
@@ -69,9 +70,9 @@ class Tokens:
         return any((self.folder / name).is_file() for name in NAMES)
 
     def equal(self, other: "Tokens") -> bool:
-        """Whether both folders have the same tokenizer files, byte for byte. Their digests are compared, which is much
-        cheaper than to compare the vocabularies: that has to read both tokenizers. False says nothing: files may differ
-        in a chat template."""
+        """Whether both folders have the same tokenizer files, byte for byte. Comparing digests is much cheaper than
+        comparing vocabularies, which needs both tokenizers. False does not mean that the tokens differ: the files may
+        differ only in a chat template."""
         return self.exist and self.digest == other.digest
 
 

@@ -1,8 +1,8 @@
 """The weights of a loaded transformers model as a checkpoint of specker's decoder, without a second copy.
 
 The decoder needs q, k and v as one matrix, and gate and up. They are fused layer by layer, and the model's parameters
-become views of the result: the model computes what it did, and one layer's matrices exist twice for a moment. All other
-matrices are shared as they are. Only biases are copied, and the norms of a bfloat16 model on a CPU.
+become views of the result. The model still computes the same, and only one layer's matrices exist twice for a moment.
+All other matrices are shared as they are. Only biases are copied, and the norms of a bfloat16 model on a CPU.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def adoptable(model: Any) -> bool:
 
 
 def state(model: Any) -> tuple[tuple[int, int], ...]:
-    """What changes when the model's weights move or change."""
+    """A value that changes when the model's weights move or change."""
     return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
 
 
@@ -64,7 +64,7 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
     """The model's weights as a checkpoint of specker's decoder for up to `context` positions; None if its config is not
     supported. `folder`: for the tokenizer."""
     with TemporaryDirectory() as made:
-        model.config.save_pretrained(made)  # the folder's may differ from what the user loaded
+        model.config.save_pretrained(made)  # the folder's config may differ from the loaded model's
         try:
             config, ropes = parse_config(Path(made), context, None)
         except CheckpointError:

@@ -81,7 +81,7 @@ def register_attention(name: str = "specker") -> str:
 class _Rows(NamedTuple):
     """A mask in the format of tree_attention, for K and V of B sequences in P pages each."""
 
-    columns: Tensor  # [B, P * PAGE] int64, of the mask: what each slot of the pages holds
+    columns: Tensor  # [B, P * PAGE] int64, the column of the mask that each slot of the pages holds
     table: Tensor  # [B, P] int32
     kv_len: Tensor  # [B] int32
     window: Tensor  # [B] int32

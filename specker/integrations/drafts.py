@@ -1,11 +1,11 @@
 """Drafts for texts that another engine verifies.
 
 The engine passes the whole text of every request at every step. It does not say when a request ends or moves to another
-row of the batch, so a request is recognised by its text: first the texts that continue a known one, then the texts that
-share most of one that no other text continues. All requests of a step share one batched draft.
+row of the batch, so a request is recognised by its text. Texts that continue a known text are matched first, then texts
+that share most of a known text that no other one continues. All requests of a step share one batched draft.
 
-The draft model's K/V comes from a pool of pages. If the pool is full, the requests that were unused for the longest
-time lose their pages; a request that gets none is not drafted for.
+The draft model's K/V comes from a pool of pages. If the pool is full, the least recently used requests lose their
+pages. A request that gets no pages gets no draft.
 """
 
 import logging
@@ -65,10 +65,10 @@ class Drafts:
     ):
         """`target`: folder or hub id of the model that the engine runs. Its config and tokenizer are read, and its
         embedding if the draft shares it. `draft`: the draft checkpoint; default: the bundled one for the target.
-        `dtype`: of the draft; default as in `specker.load`. `requests`: texts that keep their K/V between steps.
-        `max_context`: tokens of the longest text; default: the target's positions. `kv_tokens`: positions in the K/V
-        pool; default: the whole context of every request, or what fits into memory. `options`: the strategy's, as in
-        `specker.load`.
+        `dtype`: of the draft; default as in `specker.load`. `requests`: number of texts that keep their K/V between
+        steps. `max_context`: tokens of the longest text; default: the target's positions. `kv_tokens`: positions in the
+        K/V pool; default: the whole context of every request, or what fits into memory. `options`: the strategy's, as
+        in `specker.load`.
 
         Raises TypeError for an unknown option, and ValueError for a strategy without a drafter of its own, for draft
         trees, and for checkpoints that do not fit together.
@@ -129,13 +129,13 @@ class Drafts:
             rows=largest.nodes + 1,
             wide=0 if model is None else model.config.hidden_size,
             vocab=0,  # the engine has the logits
-            columns=0,  # and the texts, which only rounds of fixed shape read here
+            columns=0,  # the engine has the texts, too; only rounds of fixed shape read them here
         )
         self._slots: list[Request | None] = [None] * (requests + 1)
         self._used: dict[Request, int] = {}  # the last step that had a request's text
         self._step, self._numbers = 0, count()
-        self._round: Round | None = None  # the last one
-        self._tokens: list[list[int]] = []  # that it drafted
+        self._round: Round | None = None  # the last round
+        self._tokens: list[list[int]] = []  # tokens that the last round drafted
 
     @torch.inference_mode()
     def draft(
@@ -189,7 +189,7 @@ class Drafts:
                 self.drafter.head.count(written)
             sequence.text.extend(written)
             self._truncate(self._slots.index(sequence), len(sequence.text) - 1)
-        for i, text in enumerate(texts):  # after all texts that continue one: those must not lose their K/V
+        for i, text in enumerate(texts):  # after all texts that continue a known one: those must not lose their K/V
             if i not in found and (new := self._admitted(list(text), held)) is not None:
                 found[i] = new
         for sequence in found.values():
@@ -209,7 +209,8 @@ class Drafts:
             self.drafter.observe(r, slot, path)
 
     def _admitted(self, text: list[int], held: list[Request]) -> Request | None:
-        """A new sequence, with the K/V of the sequence in `held` that it shares most of. It is removed from `held`."""
+        """A new sequence. It takes over the K/V of the sequence in `held` with the longest common beginning, if that is
+        most of that sequence, and removes it from `held`. None if no slot can be freed."""
         shared, nearest = max(((_common(s.text, text), s) for s in held), key=lambda x: x[0], default=(0, None))
         if nearest is not None and 2 * shared > len(nearest.text):
             slot = self._forget(nearest)
@@ -255,7 +256,7 @@ class Drafts:
 
     def _has_memory(self, sequence: Request, columns: int) -> bool:
         """Give the sequence pages for `columns`. If the pool has too few, requests that are not in this step lose
-        theirs, and then this one its own."""
+        theirs. If that is not enough, this sequence loses its own, and the result is False."""
         cache = self.drafter.cache
         if cache is None:
             return True
@@ -336,7 +337,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _config(target: str | Path, max_context: int | None) -> ModelConfig:
-    """The target's config. Of an architecture that specker's decoder lacks, or of quantised weights, only the
+    """The target's config. For an architecture that specker's decoder lacks, or for quantised weights, only the
     vocabulary, the number of layers, the hidden size, the positions and the stop ids are known. Raises
     CheckpointError."""
     try:

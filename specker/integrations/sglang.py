@@ -1,17 +1,17 @@
 """sglang: SGLang's tree masks, K/V pool and token maps as arguments of the ops, and back. Imports nothing of SGLang.
 
 In a verify pass of SGLang each of B requests has N rows: the last committed token and N - 1 drafts. seq_lens [B] counts
-the tokens before them. Which row sees which, SGLang writes in one of these forms, flattened into one dimension:
+the tokens before them. SGLang stores which row sees which in one of these forms, flattened into one dimension:
 
     FULL_MASK             bool, for each request in turn [N, seq_lens[b] + N]: the prefix, then the rows. All rows see
                           the prefix, whatever the mask holds there; SGLang does not always fill it
     QLEN_ONLY             bool [B, N, N]: the rows only
     QLEN_ONLY_BITPACKING  uint8, uint16 or uint32 [B, N], for N up to 8, 16 or 32: bit c of a row is column c
     FlashInfer's mask     uint8: FULL_MASK with eight cells in a byte, the first in the lowest bit. Each request begins
-                          with a new byte, at indptr [B + 1]
+                          with a new byte, whose index is in indptr [B + 1]
 
-Ancestor words [B * N, W] int64, W = ceil(N / 64) <= 4, are the same relation for `tree_attention`, with a window of the
-N rows. One layer of a verify pass:
+Ancestor words [B * N, W] int64, W = ceil(N / 64) <= 4, express the same relation for `tree_attention`, with a window of
+the N rows. One layer of a verify pass:
 
     words = ancestors_from_mask(spec_info.custom_mask, TreeMask.FULL_MASK, seq_lens, N)
     table = table_from_requests(req_to_token, req_pool_indices, page_size)
@@ -45,9 +45,9 @@ class TreeMask(IntEnum):
 def ancestors_from_mask(mask: Tensor, mode: int, seq_lens: Tensor, rows: int) -> Tensor:
     """mask, flattened, of B requests of `rows` rows; seq_lens [B] -> ancestor words [B * rows, W] int64.
 
-    The mask may be a longer buffer whose beginning is used. Booleans may be stored as uint8, 0 or 1. Raises ValueError
-    for other dtypes, an unknown mode, more rows than the mode or the words hold, and a mask that is too short as far as
-    `rows` tells.
+    The mask may be a longer buffer; only its beginning is read. Booleans may be stored as uint8, 0 or 1. Raises
+    ValueError for other dtypes, an unknown mode, more rows than the mode or the words hold, and a mask that is too
+    short even without prefixes.
     """
     mode, B = _mode(mode, rows), len(seq_lens)
     packed = mode == TreeMask.QLEN_ONLY_BITPACKING
@@ -174,9 +174,9 @@ def table_from_requests(
 
 
 def table_from_indices(kv_indptr: Tensor, kv_indices: Tensor, max_len: int, page_size: int = 1) -> Tensor:
-    """kv_indices, the slot of each token of all requests, and kv_indptr [B + 1], where each request's begin -> block
-    table [B, P] int32, P = ceil(max_len / page_size). The indices must include the drafts' slots. No request may be
-    empty or have more than max_len tokens; entries after its end repeat its last page."""
+    """kv_indices, the slot of each token of all requests, and kv_indptr [B + 1], where each request's slots begin ->
+    block table [B, P] int32, P = ceil(max_len / page_size). The indices must include the drafts' slots. No request may
+    be empty or have more than max_len tokens; entries after its end repeat its last page."""
     place = kv_indptr[:-1, None] + torch.arange(0, max_len, page_size, device=kv_indptr.device)
     return kv_indices[place.minimum(kv_indptr[1:, None] - 1)].div(page_size, rounding_mode="floor").int()
 

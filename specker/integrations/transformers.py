@@ -50,7 +50,7 @@ __all__ = ["Generate", "register_attention"]
 LEAST_CONTEXT = 1024  # positions of the smallest K/V cache on specker's ops; it grows in powers of two
 LOADING = ("load", "acceptance", "tp", "dp", "draft_ranks", "reduce")  # options for models that specker loads itself
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # in the order of specker's own sampling
-PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # by `generate`
+PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # `generate`'s own
 
 
 class _Call(NamedTuple):
@@ -122,9 +122,9 @@ class Generate:
 
     Memory: specker's ops need q, k and v as one matrix, and gate and up. The first call fuses them layer by layer and
     makes the model's parameters views of the result, so no matrix is held twice; the others are shared as they are.
-    Copied are the biases of fused matrices and, of a bfloat16 model on a CPU, norms and biases. The model's values stay
-    the same, and it notices when its weights change. Besides the weights there are the draft and the K/V, for the
-    longest call so far (a power of two of positions, at least 1,024).
+    Only the biases of fused matrices are copied and, for a bfloat16 model on a CPU, norms and biases. The model's
+    values stay the same, and `Generate` notices when its weights change. In addition to the weights, it holds the draft
+    and the K/V of the longest call so far (rounded up to a power of two of positions, at least 1,024).
     """
 
     stats = Stats()
@@ -159,8 +159,8 @@ class Generate:
         Sampling(seed=seed or 0)  # checks the seed
         self.draft, self.target, self.streamer, self.seed = draft, target, streamer, seed
         self._given = {"strategy": strategy, **options}
-        self._engine: tuple[Any, Engine] | None = None  # with the state of the model's weights
-        self._drafts: tuple[Any, int, Drafts] | None = None  # with the model and the rows
+        self._engine: tuple[Any, Engine] | None = None  # (state of the model's weights, engine)
+        self._drafts: tuple[Any, int, Drafts] | None = None  # (model, rows, drafter)
 
     def __call__(
         self,
@@ -251,7 +251,7 @@ class Generate:
         for request in requests:
             request.stop_ids = stops  # the model's generation config has them all
         new: list[list[int]] = [[] for _ in requests]
-        columns: list[list[int]] = []  # that are known for all rows
+        columns: list[list[int]] = []  # columns of new tokens that are known for all rows
         running = dict.fromkeys(range(len(new)))
         with engine.session.stream(requests) as events:
             for event in events:
@@ -323,7 +323,7 @@ class Generate:
                 if not unfinished.any() or (row < N and not torch.equal(tokens, draft[:, row])):
                     break
             if cache is not None:
-                cache.crop(row - N)  # also by 0: that shrinks layers with a sliding window
+                cache.crop(row - N)  # even by 0, because that shrinks layers with a sliding window
             inputs = _grown(model, outputs, inputs, row + 1)
             for _ in texts:
                 self.stats.observe(N, row, row + 1)
@@ -353,13 +353,13 @@ class Generate:
 class _Draws:
     """Draws with specker's noise from scores that transformers' processors have warped."""
 
-    samplings: list[Sampling]  # of each row, for the drafter
+    samplings: list[Sampling]  # each row's sampling, for the drafter
     numbers: Tensor  # [B, 4] int64, each row's seed in the op's format
     positions: Tensor  # [B] int64, of each row's last token
 
     @classmethod
     def of(cls, call: _Call, seed: int, columns: int) -> "_Draws":
-        """`columns`: of the prompts, padding included."""
+        """`columns`: length of the prompts, padding included."""
         mask, seeds = call.inputs.get("attention_mask"), call.seeds(seed)
         padding = 0 if mask is None else (mask == 0).sum(1)
         temperature = max(call.config.temperature or 1.0, 1e-6)

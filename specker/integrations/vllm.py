@@ -4,9 +4,9 @@
       --speculative-config '{"model": "specker.integrations.vllm.Proposer", "num_speculative_tokens": 4}' \\
       --additional-config '{"specker": {"strategy": "easyspec+vocabtrim", "draft": "DIR"}}'
 
-vLLM verifies. At temperature 0 the tokens are plain vLLM's, up to what vLLM's own kernels round differently for several
-rows; above, vLLM accepts a draft token with the target's probability of it, so outputs keep the target's distribution,
-but the same seed gives other tokens than without drafts.
+vLLM verifies the drafts. At temperature 0 the tokens are those of plain vLLM, except where vLLM's own kernels round
+differently for several rows. Above temperature 0, vLLM accepts a draft token with the probability that the target gives
+it: outputs keep the target's distribution, but the same seed gives other tokens than without drafts.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -62,8 +62,8 @@ class Proposer:
         token_ids: NDArray[Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A draft for each request of a step. sampled: its new tokens, [] while its prompt is prefilled; num_tokens
-        [rows]: how many tokens it has; token_ids [rows, longest]: those tokens."""
+        """A draft for each request of a step. sampled: each request's new tokens, [] while its prompt is prefilled;
+        num_tokens [rows]: how many tokens each request has; token_ids [rows, longest]: those tokens."""
         drafts: list[list[int]] = [[] for _ in sampled]
         if self.drafts is None:
             return drafts
@@ -86,8 +86,8 @@ def _check_version() -> None:
 
 
 def _drafts_here() -> bool:
-    """Whether vLLM uses this process's drafts: of several, it takes those of the first tensor-parallel rank in the last
-    pipeline stage."""
+    """Whether vLLM uses this process's drafts. If there are several processes, it uses only the drafts of the first
+    tensor-parallel rank in the last pipeline stage."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_tp_group().rank_in_group == 0 and get_pp_group().is_last_rank

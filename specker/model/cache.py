@@ -66,14 +66,14 @@ class KVCache:
         self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
         self.exact_len = [0] * sequences
         self.last_position = config.max_context - 1
-        self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position)  # of every column
+        self.positions = torch.arange(self.capacity, device=device).clamp_(max=self.last_position)  # by column
         # Slicing a length from this table is cheaper than copying a number to the device.
         self.lengths = torch.arange(self.capacity + 1, dtype=torch.int32, device=device)
-        self._absent = self.spare if sequences > 1 else 0  # stands in the table for pages that a sequence lacks
+        self._absent = self.spare if sequences > 1 else 0  # the table's entry where a sequence has no page
         self.block_table = torch.full((sequences, each), self._absent, dtype=torch.int32, device=device)
-        self.table = self.block_table  # the pages that attention reads, by `bucket`
+        self.table = self.block_table  # the part of the table that attention reads, as `bucket` limits it
         self._free = order
-        self._users = [0] * (max(order, default=0) + 1)  # sequences that hold a page, and the tree of earlier texts
+        self._users = [0] * (max(order, default=0) + 1)  # holders of each page: sequences and the tree of earlier texts
         self.prefixes = Prefixes(page_size, self._users)
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
@@ -105,12 +105,13 @@ class KVCache:
         """Whether the pool has the pages for a sequence of `columns` that takes over `match`."""
         match = match or Match()
         kept = match.pages if match.copied is None else (*match.pages, match.copied)
-        counted = sum(self._users[page] == 1 for page in kept)  # as free
+        counted = sum(self._users[page] == 1 for page in kept)  # pages that `free_pages` counts
         return self.pages_for(columns) - len(match.pages) <= self.free_pages - counted
 
     def take(self, slot: int, columns: int, match: Match | None = None) -> None:
         """Give the sequence in `slot` pages for `columns`, contiguous ones if the pool has them: attention on a CPU
-        reads contiguous pages without a copy. With `match` it begins with those columns, which are exact then."""
+        reads contiguous pages without a copy. With `match`, the sequence begins with the matched columns, which are
+        then exact."""
         match = match or Match()
         for page in match.pages:
             self._users[page] += 1

@@ -9,23 +9,23 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer computes, besides its sizes: all layers the same, but for `reaches` and `ropes`. The decoder
-    implements all of it; whatever else runs layers (the CPU's compiled ones) says which value it lacks."""
+    """What a layer computes, apart from its sizes. All layers are alike, except for `reaches` and `ropes`. The decoder
+    implements every value; other implementations (the compiled CPU layers) report which value they lack."""
 
-    activation: str = "silu"  # of the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
+    activation: str = "silu"  # in the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     norms: str = "before"
-    """The RMSNorms of attention and of the feed-forward: "before" them (Llama), "after" them, of what they add to the
-    stream (OLMo 2), or "both" (Gemma 3)."""
+    """Where attention and the feed-forward have RMSNorms: "before" them (Llama), "after" them, on their outputs (OLMo
+    2), or "both" (Gemma 3)."""
     qk_norm: str = ""
     """RMSNorm of q and of k before RoPE: "" for none, over each "head" (Qwen3, Gemma 3), or over the whole
     "projection", all heads together (OLMo 2)."""
-    scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
     reaches: tuple[int, ...] = ()
-    """Each layer's sliding window: how many columns a row sees, the last ones, its own included; 0: all. Empty if all
-    layers see all."""
+    """Each layer's sliding window: how many of the last columns a row sees, including its own; 0: all columns. Empty if
+    no layer has a window."""
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
 
     def reach(self, layer: int) -> int:
@@ -56,9 +56,9 @@ class ModelConfig:
     max_context: int  # positions
     eos_ids: tuple[int, ...]  # sorted, from config.json, generation_config.json and the tokenizer; may be empty
     bos_id: int | None
-    embed_scale: float = 1.0  # factor of the embedding's rows; the head's are as they are
-    norm_offset: float = 0.0  # what checkpoints leave out of all RMSNorms' weights (Gemma); added when they are read
-    shares: tuple[str, ...] = ()  # of embed_tokens and lm_head: the target's tensors that this draft uses
+    embed_scale: float = 1.0  # factor of the embedding's rows, but not of the head's
+    norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
+    shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
 
 
 def layer_elements(config: ModelConfig) -> int:

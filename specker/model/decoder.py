@@ -2,7 +2,7 @@
 
 `run_layers` is the only definition of a layer. Its callers choose the rows, the K/V and the attention: `forward` runs
 few rows (a decoding step, a verify pass, a tree level) of one or several sequences with tree_attention, `prefill` runs
-long chunks of a prompt with torch's SDPA, and strategies/easyspec.py runs several layers side by side.
+long chunks of a prompt with torch's SDPA, and strategies/easyspec/drafter.py runs several layers side by side.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +28,7 @@ from specker.model.split import OtherRanks
 from specker.model.weights import Parameters, Weights
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
-PACKED_CHUNK = 256  # on a CPU with packed weights: its activations stay in the caches
+PACKED_CHUNK = 256  # on a CPU with packed weights: the activations of a chunk stay in the CPU's caches
 SHORT_CHUNK = 64  # with packed weights, while other requests decode
 
 # q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's reach -> [T, Hq, D]
@@ -48,15 +48,15 @@ class Attention(NamedTuple):
 
 
 class FeedForward(NamedTuple):
-    """Feed-forward weights of one layer, and the norms of what its sublayers add."""
+    """Feed-forward weights of one layer, and the norms of its sublayers' outputs."""
 
     norm_post: Tensor | None  # [E]
     gate_up: Matrix
     gate_up_bias: Tensor | None
     down: Matrix
     down_bias: Tensor | None
-    norm_o: Tensor | None  # [E], of what the layer's attention adds
-    norm_down: Tensor | None  # [E], of what the feed-forward adds
+    norm_o: Tensor | None  # [E], norm of the attention's output
+    norm_down: Tensor | None  # [E], norm of the feed-forward's output
 
 
 class Group(NamedTuple):
@@ -64,8 +64,8 @@ class Group(NamedTuple):
 
     attention: Attention  # stacked if N > 1; if ranks share the group, only this rank's layers
     mlps: tuple[FeedForward, ...]  # [N]
-    rope: Tensor  # [C, 2, D], all layers' table
-    reach: int  # of all layers, see LayerSpec.reaches
+    rope: Tensor  # [C, 2, D], the table of all N layers
+    reach: int  # the sliding window of all N layers, see LayerSpec.reaches
 
 
 class GroupRows(NamedTuple):
@@ -83,7 +83,7 @@ GroupStep = tuple[
 
 
 class Final(NamedTuple):
-    """Rows for an LM head, which takes the final norm of them unless an earlier launch has."""
+    """Rows for an LM head. The head applies the final norm, unless an earlier launch has applied it (`normed`)."""
 
     rows: Tensor  # [T, E], the residual stream or its final norm
     normed: bool = False
@@ -95,7 +95,7 @@ class Final(NamedTuple):
 class Output(NamedTuple):
     hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
     taps: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
-    normed: Tensor | None = None  # [T, E], the final norm of `hidden`, where the launch of the last sum gave it
+    normed: Tensor | None = None  # [T, E], the final norm of `hidden`, if the last residual add computed it
 
     @property
     def final(self) -> Final:
@@ -111,12 +111,12 @@ class Model:
         linear: Callable[..., Tensor] = row_linear,
         ranks: OtherRanks | None = None,
     ):
-        """`linear`: a function with the signature of `row_linear`, for the layers and the head. `ranks`: the
-        ranks of a split model."""
+        """`linear`: a function with the signature of `row_linear`, for the layers and the head. `ranks`: the ranks that
+        hold the other parts of a split model."""
         config, weights = parameters.local, parameters.weights
         self.config, self.ranks = config, ranks
         self.embed, self.norm = weights.embed, weights.norm
-        self.dtype, self.device = weights.norm.dtype, weights.norm.device  # of the activations and the K/V
+        self.dtype, self.device = weights.norm.dtype, weights.norm.device  # dtype of activations and K/V
         self.linear = linear
         tables = [(rope.inv_freq.to(self.device), rope.scale) for rope in weights.ropes]
         self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]
@@ -132,13 +132,13 @@ class Model:
         self.stack = self._stack()
 
     def _stack(self) -> Any:
-        """The layers for the compiled CPU kernels; None if those do not serve this model."""
+        """The layers for the compiled CPU kernels; None if the kernels do not support this model."""
         if self.device.type != "cpu" or self.dtype != torch.float32 or self.ranks or self.linear is not row_linear:
             return None
         kernels, c = native(), self.config
         if kernels is None or c.embed_scale != 1 or kernels.Stack.lacks(c.layer):
             return None
-        layers = [(*layer.attention, *layer.mlps[0][:-2]) for layer in self.layers]  # without norms of outputs
+        layers = [(*layer.attention, *layer.mlps[0][:-2]) for layer in self.layers]  # without norm_o and norm_down
         if not kernels.Stack.takes(layers, self.ropes[0]):
             return None
         heads = c.num_heads, c.num_kv_heads
@@ -157,7 +157,7 @@ class Model:
 
     def logits(self, final: Final, out: Tensor | None = None) -> Tensor:
         """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
-        columns. `out` [T, V]: memory for them, used where the head's kernel can write there."""
+        columns. `out` [T, V]: memory for the logits, used if the head's kernel can write to it."""
         (x, normed), stack = final, self.stack
         few = stack is not None and len(x) <= stack.most and not normed
         if few and (kernels := native()).serves(x, self.head):
@@ -193,16 +193,16 @@ def run_layers(
         a_i = norm_o_i(o_i(attention_i(norm_in_i(h))))      i = 0..N-1, in one batch
         h   = h + a_i;  h = h + norm_down_i(mlp_i(norm_post_i(h)))
 
-    where each norm may be absent (LayerSpec.norms). Each sum is fused with the norm before a sublayer that follows it.
+    where each norm may be absent (LayerSpec.norms). Each residual add is fused with the norm of the next sublayer.
     `taps`: depths n at which to keep the stream; only the input of a group can be tapped. For few rows on a GPU an
-    ordinary layer is seven launches: norm, kv_project, attention, o, norm, gate_up, down; the norms also add up the
-    splits of o and down. The last sum there comes with the final norm, whichever layer is the last: every head takes
-    the same norm."""
+    ordinary layer is seven launches: norm, kv_project, attention, o, norm, gate_up, down; the norms also reduce the
+    split-K partials of o and down. There, the last residual add is fused with the final norm, whichever layer is the
+    last, because every head uses the same norm."""
     eps, linear, layer = model.config.rms_norm_eps, model.linear, model.config.layer
     whole, after = layer.qk_norm == "projection", layer.norms != "before"
     kept: dict[int, Tensor] = {}
     few = fuses(model, hidden)
-    delta = None  # what the last feed-forward adds, or the sums of its splits, not yet added to `hidden`
+    delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
     for (w, mlps, rope, reach), (k, v), batch in steps:
         several = len(mlps) > 1
         hidden, normed = _entering(hidden, delta, w.norm_in, eps)
@@ -248,7 +248,7 @@ def run_layers(
 
 
 def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
-    """qkv [T, O] or [N, T, O] with RMSNorms over all heads of q and over all of k."""
+    """Apply RMSNorms to q and k of qkv [T, O] or [N, T, O], each over all its heads."""
     assert w.q_norm is not None and w.k_norm is not None
     norms = (w.q_norm, w.k_norm) if qkv.dim() == 2 else (w.q_norm.unsqueeze(1), w.k_norm.unsqueeze(1))
     q, k, v = qkv.split([norms[0].shape[-1], norms[1].shape[-1], qkv.shape[-1] - sum(n.shape[-1] for n in norms)], -1)
@@ -270,7 +270,8 @@ def fuses(model: Model, hidden: Tensor) -> bool:
 
 
 def _added(model: Model, x: Tensor, weight: Matrix, bias: Tensor | None, few: bool) -> Tensor:
-    """What the linear adds to the stream, [T, E]; for few rows on one GPU the sums of its splits [S, T, E]."""
+    """The linear's output, which the caller adds to the stream: [T, E] or, for few rows on one GPU, its split-K
+    partials [S, T, E]."""
     if few and bias is None and model.ranks is None:
         return row_linear(x, weight, epilogue="split")
     return model.linear(x, weight, bias)
@@ -279,9 +280,9 @@ def _added(model: Model, x: Tensor, weight: Matrix, bias: Tensor | None, few: bo
 def _entering(
     x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The stream y = x + delta + other, all [T, E], and what enters the next sublayer: the RMSNorm of y with `norm`
-    [E], N of them [N, T, E] with N norms [N, E], or y itself without a norm. With a norm `delta` may be the sums of its
-    splits [S, T, E]."""
+    """Returns the stream y = x + delta + other, all [T, E], and the input of the next sublayer: the RMSNorm of y with
+    `norm` [E], N of them [N, T, E] with N norms [N, E], or y itself without a norm. With a norm, `delta` may be split-K
+    partials [S, T, E]."""
     if norm is None:
         y = x if delta is None else x + delta
         y = y if other is None else y + other
@@ -298,7 +299,7 @@ def _entering(
 
 
 def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    """What a sublayer adds to the stream, [T, E], after the layer's norm of it if it has one."""
+    """A sublayer's output x [T, E], normalised if the layer has a norm for it."""
     return x if norm is None else add_norm(x, None, norm, eps)[1]
 
 
@@ -332,8 +333,8 @@ def compiled(
 
 
 def over_pages(model: Model, rows: Rows) -> Attend:
-    """Attention for few rows: each sees its sequence's columns up to kv_len, those of the window only if ancestors, and
-    of them the last ones within the layer's reach."""
+    """Attention for few rows. A row sees its sequence's columns up to kv_len, except those of the window that are not
+    its ancestors and those outside the layer's reach."""
     _, _, kv_len, window, words, cu_rows, table = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
@@ -366,16 +367,16 @@ def prefill(
 
 
 def prefill_chunk(model: Model, alone: bool) -> int:
-    """Rows of a prompt to forward at once. `alone`: nothing else decodes meanwhile. Other texts stand still for a
-    chunk, so it is short then, if the K/V does not depend on it (`prefill_grain`)."""
+    """How many rows of a prompt to forward at once. `alone`: no other text is being decoded. Other texts must wait for
+    a whole chunk, so chunks are short unless `alone`, if the K/V does not depend on their size (`prefill_grain`)."""
     if prefill_grain(model) > 1:
         return PREFILL_CHUNK
     return PACKED_CHUNK if alone else SHORT_CHUNK
 
 
 def prefill_grain(model: Model) -> int:
-    """The K/V of a text's first columns has the same bits wherever it was computed, if it was computed in chunks of
-    this many rows. 1: rows have the same bits in chunks of any size, and in rounds."""
+    """The chunk size that makes K/V reproducible: prefilled in chunks of this many rows, the same first tokens give the
+    same bits in every text. 1: rows have the same bits in chunks of any size, and in rounds."""
     return 1 if model.stack is not None and model.stack.packed and model.config.causal else PREFILL_CHUNK
 
 
@@ -438,12 +439,12 @@ def splits(device: torch.device) -> bool:
 
 def attend_split(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
     """Causal attention of the last rows of a text on a CPU: all rows see the columns before `start`, then one another
-    causally. q [T, Hq, D]; k, v [1, Hkv, start + T, D] -> [T, Hq, D]. The parts are merged by their log-sum-exps. So
-    torch skips the columns that a row does not see; with a dense mask it would compute them."""
+    causally. q [T, Hq, D]; k, v [1, Hkv, start + T, D] -> [T, Hq, D]. The parts are merged by their log-sum-exps. This
+    way torch skips the columns that a row does not see; with a dense mask it would compute them."""
     T, heads, D = q.shape
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     q = q.transpose(0, 1)
-    ahead = q.reshape(1, k.shape[1], -1, D)  # the rows of all query heads of a KV head: no mask tells them apart
+    ahead = q.reshape(1, k.shape[1], -1, D)  # query heads of a KV head as rows of one head: no mask is needed
     before, total = attention(ahead, k[:, :, :start], v[:, :, :start], scale=scale)
     before, total = before.reshape(heads, T, D), total.reshape(heads, T)
     group = heads // k.shape[1]
@@ -462,16 +463,16 @@ def after(rows: int, end: int) -> Any:
 
 
 def band(rows: int, end: int, reach: int, device: torch.device) -> Tensor:
-    """Which columns the last `rows` rows of a prompt of `end` see: each the last `reach` up to its own, [rows, S] bool.
-    S leaves out the first columns, which no row sees."""
+    """The mask [rows, S] bool of the last `rows` rows of a prompt of `end` tokens: each row sees the last `reach`
+    columns up to its own. The S columns leave out the first ones, which no row sees."""
     row = torch.arange(end - rows, end, device=device)[:, None]
     column = torch.arange(max(0, end - rows - reach + 1), end, device=device)
     return (column <= row) & (column > row - reach)
 
 
 def check_reaches(c: ModelConfig, device: torch.device) -> None:
-    """Raise CheckpointError for sliding windows that the device's kernels do not take: on a GPU, those that may hide
-    columns of a verify pass."""
+    """Raise CheckpointError for sliding windows that the device's kernels do not support: on a GPU, those so short that
+    they may hide columns of a verify pass."""
     least = 64 * MAX_WORDS if device.type == "cuda" else 1
     if short := [reach for reach in c.layer.reaches if 0 < reach < least]:
         raise CheckpointError(

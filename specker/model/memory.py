@@ -40,8 +40,9 @@ class Cost:
 
 def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
     """Bytes to leave free beside weights and K/V: twice the widest activations of a prefill chunk, four copies of the
-    logits of 256 rows (in the dtype; in float32: raw, divided by the temperature, with noise), and on a GPU KERNELS. If
-    the warm-up needs more, it ends with the sentence of `CacheMemory.running`, which names a shorter context."""
+    logits of 256 rows (one in the dtype, three in float32: raw, divided by the temperature, with noise), and on a GPU
+    KERNELS. If the warm-up needs more, it ends with the error of `CacheMemory.running`, which names a shorter
+    context."""
     wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
     activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
     kernels = KERNELS if device.type == "cuda" else 0
@@ -69,8 +70,8 @@ def sized(
 ) -> tuple[int, str | None]:
     """The context to run with, and a note if memory allows less than the first model's limit (else None).
 
-    `free`: bytes, None for no limit; `spare` of them stay free. `asked`: `max_context`, which is also the limit then;
-    it is never lowered. Raises ValueError if it does not fit, or if no context fits."""
+    `free`: bytes, None for no limit; `spare` of them stay free. `asked`: the user's `max_context`, or None. The models'
+    limits already include it, and it is never lowered. Raises ValueError if it does not fit, or if no context fits."""
     limit = costs[0].limit
     if free is None or (need := needed(costs, limit, page_size, scratch)) <= free - spare:
         return limit, None
@@ -121,7 +122,7 @@ def too_long(costs: Sequence[Cost], context: int, available: int, spare: int, pa
 class CacheMemory:
     """The memory that an engine's caches must fit into."""
 
-    configs: tuple[ModelConfig, ...]  # of the models with their own cache, the target first
+    configs: tuple[ModelConfig, ...]  # the models that have a cache of their own, the target first
     dtype: torch.dtype
     device: torch.device
     page_size: int

@@ -1,4 +1,4 @@
-"""Begin a forward: its rows' places and embeddings, in one launch where the device places them."""
+"""Begin a forward pass: place its rows and look up their embeddings. That is one launch if the device places them."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ def begin(
     *,
     positions: Tensor | None = None,
 ) -> tuple[Rows, Tensor]:
-    """The rows first, first + 1, .. of each sequence's window, as `KVCache.place` places them, one for each of its
-    tokens [n, count] int64, and their embeddings [n * count, E]. `positions` [n * count] int64: memory for the
-    positions, used if the device places the rows."""
+    """Place rows first, first + 1, .. of each sequence's window, as `KVCache.place` does, one for each of its tokens
+    [n, count] int64. Returns the rows and their embeddings [n * count, E]. `positions` [n * count] int64: memory for
+    the positions, used if the device places the rows."""
     count = tokens.shape[1]
     if not isinstance(lengths, Tensor):
         return cache.place(lengths, back, first, count, parents), model.embed_tokens(tokens.reshape(-1))
@@ -34,8 +34,8 @@ def begin_text(model: Model, cache: KVCache, texts: Tensor, lengths: Tensor, cou
 
 
 def begin_step(model: Model, cache: KVCache, window: Tensor, lengths: Tensor, step: Tensor) -> tuple[Rows, Tensor]:
-    """`begin` for token `step` [1] int64 of each window [n, R] int64, of which token 0 is the root: the next row of a
-    draft whose length only the device knows."""
+    """`begin` for token number `step` [1] int64 of each window [n, R] int64, whose token 0 is the root. It places the
+    next row of a draft whose length only the device knows."""
     return _started(model, cache, lengths, 1, 0, 1, window, False, ahead=step)
 
 
@@ -57,7 +57,7 @@ def _started(
     place = lengths, back, first, count, parents, table, cache.page_size, cache.last_position, positions
     embed = model.embed if isinstance(model.embed, Tensor) else torch.arange(len(model.embed)).unsqueeze(1)
     hidden, positions, slots, kv_len, words = start_rows(embed, tokens, text, *place, ahead=ahead)
-    if embed is not model.embed:  # packed: the ids themselves were looked up
+    if embed is not model.embed:  # a packed embedding: `hidden` holds the ids
         hidden = model.embed_tokens(hidden[:, 0])
     else:
         hidden = model.scaled(hidden)

@@ -38,7 +38,8 @@ class Draws:
         return sample_rows(logits, *self._numbers(), positions, self._drawn)
 
     def splits(self, logits: Tensor, positions: Tensor) -> Tensor | Splits:
-        """`tokens` for `settle`, which spares the launch that reduces the parts of a row of logits on a GPU."""
+        """`tokens` for `settle`. On a GPU, `settle` also reduces the partial results of each row of logits, which saves
+        a launch."""
         if logits.is_cpu:
             return self.tokens(logits, positions)
         return sample_splits(logits, *self._numbers(), positions, self._drawn)
@@ -51,7 +52,7 @@ class Draws:
         """The arguments temperature, top_k, top_p and seed."""
         if (s := self.only) is not None:
             return s.temperature, s.top_k, s.top_p, s.seed
-        top_k, top_p = (1, 0.5) if self.kind == "filtered" else (0, 1.0)  # selects filters; the values are in memory
+        top_k, top_p = (1, 0.5) if self.kind == "filtered" else (0, 1.0)  # enables filters; the values are in memory
         return 0.0 if self.kind == "greedy" else 1.0, top_k, top_p, 0
 
     def noise(self, positions: Tensor) -> Noise | None:

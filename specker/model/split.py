@@ -69,7 +69,7 @@ WHOLE = Part()
 
 
 class OtherRanks(Protocol):
-    """What a split model needs of the ranks that hold its other parts (runtime/dist.py)."""
+    """What a split model needs from the ranks that hold its other parts (runtime/dist.py)."""
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x."""

@@ -16,7 +16,7 @@ Stacked = Matrix | Sequence[Matrix]
 
 
 class Rope(NamedTuple):
-    """What makes a RoPE table (kernels.rope_table). Frequencies of 0 rotate nothing."""
+    """The parameters of a RoPE table (kernels.rope_table). Frequencies of 0 rotate nothing."""
 
     inv_freq: Tensor  # [D / 2] float32 in every run
     scale: float = 1.0  # factor of cos and sin (yarn)
@@ -24,7 +24,7 @@ class Rope(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights on the run's device: the matrices in its dtype, the vectors in that of its activations (`activations`). V
+    """Weights on the run's device: the matrices in the run's dtype, the vectors in the dtype of its activations. V
     vocabulary, E hidden size, F intermediate size, L layers, Hq query heads and Hkv KV heads of dimension D. A tensor
     [L, ..] may also be a list of the layers' tensors, and the layers' matrices and the head may be `Quantized` or
     `Packed`."""
@@ -44,9 +44,9 @@ class Weights:
     norm_post: Tensor | None  # [L, E], before the feed-forward
     norm: Tensor  # [E]
     head: Matrix  # [V, E], the same tensor as `embed` if tied and not quantised
-    ropes: tuple[Rope, ...]  # of the layers: see LayerSpec.ropes
-    norm_o: Tensor | None = None  # [L, E], of what attention adds to the stream
-    norm_down: Tensor | None = None  # [L, E], of what the feed-forward adds
+    ropes: tuple[Rope, ...]  # the layers' RoPE parameters, see LayerSpec.ropes
+    norm_o: Tensor | None = None  # [L, E], norm of the attention's output
+    norm_down: Tensor | None = None  # [L, E], norm of the feed-forward's output
 
 
 def _matrices(w: Weights) -> list[Matrix]:
@@ -59,11 +59,11 @@ def _matrices(w: Weights) -> list[Matrix]:
 class Parameters:
     """The weights of a model, or of a tensor-parallel rank's part, and the settings that say what they are."""
 
-    config: ModelConfig  # of the whole model
-    weights: Weights  # of the part; the head may be whole
+    config: ModelConfig  # config of the whole model
+    weights: Weights  # weights of the part; the head may be whole
     part: Part = field(default=WHOLE, kw_only=True)
     activations: str = field(default="int8", kw_only=True)
-    """On a CPU, to what products round the rows (cpu.ACTIVATIONS)."""
+    """On a CPU, the type to which products with quantised weights round their input rows (cpu.ACTIVATIONS)."""
 
     @property
     def local(self) -> ModelConfig:
@@ -79,7 +79,7 @@ class Parameters:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of all layers' matrices, of the whole model."""
+        """Bytes of the matrices of all layers in the whole model, not only in this part."""
         w, c = self.weights, self.local
         if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
             return layer_elements(self.config) * w.norm.element_size()

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from specker.runtime.policy import LENGTHS, TRIED, Budget, Outcome, Policy, StopRule
 
-if TYPE_CHECKING:  # which imports numpy
+if TYPE_CHECKING:  # costs.py imports numpy
     from specker.runtime.costs import Costs
 
 AGREES = 0.75  # a_j before anything was drafted
-TEXT, ENGINE = 0.9, 0.98  # decay of a count at each draft: of one text, and of all texts of an engine
-PRIOR = 4.0  # drafts that the earlier texts count for in a new one
-BUCKETS = 4  # intervals of the draft's probabilities that are corrected apart
+TEXT, ENGINE = 0.9, 0.98  # decay of counts at each draft: for one text, and for all texts of an engine
+PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
+BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Acceptance:
     """What drafts have achieved, in one text or in all texts of an engine."""
 
     decay: float
-    before: Acceptance | None = None  # of the earlier texts
-    agrees: list[Share] = field(default_factory=list)  # by position, among drafts that were right so far
+    before: Acceptance | None = None  # the acceptance in earlier texts
+    agrees: list[Share] = field(default_factory=list)  # agreement by position, among drafts that were right before it
     compared: Share = field(init=False)  # agreement at all positions
-    tokens: Share = field(init=False)  # that a round with a draft committed
+    tokens: Share = field(init=False)  # tokens that a round with a draft committed
     drafted: Share = field(init=False)  # tokens of a draft
     buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
-    _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # by length: E(k), a_1 .. a_k
+    _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # for each k: E(k), a_1 .. a_k
 
     def __post_init__(self) -> None:
         self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
@@ -86,7 +86,7 @@ class Acceptance:
         return self.compared.mean(AGREES if self.before is None else self.before.agreement())
 
     def at(self, j: int) -> float:
-        """a_{j + 1}. A position that few drafts reached is like the others."""
+        """a_{j + 1}. A position that few drafts reached is taken to be like the others."""
         overall = self.agreement()
         prior = overall if self.before is None else 0.5 * (overall + self.before.at(j))
         return self.agrees[j].mean(prior) if j < len(self.agrees) else prior
@@ -141,8 +141,8 @@ class Auto(Policy):
             self.seen.add(outcome)
 
     def _means(self) -> tuple[float, float]:
-        """Mean committed and draft tokens of rounds whose drafts end by the rule. Before the first draft of an engine:
-        those of the best fixed length at the assumed agreement."""
+        """Mean committed and draft tokens of rounds whose drafts end by the rule. Before an engine's first draft, the
+        means of the best fixed length at the assumed agreement AGREES."""
         if self._first is None:
             [size] = self.shapes
             reach = [AGREES**i for i in range(size.depth + 1)]
@@ -154,10 +154,10 @@ class Auto(Policy):
 
 
 class Experienced(Policy):
-    """For the policies of papers: drafts as the paper says, but none while plain rounds are faster."""
+    """A base for the policies of papers: they draft as the paper says, but not while plain rounds are faster."""
 
     rests = True
-    seen: Acceptance | None = None  # what drafts have achieved in this text; None: go by the smoothed rate
+    seen: Acceptance | None = None  # what drafts have achieved in this text; None: use the smoothed rate
 
     def expected(self, budget: Budget) -> float:
         return super().expected(budget) if self.seen is None else self.seen.expected(min(budget.depth, budget.nodes))
@@ -169,13 +169,13 @@ class Experienced(Policy):
 
 
 def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
-    """The longest of the shapes, ascending, for a trial instead of `budget`."""
+    """The longest of `shapes`, which ascend, that a trial may use instead of `budget`."""
     most = min(TRIED, budget.depth)
     return next((shape for shape in reversed(shapes) if shape.depth <= most), shapes[0])
 
 
 class Experience:
-    """What an engine knows of its drafts: their costs, and how the drafts of all its texts did. It decides only how
+    """What an engine has learnt about its drafts: their costs, and the acceptance in all its texts. It decides only how
     much is drafted, never which tokens are emitted."""
 
     def __init__(self, costs: Costs):
@@ -185,7 +185,7 @@ class Experience:
     def clear(self) -> None:
         """Forget everything, such as a warm-up's texts."""
         self.costs.clear()
-        self.drafts = Acceptance(ENGINE)  # of a model
-        self.matches: dict[int, Share] = {}  # of copied text: right tokens, by the length of the match
-        self.exits: Any = None  # of the target's layers: DEL's counts and sums of confidence
-        self.watching = self.decoding = 0.0  # seconds that DEL watched layers, and of all its rounds
+        self.drafts = Acceptance(ENGINE)  # acceptance of a model's drafts
+        self.matches: dict[int, Share] = {}  # right tokens of copied text, by the length of the match
+        self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
+        self.watching = self.decoding = 0.0  # seconds in which DEL watched layers, and in all its rounds

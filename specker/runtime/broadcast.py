@@ -20,7 +20,7 @@ class SharedDrafter(Drafter):
         self.inner, self.ranks = inner, ranks
         if inner is not None:
             self.model, self.cache, self.head = inner.model, inner.cache, inner.head
-        self.synchronous = True  # rank 0's message
+        self.synchronous = True  # every rank waits for rank 0's message
 
     def announce(self, sequences: list[Request]) -> None:
         if self.inner is not None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from specker.runtime.costs import Costs
 from specker.runtime.policy import Budget, Policy
 
-# The losses that drafts may cause, in plain rounds: at first, as a share of the time, and at most at once.
+# The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time, and at most.
 FIRST, SHARE, MOST = 5.0, 0.015, 12.0
-START = 1.03  # the gain that drafts must promise after a plain round: they disturb what the caches hold
-WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how often losing trials double them
+START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
+WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how many times losing trials double that number
 AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
 REFRESH = 8  # rounds that prices are kept for
 LOOK = 5  # plain rounds in a row that measure plain decoding
@@ -20,16 +20,17 @@ NONE = Budget(0, 0)
 class Chooser:
     """Takes the shape with the most expected tokens per second over all sequences.
 
-    Policies that rest draft nothing while plain rounds are expected to be faster. From time to time a trial finds out
-    whether that has changed: a short draft, ever less often while trials lose. Expectations can be wrong, so drafts
+    Policies that rest draft nothing while plain rounds are expected to be faster. From time to time a trial, a short
+    draft, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong, so drafts
     also spend a credit: it grows with the time and with what drafts gain, and without credit nothing is drafted.
 
-    While it drafts, a few plain rounds measure plain decoding now and then, the more often the less drafts gain: what
-    is lost by not drafting meanwhile stays within SHARE of the time.
+    While it drafts, a few plain rounds now and then measure plain decoding. They are more frequent when drafts gain
+    little: the time lost by not drafting meanwhile stays within SHARE of all time.
     """
 
     def __init__(self, costs: Costs, learns: bool = True):
-        """`learns`: every round's seconds are measured. Otherwise nobody knows whether drafts pay, and none rest."""
+        """`learns`: every round's seconds are measured. Without measurements there is no telling whether drafts pay
+        off, so every round drafts."""
         self.costs, self.learns = costs, learns
         self.reason = ""  # why the last choice drafts nothing; empty if it drafts
         self.trial = False  # whether the last choice is a trial
@@ -38,22 +39,22 @@ class Chooser:
     def clear(self) -> None:
         """Forget the past, such as a warm-up's."""
         self.credit, self._waited, self._lost, self.trial = FIRST, 0, 0, False
-        self._begun = 0.0  # plain rounds of prefill that drafts for these texts began with
-        self._resting = 0  # sequences of the last round, if it drafted nothing
+        self._begun = 0.0  # cost of the prefills before drafts for these texts, in plain rounds
+        self._resting = 0  # number of sequences in the last round if it drafted nothing, else 0
         self._drafting = False  # whether the last round drafted for its gain
-        self._none = NONE  # the shape of a round without a draft, of the strategy
+        self._none = NONE  # the strategy's shape of a round without a draft
         self._look: list[float] = []  # seconds of the plain rounds of a measurement
-        self._looked = 0  # sequences of those rounds
-        self._looks = 0  # of its rounds that are still to come
+        self._looked = 0  # number of sequences in those rounds
+        self._looks = 0  # plain rounds of a measurement that are still to come
         self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
-        self._price = 0.0  # of the next trial, in plain rounds
+        self._price = 0.0  # cost of the next trial, in plain rounds
         self._prices: tuple[float, ...] = ()
         self._priced: tuple[int, Budget, bool] | None = None
         self._kept = 0
 
     def admitted(self) -> None:
-        """A new text may suit the drafts better than the last one: try again soon. What drafts for the last one cost to
-        begin is due."""
+        """A new text may suit the drafts better than the last one: try again soon. Now pay for the prefills that the
+        last text's drafts began with."""
         self.credit, self._begun = self.credit - self._begun, 0.0
         self._lost, self._resting = min(self._lost, 1), 0
 
@@ -106,7 +107,7 @@ class Chooser:
         return sum(p.expected(shape) for p in policies) / (self._seconds(policies, shape) + late)
 
     def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
-        """What further tokens of a draft cost, for policies that end it (`Policy.taken`)."""
+        """What each further token of a draft costs, for policies that decide when a draft ends (`Policy.taken`)."""
         n = len(policies)
         key = n, shape, self.trial
         if self._priced != key or self._kept >= REFRESH:
@@ -117,8 +118,8 @@ class Chooser:
         return self._prices
 
     def measured(self, n: int, seconds: float) -> None:
-        """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. The first rounds
-        of a measurement find a draft's data in the processor's caches, so its shortest round counts."""
+        """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. In the first
+        rounds of a measurement the processor's caches still hold a draft's data, so the shortest round counts."""
         if n != self._looked:  # a text was admitted or ended meanwhile
             self._look, self._looked = [], n
         self._look.append(seconds)
@@ -138,7 +139,7 @@ class Chooser:
             if trial:
                 gained -= late
                 self._lost = 0 if gained > 0 else self._lost + 1
-            else:  # spent whatever follows, so it must not end the drafts for this text
+            else:  # this time is already spent, so it must not end the drafts for this text
                 self._begun += late
             self.credit += gained
         self.credit = min(self.credit, max(MOST, self._price))
@@ -148,5 +149,5 @@ class Chooser:
         return self.costs.round(n, shape, sum(p.drafts(shape) for p in policies) / n)
 
     def _late(self, shape: Budget, behind: int) -> float:
-        """Seconds of prefill before a draft; only models of their own have any to do."""
+        """Seconds of prefill before a draft. Only a separate draft model has anything to prefill."""
         return 0.0 if shape.part or shape.exit else self.costs.prefill(behind)

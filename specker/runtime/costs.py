@@ -23,19 +23,19 @@ LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
 
 class Curve:
     """Seconds of a stage by its size. Sizes in between are interpolated, as multiples of the prior; larger sizes
-    continue the last segment if it rises. A factor that all sizes share follows what every round changes, such as the
-    length of the text."""
+    continue the last segment if it rises. A factor that all sizes share follows changes that affect every size, such as
+    a longer text."""
 
     def __init__(self, prior: Callable[[float], float]):
         """`prior`: the cost of a size in plain decoding steps, positive."""
         self.prior = prior
         self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
-        self.ratios: dict[int, float] = {}  # of measured sizes, to the prior
+        self.ratios: dict[int, float] = {}  # measured cost over the prior, by size
         self._table: list[float] = []
         self._priors = [prior(x) for x in range(TABLE)]
 
     def at(self, size: float) -> float:
-        """The cost of this size over `factor`."""
+        """The cost of this size, divided by `factor`."""
         if (ratio := self.ratios.get(size)) is not None and size < TABLE:  # type: ignore[call-overload]
             return self._priors[int(size)] * ratio
         if not self._table:
@@ -64,7 +64,7 @@ class Curve:
         self._table = []
 
     def set(self, size: int, seconds: float) -> None:
-        """Take a careful measurement as it is."""
+        """Replace the estimate of this size by a careful measurement."""
         if self.factor is None:
             self.factor = max(seconds, LEAST) / self.prior(size)
         self.ratios[size] = max(seconds, LEAST) / (self.factor * self.prior(size))
@@ -76,7 +76,8 @@ class Curve:
         return self
 
     def _tabulated(self) -> list[float]:
-        """The costs of sizes 0 to TABLE - 1 over `factor`. Every round changes them, so all at once."""
+        """The costs of sizes 0 to TABLE - 1, divided by `factor`. Every round changes all of them, so they are computed
+        at once."""
         known = sorted(self.ratios)
         if not known:
             return self._priors
@@ -113,11 +114,11 @@ class Costs:
         """Forget all measurements."""
         self._verify: dict[tuple[int, int], Curve] = {}
         self._draft: dict[tuple[int, int, int, int], Curve] = {}
-        self.plain_rounds = 0  # measured
+        self.plain_rounds = 0  # number of measured rounds without a draft
         self._prefill = 0.0  # seconds per token that the drafter prefills
 
     def verify(self, n: int, rows: float, exit: int = 0) -> float:
-        """Seconds of a verify pass over `rows` rows of each of n sequences, with all that follows it in the round.
+        """Seconds of a verify pass over `rows` rows of each of n sequences, and of all that follows it in the round.
         `exit`: layers of the target that have already run on all rows but one."""
         curve = self._verifying(n, exit)
         return curve.at(rows) * (curve.factor or self._unit(n))
@@ -146,7 +147,7 @@ class Costs:
         return self.verify(n, 1)
 
     def prefill(self, tokens: int) -> float:
-        """Seconds in which the drafter prefills `tokens` tokens."""
+        """Seconds that the drafter takes to prefill `tokens` tokens."""
         return self._prefill * tokens
 
     def prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of bytes that are no character
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers return for bytes that form no character
 
 
 def whole(text: str) -> str:
-    """A text without the beginning of a character at its end, where the limit of tokens cut it."""
+    """Drop an unfinished character at the end of a text, which the limit of tokens has cut."""
     return text.rstrip(UNKNOWN)
 
 
@@ -17,7 +17,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
         self.tokenizer, self.stops = tokenizer, stops
         self.stopped = False  # one of `stops` has occurred
-        self.held = ""  # may be the beginning of one
+        self.held = ""  # text that may be the beginning of a stop string
         self.ids: list[int] = []
         self.start = 0  # ids before this are settled: their text no longer depends on what follows
         self.shown = ""  # text of ids[start:] already returned
@@ -43,7 +43,7 @@ class Detokenizer:
         return out
 
     def _before_stop(self, new: str) -> str:
-        """What of the held text and `new` certainly stands before the first stop string."""
+        """The part of the held text and `new` that certainly comes before the first stop string."""
         if self.stopped or not self.stops:
             return "" if self.stopped else new
         text = self.held + new

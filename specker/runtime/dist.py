@@ -30,7 +30,7 @@ from specker.model.split import Part
 from specker.options import Options
 from specker.runtime.policy import Budget
 
-_all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # its name from torch 2.13 on
+_all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # the new name is from torch 2.13
 TIMEOUT = 60.0  # seconds to wait for a rank
 SAMPLES = 64  # blocks of a file that its digest reads
 BLOCK = 4096
@@ -59,9 +59,9 @@ class Ranks:
     """The ranks of one replica, seen from this process."""
 
     part: Part
-    group: Any  # of the replica
+    group: Any  # the replica's process group
     drafting: int  # number of ranks that draft: ranks 0..drafting-1
-    drafters: Any  # their process group; None on the other ranks
+    drafters: Any  # the drafting ranks' process group; None on the other ranks
     ordered: bool  # --reduce ordered
     replica: int  # index of this replica, below `replicas`
     replicas: int
@@ -117,7 +117,8 @@ class Ranks:
         return int(x)
 
     def budget(self, own: Budget, layers: int) -> Budget:
-        """Rank 0's budget on all ranks: policies that measure time differ by rank. `layers`: maximum taps."""
+        """Rank 0's budget on all ranks: policies that measure time would decide differently on each rank. `layers`:
+        maximum taps."""
         numbers = [own.nodes, own.depth, own.exit, own.block, own.part, len(own.taps), *own.taps]
         message = torch.zeros(6 + layers, dtype=torch.int64)
         message[: len(numbers)] = torch.tensor(numbers)

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 class Graphs:
     """The first call with a key runs the work, which compiles its kernels; the second captures it; later calls replay
     it. Work with the key None is never captured. If a capture fails, for example because a library allocates memory in
-    it, the work is launched directly from then on, with a warning: slower, but right."""
+    it, the work is launched directly from then on, with a warning: slower, but with the same results."""
 
     def __init__(self, capture: bool):
         self.capture, self.passes = capture, 2 if capture else 1  # `passes`: calls until a key is compiled and captured
@@ -40,7 +40,7 @@ class Graphs:
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 work()
-        except RuntimeError as error:  # CUDA's errors, also those of other libraries, and torch's lack of memory
+        except RuntimeError as error:  # errors of CUDA, in other libraries too, and torch's out-of-memory error
             self._failed.add(key)
             reason = str(error).strip().splitlines()
             log.warning(

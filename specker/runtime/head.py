@@ -16,8 +16,8 @@ from specker.runtime import state as states
 
 @dataclass
 class Head:
-    """A head with all rows: row i is id i. strategies/vocabtrim/head.py has the trimmed one, which overrides what
-    concerns the texts."""
+    """A head with all rows: row i is id i. strategies/vocabtrim/head.py has the trimmed one, which overrides the
+    methods that follow the texts."""
 
     weight: Matrix  # [K, E]
     norm: Tensor  # [E]
@@ -30,13 +30,13 @@ class Head:
         """Called before each draft with the batch's texts."""
 
     def count(self, tokens: list[int]) -> None:
-        """The target has written these tokens."""
+        """Called with tokens that the target has written."""
 
     def forget(self, sequence: states.Request) -> None:
-        """The sequence has ended."""
+        """Called when the sequence has ended."""
 
     def reset(self) -> None:
-        """The batch is empty."""
+        """Called when the batch is empty."""
 
     def best(self, final: Final, draws: Draws, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """The rows [T, E] at `positions` [T] -> the best candidate of each row, [T] int64; written to `out` [T] if

@@ -162,7 +162,7 @@ def drafting(
 
 
 def stored(checkpoint: Checkpoint, name: str) -> str | None:
-    """How the matrices of the target or the draft, as `name` says, are stored if not in the run's dtype: a sentence."""
+    """A sentence that says how the matrices of `name` (target or draft) are stored; None if in the run's dtype."""
     said = [] if checkpoint.quantised is None else [f"the {name}'s matrices are in {checkpoint.quantised}"]
     if checkpoint.restored:
         formats = ", ".join(checkpoint.restored)
@@ -171,8 +171,9 @@ def stored(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def family_of(target: Checkpoint) -> zoo.Family | None:
-    """The bundled files for the target, if they are installed. Sizes alone do not prove it: its embedding must be the
-    one that the drafts share. A family without drafts has a score file, which names its tokenizer."""
+    """The bundled files for the target, if they are installed. Equal sizes alone do not prove that the target belongs
+    to a family: its embedding must be the one that the drafts share. A family without drafts has only a score file,
+    which names its tokenizer."""
     family = zoo.family_of(target.config) if zoo.installed() else None
     if family is None or (family.drafts and not made_for(family.drafts["draft"], target)):
         return None

@@ -8,8 +8,8 @@ from typing import Any
 from specker.runtime.stats import DiffusionStats
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # of the drafts that policy `auto` chooses from, besides none
-TRIED = 4  # tokens of the longest draft of a trial
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses from, besides 0
+TRIED = 4  # tokens in the longest draft of a trial
 MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
 
 
@@ -20,7 +20,7 @@ class Budget:
     exit: int = 0  # layers of the target that draft; 0: another model drafts
     taps: tuple[int, ...] = ()  # depths of the target that `learn` watches this round
     block: int = 0  # tokens that a diffusion drafter guesses per pass; 0: all of `depth`
-    part: int = 0  # which of joined drafters drafts (strategies/join.py)
+    part: int = 0  # which of two joined drafters runs (strategies/join.py)
 
     def clip(self, nodes: int, depth: int) -> "Budget":
         """Limit the nodes and the path length."""
@@ -33,8 +33,8 @@ class Outcome:
 
     drafted: int  # tokens
     path: list[int]  # accepted rows, row 0 (the root) first
-    confidence: list[float] = field(default_factory=list)  # of each draft token; empty unless `confident`
-    found: DiffusionStats | None = None  # of a diffusion drafter
+    confidence: list[float] = field(default_factory=list)  # probability of each draft token; empty unless `confident`
+    found: DiffusionStats | None = None  # statistics of a diffusion draft
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class StopRule:
     """When a chain that is drafted token by token ends. Plain numbers, so that compiled code can apply it."""
 
     token: float = 0.0  # least probability of a token after which drafting continues
-    reach: tuple[float, ...] = ()  # least probability that all tokens so far are right, by length; the last: all longer
+    reach: tuple[float, ...] = ()  # least probability that all tokens so far are right, by length; last: all longer
     scales: tuple[float, ...] = (1.0,)
-    """What the draft's own probability of a token is multiplied by, in equal intervals of that probability."""
+    """Correction factors of the draft's own probability of a token, one for each of equal intervals of that
+    probability."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class Policy:
 
     confident: bool = False  # whether drafts end by `rule`, token by token
     rests: bool = False  # whether rounds draft nothing while that is faster
-    copies: bool = False  # whether this round may be a chance that the last one was not: text to copy
+    copies: bool = False  # whether there is text to copy, which the last round may have lacked
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch
-    rule: StopRule = StopRule()  # of this round
+    rule: StopRule = StopRule()  # this round's
     rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path
     _chain: Chain = Chain()
 
@@ -92,12 +93,13 @@ class Policy:
         return min(budget.depth, budget.nodes)
 
     def trial(self, budget: Budget) -> Budget:
-        """The shape that finds out whether drafts like `budget`, one of this policy's, have come to pay."""
+        """The shape of a trial, which finds out whether drafts of the shape `budget`, one of this policy's, pay off by
+        now."""
         return budget.clip(TRIED, TRIED) if self.confident else budget
 
     def announced(self, matched: int, available: int) -> None:
-        """Called by a drafter that copies text before each round: the tokens of the text's suffix that occurred before,
-        and how many tokens follow that occurrence; 0 without one."""
+        """Called before each round by a drafter that copies text. `matched`: length of the text's suffix that occurred
+        before. `available`: number of tokens that follow that occurrence. Both are 0 without one."""
 
     def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
         """Called with the round's shape, which may be another sequence's proposal. `prices`: what the draft's second,

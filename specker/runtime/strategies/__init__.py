@@ -29,7 +29,7 @@ _ALL: tuple[Strategy, ...] = (
 )
 STRATEGIES = {strategy.name: strategy for strategy in _ALL}
 COPY = lookup.Lookup.name
-PLAIN = draft.SmallModel.name  # what drafts if the name holds only `vocabtrim`
+PLAIN = draft.SmallModel.name  # the strategy that drafts if the name is only `vocabtrim`
 NAMES = (*STRATEGIES, TRIM)
 POLICIES = (AUTO, *GENERAL, *(name for strategy in _ALL for name in strategy.policies))
 COLUMNS = {
@@ -47,7 +47,7 @@ def of(options: Options) -> Strategy:
 
 
 def drafter(context: DraftContext) -> Drafter | None:
-    """The drafter of the options."""
+    """Make the drafter that the options describe."""
     inner, copy = of(context.options).drafter(context), context.options.copy
     return inner if inner is None or copy is None else JoinedDrafter(inner, lookup.LookupDrafter(copy, 1))
 
@@ -68,8 +68,8 @@ def plan(context: PolicyContext) -> Plan:
 
 
 def usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
-    """The strategy if none is asked for, by whether the caller named a target and a draft. With stand-ins for the
-    models, for sizing, there is no text to count or to copy."""
+    """The default strategy, which depends on whether the caller named a target and a draft. Sizing runs with stand-ins
+    for the models produce no meaningful text to count or to copy."""
     if options.get("load") == "dummy" or options.get("acceptance") is not None:
         return PLAIN
     return COPY if draft is None and target is not None else Common.strategy

@@ -3,9 +3,9 @@
 A strategy is one file or folder in this package. It holds the paper's equations, the options with their flags, the
 drafter, its own policies and the warm-up plan. The engine uses strategies only through this interface.
 
-The command line imports all strategies for their flags, help and refusals, and must answer at once. So a strategy's
-file, or its folder's __init__.py, imports no torch, numpy or what needs them until a method uses it. What is built on
-these lies beside it, in drafter.py or policy.py.
+The command line imports all strategies for their flags, help texts and checks, and must answer at once. So a strategy's
+file, or its folder's __init__.py, imports torch, numpy and modules that need them only inside of methods. Code that
+needs them lies beside it, in drafter.py or policy.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DraftContext:
     options: Options
     target: Checkpoint
     model: Model | None  # the target's; None if another engine runs it
-    cache: KVCache | None  # the target's
+    cache: KVCache | None  # the target's KV cache
     draft: Checkpoint | None  # with only the kept rows of the head if it is trimmed
     kept: KeptRows | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target
@@ -87,11 +87,11 @@ class PolicyContext:
     """The arguments for making policies and the warm-up plan."""
 
     options: Options
-    layers: int  # of the target
+    layers: int  # number of the target's layers
     family: Family | None  # the bundled files for the target
     known: Experience | None = None  # what rounds cost and drafts achieve; None for the warm-up plan alone
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
-    confident: bool = False  # whether policy `auto` may end a draft by each token's probability: the host reads it
+    confident: bool = False  # whether policy `auto` may end drafts by token probabilities, which the host reads
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Strategy:
         """Raise ValueError for options that do not fit together. An omitted policy is still None."""
 
     def default_policy(self, options: Options) -> str | None:
-        """The policy if none is asked for: a length or tree that is asked for is drafted every round, and stand-ins say
-        nothing about which length is best."""
+        """The default policy. It is `fixed` if the user chose a length or a tree, and with stand-ins for the models,
+        because these say nothing about which length is best."""
         if options.draft_tokens is not None or options.tree is not None or options.stand_ins:
             return "fixed"
         return self.policies[0] if self.policies else AUTO
@@ -159,7 +159,7 @@ class Strategy:
         raise NotImplementedError
 
     def head_cost(self, options: Options, head: Head | None, model: Model) -> float:
-        """The cost of a draft step besides its layers, in layers of the target, for policies that use it."""
+        """What a draft step costs in addition to its layers, in units of one target layer, for policies that use it."""
         return 0.0
 
     def policy(self, context: PolicyContext) -> Policy:
@@ -215,6 +215,6 @@ def allocate(model: Model, options: Options) -> KVCache:
         dtype=model.dtype,
         device=model.device,
         page_size=page,
-        sequences=size + (size > 1),  # the last one's prompt is being prefilled (slots.py)
+        sequences=size + (size > 1),  # the extra one prefills its prompt (slots.py)
         pages=size * -(-columns // page) if pool == size * columns else -(-pool // page),
     )

@@ -1,8 +1,8 @@
 """Join copied text with another drafter: `draft+lookup`, `del+lookup`, `easyspec+vocabtrim+lookup`, ..
 
 Each round one of the two drafts for all sequences: the one whose proposal promises most tokens per second (choose.py).
-A round that copies text runs no draft model, so the model's cache falls behind; its next draft first catches up, and
-that counts against it.
+A round that copies text runs no draft model, so the model's cache falls behind. Its next draft must catch up first, and
+the time for that counts against it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ COPIED = Budget(16, 16, part=1)  # the longest copied draft
 
 
 class JoinedPolicy(Policy):
-    """The proposals of two policies. Part 0 is the model's, part 1 that of copied text."""
+    """The proposals of two policies. Part 0 belongs to the model, part 1 to copied text."""
 
     def __init__(self, model: Policy, copied: Copying):
         self.parts: tuple[Policy, Copying] = (model, copied)
         self.rests, self.layers = model.rests, model.layers
-        self.part = 0  # that drafts in this round
+        self.part = 0  # the part that drafts in this round
 
     @property
     def confident(self) -> bool:  # type: ignore[override]

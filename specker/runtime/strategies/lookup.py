@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from specker.runtime.state import Request
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
-NOTHING = Share(TEXT)  # of a match that was never tried
-# a_n before a text has shown its own, for n = 1, 2, ..; the last one for all longer matches.
+NOTHING = Share(TEXT)  # the counts of a match that was never tried
+# The a_n that a text starts with, for n = 1, 2, ..; the last one applies to all longer matches.
 RATES = (0.3, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8)
 
 
@@ -98,7 +98,7 @@ class Copying(Policy):
         self.matched, self.available = matched, available
 
     def budgets(self) -> Sequence[Budget]:
-        """Drafts up to what there is to copy."""
+        """Drafts up to the number of tokens that can be copied."""
         if not self.matched:
             return ()
         enough = next((i for i, shape in enumerate(self.shapes) if shape.depth >= self.available), len(self.shapes))
@@ -108,7 +108,7 @@ class Copying(Policy):
         return shorter(self.shapes, budget)
 
     def rate_of(self, matched: int) -> float:
-        """a_n."""
+        """a_n of the module's docstring, for n = `matched`."""
         prior = self.known.get(matched, NOTHING).mean(RATES[min(matched, len(RATES)) - 1])
         return self.shares.get(matched, NOTHING).mean(prior)
 
@@ -121,7 +121,7 @@ class Copying(Policy):
     def observe(self, outcome: Outcome) -> None:
         if outcome.drafted and self.matched:
             right = len(outcome.path) - 1
-            seen = min(right + 1, outcome.drafted)  # what follows a wrong token is not compared
+            seen = min(right + 1, outcome.drafted)  # the tokens after a wrong one are not compared
             for shares, decay in ((self.shares, TEXT), (self.known, ENGINE)):
                 shares.setdefault(self.matched, Share(decay)).add(right, seen)
 

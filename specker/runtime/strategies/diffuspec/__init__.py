@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 # The measured winners on the bundled pair.
 BLOCK = 4
 CHUNK = (4, 0.5)
-ADL = (20, 30)  # the paper's, for models of the paper's size
+ADL = (20, 30)  # the paper's values, for models of its size
 CPS_LAMBDA = 0.85  # 0.5 in the paper
-LONGEST_CHUNKS = 32  # maximum tokens of all chunks
+LONGEST_CHUNKS = 32  # maximum number of tokens in all chunks of a draft
 
 
 @dataclass
@@ -69,8 +69,8 @@ class AdaptiveLength(Experienced):
     nodes: int = 255  # draft tokens of all paths together
     seen: Acceptance | None = None
     length: int = field(init=False)  # k
-    generated: float = field(default=0.0, init=False)  # smoothed
-    accepted: float = field(default=0.0, init=False)
+    generated: float = field(default=0.0, init=False)  # the smoothed L_gen
+    accepted: float = field(default=0.0, init=False)  # the smoothed L_acc
 
     def __post_init__(self) -> None:
         self.length = self.longest

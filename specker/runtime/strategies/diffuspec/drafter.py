@@ -73,7 +73,7 @@ class DiffusionDrafter(ModelDrafter):
         guesses: list[list[int]] = [[] for _ in texts]
         lattices: list[list[Lattice]] = [[] for _ in texts]
         confidence: list[list[float]] = [[] for _ in texts]
-        votes = Draft()  # by the least confident token of each block
+        votes = Draft()  # collects the policies' votes on the least confident token of each block
         passes = done = 0
         while True:
             n = min(r.budget.block or depth, depth - done)
@@ -93,7 +93,7 @@ class DiffusionDrafter(ModelDrafter):
             if done == depth or not more or all(self.stopped(g) < done for g in guesses):
                 break
         if self.search is not None:
-            return self._searched(r, guesses, lattices, passes)  # a searched path may hold other tokens
+            return self._searched(r, guesses, lattices, passes)  # a searched path may differ from the guesses
         kept = [g[: self.stopped(g) + 1] for g in guesses]
         draft = Draft.of(r, kept, [list(range(len(k))) for k in kept])
         draft.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.confident else []
@@ -108,7 +108,8 @@ class DiffusionDrafter(ModelDrafter):
             r.draft.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
 
     def _positions(self, lengths: list[int], k: int) -> Tensor:
-        """[len(lengths) * k] int64, the positions that plain decoding draws the next k tokens of each text after."""
+        """[len(lengths) * k] int64: for each of the next k tokens of each text, the position after which plain decoding
+        draws it."""
         device, last = self.model.device, self.model.config.max_context - 1
         first = torch.tensor(lengths, device=device)[:, None] - 1
         return (first + torch.arange(k, device=device)).clamp(max=last).view(-1)
@@ -143,7 +144,7 @@ class DiffusionDrafter(ModelDrafter):
         return Final(torch.cat([x[out] for x in each]), final.normed)
 
     def asked(self, n: int) -> slice:
-        """Which rows predict n masks that end a pass."""
+        """The rows that predict the n masks at the end of a pass."""
         return slice(-n - 1, -1) if self.model.config.shifted_logits else slice(-n, None)
 
     def _fixed_block(self, r: Round, k: int) -> None:
@@ -251,7 +252,7 @@ def _full_words(count: int, device: torch.device) -> Tensor:
 
 
 def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
-    """The drafter of the options."""
+    """Make the drafter that the options describe."""
     own: DiffuSpecOptions = context.options.own
     assert context.draft is not None
     search = _search(context, own)

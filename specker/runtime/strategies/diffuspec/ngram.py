@@ -20,7 +20,7 @@ import numpy as np
 from specker.flags import option
 
 FORMAT, VERSION = "specker-ngram", 1
-MAX_VOCABULARY = 1 << 21  # its cube fits a key of 63 bits
+MAX_VOCABULARY = 1 << 21  # a trigram's key is below the cube of this, which fits 63 bits
 _MERGE = 1 << 20  # unsorted keys to collect before a merge
 
 

@@ -16,16 +16,16 @@ from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.state import Request
 
-# The last rows of a prompt seed DEL's statistics: at most 32, as in the paper. Each row meets the LM head once for each
-# watched layer, so there is one such product for every PROMPT_SHARE tokens. Short prompts have none: the first round
-# watches the same layers.
+# The last rows of a prompt seed DEL's statistics: at most 32, as in the paper. Each row is multiplied by the LM head
+# once for each watched layer, so a prompt gets one such product for every PROMPT_SHARE of its tokens. Short prompts get
+# none: the first round watches the same layers.
 PROMPT_ROWS, PROMPT_SHARE = 32, 16
 
 
 class EarlyExitDrafter(Drafter):
     model: Model  # the target
     cache: KVCache  # the target's
-    head: Head  # of the draft steps, perhaps trimmed
+    head: Head  # the LM head of the draft steps, perhaps trimmed
 
     def __init__(self, model: Model, cache: KVCache, head: Head, watched: tuple[int, ...] = ()):
         """`watched`: the depths that policies may watch."""
@@ -107,7 +107,7 @@ class EarlyExitDrafter(Drafter):
         r.seconds["watch"] = spent
 
     def _watch(self, taps: dict[int, Tensor], target: Tensor, positions: Tensor, draws: Draws) -> tuple[Any, Any]:
-        """`shadows`, on the host."""
+        """`shadows`, copied to the host."""
         match, confidence = shadows(self.head, taps, target, positions, draws)
         return match.cpu().numpy(), confidence.cpu().numpy()  # waits for the GPU
 
@@ -115,9 +115,9 @@ class EarlyExitDrafter(Drafter):
 def shadows(
     head: Head, taps: dict[int, Tensor], target: Tensor, positions: Tensor, draws: Draws
 ) -> tuple[Tensor, Tensor]:
-    """Each tapped layer's shadow token against the target's. taps: depth -> [T, E], the rows of one sequence; target
-    [T] int64, the full model's tokens after the rows at `positions` [T] -> match [n, T] bool and confidence [n, T]. One
-    norm and head pass over all rows of all layers, with the noise of the target's draw."""
+    """Compare each tapped layer's shadow token with the target's token. taps: depth -> [T, E], the rows of one
+    sequence; target [T] int64, the full model's tokens after the rows at `positions` [T] -> match [n, T] bool and
+    confidence [n, T]. One norm and head pass over all rows of all layers, with the noise of the target's draw."""
     n, T = len(taps), len(target)
     ids, scores = head.candidates(Final(torch.cat(list(taps.values()))), 1, draws, positions.repeat(n))
     return ids.view(n, T) == target, scores.exp().view(n, T)

@@ -11,9 +11,9 @@ from specker.runtime.auto import ENGINE, PRIOR, Experience
 from specker.runtime.costs import Costs
 from specker.runtime.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
 
-DECAY = 0.95  # of a layer's statistics at each update of that layer
-REFRESH = 8  # budgets until the costs of rounds are asked for again
-TRUST = 2.0  # tokens of a draft for each row that its exit layer's match rate was counted on
+DECAY = 0.95  # decay of a layer's statistics at each update of that layer
+REFRESH = 8  # number of budgets after which the costs of rounds are asked for again
+TRUST = 2.0  # draft tokens allowed for each row on which the exit layer's match rate was counted
 PATIENCE = 0.1  # g = 0 must beat the best TPL by this share
 
 
@@ -23,8 +23,8 @@ class DynamicExit(Policy):
     (`by_length`). The differences from the paper were measured (bench/LOG.md):
 
     A round's draft consists of its exit layer's shadow tokens, so that layer's statistics update every round for free;
-    `overhead` pays for the other layers. A layer's counts decay at its own updates, not every round: a_l and the mean
-    confidences are ratios, and a decay without new data would not change them.
+    watching the other layers may take the share `overhead` of the time. A layer's counts decay at its own updates, not
+    every round: a_l and the mean confidences are ratios, and a decay without new data would not change them.
 
     A draft ends when the product of its confidences falls below the threshold, not the last confidence: a token is
     useful only if all tokens before it are right.
@@ -43,8 +43,8 @@ class DynamicExit(Policy):
     """The statistics of the engine's earlier texts, which a text starts from."""
     chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
     threshold: float | None = field(default=None, init=False)
-    _seconds: Any = field(default=None, init=False, repr=False)  # of rounds [layers, 18], or layers that they load
-    _asked: int = field(default=0, init=False)  # budgets that used those
+    _seconds: Any = field(default=None, init=False, repr=False)  # costs of rounds [layers, 18], see `_ask`
+    _asked: int = field(default=0, init=False)  # number of calls of `_ask`
     _table: Any = field(default=None, init=False, repr=False)  # TPL; None: the statistics have changed
     _counts: Any = field(init=False, repr=False)  # [layers, (match, mismatch)], decayed
     _sums: Any = field(init=False, repr=False)  # sums of confidence, [layers, (match, mismatch)], decayed
@@ -88,7 +88,7 @@ class DynamicExit(Policy):
         self.threshold = self._threshold(index)
 
     def expected(self, budget: Budget) -> float:
-        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most that of
+        """1 + a + .. + a^g, with a the match rate of the exit layer. If confidence ends drafts, g is at most the g of
         this layer's best TPL."""
         a = float(self.match_rates()[self.layers.index(budget.exit)])
         return sum(a**i for i in range(int(self.drafts(budget)) + 1))

@@ -1,4 +1,4 @@
-"""The schedule of a draft's layers, what runs them side by side, and the drafter that does."""
+"""The schedule of a draft's layers, the code that runs them side by side, and its drafter."""
 
 import json
 from collections.abc import Iterator
@@ -117,7 +117,7 @@ class LayerParallel:
     def _gathered(self, layers: tuple[int, ...], ranks: Ranks, added: Tensor) -> Tensor:
         """Gather `added` [own, T, E] from every rank -> [N, T, E] for a group's `layers`."""
         N, R = len(layers), ranks.drafting
-        if N % R == 0:  # equal shares: the order of ranks is that of layers
+        if N % R == 0:  # equal shares: the ranks' order is the layers' order
             return ranks.gather(added).flatten(0, 1)
         most = -(-N // R)  # a rank with fewer layers sends padding
         sent = added.new_zeros(most, *added.shape[1:])

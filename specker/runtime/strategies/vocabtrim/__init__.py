@@ -7,10 +7,10 @@ draft+vocabtrim. The paper's metric is the memory-bound speed-up
 
 with tau the acceptance length, c the bytes of a draft step over those of a target step and gamma the draft steps per
 round. Noise depends on a token's id in the full vocabulary, so trimming can cost acceptance but never changes the text.
-Beyond the paper, a few rows follow the text (head.py), and no score file is needed. Without one, ids rank by
-what targets with this tokenizer wrote in earlier runs (counts.py), then in the order in which the tokenizer learnt them
-(order.py). Counted ids go first however few tokens were counted: an id that came once is more probable than one that
-never came, and the few ids of a short count only replace the last of the kept rows.
+Beyond the paper, a few rows follow the text (head.py), and no score file is needed. Without one, ids rank by what
+targets with this tokenizer wrote in earlier runs (counts.py), then in the order in which the tokenizer learnt them
+(order.py). Counted ids go first even if few tokens were counted: an id that occurred once is more probable than one
+that never did, and the few ids of a short count only replace the last kept rows.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Counts of the tokens that targets write, kept between runs, for a trimmed LM head without a score file.
 
 There is one file for each tokenizer, `vocab/HASH.safetensors` in specker's cache, in the format of score files
-(scores.py). A process adds its counts to what the file holds at that time, under a lock, and replaces the file in
-one step, so processes that run side by side lose nothing and no reader sees half a file. An error in the cache never
-ends a run: it is one remark. Only acceptance depends on the counts, never a token.
+(scores.py). A process adds its counts to what the file holds at that time, under a lock, and replaces the file in one
+step, so processes that run side by side lose nothing and no reader sees half a file. An error in the cache never ends a
+run: it becomes one remark. The counts can change the acceptance, but never a token.
 """
 
 import atexit
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 class VocabCounts:
-    """The counts of one tokenizer's tokens, and those of this process, which `add` collects."""
+    """The counts of one tokenizer's tokens from earlier runs, and the counts of this process, which `add` collects."""
 
     def __init__(self, tokenizer: str, notes: dict[str, str]) -> None:
         """Read the counts of earlier runs. `tokenizer`: its hash (`vocab_scores.tokenizer_hash`). Adds a remark to
@@ -48,7 +48,7 @@ class VocabCounts:
         self.tokenizer = tokenizer
         self._new: Counter[int] = Counter()
         self._waiting = 0  # tokens in `_new`
-        self._due = 0  # so many are written; the first ones at once, so that errors show early
+        self._due = 0  # `_new` is written when it has this many tokens; at first at once, so that errors show early
         self._counting = self._warned = self._at_exit = False
         self.earlier: Counter[int] = Counter()  # counts of earlier runs
         try:
@@ -85,7 +85,7 @@ class VocabCounts:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing meanwhile: a warm-up decodes made-up prompts."""
+        """Count nothing inside the context, because a warm-up decodes made-up prompts."""
         counting, self._counting = self._counting, False
         try:
             yield
@@ -101,7 +101,7 @@ class VocabCounts:
             with _alone(self.path.with_suffix(".lock")):
                 try:
                     counts = self._read()
-                except ValueError:  # damaged: begin anew
+                except ValueError:  # the file is damaged: start from zero
                     counts = Counter()
                 counts.update(self._new)
                 while counts.total() > MOST:
@@ -139,8 +139,8 @@ class VocabCounts:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, so that nobody else adds to the counts meanwhile. Goes on without the lock after WAIT
-    seconds, and at once where the file system has no locks."""
+    """Hold the lock file `path`, so that no other process adds to the counts meanwhile. Goes on without the lock after
+    WAIT seconds, and at once where the file system has no locks."""
     with path.open("a") as file:
         until = time.monotonic() + WAIT
         while fcntl is not None:

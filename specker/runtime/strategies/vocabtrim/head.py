@@ -21,8 +21,8 @@ class KeptRows:
 
     ids: Tensor  # [K] int64; the last `text` rows follow the text and start with the next ids by rank, rarest first
     text: int = 0
-    whole: Matrix | None = None  # [V, E], the untrimmed head, source of those rows
-    ranking: str = ""  # what the fixed rows were chosen by, for the user
+    whole: Matrix | None = None  # [V, E], the untrimmed head, from which rows that follow the text are copied
+    ranking: str = ""  # how the fixed rows were ranked, for the user
     counts: VocabCounts | None = None  # counts what the target writes, for the next run
 
     def head(self, weight: Matrix, norm: Tensor, eps: float, activations: str = "int8") -> "TrimmedHead":
@@ -78,12 +78,12 @@ class TrimmedHead(Head):
             self._write(list(moved), moved.values())
 
     def count(self, tokens: list[int]) -> None:
-        """The target has written these tokens."""
+        """Called with tokens that the target has written."""
         if self.kept.counts is not None:
             self.kept.counts.add(tokens)
 
     def forget(self, sequence: states.Request) -> None:
-        """The sequence has ended; its tokens keep their rows until other ones need them."""
+        """Called when the sequence has ended; its tokens keep their rows until other ones need them."""
         self._seen.pop(sequence, None)
 
     def _write(self, ids: list[int], rows: Iterable[int]) -> None:

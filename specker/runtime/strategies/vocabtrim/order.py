@@ -37,7 +37,7 @@ def ranked(tokenizer: Any) -> Tensor:
 
 def completed(ranked: Tensor, vocab_size: int) -> Tensor:
     """The ranked ids below `vocab_size`, then all others by id: [vocab_size] int64. The others include special tokens,
-    which a caller keeps by other means."""
+    which a caller must keep in another way."""
     first = ranked[ranked < vocab_size]
     rest = torch.ones(vocab_size, dtype=torch.bool)
     rest[first] = False

@@ -24,7 +24,7 @@ from specker.zoo import Family
 if TYPE_CHECKING:  # engine.py imports this package
     from specker.runtime.engine import Engine
 
-VOCAB_KEEP = 0.125  # of the rows; the measured winner on the bundled code pair
+VOCAB_KEEP = 0.125  # share of the rows; the fastest measured on the bundled code pair
 # Without a score file the ranking is worse. For Qwen2.5's 151,936 ids a quarter of the rows covers 2 to 3% more of the
 # text than an eighth. With a draft of 0.5B parameters that is worth more than the time that the rows take.
 UNCOUNTED_KEEP = 0.25
@@ -35,7 +35,7 @@ class Ranking(NamedTuple):
 
     scores: VocabScores
     keep: VocabKeep  # the default of `vocab_keep`
-    source: str  # for the user
+    source: str  # what the ranking comes from, for the user
     counts: VocabCounts | None = None  # where to count what the target writes
 
 
@@ -48,8 +48,8 @@ def default_keep(scores: VocabScores, family: Family | None) -> VocabKeep:
 
 def bundled(tokenizer: str | None, family: Family | None) -> Path | None:
     """The bundled score file for a target whose tokenizer has this hash, or None. Counts are statistics of text, so a
-    file serves every target with the tokenizer that it was counted with. Without a tokenizer: that of the family, if
-    the target's embedding has shown that it belongs to it."""
+    file serves every target with the tokenizer that it was counted with. Without a tokenizer: the family's file, if the
+    target's embedding has shown that the target belongs to the family."""
     if tokenizer is None:
         return family.vocab_scores if family is not None and family.drafts else None
     files = (known.vocab_scores for known in zoo.FAMILIES)
@@ -65,7 +65,7 @@ def ranking(
     every_rank: bool,
 ) -> Ranking:
     """The ranking of the target's ids: by the score file, else by what was counted in earlier runs and then by the
-    tokenizer. Random weights without a score file keep the first ids. Arguments and errors as of `trimmed`."""
+    tokenizer. Random weights without a score file keep the first ids. Arguments and errors are those of `trimmed`."""
     trim: TrimOptions = options.trim
     vocab, tokenizer = target.config.vocab_size, target.tokenizer_or_none
     digest = vocab_memo.tokenizer_hash(target.tokens)
@@ -124,7 +124,7 @@ def trimmed(
             "that it never counted"
         )
     text = trim.vocab_text
-    if len(fixed) + text >= rows:  # nothing is left to follow
+    if len(fixed) + text >= rows:  # no other rows are left that could follow the text
         fixed, text = (torch.arange(rows), 0) if text else (fixed, 0)
     also = scores.kept(
         VocabKeep(rows=len(fixed) + text), fixed.tolist(), rows
