@@ -31,7 +31,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ar": {"strategy": "ar"},
     "draft": {"draft_tokens": 4},
     "draft tree 4x4": {"tree": "4x4"},
-    **{name: {"strategy": name} for name in ("easyspec", "del", "diffuspec", "vocabtrim")},
+    **{
+        name: {"strategy": name} for name in ("easyspec", "del", "diffuspec", "vocabtrim", "lookup", "vocabtrim+lookup")
+    },
 }
 
 WORKER = """
@@ -39,13 +41,16 @@ import json, sys, time
 import torch, specker
 options, threads = json.loads(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(threads)
-engine = specker.load(device="cpu", prefix_cache="off", **options)
+try:
+    engine = specker.load(device="cpu", prefix_cache="off", **options)
+except TypeError:  # a commit without a prefix cache
+    engine = specker.load(device="cpu", **options)
 engine.warmup()
 for line in sys.stdin:
-    prompt, count, temperature = json.loads(line)
+    prompts, count, temperature = json.loads(line)
     start = time.perf_counter()
-    out = engine.generate(prompt, count, temperature=temperature)
-    print(json.dumps([time.perf_counter() - start, out.tokens]), flush=True)
+    out = engine.generate(prompts, count, temperature=temperature)
+    print(json.dumps([time.perf_counter() - start, [each.tokens for each in out]]), flush=True)
 """
 
 
@@ -59,6 +64,7 @@ class Args:
     temperatures: str = field(default="0,0.7", metadata={"help": "comma-separated"})
     strategies: str = field(default=",".join(STRATEGIES), metadata={"help": "comma-separated"})
     threads: int = 1
+    batch_size: int = field(default=1, metadata={"help": "prompts that are decoded at once"})
     idle: float = field(
         default=0.0, metadata={"help": "seconds before a turn; with several threads 0.3: the last turn's still spin"}
     )
@@ -74,7 +80,7 @@ class Worker:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
 
-    def decode(self, *request: Any) -> tuple[float, list[int]]:
+    def decode(self, *request: Any) -> tuple[float, list[list[int]]]:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -88,14 +94,16 @@ class Worker:
 def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str]) -> list[dict[str, Any]]:
     """A row for each temperature; `folders`: the old checkout and the new one."""
     temperatures = [float(t) for t in args.temperatures.split(",")]
-    seconds: dict[float, dict[str, list[tuple[float, float]]]] = {t: {p: [] for p in prompts} for t in temperatures}
+    groups = [tuple(prompts[i : i + args.batch_size]) for i in range(0, len(prompts), args.batch_size)]
+    seconds: dict[float, dict[Any, list[tuple[float, float]]]] = {t: {p: [] for p in groups} for t in temperatures}
     same = dict.fromkeys(temperatures, True)
     for n in range(args.rounds):
-        pair = [Worker(folder, STRATEGIES[name], args.threads) for folder in (folders if n % 2 else folders[::-1])]
+        options = {**STRATEGIES[name], "batch_size": args.batch_size}
+        pair = [Worker(folder, options, args.threads) for folder in (folders if n % 2 else folders[::-1])]
         workers = pair if n % 2 else pair[::-1]
         for worker in workers:
-            worker.decode(prompts[0], args.max_new_tokens, 0.0)
-        turns = itertools.product(range(args.repeats), temperatures, prompts)
+            worker.decode(groups[0], args.max_new_tokens, 0.0)
+        turns = itertools.product(range(args.repeats), temperatures, groups)
         for i, (_, temperature, prompt) in enumerate(turns):
             found = {}
             for k in (0, 1) if (i + n) % 2 else (1, 0):
@@ -110,7 +118,13 @@ def compare(folders: tuple[Path, Path], name: str, args: Args, prompts: list[str
         each = [old / new for pairs in times.values() for old, new in pairs]
         old, new = (sum(min(pair[k] for pair in pairs) for pairs in times.values()) for k in (0, 1))
         quantiles = {q: harness.quantile(each, p) for q, p in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
-        row = {"strategy": name, "temperature": temperature, "against": args.commit, "same": same[temperature]}
+        row = {
+            "strategy": name,
+            "temperature": temperature,
+            "against": args.commit,
+            "batch_size": args.batch_size,
+            "same": same[temperature],
+        }
         rows.append({**row, "best": old / new, **quantiles, "pairs": len(each)})
     return rows
 

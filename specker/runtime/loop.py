@@ -192,6 +192,8 @@ class Loop:
 
     def _admit(self) -> None:
         """Prefill prompts: a chunk of one if requests decode meanwhile, otherwise several whole ones."""
+        if not self.waiting and self.slots.filling is None:
+            return
         alone, done = not self.active, 0
         chunk = prefill_chunk(self.target, alone)
         while done < (AT_ONCE if alone else chunk):

@@ -159,7 +159,8 @@ class Session:
         """Context manager for what uses the caches itself: finishes all requests first, whose events wait."""
         self._begin()
         try:
-            while self._take():
+            self._take()
+            while self.loop.busy:
                 self._step()
             with self._running():
                 yield
@@ -212,8 +213,10 @@ class Session:
             else:
                 self._inboxes[request] = inbox
 
-    def _take(self) -> bool:
-        """Pass what arrived meanwhile to the loop. Returns whether there is anything to do."""
+    def _take(self) -> None:
+        """Pass what arrived meanwhile to the loop."""
+        if not self._arrived and not self._cancelled:
+            return
         with self._changed:
             arrived, cancelled = [*self._arrived], [*self._cancelled]
             self._arrived.clear()
@@ -223,17 +226,20 @@ class Session:
                 self.loop.waiting.appendleft(request)
         self.loop.waiting.extend(request for request, first in arrived if not first)
         self._deliver([event for request in cancelled if (event := self.loop.cancel(request)) is not None])
-        return self.loop.busy
 
     def _step(self) -> None:
         try:
             self._take()
-            with self._running():
-                events = self.loop.step()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._deliver(events)
+            events = self.loop.step()
+        except BaseException:
+            try:
+                with self._running():  # out of memory becomes a sentence
+                    raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+        if events:
+            self._deliver(events)
 
     def _deliver(self, events: list[Event]) -> None:
         with self._changed:
