@@ -21,7 +21,6 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
-from specker.runtime.check import compare
 from specker.runtime.engine import Engine, Generation
 from specker.runtime.stats import Stats
 
@@ -72,7 +71,7 @@ def rounding(engine: Engine, prompts: list[list[int]], got: list[Generation], wa
     one."""
     count = 0
     for prompt, ours, theirs in zip(prompts, got, want, strict=True):
-        result = compare(engine, prompt, ours, theirs, **how)
+        result = engine.compare(prompt, ours, theirs, **how)
         if not result.ok:
             raise SystemExit(f"bench: {result.message}; no timing of a wrong answer is worth keeping")
         count += result.identical is False

@@ -100,7 +100,7 @@ def bench(args: Args, temperature: float, engines: dict[str, Engine], prompts: l
             "over_draft": timing.times_as_fast(timings["draft"])["median"],
             "over_draft_rounds": timing.times_as_fast(timings["draft"]),
             "acceptance_length": done.stats.acceptance_length,
-            "mbsu": trim.mbsu(engine, done.stats),
+            "mbsu": 1.0 if engine.draft is None else trim.mbsu(engine.target, engine.draft, engine.options, done.stats),
         }
         if engine.strategy != "ar":
             row["differing_within_rounding"] = differing(

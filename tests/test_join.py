@@ -93,7 +93,7 @@ def test_the_models_cache_stays_exact_while_text_is_copied(world, scores, cheap,
 def test_the_part_that_promises_more_drafts(world, scores, cheap):
     """A long match beats a model that is seldom right, and the other way round."""
     engine = load(world, "draft", scores)
-    policy, chooser = engine.policy(), engine.loop.chooser
+    policy, chooser = engine.policy(), engine.loop.drafting.chooser
     policy.announced(8, 30)
     model, copied = policy.parts
     copied.known.clear()

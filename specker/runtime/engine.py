@@ -277,7 +277,9 @@ class Engine:
 
     def trim_report(self, stats: Stats) -> dict[str, Any]:
         """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
-        return trim.report(self, stats)
+        if self.kept is None or self.draft is None:
+            return {}
+        return trim.report(self.target, self.draft, self.kept, self.options, stats)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

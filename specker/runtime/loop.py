@@ -20,12 +20,13 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Model, prefill, prefill_chunk, prefill_grain
 from specker.model.sampling import Draws
 from specker.runtime.auto import Experience
-from specker.runtime.choose import NONE, Chooser
+from specker.runtime.choose import NONE
 from specker.runtime.dist import Ranks
 from specker.runtime.drafter import Drafter
+from specker.runtime.drafting import BEHIND, Drafting, account
 from specker.runtime.events import Event, cancelled, emitted
 from specker.runtime.graphs import Graphs
-from specker.runtime.policy import Budget, Outcome
+from specker.runtime.policy import Budget
 from specker.runtime.record import record
 from specker.runtime.round import Round, Shape, collect, launch, send
 from specker.runtime.slots import Slots
@@ -34,7 +35,6 @@ from specker.runtime.synthetic import agreements
 
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
-BEHIND = "prefill"  # why a round drafts nothing: the drafter is prefilling a prompt
 
 
 @dataclass(eq=False)
@@ -65,7 +65,6 @@ class Loop:
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
     _chain: bool = field(init=False, default=False)  # whether the last round was of fixed shape and drafted
-    _delayed: Budget | None = field(init=False, default=None)  # to draft once the drafter has prefilled the texts
 
     def __post_init__(self) -> None:
         model = self.target if self.drafter is None or self.drafter.model is None else self.drafter.model
@@ -90,7 +89,10 @@ class Loop:
         self.beyond = 2 * (self.largest.depth + 1) + self.largest.nodes
         self.buckets = (*(b for b in KV_BUCKETS if b + self.beyond < config.max_context), self.cache.capacity)
         self._bucket = 0
-        self.chooser = Chooser(self.known.costs)
+        self.drafting = None
+        if self.drafter is not None:
+            chunk, captures = prefill_chunk(self.target, False), self.graphs.capture
+            self.drafting = Drafting(self.drafter, self.known, self.largest, chunk, self.ranks, captures)
 
     @property
     def active(self) -> list[Request]:
@@ -180,7 +182,10 @@ class Loop:
         """Rounds that may be pending: two, so that the device need not wait for the host, unless the host must know
         the first one's tokens, or a prompt is to be prefilled after it."""
         waits = self.slots.filling is not None or (self.waiting and self.slots.admits(self.waiting[0]))
-        return 1 if waits or not self.fixed or self.synchronous else 2
+        if waits or not self.fixed:
+            return 1
+        request = self.active[0]
+        return 1 if request.drafting and self.drafting is not None and self.drafting.synchronous(request) else 2
 
     @property
     def _known_ids(self) -> set[int] | None:
@@ -236,8 +241,8 @@ class Loop:
             request.prefilled = end // self.slots.grain * self.slots.grain if request.prefixes != "all" else 0
             self.slots.activate(self._agrees(request))
             self._chain = False
-            if request.drafting and self.drafter is not None:
-                self.chooser.admitted()
+            if request.drafting and self.drafting is not None:
+                self.drafting.chooser.admitted()
         seconds = time.perf_counter() - start
         request.stats.seconds["prefill"] += seconds
         request.stats.wall += seconds
@@ -272,19 +277,20 @@ class Loop:
     def start(self, ahead: int = 0) -> Round | None:
         """Launch a round of the active requests. `ahead`: tokens that pending rounds may add to each text. None if
         rounds are pending and the host must know the texts' lengths."""
-        began, policy = time.perf_counter(), self.active[0].policy
-        drafter = self.drafter if self.active[0].drafting else None
-        budget, reason = (NONE, "") if drafter is None else self._shape(drafter)
-        fixed = self.fixed and (drafter is None or not budget.nodes or self._can_be_fixed(drafter, budget))
+        began, requests = time.perf_counter(), self.active
+        drafting = self.drafting if requests[0].drafting else None
+        budget, reason = (NONE, "") if drafting is None else drafting.shape(requests)
+        fixed = self.fixed and (drafting is None or drafting.fixes(requests, budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):
             return None  # a drafter that missed tokens must first know them
-        if not fixed and drafter is not None:
-            budget = self._clipped(drafter, budget)
+        if not fixed and drafting is not None:
+            budget = drafting.clipped(requests, budget)
         r = self.new_round(budget, fixed, ahead)
-        r.confident = drafter is not None and policy.confident
-        r.traced = self.trace is not None and any(s.traced for s in self.active)
-        r.reason, r.trial = reason, self.chooser.trial and reason != BEHIND
-        launch(r, self.target, self.cache, drafter)
+        r.traced = self.trace is not None and any(s.traced for s in requests)
+        if drafting is not None:
+            r.confident = requests[0].policy.confident
+            r.reason, r.trial = reason, drafting.chooser.trial and reason != BEHIND
+        launch(r, self.target, self.cache, None if drafting is None else drafting.drafter)
         send(r, self.target)
         self._chain = fixed and r.draft.size > 0 and not budget.part
         if fixed:
@@ -308,63 +314,9 @@ class Loop:
         return Round(list(self.active), state, shape, draws, lengths, self.graphs)
 
     @property
-    def synchronous(self) -> bool:
-        """Whether the next draft needs the results of the previous round."""
-        if self.drafter is None or not self.active[0].drafting:
-            return False
-        return self.drafter.synchronous or self.active[0].policy.confident
-
-    @property
     def usual(self) -> float:
         """Mean seconds of a round of fixed shape; 0 before the first."""
         return self._usual[1] / max(1.0, self._usual[0])
-
-    def _shape(self, drafter: Drafter) -> tuple[Budget, str]:
-        """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
-        measured times differ by rank."""
-        policies = [s.policy for s in self.active]
-        budget, reason = self._delayed, self.chooser.reason
-        if budget is None:
-            drafter.announce(self.active)
-            remaining = sum(s.limit - len(s.text) for s in self.active)
-            budget = self.chooser.choose(policies, remaining, drafter.behind(self.active))
-            reason = self.chooser.reason
-        self._delayed = None
-        if not self._caught_up(drafter, budget):
-            self._delayed, budget, reason = budget, NONE, BEHIND
-        if self.ranks is not None and (policies[0].rests or policies[0].layers or len(policies) > 1):
-            budget = self.ranks.budget(budget, len(policies[0].layers))
-        prices = self.chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
-        for p in policies:
-            p.taken(budget, prices)
-        return budget, reason
-
-    def _caught_up(self, drafter: Drafter, budget: Budget) -> bool:
-        """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
-        of a prompt is prefilled in chunks, one before each round."""
-        if len(self.active) == 1 or not budget.nodes or budget.part or drafter.cache is None:
-            return True
-        chunk = prefill_chunk(self.target, False)
-        if drafter.behind(self.active) <= chunk:
-            return True
-        start = time.perf_counter()
-        count = drafter.advance(self.active, chunk)
-        spent = time.perf_counter() - start
-        self.known.costs.observe_prefill(count, spent)
-        for request in self.active:
-            request.stats.seconds["prefill"] += spent / len(self.active)
-        return False
-
-    def _can_be_fixed(self, drafter: Drafter, budget: Budget) -> bool:
-        return all(drafter.fixed(len(s.text), budget) for s in self.active)
-
-    def _clipped(self, drafter: Drafter, budget: Budget) -> Budget:
-        """Limit a draft to the longest remaining text, less one for the target's token, and the drafter's context."""
-        if not budget.nodes:
-            return budget
-        left = max(s.limit - len(s.text) - 1 for s in self.active)
-        own = max(drafter.left(len(s.text)) for s in self.active)
-        return budget.clip(min(budget.nodes, self.largest.nodes), min(left, own))
 
     def finish(self, r: Round) -> list[tuple[Request, list[int], list[int]]]:
         """Wait for a round, extend the texts and update policies and the drafter. Returns (request, path, tokens)."""
@@ -389,10 +341,10 @@ class Loop:
             drafter.learn(r, [path for _, path, _ in out])
         for slot, (request, path, tokens) in enumerate(out):
             if tokens and not request.finished:
-                self._account(r, slot, request, path)
+                account(r, slot, path)
         r.seconds["commit"] = time.perf_counter() - start - r.seconds.get("watch", 0.0)
-        if drafter is not None:
-            self._learn(r, sum(len(tokens) for _, _, tokens in out))
+        if drafter is not None and self.drafting is not None:
+            self.drafting.learn(r, sum(len(tokens) for _, _, tokens in out))
         for request in r.requests:
             for stage, spent in r.seconds.items():
                 request.stats.seconds[stage] += spent / n
@@ -403,30 +355,3 @@ class Loop:
                     self.trace(record(r, self.finished, slot, path, tokens, whole, self._known_ids))
         self.finished += 1
         return out
-
-    def _learn(self, r: Round, tokens: int) -> None:
-        """Take the round's time and its `tokens` into account. Rounds that differ from later ones teach nothing: those
-        in which layers were watched, and the last ones of texts, which their limits cut."""
-        n, costs, seconds = len(r.requests), self.known.costs, r.seconds
-        if r.behind:
-            costs.observe_prefill(r.behind, seconds["prefill"])
-        if "watch" not in seconds:
-            rest = seconds["verify"] + seconds["accept"] + (0.0 if self.graphs.capture else seconds["commit"])
-            if r.reason == "measured":
-                self.chooser.measured(n, rest)
-            else:
-                costs.observe(n, r.budget, r.draft.size, seconds["draft"], rest)
-        if r.reason != BEHIND:
-            self.chooser.finished(n, r.budget, r.draft.size, tokens, r.trial, r.behind)
-
-    def _account(self, r: Round, slot: int, request: Request, path: list[int]) -> None:
-        """Policy and stats of one request's part of a round."""
-        draft, drafted = r.draft, r.draft.count(slot)
-        found = draft.found[slot] if draft.found else None
-        confidence = [each[slot] for each in draft.confidence]
-        request.policy.observe(Outcome(drafted, path, confidence, found))
-        stats = request.stats
-        stats.observe_budget(drafted, r.budget.exit if drafted else 0, r.reason)
-        stats.copied += bool(drafted and r.budget.part)
-        if found is not None:
-            stats.observe_found(found, draft.depth, len(path) - 1)

@@ -51,7 +51,8 @@ def warm_up(
         for length in (PREFILL_CHUNK // 4, PREFILL_CHUNK + PREFILL_CHUNK // 2):
             _decode(session, min(length, loop.target.config.max_context - 2), 2, True)
     loop.known.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
-    loop.chooser.clear()
+    if loop.drafting is not None:
+        loop.drafting.chooser.clear()
     with session.alone():
         if loop.drafter is not None and policy().rests:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)

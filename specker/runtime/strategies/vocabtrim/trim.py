@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,6 @@ from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 from specker.zoo import Family
-
-if TYPE_CHECKING:  # engine.py imports this package
-    from specker.runtime.engine import Engine
 
 VOCAB_KEEP = 0.125  # share of the rows; the fastest measured on the bundled code pair
 # Without a score file the ranking is worse. For Qwen2.5's 151,936 ids a quarter of the rows covers 2 to 3% more of the
@@ -138,33 +135,29 @@ def trimmed(
     return replace(draft, weights=replace(draft.weights, head=whole[ids])), kept
 
 
-def report(engine: "Engine", stats: Stats) -> dict[str, Any]:
-    """What trimming saved and cost, by `stats` of a run; {} if the head is not trimmed."""
-    if engine.kept is None or engine.draft is None:
-        return {}
+def report(target: Checkpoint, draft: Checkpoint, kept: KeptRows, options: Options, stats: Stats) -> dict[str, Any]:
+    """What trimming saved and cost, by `stats` of a run. `draft`: with only the kept rows of its head."""
     return {
-        "kept_rows": len(engine.kept.ids),
-        "text_rows": engine.kept.text,
-        "ranking": engine.kept.ranking,
-        "vocab_size": engine.target.config.vocab_size,
+        "kept_rows": len(kept.ids),
+        "text_rows": kept.text,
+        "ranking": kept.ranking,
+        "vocab_size": target.config.vocab_size,
         "coverage": stats.kept / max(1, stats.tokens),
         "rounds_lost": stats.lost,
-        "head_bytes_per_draft_step": engine.draft.weights.head.nbytes,
-        "mbsu": mbsu(engine, stats),
+        "head_bytes_per_draft_step": draft.weights.head.nbytes,
+        "mbsu": mbsu(target, draft, options, stats),
     }
 
 
-def mbsu(engine: "Engine", stats: Stats) -> float:
+def mbsu(target: Checkpoint, draft: Checkpoint, options: Options, stats: Stats) -> float:
     """The memory-bound speed-up, from the counted rounds and the models' sizes; a model, not a measurement."""
-    if engine.draft is None:
-        return 1.0
-    drafted = engine.draft.layer_bytes
+    drafted = draft.layer_bytes
     if stats.exits:  # drafted by the target's first layers
         mean = sum(n * times for n, times in stats.exits.items()) / sum(stats.exits.values())
-        drafted *= mean / engine.target.config.num_layers
-    drafted += engine.draft.weights.head.nbytes
-    whole = engine.target.layer_bytes + engine.target.weights.head.nbytes
-    tree = engine.options.tree
+        drafted *= mean / target.config.num_layers
+    drafted += draft.weights.head.nbytes
+    whole = target.layer_bytes + target.weights.head.nbytes
+    tree = options.tree
     gamma = tree.depth if tree is not None and tree.width > 1 else stats.drafted / max(1, stats.rounds)
     if stats.found:  # a pass guesses a whole block
         gamma = stats.diffusion["passes"]

@@ -1,0 +1,111 @@
+"""What a round drafts: the shape that policies and measured costs agree on, and what each round teaches them."""
+
+import time
+
+from specker.runtime.auto import Experience
+from specker.runtime.choose import NONE, Chooser
+from specker.runtime.dist import Ranks
+from specker.runtime.drafter import Drafter
+from specker.runtime.policy import Budget, Outcome
+from specker.runtime.round import Round
+from specker.runtime.state import Request
+
+BEHIND = "prefill"  # why a round drafts nothing: the drafter is prefilling a prompt
+
+
+class Drafting:
+    def __init__(
+        self,
+        drafter: Drafter,
+        known: Experience,
+        largest: Budget,
+        chunk: int,
+        ranks: Ranks | None = None,
+        captures: bool = False,
+    ):
+        """`largest`: of the policies' drafts. `chunk`: rows of a prompt that the drafter prefills before a round while
+        several requests decode. `captures`: rounds are CUDA graphs, beside which the host's own time does not count."""
+        self.drafter, self.known, self.largest, self.chunk = drafter, known, largest, chunk
+        self.ranks, self.captures = ranks, captures
+        self.chooser = Chooser(known.costs)
+        self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
+
+    def shape(self, requests: list[Request]) -> tuple[Budget, str]:
+        """The shape that the chooser takes of the policies' proposals, and why it drafts nothing. Rank 0 decides, since
+        measured times differ by rank."""
+        policies = [s.policy for s in requests]
+        budget, reason = self._delayed, self.chooser.reason
+        if budget is None:
+            self.drafter.announce(requests)
+            remaining = sum(s.limit - len(s.text) for s in requests)
+            budget = self.chooser.choose(policies, remaining, self.drafter.behind(requests))
+            reason = self.chooser.reason
+        self._delayed = None
+        if not self._caught_up(requests, budget):
+            self._delayed, budget, reason = budget, NONE, BEHIND
+        if self.ranks is not None and (policies[0].rests or policies[0].layers or len(policies) > 1):
+            budget = self.ranks.budget(budget, len(policies[0].layers))
+        prices = self.chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
+        for p in policies:
+            p.taken(budget, prices)
+        return budget, reason
+
+    def _caught_up(self, requests: list[Request], budget: Budget) -> bool:
+        """Whether the drafter may prefill what it lacks within the round. While several requests decode, a longer part
+        of a prompt is prefilled in chunks, one before each round."""
+        drafter = self.drafter
+        if len(requests) == 1 or not budget.nodes or budget.part or drafter.cache is None:
+            return True
+        if drafter.behind(requests) <= self.chunk:
+            return True
+        start = time.perf_counter()
+        count = drafter.advance(requests, self.chunk)
+        spent = time.perf_counter() - start
+        self.known.costs.observe_prefill(count, spent)
+        for request in requests:
+            request.stats.seconds["prefill"] += spent / len(requests)
+        return False
+
+    def synchronous(self, request: Request) -> bool:
+        """Whether the next draft needs the results of the previous round."""
+        return self.drafter.synchronous or request.policy.confident
+
+    def fixes(self, requests: list[Request], budget: Budget) -> bool:
+        """Whether the draft can have a fixed shape."""
+        return not budget.nodes or all(self.drafter.fixed(len(s.text), budget) for s in requests)
+
+    def clipped(self, requests: list[Request], budget: Budget) -> Budget:
+        """Limit a draft to the longest remaining text, less one for the target's token, and the drafter's context."""
+        if not budget.nodes:
+            return budget
+        left = max(s.limit - len(s.text) - 1 for s in requests)
+        own = max(self.drafter.left(len(s.text)) for s in requests)
+        return budget.clip(min(budget.nodes, self.largest.nodes), min(left, own))
+
+    def learn(self, r: Round, tokens: int) -> None:
+        """Take the round's time and its `tokens` into account. Rounds that differ from later ones teach nothing: those
+        in which layers were watched, and the last ones of texts, which their limits cut."""
+        n, costs, seconds = len(r.requests), self.known.costs, r.seconds
+        if r.behind:
+            costs.observe_prefill(r.behind, seconds["prefill"])
+        if "watch" not in seconds:
+            rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"])
+            if r.reason == "measured":
+                self.chooser.measured(n, rest)
+            else:
+                costs.observe(n, r.budget, r.draft.size, seconds["draft"], rest)
+        if r.reason != BEHIND:
+            self.chooser.finished(n, r.budget, r.draft.size, tokens, r.trial, r.behind)
+
+
+def account(r: Round, slot: int, path: list[int]) -> None:
+    """Show one request's part of a round to its policy and its stats."""
+    request, draft, drafted = r.requests[slot], r.draft, r.draft.count(slot)
+    found = draft.found[slot] if draft.found else None
+    confidence = [each[slot] for each in draft.confidence]
+    request.policy.observe(Outcome(drafted, path, confidence, found))
+    stats = request.stats
+    stats.observe_budget(drafted, r.budget.exit if drafted else 0, r.reason)
+    stats.copied += bool(drafted and r.budget.part)
+    if found is not None:
+        stats.observe_found(found, draft.depth, len(path) - 1)
