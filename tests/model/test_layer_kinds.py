@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from make_checkpoint import FULL, GEMMA3, SHORT, SLIDING, edit, exact_oracle, make, oracle
@@ -71,8 +72,7 @@ def test_plain_decoding_has_the_text_of_transformers(pairs, texts, kind, monkeyp
         assert len(set(text)) > 3
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "how"), cases.one_in(2, KINDS, HOW))
 def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
     target, draft = pairs[kind]
     side = draft if HOW[how]["strategy"] == "draft" else None
