@@ -28,8 +28,7 @@ from specker.model.split import OtherRanks
 from specker.model.weights import Parameters, Weights
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
-PACKED_CHUNK = 256  # on a CPU with packed weights: the activations of a chunk stay in the CPU's caches
-SHORT_CHUNK = 64  # with packed weights, while other requests decode
+COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
 
 # q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's reach -> [T, Hq, D]
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -357,8 +356,8 @@ def prefill(
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in `taps`,
     the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter)."""
     kept: dict[int, Tensor] = {}
-    if model.stack is not None and model.stack.packed and model.config.causal:
-        chunk = min(chunk, PACKED_CHUNK)
+    if prefill_grain(model) == 1:
+        chunk = min(chunk, COMPILED_CHUNK)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
@@ -366,18 +365,16 @@ def prefill(
     return kept
 
 
-def prefill_chunk(model: Model, alone: bool) -> int:
-    """How many rows of a prompt to forward at once. `alone`: no other text is being decoded. Other texts must wait for
-    a whole chunk, so chunks are short unless `alone`, if the K/V does not depend on their size (`prefill_grain`)."""
-    if prefill_grain(model) > 1:
-        return PREFILL_CHUNK
-    return PACKED_CHUNK if alone else SHORT_CHUNK
+def prefill_chunk(model: Model) -> int:
+    """Rows of a prompt to forward at once if nothing else decodes meanwhile."""
+    return PREFILL_CHUNK if prefill_grain(model) > 1 else COMPILED_CHUNK
 
 
 def prefill_grain(model: Model) -> int:
-    """The chunk size that makes K/V reproducible: prefilled in chunks of this many rows, the same first tokens give the
-    same bits in every text. 1: rows have the same bits in chunks of any size, and in rounds."""
-    return 1 if model.stack is not None and model.stack.packed and model.config.causal else PREFILL_CHUNK
+    """The K/V of a text's first columns has the same bits wherever it was computed, if it was computed in chunks of
+    this many rows. 1: rows have the same bits in chunks of up to COMPILED_CHUNK rows, and in rounds."""
+    compiled = model.stack is not None and model.stack.most >= COMPILED_CHUNK and model.config.causal
+    return 1 if compiled else PREFILL_CHUNK
 
 
 def _prefill_chunk(

@@ -206,8 +206,8 @@ class ModelDrafter(Drafter):
 
     def advance(self, requests: list[Request], most: int) -> int:
         for slot, request in enumerate(requests):
-            if self._missing(slot, request.text, False):
-                before = self.cache.exact_len[slot]
+            before = self.cache.exact_len[slot]
+            if self._missing(slot, request.text, False) and before < len(request.text) - 1:  # a draft forwards the root
                 self.prefill(slot, request.text[: before + most + 1])
                 return self.cache.exact_len[slot] - before
         return 0

@@ -10,6 +10,7 @@ from specker.runtime.policy import Budget, Outcome
 from specker.runtime.round import Round
 from specker.runtime.state import Request
 
+LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
 BEHIND = "prefill"  # why a round drafts nothing: the drafter is prefilling a prompt
 
 
@@ -23,11 +24,13 @@ class Drafting:
         ranks: Ranks | None = None,
         captures: bool = False,
     ):
-        """`largest`: of the policies' drafts. `chunk`: rows of a prompt that the drafter prefills before a round while
-        several requests decode. `captures`: rounds are CUDA graphs, beside which the host's own time does not count."""
+        """`largest`: of the policies' drafts. `chunk`: rows of a prompt that the drafter prefills before a round of
+        several requests, unless `stall` is set. `captures`: rounds are CUDA graphs, beside which the host's own time
+        does not count."""
         self.drafter, self.known, self.largest, self.chunk = drafter, known, largest, chunk
         self.ranks, self.captures = ranks, captures
         self.chooser = Chooser(known.costs)
+        self.stall = 0.0  # seconds that the drafter may prefill before a round of several requests
         self._delayed: Budget | None = None  # to draft once the drafter has prefilled the texts
 
     def shape(self, requests: list[Request]) -> tuple[Budget, str]:
@@ -56,10 +59,13 @@ class Drafting:
         drafter = self.drafter
         if len(requests) == 1 or not budget.nodes or budget.part or drafter.cache is None:
             return True
-        if drafter.behind(requests) <= self.chunk:
+        each = self.known.costs.prefill(1)
+        chunk = max(LEAST, int(self.stall / each)) if each and self.stall else self.chunk
+        if drafter.behind(requests) <= chunk:
             return True
         start = time.perf_counter()
-        count = drafter.advance(requests, self.chunk)
+        if not (count := drafter.advance(requests, chunk)):
+            return True
         spent = time.perf_counter() - start
         self.known.costs.observe_prefill(count, spent)
         for request in requests:

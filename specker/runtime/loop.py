@@ -35,6 +35,9 @@ from specker.runtime.synthetic import agreements
 
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
+STALL = 3.0  # rounds that prefills may take between two rounds while other requests decode
+LEAST, UNKNOWN = 4, 32  # rows of a prompt that a step prefills then: the fewest, and before anything was measured
+NEW = 0.3  # weight of a new measurement
 
 
 @dataclass(eq=False)
@@ -64,6 +67,8 @@ class Loop:
     _usual: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])  # rounds of fixed shape, their seconds
     _views: dict[int, State] = field(init=False, default_factory=dict)  # of the first slots
     _tables: dict[int, Tensor] = field(init=False, default_factory=dict)  # synthetic acceptance by seed
+    _row_seconds: float = field(init=False, default=0.0)  # of a prompt's prefill, smoothed
+    _round_seconds: float = field(init=False, default=0.0)  # smoothed
     _chain: bool = field(init=False, default=False)  # whether the last round was of fixed shape and drafted
 
     def __post_init__(self) -> None:
@@ -91,7 +96,7 @@ class Loop:
         self._bucket = 0
         self.drafting = None
         if self.drafter is not None:
-            chunk, captures = prefill_chunk(self.target, False), self.graphs.capture
+            chunk, captures = prefill_chunk(self.target) if grain > 1 else UNKNOWN, self.graphs.capture
             self.drafting = Drafting(self.drafter, self.known, self.largest, chunk, self.ranks, captures)
 
     @property
@@ -200,7 +205,7 @@ class Loop:
         if not self.waiting and self.slots.filling is None:
             return
         alone, done = not self.active, 0
-        chunk = prefill_chunk(self.target, alone)
+        chunk = prefill_chunk(self.target) if alone else self._chunk()
         while done < (AT_ONCE if alone else chunk):
             if self.slots.filling is None:
                 if not self.waiting or not self.slots.admits(self.waiting[0]):
@@ -213,7 +218,18 @@ class Loop:
         """Admit a request and prefill its whole prompt."""
         self._begin(request)
         while self.slots.filling is not None:
-            self._prefill(prefill_chunk(self.target, True))
+            self._prefill(prefill_chunk(self.target))
+
+    def _chunk(self) -> int:
+        """Rows of a prompt to prefill before the next round of other requests: as many as take STALL rounds, half of it
+        if a draft model has prompts to prefill, too. Where bits depend on the chunk it has one size."""
+        whole = prefill_chunk(self.target)
+        if self.slots.grain > 1:
+            return whole
+        if not self._row_seconds or not self._round_seconds:
+            return UNKNOWN
+        share = STALL / len(self.slots.caches)
+        return max(LEAST, min(whole, int(share * self._round_seconds / self._row_seconds)))
 
     def _begin(self, request: Request) -> None:
         self._bucket = -1  # another loop may share the caches
@@ -225,7 +241,7 @@ class Loop:
         request, slot, start = self.slots.filling, self.slots.waiting_room, time.perf_counter()
         assert request is not None
         begun, end = self.cache.exact_len[slot], len(request.text) - 1
-        count = min(end - begun, most - begun % most)
+        count = min(end - begun, most - (begun % most if self.slots.grain > 1 else 0))
         taps = self.drafter.taps if self.drafter is not None and request.drafting else ()
         if count:
             self.see(0)
@@ -246,6 +262,8 @@ class Loop:
         seconds = time.perf_counter() - start
         request.stats.seconds["prefill"] += seconds
         request.stats.wall += seconds
+        if count >= LEAST:
+            self._row_seconds += (NEW if self._row_seconds else 1.0) * (seconds / count - self._row_seconds)
         return count
 
     def _agrees(self, request: Request) -> Tensor | None:
@@ -326,6 +344,9 @@ class Loop:
             self._usual[0] += 1
             self._usual[1] += launched
         r.usual = self.usual if self.fixed else None
+        self._round_seconds += (NEW if self._round_seconds else 1.0) * (launched - self._round_seconds)
+        if self.drafting is not None and self.slots.grain == 1:
+            self.drafting.stall = STALL / len(self.slots.caches) * self._round_seconds
         out = []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.text)  # a draft of fixed shape may go beyond the end

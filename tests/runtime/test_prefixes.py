@@ -10,6 +10,7 @@ from one_round import after_every_round, apart
 from pairs import perturbed
 
 import specker
+from specker import cpu
 from specker.model.prefixes import Match, Prefixes
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
@@ -123,10 +124,12 @@ def test_exact_takes_over_whole_chunks_of_prefills_alone(models, monkeypatch):
     assert again.stats.prompt == (len(prompt) - 1) % 24 and again.tokens == cases.plain(models[""], prompt, 5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_exact_has_the_bits_of_a_fresh_prefill(models, dtype):
-    """With packed weights on a CPU rows have the same bits in rounds and in chunks of any size."""
-    fresh, shared = (load(models, "draft", dtype=dtype, prefix_cache=kind, page_size=256) for kind in ("off", "exact"))
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"quantize": "int8"}])
+def test_exact_has_the_bits_of_a_fresh_prefill(options):
+    """With compiled layers rows have the same bits in rounds and in chunks of any size, so that an answer is not
+    computed again either."""
+    how = {"strategy": "draft", "device": "cpu", "page_size": 16, **options}
+    fresh, shared = (specker.load(prefix_cache=kind, **how) for kind in ("off", "exact"))
     prompt = list(START)
     for _ in range(3):
         rows, tokens = [], []
@@ -139,6 +142,8 @@ def test_exact_has_the_bits_of_a_fresh_prefill(models, dtype):
             tokens.append(engine.generate(prompt, 20).tokens)
         assert torch.equal(*rows) and tokens[0] == tokens[1]
         prompt += tokens[0] + TURN
+    if cpu.problem() is None:
+        assert shared.generate(prompt, 1).stats.prompt == len(TURN)
 
 
 def test_del_learns_from_the_new_rows(models, monkeypatch):
