@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specker.runtime.round import Round
 from specker.runtime.state import Request
@@ -27,8 +28,7 @@ class Logprob:
     best: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """The tokens and text that one round added to a request.
 
     Attributes:

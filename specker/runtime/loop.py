@@ -35,7 +35,7 @@ from specker.runtime.synthetic import agreements
 
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
-STALL = 3.0  # rounds that prefills may take between two rounds while other requests decode
+STALL = 2.5  # rounds that prefills may take between two rounds while other requests decode
 LEAST, UNKNOWN = 4, 32  # rows of a prompt that a step prefills then: the fewest, and before anything was measured
 NEW = 0.3  # weight of a new measurement
 
@@ -246,7 +246,8 @@ class Loop:
         if count:
             self.see(0)
             tokens = request.text[begun : begun + count]
-            rows = prefill(self.target, self.cache, tokens, taps, count, count, slot)
+            with self.threads() if self.slots.grain == 1 else nullcontext():
+                rows = prefill(self.target, self.cache, tokens, taps, count, count, slot)
             request.stats.prompt += count
             if taps and self.drafter is not None:
                 with self.threads():
@@ -344,7 +345,8 @@ class Loop:
             self._usual[0] += 1
             self._usual[1] += launched
         r.usual = self.usual if self.fixed else None
-        self._round_seconds += (NEW if self._round_seconds else 1.0) * (launched - self._round_seconds)
+        if self.slots.filling is None:  # after a chunk of a prompt a round takes longer: the caches hold other data
+            self._round_seconds += (NEW if self._round_seconds else 1.0) * (launched - self._round_seconds)
         if self.drafting is not None and self.slots.grain == 1:
             self.drafting.stall = STALL / len(self.slots.caches) * self._round_seconds
         out = []

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ from specker.runtime.synthetic import synthetic
 STAGES = ("prefill", "draft", "verify", "accept")  # the prefill is of a drafter that missed tokens
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What the launches of a round depend on. Captures are keyed by it."""
 
     sequences: int  # idle slots included

@@ -175,15 +175,14 @@ class Session:
                     self._refuse_nested()
                     self._changed.wait()
                 if inbox:
-                    entry = inbox.popleft()
-                    if isinstance(entry, BaseException):
-                        raise entry
-                    return entry
+                    return _read(inbox)
                 self._runner = threading.current_thread()
             try:
                 self._step()
             finally:
                 self._done()
+            if inbox:  # without the lock: only this thread reads it
+                return _read(inbox)
 
     def _has_work(self) -> bool:
         return bool(self._arrived or self._cancelled or self._unread) or self.loop.busy
@@ -261,6 +260,13 @@ class Session:
         for request in (*failed, *self.loop.requests):
             request.finished = request.finished or "failed"
         self.loop.clear(forget=True)
+
+
+def _read(inbox: Inbox) -> Event:
+    entry = inbox.popleft()
+    if isinstance(entry, BaseException):
+        raise entry
+    return entry
 
 
 class Stream(Iterator[Event]):

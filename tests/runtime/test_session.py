@@ -275,8 +275,8 @@ def test_other_texts_go_on_while_a_long_prompt_is_prefilled(models, way, monkeyp
     assert told[0] == (32, 299) and told[-1] == (299, 299) and len(told) == 10
 
 
-@pytest.mark.parametrize(("way", "rows"), [("ar", 30), ("draft", 15)])
-def test_a_chunk_takes_as_long_as_three_rounds(way, rows, monkeypatch):
+@pytest.mark.parametrize(("way", "rows"), [("ar", 25), ("draft", 12)])
+def test_a_chunk_takes_as_long_as_two_and_a_half_rounds(way, rows, monkeypatch):
     """Where bits do not depend on it: here a row takes a second and a round ten. Half of it if a draft model prefills
     its prompts, too."""
     if (why := cpu.problem()) is not None:
