@@ -288,7 +288,7 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
     does not grow."""
     most = ROWS[-1] - 1
     known = Experience(Costs(lambda _: 1.0))
-    how = Budget(most, most), True, Graphs(bench.cuda), known, 1, SCRATCH
+    how = Budget(most, most), True, Graphs(engine.model.device if bench.cuda else None), known, 1, SCRATCH
     loop = Loop(engine.model, engine.cache, None, *how)
     in_place(loop, a_text(engine, context, 0, False))
     made: dict[int, Round] = {}
@@ -311,7 +311,7 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
     drafter: Any = engine.drafter
     target, draft = engine.model, drafter.model
     engine.loop.see(context + engine.loop.beyond)
-    graphs, rows = Graphs(bench.cuda), DRAFTED + 1
+    graphs, rows = Graphs(target.device if bench.cuda else None), DRAFTED + 1
     length = torch.tensor([context], device=target.device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=target.device)
     verified = engine.cache.place(length, 1, 0, rows)

@@ -38,7 +38,7 @@ def new_round(
     state.write(0, request)
     draws = Draws.of([request.sampling], state.draw, fixed)
     lengths, shape = state.length if fixed else [len(text)], Shape(1, budget, fixed, draws=draws.kind)
-    return Round([request], state, shape, draws, lengths, Graphs(False), confident=request.policy.confident)
+    return Round([request], state, shape, draws, lengths, Graphs(), confident=request.policy.confident)
 
 
 @torch.inference_mode()

@@ -442,7 +442,7 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
 
         def round_():
             shape = Shape(n, Budget(depth, depth), True, draws=draws.kind)
-            launch(Round(sequences, state, shape, draws, state.length, Graphs(False)), *pair)
+            launch(Round(sequences, state, shape, draws, state.length, Graphs()), *pair)
 
         def forwards():
             """The same forwards on rows and tokens that are there."""

@@ -296,7 +296,7 @@ class Drafts:
                 state.draw[slot] = pack(sequence.sampling)
         rows = self._prefilled(sequences)
         shape = Shape(n, budget, draws=draws.kind)
-        r = Round(sequences, state, shape, draws, lengths, Graphs(False), policies[0].confident)
+        r = Round(sequences, state, shape, draws, lengths, Graphs(), policies[0].confident)
         with self._threads(rows + n * budget.depth):
             r.draft = self.drafter.draft(r)
         self._round, drafted = r, [r.draft.count(slot) for slot in range(n)]

@@ -30,9 +30,8 @@ bit of the results. SPECKER_PDL=0 turns it off.
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -106,6 +105,7 @@ class Variant:
     wide: bool = True  # the big operand must be read 16 bytes at a time, or asynchronously
     smoke: bool = False  # `make test` compiles it: bfloat16, D 128 where it applies, a few per op
     options: Mapping[str, Any] = field(default_factory=dict)  # further compiler options on NVIDIA, such as maxnreg
+    _compiled: dict[int, tuple[Any, ...]] = field(default_factory=dict, init=False, repr=False)  # for launches
 
     def warps(self, amd: bool) -> int:
         """The number of warps, or of waves of 64 lanes on AMD. There it is half, so that a lane has as many elements.
@@ -133,12 +133,62 @@ class Variant:
         }
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch on the device of the first argument, a tensor; Triton alone would use the current device."""
+        """Launch on the device of the first argument, a tensor; Triton alone would use the current device.
+
+        Triton finds the compiled kernel anew at each launch, from all arguments, constants and options, which takes 30
+        to 60 us: as long as a kernel. Here only what Triton specialises in a launch selects it: the alignment of
+        pointers, absent arguments and integers of more than 32 bits."""
         device = arguments[0].device
-        other = device.type == "cuda" and device.index != torch.cuda.current_device()
-        with torch.cuda.device(device) if other else nullcontext():
-            on = launched_on(device)
-            self.kernel[grid](*arguments, **self.constants(on), **self.compile_options(on))
+        if device.type != "cuda":
+            return self._compile(grid, device, arguments)
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(grid, *arguments)
+        values, key = [], device.index
+        for x, specialised in zip(arguments, self._specialised, strict=True):
+            kind = type(x)
+            if kind is int:
+                key = key << 3 | (1 if -(1 << 31) <= x < 1 << 31 else 2)
+            elif kind is float:
+                key = key << 3 | 3
+            elif x is None:
+                key = key << 3 | 4
+            else:
+                x = x.data_ptr()
+                key = key << 3 | (5 if specialised and x % 16 else 6)
+            values.append(x)
+        launch = self._compiled.get(key)
+        if launch is None or _observed():
+            compiled = self._compile(grid, device, arguments)
+            if not ON_AMD:  # where a launch also depends on the sizes of tensors
+                self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            return None
+        run, function, metadata = launch
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        run(*grid, *(1,) * (3 - len(grid)), stream, function, metadata, None, None, None, *values, *self._constants)
+        return None
+
+    def _compile(self, grid: tuple[int, ...], device: torch.device, arguments: tuple[Any, ...]) -> Any:
+        """Launch through Triton, which compiles the kernel for a new combination of arguments. Returns the kernel."""
+        on = launched_on(device)
+        return self.kernel[grid](*arguments, **self.constants(on), **self.compile_options(on))
+
+    @cached_property
+    def _specialised(self) -> tuple[bool, ...]:
+        """For each argument, whether Triton compiles another kernel for a pointer that is not a multiple of 16."""
+        params = self.kernel.params[: len(self.arguments)]
+        return tuple(not (p.do_not_specialize or p.do_not_specialize_on_alignment) for p in params)
+
+    @cached_property
+    def _constants(self) -> tuple[None, ...]:
+        """The launcher takes the constexprs too, and ignores them."""
+        return (None,) * (len(self.kernel.params) - len(self.arguments))
+
+
+def _observed() -> bool:
+    """Whether a profiler listens to Triton's launches."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook.calls for hook in hooks)
 
 
 @lru_cache

@@ -169,10 +169,12 @@ def first_of_equals(x: Tensor, value: Tensor) -> Tensor:
 
 
 def own_device(device: torch.device) -> torch.device:
-    """This process's own GPU, if the job has several processes and `device` has no index."""
-    if str(device) == "cuda" and world_size() > 1:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
+    """`device`, with the number of a GPU: by default the process's own if the job has several processes, otherwise the
+    thread's current one. Another thread may have another current one."""
+    if str(device) != "cuda":
+        return device
+    alone = world_size() == 1
+    return torch.device("cuda", torch.cuda.current_device() if alone else int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def world_size() -> int:
@@ -194,10 +196,10 @@ def join(options: Options, device: torch.device, divides: bool = False, timeout:
     if options.draft_ranks is not None and options.draft_ranks > tp:
         asked = option("draft_ranks", options.draft_ranks)
         raise ValueError(f"{asked} is more than the {tp} ranks of {option('tp')}")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # NCCL, events, streams and graphs use the current device
     if world == 1:
         return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for NCCL
     if not td.is_initialized():
         with answered(timeout):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -97,7 +97,7 @@ class Engine:
             self.drafter,
             self.plan.largest,
             fixed,
-            Graphs(fixed and gpu),
+            Graphs(model.device if fixed and gpu else None),
             known,
             o.batch_size,
             SCRATCH,

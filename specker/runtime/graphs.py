@@ -2,53 +2,103 @@
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 log = logging.getLogger(__name__)
 
+FAILURES = 2  # failed captures after which nothing more is captured
+LATE = 64  # most captures after the warm-up: each one stops the batch and holds memory
+
 
 class Graphs:
     """The first call with a key runs the work, which compiles its kernels; the second captures it; later calls replay
-    it. Work with the key None is never captured. If a capture fails, for example because a library allocates memory in
-    it, the work is launched directly from then on, with a warning: slower, but with the same results."""
+    it. Work with the key None is never captured.
 
-    def __init__(self, capture: bool):
-        self.capture, self.passes = capture, 2 if capture else 1  # `passes`: calls until a key is compiled and captured
+    If a capture fails, for example because a library allocates memory in it, its work is launched directly from then
+    on, with a warning: slower, but with the same results. After `FAILURES` of them nothing more is captured."""
+
+    def __init__(self, device: torch.device | None = None):
+        """`device`: the GPU whose work is captured; it must be the current device of a thread that calls `run`. None:
+        all work runs directly."""
+        self.device, self.capture = device, device is not None
+        self.passes = 2 if self.capture else 1  # calls until a key is compiled and captured
         self.captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.late = 0  # captures since `warmed`
+        self._warm = False
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
-        self._pool: Any = None
+        self._pool: Any = None  # the allocator's memory for graphs; all share it, since they never run at the same time
+        self._stream: torch.cuda.Stream | None = None
+
+    def warmed(self) -> None:
+        """Count captures as late from now on."""
+        self._warm = True
 
     def run(self, key: Hashable | None, work: Callable[[], None]) -> None:
-        if not self.capture or key is None or key in self._failed:
+        if not self.capture or key is None:
             work()
         elif key in self.captured:
             self.captured[key].replay()
         elif key not in self._seen:
             self._seen.add(key)
             work()
-        elif (graph := self._graph(key, work)) is not None:
+        elif self._may_capture(key) and (graph := self._capture(key, work)) is not None:
             graph.replay()
         else:
             work()
 
-    def _graph(self, key: Hashable, work: Callable[[], None]) -> Any:
-        """The captured graph; None, with a warning, if the capture fails."""
-        graph = torch.cuda.CUDAGraph()
+    def _may_capture(self, key: Hashable) -> bool:
+        return key not in self._failed and len(self._failed) < FAILURES and self.late < LATE
+
+    def _capture(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """The captured graph; None, with a warning, if the capture fails. Raises what else the work raises."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:  # torch's own capture stream belongs to the device of the process's first capture
+            self._stream = torch.cuda.Stream(self.device)
+        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        mistake: BaseException | None = None
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                work()
-        except RuntimeError as error:  # errors of CUDA, in other libraries too, and torch's out-of-memory error
-            self._failed.add(key)
-            reason = str(error).strip().splitlines()
-            log.warning(
-                "a CUDA graph could not be captured, so its kernels are launched one by one (%s): %s",
-                key,
-                reason[0] if reason else type(error).__name__,
-            )
+            # thread_local: what other threads do meanwhile, such as an allocation, does not end this capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                try:
+                    work()
+                except BaseException as error:
+                    mistake = error
+        except RuntimeError as error:
+            mistake = mistake or error
+            self._recover(outside)
+        if isinstance(mistake, RuntimeError):  # errors of CUDA, in other libraries too, and torch's out-of-memory error
+            self._warn(key, mistake)
             return None
-        self._pool = self._pool or graph.pool()
+        if mistake is not None:
+            raise mistake
         self.captured[key] = graph
+        self.late += self._warm
         return graph
+
+    def _recover(self, stream: torch.cuda.Stream) -> None:
+        """Undo what torch leaves behind if a capture cannot end: the capture stream stays the current one, and the
+        allocator still serves this thread from the pool, so every later capture would be refused."""
+        torch.cuda.set_stream(stream)
+        assert self.device is not None
+        with suppress(RuntimeError):  # the capture failed before or after the allocator's part
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_releasePool(self.device.index, self._pool)
+        self._pool = None  # graphs captured earlier keep their memory
+
+    def _warn(self, key: Hashable, error: RuntimeError) -> None:
+        self._failed.add(key)
+        reason = str(error).strip().splitlines()
+        log.warning(
+            "a CUDA graph could not be captured, so its kernels are launched one by one (%s): %s",
+            key,
+            reason[0] if reason else type(error).__name__,
+        )
+        if len(self._failed) == FAILURES:
+            log.warning("%d captures failed: nothing more is captured, and rounds take longer", FAILURES)

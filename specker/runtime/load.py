@@ -38,7 +38,7 @@ def load(
         strategy = strategies.usual(target, draft, options)
     opts = strategy if isinstance(strategy, Options) else strategies.options(strategy=strategy, **options)
     parts = strategies.of(opts)
-    where = dist.own_device(device_of(device))
+    where = device_of(device)
     ranks = dist.join(opts, where, parts.divides)
     if draft is not None and not parts.needs_draft:
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
@@ -225,9 +225,9 @@ def _cut(draft: Checkpoint, rows: int) -> Checkpoint:
 
 
 def device_of(device: str | torch.device | None) -> torch.device:
-    """The device of a name; default: a GPU if there is one. Raises ValueError."""
+    """The device of a name, a GPU with its number; default: a GPU if there is one. Raises ValueError."""
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -236,6 +236,9 @@ def device_of(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device {device} is not supported: use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device cuda needs a CUDA GPU, and torch finds none: use {option('device', 'cpu')}")
+    device = dist.own_device(device)
+    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise ValueError(f"there is no device {device}: torch finds {count}, from cuda:0 to cuda:{count - 1}")
     return device
 
 

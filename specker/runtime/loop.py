@@ -309,8 +309,11 @@ class Loop:
         if drafting is not None:
             r.confident = requests[0].policy.confident
             r.reason, r.trial = reason, drafting.chooser.trial and reason != BEHIND
+        late = self.graphs.late
         launch(r, self.target, self.cache, None if drafting is None else drafting.drafter)
         send(r, self.target)
+        for request in requests if self.graphs.late > late else ():
+            request.stats.captures += self.graphs.late - late
         self._chain = fixed and r.draft.size > 0 and not budget.part
         if fixed:
             self.launched += 1

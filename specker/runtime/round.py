@@ -139,6 +139,12 @@ class Round:
         return self.state.window
 
     @property
+    def exits(self) -> Tensor:
+        """[n, R, E]: in a round of fixed shape, the rows after the exit layer of a self-drafted chain."""
+        hidden = self.state.hidden
+        return hidden.view(-1, self.window.shape[1], hidden.shape[-1])[: self.n]
+
+    @property
     def rows(self) -> int:
         """Rows of the verify pass: the root and the draft of every sequence."""
         return self.n * (self.draft.size + 1)

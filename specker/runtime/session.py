@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.flags import option
+from specker.model.device import current
 from specker.options import Params, whole
 from specker.runtime import text
 from specker.runtime.detokenize import Detokenizer
@@ -37,7 +38,7 @@ class Session:
     ):
         """`target`, `name`: the model's tokenizer and context, and what the user calls it. `policy`: makes one for each
         request. `stop_ids`: of every request. `running`: a context manager around steps, which explains errors."""
-        self.loop, self.target, self.name = loop, target, name
+        self.loop, self.target, self.name, self.device = loop, target, name, loop.target.device
         self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
         self._changed = threading.Condition()
         self._inboxes: dict[Request, Inbox] = {}  # of the streams' requests
@@ -121,10 +122,11 @@ class Session:
                 return
             self._runner = threading.current_thread()
         try:
-            self._take()
-            while self.loop.pending:  # with a cancelled request in it, no further round is launched
-                self._deliver(self.loop.step())
-            self.loop.retire()
+            with current(self.device):
+                self._take()
+                while self.loop.pending:  # with a cancelled request in it, no further round is launched
+                    self._deliver(self.loop.step())
+                self.loop.retire()
         finally:
             self._done()
 
@@ -159,11 +161,12 @@ class Session:
         """Context manager for what uses the caches itself: finishes all requests first, whose events wait."""
         self._begin()
         try:
-            self._take()
-            while self.loop.busy:
-                self._step()
-            with self._running():
-                yield
+            with current(self.device):
+                self._take()
+                while self.loop.busy:
+                    self._step()
+                with self._running():
+                    yield
         finally:
             self._done()
 
@@ -228,8 +231,9 @@ class Session:
 
     def _step(self) -> None:
         try:
-            self._take()
-            events = self.loop.step()
+            with current(self.device):
+                self._take()
+                events = self.loop.step()
         except BaseException:
             try:
                 with self._running():  # out of memory becomes a sentence

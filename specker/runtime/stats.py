@@ -30,6 +30,7 @@ class Stats:
     hits: list[int] = field(default_factory=list)  # hits[i]: rounds that accepted at least i + 1 draft tokens
     lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
     rests: dict[str, int] = field(default_factory=dict)  # rounds in which the policy drafted nothing, by its reason
+    captures: int = 0  # CUDA graphs captured in its rounds, after the warm-up
     copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
@@ -123,6 +124,7 @@ class Stats:
             hits=[a + b for a, b in zip(*padded, strict=True)],
             lengths=_joined(self.lengths, other.lengths),
             rests=_joined(self.rests, other.rests),
+            captures=self.captures + other.captures,
             copied=self.copied + other.copied,
             exits=_joined(self.exits, other.exits),
             kept=self.kept + other.kept,
@@ -142,6 +144,7 @@ class Stats:
             "accepted_per_position": self.accepted_per_position,
             "lengths": dict(sorted(self.lengths.items())),
             "rests": dict(sorted(self.rests.items())),
+            **({"captures": self.captures} if self.captures else {}),
             **({"copied": self.copied} if self.copied else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"diffusion": self.diffusion} if self.found else {}),

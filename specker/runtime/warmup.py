@@ -30,13 +30,13 @@ DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0
 def warm_up(
     session: Session, plan: Plan, policy: Callable[[], Policy], tell: Callable[[int, int], None] | None = None
 ) -> None:
-    """On a GPU, compile every kernel and capture every graph, except DEL's verify passes: there is one per exit and
-    length, captured at its second use. Then, on any device, decode a few tokens with and without the drafter, and
+    """On a GPU, compile every kernel and capture every graph, except DEL's verify passes of long drafts: there is one per
+    exit and length, captured at its second use. Then, on any device, decode a few tokens with and without the drafter, and
     measure what rounds cost, for policies that rest. `tell` is called with (done, of)."""
     loop = session.loop
     if loop.fixed:
         with session.alone():
-            warm_rounds(loop, plan.budgets, plan.verified, plan.accepted, policy().confident, tell)
+            warm_rounds(loop, plan.budgets, plan.verified, plan.accepted, policy().confident, tell, plan.exits)
     filters: tuple[dict[str, Any], ...] = ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
     sampled: tuple[dict[str, Any], ...] = tuple({"temperature": 1.0, **f} for f in filters)
     # On a CPU nothing is left to compile: a first round reads the weights' pages.
@@ -53,6 +53,7 @@ def warm_up(
     loop.known.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
     if loop.drafting is not None:
         loop.drafting.chooser.clear()
+    loop.graphs.warmed()
     with session.alone():
         if loop.drafter is not None and policy().rests:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)
@@ -75,10 +76,11 @@ def warm_rounds(
     accepted: Sequence[int],
     confident: bool = False,
     tell: Callable[[int, int], None] | None = None,
+    exits: Sequence[Budget] = (),
 ) -> None:
     """Run every round of fixed shape that a request may use, for every padded number of slots. `budgets`: the shapes
-    that policies may propose (empty: no draft); `verified`, `accepted`: further draft sizes to verify and to accept.
-    `confident`: policies end drafts by confidence. `tell` is called with (done, of)."""
+    that policies may propose (empty: no draft); `verified`, `accepted`: further draft sizes to verify and to accept;
+    `exits`: further drafts of the target's first layers to verify, for one text and for a full batch. `confident`: policies end drafts by confidence. `tell` is called with (done, of)."""
     for cache in loop.slots.caches:
         cache.k.zero_(), cache.v.zero_()  # finite K/V gives finite logits and valid ids
     todo: list[Callable[[], None]] = []
@@ -89,6 +91,8 @@ def warm_rounds(
         for sampling, budget in itertools.product(DRAWS, budgets):
             todo.append(partial(_drafted, loop, n, before, length, sampling, budget, confident))
         todo.append(partial(_sizes, loop, n, length, DRAWS[0], verified, False))
+        if exits and n in (1, loop.size):
+            todo.append(partial(_exits, loop, n, length, exits))
     for n, sampling in itertools.product(sizes, DRAWS):
         todo.append(partial(_sizes, loop, min(n, loop.size), lengths[0], sampling, accepted, True))
     for done, work in enumerate(todo, 1):
@@ -201,6 +205,17 @@ def _drafted(loop: Loop, n: int, before: int, length: int, sampling: Sampling, b
         r = loop.new_round(budget, True, length - there)
         r.confident = confident
         launch(r, loop.target, loop.cache, loop.drafter)
+
+
+def _exits(loop: Loop, n: int, length: int, budgets: Sequence[Budget]) -> None:
+    """Run verify passes for chains that the target's first layers drafted."""
+    _texts(loop, n, length, DRAWS[0])
+    for budget in budgets:
+        for _ in range(loop.graphs.passes):
+            r = loop.new_round(budget, True)
+            r.draft = Draft(budget.depth)
+            r.draft.hidden = r.exits[:, : budget.depth]
+            verify(r, loop.target, loop.cache)
 
 
 def _sizes(loop: Loop, n: int, length: int, sampling: Sampling, sizes: Sequence[int], accepting: bool) -> None:

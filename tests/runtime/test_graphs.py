@@ -1,77 +1,169 @@
-"""Graphs: run, capture, replay, and what follows a capture that fails. CUDA is a stand-in."""
+"""Graphs: run, capture, replay, and what follows a capture that fails. CUDA is a stand-in (tests/fake_cuda.py)."""
 
-import contextlib
+import threading
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 
-from specker.runtime.graphs import Graphs
+import specker
+from specker.runtime import graphs as module
+from specker.runtime import loop
+from specker.runtime.graphs import FAILURES, Graphs
+from specker.runtime.strategies.dynamic_exit import USUAL, eligible_layers
 
-
-class Recorded:
-    """Stands in for torch.cuda.CUDAGraph: counts replays."""
-
-    def __init__(self):
-        self.replays = 0
-
-    def replay(self):
-        self.replays += 1
-
-    def pool(self):
-        return "pool"
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """The pools that captures were given."""
-    pools = []
-
-    @contextlib.contextmanager
-    def graph(_, pool):
-        pools.append(pool)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    return pools
+    return FakeCuda().install(monkeypatch)
 
 
 def test_run_then_capture_then_replay(cuda):
-    graphs, calls = Graphs(True), []
+    graphs, calls = Graphs(GPU), []
     for _ in range(4):
         graphs.run("a", lambda: calls.append("a"))
         graphs.run(None, lambda: calls.append("free"))
     assert calls == ["a", "free", "a", "free", "free", "free"] and graphs.captured["a"].replays == 3
     for _ in range(2):
         graphs.run("b", lambda: None)
-    assert cuda == [None, "pool"], "all graphs share a pool"
+    assert cuda.pools == [1, 1], "all graphs share a pool"
 
 
-def test_work_that_cannot_be_captured_is_launched(cuda, caplog):
-    graphs, calls, capturing = Graphs(True), [], iter((False, True, False, False))
+def test_without_a_device_nothing_is_captured():
+    graphs, calls = Graphs(), []
+    for _ in range(3):
+        graphs.run("a", lambda: calls.append("a"))
+    assert len(calls) == 3 and not graphs.captured
+
+
+def failing(cuda, graphs, key="a"):
+    """Run work whose capture is invalidated. Returns how often it ran."""
+    calls = []
 
     def work():
-        calls.append("work")
-        if next(capturing):
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        calls.append(key)
+        if cuda.recording:
+            cuda.invalidate()
 
-    graphs.run("a", work)
-    graphs.run("a", work)
+    for _ in range(3):
+        graphs.run(key, work)
+    return len(calls)
+
+
+def test_after_a_failed_capture_the_work_is_launched_and_other_keys_are_captured(cuda, caplog):
+    graphs, outside = Graphs(GPU), cuda.stream
+    assert failing(cuda, graphs) == 4  # once, the capture, the launch in its place, and once more
     [record] = caplog.records
     assert record.name.startswith("specker.") and record.levelname == "WARNING"
     assert record.getMessage().endswith("one by one (a): operation not permitted when stream is capturing")
-    graphs.run("a", work)
-    assert len(caplog.records) == 1  # said once
-    assert calls == ["work"] * 4 and not graphs.captured  # the second run: the capture, then the launch
+    assert not graphs.captured and not cuda.recording and cuda.stream == outside
+    for _ in range(3):
+        graphs.run("b", lambda: None)
+    assert graphs.captured["b"].replays == 2 and cuda.stream == outside
+    assert cuda.pools == [1, 2], "the pool of a failed capture is not used again"
 
 
-def test_a_mistake_in_the_work_is_not_hidden(cuda):
-    graphs = Graphs(True)
+def test_a_capture_that_cannot_begin_leaves_no_trace(cuda, monkeypatch, caplog):
+    graphs, outside = Graphs(GPU), cuda.stream
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 7)
+    cuda.recording.add(7)  # another library's capture failed
+    for _ in range(2):
+        graphs.run("a", lambda: None)
+    assert "already recording" in caplog.text and cuda.stream == outside and not cuda.recording
+
+
+def test_after_two_failures_nothing_more_is_captured(cuda, caplog):
+    graphs = Graphs(GPU)
+    for key in range(FAILURES):
+        failing(cuda, graphs, key)
+    assert [r.getMessage() for r in caplog.records][-1].startswith("2 captures failed: nothing more is captured")
+    calls = []
+    for _ in range(3):
+        graphs.run("c", lambda: calls.append("c"))
+    assert len(calls) == 3 and not graphs.captured
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
+@pytest.mark.parametrize("invalid", [False, True])
+def test_another_error_of_the_work_is_not_hidden(cuda, error, invalid):
+    graphs, outside = Graphs(GPU), cuda.stream
+    graphs.run("a", lambda: None)
 
     def work():
-        raise TypeError("wrong")
+        cuda.invalid = invalid
+        raise error("wrong")
 
-    for _ in range(2):
-        graphs._seen.add("a")
-        with pytest.raises(TypeError):
-            graphs.run("a", work)
+    with pytest.raises(error):
+        graphs.run("a", work)
+    assert cuda.stream == outside and not cuda.recording and not graphs.captured
+
+
+def test_late_captures_are_counted_and_bounded(cuda, monkeypatch):
+    monkeypatch.setattr(module, "LATE", 2)
+    graphs, calls = Graphs(GPU), []
+    for key in range(2):
+        for _ in range(2):
+            graphs.run(key, lambda: None)
+    assert graphs.late == 0
+    graphs.warmed()
+    for key in range(2, 6):
+        for _ in range(3):
+            graphs.run(key, lambda: calls.append(0))
+    assert graphs.late == 2 and len(graphs.captured) == 4
+    assert len(calls) == 2 * 2 + 2 * 3
+
+
+class Again(Graphs):
+    """A replay on the CPU: it runs the work again, except for the first one, since the capture ran the work too."""
+
+    def _capture(self, key, work):
+        graph = super()._capture(key, work)
+        replay = graph.replay
+
+        def again():
+            replay()
+            if graph.replays > 1:
+                work()
+
+        graph.replay = again
+        return graph
+
+
+@pytest.mark.parametrize("strategy", ["draft", "del"])
+def test_a_worker_thread_uses_the_engines_own_device(cuda, monkeypatch, strategy):
+    """Rounds, captures, copies and results of an engine on cuda:1, in a thread whose current device is cuda:0."""
+    engine = specker.load(strategy=strategy, device="cpu", dtype="float64", graphs="on")
+    plain = engine.generate("def f(x):", 24)
+    engine.loop.graphs, engine.session.device = Again(torch.device("cuda", 1)), torch.device("cuda", 1)
+    for name in ("launch", "send", "collect"):
+        work = getattr(loop, name)
+        monkeypatch.setattr(loop, name, lambda *args, name=name, work=work: (cuda.note(name), work(*args))[1])
+    out = []
+
+    def decode():
+        out.append(engine.generate("def f(x):", 24))
+        out.append(cuda.device)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    thread.join()
+    assert out[0].tokens == plain.tokens and out[1] == 0
+    assert {"launch", "send", "collect", "capture", "replay", "event", "record"} <= {what for what, _ in cuda.seen}
+    assert {device for _, device in cuda.seen} == {1}
+
+
+def test_usual_early_exits_are_captured_in_the_warm_up_and_later_captures_counted(cuda):
+    engine = specker.load(strategy="del", device="cpu", dtype="float64", graphs="on", max_context=256)
+    graphs = engine.loop.graphs = Again(GPU)
+    engine.warmup()
+    assert graphs.late == 0
+    verified = {(key[0][3], key[0][1]) for key in graphs.captured if key[0][0] == "verify" and key[0][3]}
+    exits = {exit for exit, _ in verified}
+    assert verified == {(exit, n) for exit in exits for n in range(1, USUAL + 1)}
+    assert exits == set(eligible_layers(engine.target.config.num_layers, engine.policies.head_cost))
+    engine.loop.known.clear()  # of costs, by which this policy would rest
+    out = [engine.generate(prompt, 48) for prompt in specker.zoo.PROMPTS]
+    assert sum(each.stats.captures for each in out) == graphs.late > 0
+    assert all(each.stats.to_json().get("captures", 0) == each.stats.captures for each in out)

@@ -102,6 +102,7 @@ class Plan:
     budgets: tuple[Budget, ...]  # shapes that the policy may propose; empty without fixed-shape drafts
     verified: tuple[int, ...]  # further sizes of drafts for the verify pass
     accepted: tuple[int, ...]  # further sizes of drafts for acceptance
+    exits: tuple[Budget, ...] = ()  # further drafts by the target's first layers, for the verify pass
 
 
 class Strategy:

@@ -143,4 +143,5 @@ def joined_plan(plan: Plan) -> Plan:
         plan.budgets,
         tuple(sorted({*plan.verified, *sizes})),
         tuple(sorted({*plan.accepted, *sizes})),
+        plan.exits,
     )

@@ -19,6 +19,7 @@ were measured, and a round drafts nothing while plain rounds are faster (choose.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from specker.flags import check_fields, opt, option
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
 
 ELIGIBLE = 8  # maximum number of exit layers
+USUAL = 6  # longest draft whose verify passes the warm-up captures for each exit
 
 
 def eligible_layers(total: int, head_cost: float = 0.0, count: int = ELIGIBLE) -> tuple[int, ...]:
@@ -120,7 +122,8 @@ class SelfDrafting(Strategy):
         return self.auto(context, replace(size, exit=exit)) if rule == AUTO else general(rule, size, exit)
 
     def plan(self, context: PolicyContext) -> Plan:
-        """Draft steps are captured one by one, so the plan holds a whole draft only for a fixed length."""
+        """Draft steps are captured one by one, so the plan holds a whole draft only for a fixed length. A verify pass
+        depends on exit and length, and 8 exits with 18 lengths are too many: the plan has drafts of up to `USUAL`."""
         size, rule = self.size(context.options), context.options.policy or "del"
         exits: tuple[int, ...] = (context.options.own.exit(context.layers),)
         if rule in self.policies:
@@ -132,7 +135,9 @@ class SelfDrafting(Strategy):
             return Plan(size, tuple(Budget(n, n, exits[0]) for n in lengths), (0,), (0,))
         length = size.depth if rule == "fixed" else 1
         sizes = (0,) if rule == "fixed" else tuple(range(size.nodes + 1))
-        return Plan(size, tuple(Budget(length, length, exit) for exit in exits), (0,), sizes)
+        usual = () if rule == "fixed" else range(length + 1, min(USUAL, size.depth) + 1)
+        pairs = tuple(Budget(n, n, exit) for exit, n in product(exits, usual))
+        return Plan(size, tuple(Budget(length, length, exit) for exit in exits), (0,), sizes, pairs)
 
 
 def _bytes(layer: Group) -> int:

@@ -52,12 +52,8 @@ class EarlyExitDrafter(Drafter):
             if r.confident and not draft.goes_on(r):
                 break
         draft.taps = {layer: torch.stack(kept, 1) for layer, kept in tapped.items()}
-        draft.hidden = self._exits(r)[:, : draft.size] if r.fixed else torch.stack(hidden, 1)
+        draft.hidden = r.exits[:, : draft.size] if r.fixed else torch.stack(hidden, 1)
         return draft
-
-    def _exits(self, r: Round) -> Tensor:
-        """[n, R, E], the state's memory for the rows after the exit layer."""
-        return r.state.hidden.view(-1, r.window.shape[1], self.model.config.hidden_size)[: r.n]
 
     def _step(self, r: Round, draft: Draft, n: int, hidden: list[Tensor], tapped: dict[int, list[Tensor]]) -> None:
         """Draft token n of each sequence. Captured work reads n from the state, so one graph serves all n."""
@@ -68,7 +64,7 @@ class EarlyExitDrafter(Drafter):
             rows, embedded = begin(model, cache, r.lengths, 1, n, s.window[:, n : n + 1])
         out = forward(model, cache, rows, embedded, slice(r.budget.exit), tuple(tapped))
         if r.fixed:
-            self._exits(r).index_copy_(1, s.step, out.hidden.unsqueeze(1))
+            r.exits.index_copy_(1, s.step, out.hidden.unsqueeze(1))
             s.step.add_(1)
             best = s.window.new_empty(r.n, 1)
             draft.extend(r, self.head, out.final, rows.positions, best)

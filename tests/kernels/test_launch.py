@@ -1,0 +1,51 @@
+"""A launch through `Variant.__call__` passes on what Triton's own launch would: the same compiled kernel, grid, stream,
+device and arguments."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["first", "a", "b", "none", "wide", "device", "again", "hook"]
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler builds the libcuda that does nothing")
+
+
+@pytest.fixture(scope="module")
+def found():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, ROOT / "tests" / "launch_worker.py", *NAMES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_launch_is_tritons_own(found, name):
+    *ours, tritons = found["launches"][name]
+    assert len(ours) == 3 and all(launch == tritons for launch in ours)
+    grid, stream, _, arguments, device = tritons
+    assert grid == [7, 2, 1] and device == int(name == "device") and stream == 100 + device
+    assert arguments == [
+        4096 + 4 * (name == "a"),
+        None if name == "none" else 8192 + 4 * (name == "b"),
+        12288,
+        1 << 31 if name == "wide" else 1000,
+        2.0,
+    ]
+
+
+def test_what_triton_specialises_selects_the_kernel(found):
+    kernel = {name: launches[0][2] for name, launches in found["launches"].items()}
+    assert kernel["first"] == kernel["b"] == kernel["again"] == kernel["hook"]
+    assert len({kernel[name] for name in ("first", "a", "none", "wide")}) == 4
+    assert found["compiled"] == 5  # these four, and one for the second device
+
+
+def test_a_profiler_hears_every_launch(found):
+    assert found["hooked"] == 4
