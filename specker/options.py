@@ -111,8 +111,8 @@ class Common:
     )
     graphs: str | None = opt(
         None,
-        "run rounds of fixed shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU and for "
-        "float64)",
+        "run rounds of fixed shape, as CUDA graphs on a GPU: on (default on a GPU) or off (default on a CPU, for "
+        "float64, and with --tp if only rank 0 drafts)",
         choices=("on", "off"),
     )
     load: str = opt(

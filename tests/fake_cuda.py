@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
+from specker.runtime.graphs import Graphs
+
 
 class FakeCuda:
     """Install with `install(monkeypatch)`. Each thread has a current device and stream, at first those of device 0.
@@ -120,3 +122,19 @@ class FakeCuda:
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: None, raising=False)
         return self
+
+
+class Again(Graphs):
+    """A replay on the CPU: it runs the work again, except for the first one, since the capture ran the work too."""
+
+    def _capture(self, key, work):
+        graph = super()._capture(key, work)
+        replay = graph.replay
+
+        def again():
+            replay()
+            if graph.replays > 1:
+                work()
+
+        graph.replay = again
+        return graph

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from bench.launch import Pointer, install
 from triton.backends.nvidia.driver import CudaLauncher
 
+from bench.launch import Pointer, install
 from specker.kernels.variant import Variant
 
 

@@ -25,7 +25,7 @@ from specker.model.decoder import Model, forward
 from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime.drafter import Draft
-from specker.runtime.engine import check_graphs
+from specker.runtime.engine import fixed_shapes
 from specker.runtime.graphs import Graphs
 from specker.runtime.head import Head
 from specker.runtime.loop import Loop
@@ -205,7 +205,16 @@ def test_float64_has_no_graphs_on_a_gpu(pairs):
     options = dataclasses.replace(engine.options, graphs="on")
     gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64)
     with pytest.raises(ValueError, match="graphs='on' needs kernels"):
-        check_graphs(options, gpu, None)
+        fixed_shapes(options, gpu, None)
+    assert not fixed_shapes(dataclasses.replace(options, graphs=None), gpu, None)
+
+
+@pytest.mark.parametrize(("drafting", "graphs", "fixed"), [(2, None, True), (1, None, False), (2, "off", False)])
+def test_ranks_capture_rounds_where_every_rank_drafts(pairs, drafting, graphs, fixed):
+    options = dataclasses.replace(load(pairs).options, graphs=graphs)
+    gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert fixed_shapes(options, gpu, SimpleNamespace(drafting=drafting, size=2)) == fixed
+    assert fixed_shapes(options, gpu, None) == (graphs is None)
 
 
 @pytest.mark.parametrize("beside", [(), ([7] * 20, list(range(50, 99)))], ids=["alone", "batch"])

@@ -6,13 +6,16 @@ that share most of a known text that no other one continues. All requests of a s
 
 The draft model's K/V comes from a pool of pages. If the pool is full, the least recently used requests lose their
 pages. A request that gets no pages gets no draft.
+
+On a GPU a draft has a fixed shape where it can, and is a CUDA graph from its second use on: one for each number of
+texts, since the slots beyond may hold other requests, whose K/V must not be written.
 """
 
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,9 @@ from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, folder_of, read_config
 from specker.checkpoints.parse import eos_ids, read_json, reason
 from specker.kernels.cpu import native
+from specker.model.cache import Lengths
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
+from specker.model.device import current
 from specker.model.memory import CacheMemory
 from specker.model.sampling import Draws, pack
 from specker.model.weights import Weights
@@ -38,6 +43,7 @@ from specker.runtime.drafter import CATCH_UP_ROWS
 from specker.runtime.engine import draft_cost
 from specker.runtime.graphs import Graphs
 from specker.runtime.load import device_of, drafting, dtype_of, family_of
+from specker.runtime.loop import KV_BUCKETS
 from specker.runtime.policy import AUTO, Outcome
 from specker.runtime.round import Round, Shape
 from specker.runtime.state import Request, State
@@ -118,18 +124,22 @@ class Drafts:
         assert drafter is not None
         self.drafter = drafter
         known = Experience(Costs(lambda budget: draft_cost(budget, main, side, 0.0)))
+        gpu = where.type == "cuda"
+        self.fixed = gpu and kind != torch.float64 if o.graphs is None else o.graphs == "on"
+        self.device, self._graphs = where, Graphs(where if self.fixed and gpu else None)
         self._chooser = Chooser(known.costs, learns=False)
         self.policies = PolicyContext(o, config.num_layers, family, known, 0.0, where.type == "cpu")
         self.limit = config.max_context
         largest, model = strategies.plan(self.policies).largest, drafter.model
+        self.rows = largest.nodes + 1  # of a window; also tokens that a draft of fixed shape forwards
         self.state = State.empty(
             torch.float32 if model is None else model.dtype,
             where,
             sequences=requests + 1,
-            rows=largest.nodes + 1,
+            rows=self.rows,
             wide=0 if model is None else model.config.hidden_size,
             vocab=0,  # the engine has the logits
-            columns=0,  # the engine has the texts, too; only rounds of fixed shape read them here
+            columns=self.limit if self.fixed else 0,  # only drafts of fixed shape read texts on the device
         )
         self._slots: list[Request | None] = [None] * (requests + 1)
         self._used: dict[Request, int] = {}  # the last step that had a request's text
@@ -147,29 +157,33 @@ class Drafts:
         self._step += 1
         drafts: list[list[int]] = [[] for _ in texts]
         chosen: dict[int, Request] = {}
-        for i, sequence in self._matched(texts).items():
-            sequence.sampling = GREEDY if sampling is None else sampling[i]
-            length = len(sequence.text)
-            left = min(most, self.limit - length, self.drafter.left(length))
-            if left > 0 and self._has_memory(sequence, length + most):
-                chosen[i] = sequence
-        self._round = None
-        if chosen:
-            sequences = list(chosen.values())
-            for slot, sequence in enumerate(sequences):
-                self._swap(slot, self._slots.index(sequence))
-            drafts_of = self._drafted(sequences, most)
-            for i, tokens in zip(chosen, drafts_of, strict=True):
-                drafts[i] = tokens
+        with current(self.device):
+            for i, sequence in self._matched(texts).items():
+                sequence.sampling = GREEDY if sampling is None else sampling[i]
+                length = len(sequence.text)
+                left = min(most, self.limit - length, self.drafter.left(length))
+                if left > 0 and self._has_memory(sequence, length + most):
+                    chosen[i] = sequence
+            self._round = None
+            if chosen:
+                sequences = list(chosen.values())
+                for slot, sequence in enumerate(sequences):
+                    self._swap(slot, self._slots.index(sequence))
+                drafts_of = self._drafted(sequences, most)
+                for i, tokens in zip(chosen, drafts_of, strict=True):
+                    drafts[i] = tokens
         return drafts
 
     def warm_up(self, most: int) -> None:
-        """Draft up to `most` tokens once for one text and once for as many as there are slots, so that no request waits
-        for a compiler."""
-        for n in {1, len(self._slots) - 1}:
-            self.draft([[0, 0]] * n, most)
-        for sequence in [s for s in self._slots if s is not None]:
-            self._release(sequence)
+        """Draft up to `most` tokens for one text and for as many as there are slots, and for texts of two lengths, of
+        which only the longer one allows a draft of fixed shape, so that no request waits for a compiler or for the
+        capture of these graphs."""
+        for n, length in product((1, len(self._slots) - 1), (2, min(2 * most + 2, self.limit - most))):
+            for _ in range(self._graphs.passes):
+                self.draft([[0] * length] * n, most)
+            for sequence in [s for s in self._slots if s is not None]:
+                self._release(sequence)
+        self._graphs.warmed()
         self._round = None
 
     # --- requests
@@ -182,12 +196,14 @@ class Drafts:
             if same := [s for s in held if _continues(text, s.text)]:
                 found[i] = max(same, key=lambda s: len(s.text))
                 held.remove(found[i])
-        self._observe({s: texts[i] for i, s in found.items()})
+        before = {s: len(s.text) for s in found.values()}
         for i, sequence in found.items():
             written = list(texts[i][len(sequence.text) :])
             if self.drafter.head is not None:
                 self.drafter.head.count(written)
             sequence.text.extend(written)
+        self._observe(before)
+        for sequence in found.values():
             self._truncate(self._slots.index(sequence), len(sequence.text) - 1)
         for i, text in enumerate(texts):  # after all texts that continue a known one: those must not lose their K/V
             if i not in found and (new := self._admitted(list(text), held)) is not None:
@@ -196,17 +212,20 @@ class Drafts:
             self._used[sequence] = self._step
         return found
 
-    def _observe(self, grown: dict[Request, Sequence[int]]) -> None:
-        """Compare the last drafts with the tokens that the engine added, before any slot changes."""
+    def _observe(self, before: dict[Request, int]) -> None:
+        """Compare the last drafts with the tokens that the engine added, before any slot changes. `before`: the texts'
+        lengths at those drafts."""
         if (r := self._round) is None:
             return
         for slot, sequence in enumerate(r.requests):
-            if sequence not in grown or not (drafted := self._tokens[slot]):
+            if sequence not in before or not (drafted := self._tokens[slot]):
                 continue
-            old = len(sequence.text)
-            path = list(range(_common(drafted, grown[sequence][old:]) + 1))
+            known = before[sequence]
+            path = list(range(_common(drafted, sequence.text[known:]) + 1))
             sequence.policy.observe(Outcome(len(drafted), path, [each[slot] for each in r.draft.confidence]))
             self.drafter.observe(r, slot, path)
+            if r.fixed:  # the engine may have added more tokens than a round of specker's would
+                self._truncate(slot, known + len(path) - 1)
 
     def _admitted(self, text: list[int], held: list[Request]) -> Request | None:
         """A new sequence. It takes over the K/V of the sequence in `held` with the longest common beginning, if that is
@@ -290,30 +309,58 @@ class Drafts:
             p.taken(budget, prices)
         left = max(min(self.limit - length, self.drafter.left(length)) for length in lengths)
         budget = budget.clip(budget.nodes, min(most, left))
-        draws = Draws.of([s.sampling for s in sequences], state.draw, False)
+        fixed = self.fixed and all(self.drafter.fixed(length, budget) for length in lengths)
+        draws = Draws.of([s.sampling for s in sequences], state.draw, fixed)
         if draws.kind != "greedy":
             for slot, sequence in enumerate(sequences):
                 state.draw[slot] = pack(sequence.sampling)
-        rows = self._prefilled(sequences)
-        shape = Shape(n, budget, draws=draws.kind)
-        r = Round(sequences, state, shape, draws, lengths, Graphs(), policies[0].confident)
+        self._see(0)
+        rows = self._prefilled(sequences, self.rows if fixed else CATCH_UP_ROWS)
+        if fixed:
+            self._send(sequences)
+        shape = Shape(n, budget, fixed, self._see(max(lengths) + most) if fixed else 0, draws.kind)
+        where: Lengths = state.length if fixed else lengths
+        r = Round(sequences, state, shape, draws, where, self._graphs, policies[0].confident)
         with self._threads(rows + n * budget.depth):
             r.draft = self.drafter.draft(r)
         self._round, drafted = r, [r.draft.count(slot) for slot in range(n)]
         fits = [max(0, min(count, most, self.limit - length)) for count, length in zip(drafted, lengths, strict=True)]
-        rows_of = state.window[:, 1 : r.draft.size + 1].tolist()
+        host = state.window[:, 1 : r.draft.size + 1].cpu()
+        rows_of, r.host["draft"] = host.tolist(), host
         self._tokens = [tokens[:count] for tokens, count in zip(rows_of, fits, strict=True)]
         return self._tokens
 
-    def _prefilled(self, sequences: list[Request]) -> int:
-        """Prefill the long new parts of texts. Returns the rows that are left for the draft's first forward."""
+    def _see(self, columns: int) -> int:
+        """Limit attention to the smallest KV bucket with `columns`; 0 for all columns. Returns the bucket."""
+        if (cache := self.drafter.cache) is None:
+            return 0
+        bucket = next((b for b in KV_BUCKETS if 0 < columns <= b < cache.capacity), cache.capacity)
+        cache.bucket(bucket)
+        return bucket
+
+    def _send(self, sequences: list[Request]) -> None:
+        """Copy the lengths of the texts in slots 0, 1, .. and the last tokens, which a draft of fixed shape forwards
+        again, to the device."""
+        state, n, device = self.state, len(sequences), self.device
+        lengths = torch.tensor([len(s.text) for s in sequences])
+        count = min(self.rows, int(lengths.min()))
+        tails = torch.tensor([s.text[-count:] for s in sequences])
+        columns = lengths[:, None] + torch.arange(-count, 0)
+        if device.type == "cuda":
+            lengths, tails, columns = (x.pin_memory().to(device, non_blocking=True) for x in (lengths, tails, columns))
+        state.length[:n] = lengths
+        state.committed[:n].scatter_(1, columns, tails)
+
+    def _prefilled(self, sequences: list[Request], most: int) -> int:
+        """Prefill new parts of texts of more than `most` tokens. Returns the rows that are left for the draft's first
+        forward."""
         model, cache, rows = self.drafter.model, self.drafter.cache, 0
         if model is None or cache is None:
             return 0
         for slot, sequence in enumerate(sequences):
             known, length = cache.exact_len[slot], len(sequence.text)
             # A diffusion drafter's prompt must not see masks. Other short prompts share the first forward.
-            if length - known > CATCH_UP_ROWS or not (known or model.config.causal):
+            if length - known > most or not (known or model.config.causal):
                 self.drafter.prefill(slot, sequence.text)
             rows += length - cache.exact_len[slot]
         return rows

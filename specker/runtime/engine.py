@@ -75,7 +75,7 @@ class Engine:
         self.model = model = Model(self.target, linear=linear(o), ranks=ranks)
         gpu = model.device.type == "cuda"
         alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
-        check_graphs(o, model, None if alone else ranks)
+        fixed = fixed_shapes(o, model, None if alone else ranks)
         self.cache = allocate(model, o)
         context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks)
         inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
@@ -88,9 +88,6 @@ class Engine:
         reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.self_drafting))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, known, head_cost, reads)
         self.plan = strategies.plan(self.policies)
-        # float64 has no kernels: its references read numbers on the host. With several ranks the graphs contain
-        # collectives, so they need `graphs` on.
-        fixed = gpu and model.dtype != torch.float64 and ranks is None if o.graphs is None else o.graphs == "on"
         self.loop = Loop(
             model,
             self.cache,
@@ -310,16 +307,20 @@ class Engine:
         return out if text.several(prompt) else out[0]
 
 
-def check_graphs(o: Options, model: Model, ranks: Ranks | None) -> None:
-    """Raise ValueError for `graphs` on if rounds cannot be captured. `ranks`: those that share rank 0's drafts."""
+def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
+    """Whether rounds have fixed shapes where they can, so that a GPU captures them. `ranks`: those that share rank 0's
+    drafts, unless all of them draft. Raises ValueError for `graphs` on if rounds cannot be captured."""
+    drafting = ranks is None or ranks.drafting == ranks.size
+    kernels = model.dtype != torch.float64  # float64 has none, and its references read numbers on the host
     if o.graphs != "on":
-        return
-    if ranks is not None and ranks.drafting < ranks.size:
+        return o.graphs is None and model.device.type == "cuda" and kernels and drafting
+    if not drafting:
         all_draft = f"needs all of them to draft: set {option('draft_ranks')} to {option('tp')}"
         raise ValueError(f"{option('graphs', 'on')} with several ranks {all_draft}")
-    if model.device.type == "cuda" and model.dtype == torch.float64:
+    if model.device.type == "cuda" and not kernels:
         other = f"use {option('graphs', 'off')} or another {option('dtype')}"
         raise ValueError(f"{option('graphs', 'on')} needs kernels, and float64 has none: {other}")
+    return True
 
 
 def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, head_cost: float) -> float:

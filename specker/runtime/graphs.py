@@ -63,9 +63,7 @@ class Graphs:
         mistake: BaseException | None = None
         try:
             # thread_local: what other threads do meanwhile, such as an allocation, does not end this capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 try:
                     work()
                 except BaseException as error:

@@ -30,9 +30,9 @@ DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0
 def warm_up(
     session: Session, plan: Plan, policy: Callable[[], Policy], tell: Callable[[int, int], None] | None = None
 ) -> None:
-    """On a GPU, compile every kernel and capture every graph, except DEL's verify passes of long drafts: there is one per
-    exit and length, captured at its second use. Then, on any device, decode a few tokens with and without the drafter, and
-    measure what rounds cost, for policies that rest. `tell` is called with (done, of)."""
+    """On a GPU, compile every kernel and capture every graph, except DEL's verify passes of long drafts: there is one
+    per exit and length, captured at its second use. Then, on any device, decode a few tokens with and without the
+    drafter, and measure what rounds cost, for policies that rest. `tell` is called with (done, of)."""
     loop = session.loop
     if loop.fixed:
         with session.alone():
@@ -80,7 +80,8 @@ def warm_rounds(
 ) -> None:
     """Run every round of fixed shape that a request may use, for every padded number of slots. `budgets`: the shapes
     that policies may propose (empty: no draft); `verified`, `accepted`: further draft sizes to verify and to accept;
-    `exits`: further drafts of the target's first layers to verify, for one text and for a full batch. `confident`: policies end drafts by confidence. `tell` is called with (done, of)."""
+    `exits`: further drafts of the target's first layers to verify, for one text and for a full batch. `confident`:
+    policies end drafts by confidence. `tell` is called with (done, of)."""
     for cache in loop.slots.caches:
         cache.k.zero_(), cache.v.zero_()  # finite K/V gives finite logits and valid ids
     todo: list[Callable[[], None]] = []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_cuda import Again, FakeCuda
 from make_checkpoint import edit, make
 from pairs import perturbed
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,8 @@ WAYS = {
     "lookup": {},
     "asks": {"strategy": "draft", "policy": "draft-and-verify"},
     "shorter": {"strategy": "draft", "policy": "plus-minus-one"},
+    "fixed": {"strategy": "draft", "graphs": "on"},
+    "fixed easyspec": {"strategy": "easyspec", "layer_parallel": "2", "graphs": "on"},
 }
 
 
@@ -109,17 +112,21 @@ class Foreign:
                 self.running.remove(text)
 
 
-@pytest.mark.parametrize(("way", "kv_tokens"), [("draft", 400), ("easyspec", None), ("lookup", None)])
+@pytest.mark.parametrize(
+    ("way", "kv_tokens"),
+    [("draft", 400), ("easyspec", None), ("lookup", None), ("fixed", None), ("fixed", 400), ("fixed easyspec", None)],
+)
 def test_requests_come_move_wait_shrink_and_end(tiny, way, kv_tokens):
     """Each draft is the one that a drafter without memory of earlier steps makes."""
     target, draft = tiny
     own = {"device": "cpu", "dtype": "float64", **options_of(way, draft)}
     drafts, foreign = Drafts(target, requests=5, kv_tokens=kv_tokens, page_size=16, **own), Foreign(3)
-    fresh, cache = Drafts(target, **own), drafts.drafter.cache
-    steps = missing = 0
+    fresh, cache = Drafts(target, **{**own, "graphs": "off"}), drafts.drafter.cache
+    steps = missing = fixed = 0
     while foreign.waiting or foreign.running:
         texts = foreign.step()
         found = drafts.draft([list(text) for text in texts], 4)
+        fixed += drafts._round is not None and drafts._round.fixed
         for text, got in zip(texts, found, strict=True):
             fresh.draft([[7]], 1)  # forgets the last text
             want = fresh.draft([text], 4)[0]
@@ -131,8 +138,25 @@ def test_requests_come_move_wait_shrink_and_end(tiny, way, kv_tokens):
                 cache.check(slot=slot)
         foreign.verify(texts, found)
         steps += 1
-    assert steps > 20
+    assert steps > 20 and (fixed > steps / 2 if way.startswith("fixed") else not fixed)
     assert (missing > 0) == (kv_tokens is not None and way != "lookup")
+
+
+def test_a_draft_of_fixed_shape_is_captured_and_replayed(tiny, monkeypatch):
+    target, draft = tiny
+    own = {"device": "cpu", "dtype": "float64", "requests": 3, **options_of("fixed", draft)}
+    plain, drafts = Drafts(target, **own), Drafts(target, **own)
+    FakeCuda().install(monkeypatch)
+    drafts._graphs = Again(torch.device("cuda", 0))
+    drafts.warm_up(4)
+    assert len(drafts._graphs.captured) == 2, "for one text and for three"
+    texts = [[n, *range(20)] for n in range(3)]
+    for step in range(4):
+        for n in (1, 3):
+            assert drafts.draft(texts[:n], 4) == plain.draft(texts[:n], 4)
+        for text in texts:
+            text.append(step)
+    assert drafts._graphs.late == 0 and all(graph.replays > 4 for graph in drafts._graphs.captured.values())
 
 
 def test_a_known_text_is_not_forwarded_again(tiny, monkeypatch):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import Again, FakeCuda
 
 import specker
 from specker.runtime import graphs as module
@@ -113,22 +113,6 @@ def test_late_captures_are_counted_and_bounded(cuda, monkeypatch):
             graphs.run(key, lambda: calls.append(0))
     assert graphs.late == 2 and len(graphs.captured) == 4
     assert len(calls) == 2 * 2 + 2 * 3
-
-
-class Again(Graphs):
-    """A replay on the CPU: it runs the work again, except for the first one, since the capture ran the work too."""
-
-    def _capture(self, key, work):
-        graph = super()._capture(key, work)
-        replay = graph.replay
-
-        def again():
-            replay()
-            if graph.replays > 1:
-                work()
-
-        graph.replay = again
-        return graph
 
 
 @pytest.mark.parametrize("strategy", ["draft", "del"])
