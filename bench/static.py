@@ -86,6 +86,14 @@ def ops() -> dict[str, Any]:
 def compile_variant(variant: Any, arch: int) -> Any:
     """Triton's compiled kernel. ValueError if launches would compile something else."""
     import triton
+
+    source, target = source_of(variant, arch)
+    return triton.compile(source, target=target, options=variant.compile_options(arch))
+
+
+def source_of(variant: Any, arch: int) -> tuple[Any, Any]:
+    """What Triton compiles, and for which target: the same as a launch's, so both have the same key in Triton's cache.
+    ValueError if launches would compile something else."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -100,21 +108,21 @@ def compile_variant(variant: Any, arch: int) -> Any:
     signature, constexprs, attrs = {}, dict(given), {}
     for i, (name, param, kind) in enumerate(zip(runtime, kernel.params, variant.arguments, strict=False)):
         if kind is None:
-            signature[name], constexprs[name] = "constexpr", None
+            signature[name], constexprs[name], attrs[(i,)] = "constexpr", None, []
             continue
         kind, _, multiple = kind.partition(":")
         signature[name] = kind
         if multiple:
             attrs[(i,)] = [["tt.divisibility", int(multiple)]]
         elif kind.startswith("*"):
-            if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
-                attrs[(i,)] = [["tt.divisibility", 16]]
+            if not param.do_not_specialize:
+                attrs[(i,)] = [] if param.do_not_specialize_on_alignment else [["tt.divisibility", 16]]
         elif kind[0] in "iu" and not param.do_not_specialize:
             raise ValueError(f"{variant.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
     signature |= dict.fromkeys(given, "constexpr")
+    attrs |= {(i,): [] for i in range(len(runtime), len(names))}
     source = ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
-    target = GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
-    return triton.compile(source, target=target, options=variant.compile_options(arch))
+    return source, GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -1,10 +1,12 @@
 """Run what needs Triton's compiler and no GPU. This happens in a separate process, since a kernel's definition decides
 whether it is interpreted or compiled.
 
-`compilations(test_file)` says what `launches()` of a test file would compile. It calls launchers on CPU tensors; Triton
-specialises each launch for sm_90 as ever, and neither compiles nor runs it.
+`compilations(test_file)` says what `launches()` of a test file would compile, and `keys()` which entries of Triton's
+cache all test files' launches would read. Both call launchers on CPU tensors; Triton specialises each launch for sm_90
+as ever, and neither compiles nor runs it.
 """
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -31,8 +33,13 @@ def compilations(test_file: str) -> dict[str, int]:
     return _of_all_files()[str(Path(test_file).resolve().relative_to(ROOT))]
 
 
+def keys() -> dict[str, list[tuple[str, str]]]:
+    """{kernel of specker: (key of a launch, key of `make static`'s compilation) of each variant} in Triton's cache."""
+    return _of_all_files()["keys"]
+
+
 @cache
-def _of_all_files() -> dict[str, dict[str, int]]:
+def _of_all_files() -> dict[str, Any]:
     """In one process, whose imports take longer than all the launches."""
     files = [path for path in sorted(ROOT.glob("tests/**/*.py")) if "\ndef launches(" in path.read_text("utf-8")]
     return json.loads(python(__file__, *(str(path.relative_to(ROOT)) for path in files)).splitlines()[-1])
@@ -56,21 +63,35 @@ class _Driver:
 def _main(test_files: list[str]) -> None:
     import triton
 
+    from bench import static
     from specker.kernels.variant import Variant
 
     triton.runtime.driver.set_active(_Driver())
     found: dict[str, set[str]] = {}
+    sources: list[Any] = []
+    pairs: dict[str, dict[str, tuple[str, str]]] = {}
 
     def specialise(self: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
+        sources.clear()
         self.kernel.warmup(*arguments, grid=grid, **self.constants(90), **self.compile_options(90))
+        if not self.kernel.fn.__module__.startswith("specker."):
+            return
+        known = pairs.setdefault(self.kernel.__name__, {})
+        if self.name not in known:
+            source, target = static.source_of(self, 90)
+            known[self.name] = _key(*sources), _key(source, target, self.compile_options(90))
 
     def instead_of_compiling(*, key: str, fn: Any, **_: Any) -> bool:
         found.setdefault(fn.name, set()).add(key)
-        return True
+        return False
+
+    def compiled(source: Any, target: Any, options: dict[str, Any]) -> None:
+        sources[:] = source, target, options
 
     Variant.__call__ = specialise  # type: ignore[method-assign]
     triton.knobs.runtime.jit_cache_hook = instead_of_compiling
-    counts = {}
+    triton.compiler.compile = compiled
+    counts: dict[str, Any] = {}
     for n, test_file in enumerate(test_files):
         found.clear()
         spec = importlib.util.spec_from_file_location(f"kernels_under_test_{n}", test_file)
@@ -79,7 +100,15 @@ def _main(test_files: list[str]) -> None:
         spec.loader.exec_module(module)
         module.launches()
         counts[test_file] = {name: len(keys) for name, keys in found.items()}
-    print(json.dumps(counts))
+    print(json.dumps({**counts, "keys": {name: list(known.values()) for name, known in pairs.items()}}))
+
+
+def _key(source: Any, target: Any, options: dict[str, Any]) -> str:
+    """The key of a compilation in Triton's cache."""
+    from triton.compiler.compiler import get_cache_key, make_backend
+
+    backend = make_backend(target)
+    return hashlib.sha256(get_cache_key(source, backend, backend.parse_options(dict(options)), {}).encode()).hexdigest()
 
 
 if __name__ == "__main__":

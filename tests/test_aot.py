@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import bad_kernels
 import pytest
 import torch
-from compile_only import compilations, python
+from compile_only import compilations, keys, python
 
 from bench import static
 from specker.kernels import variant
@@ -93,6 +93,14 @@ except ValueError as error:
     fine = {"STACK": 0, "LOCAL": 0}, {"matrix": "", "wide": 1.0}
     greedy = [static.problems(next(bad_kernels.variants()), arch, fine[0], 164 * 1024, fine[1]) for arch in ARCHES]
     assert greedy == [("167936 bytes of shared memory, a block may have 166912",), (), ()]
+
+
+def test_a_launch_finds_what_static_compiled():
+    """Both have the same key in Triton's cache, which can therefore be filled on a machine without a GPU."""
+    found = keys()
+    kernels = {v.kernel.__name__ for module in static.ops().values() for v in module.variants(90)}
+    assert found.keys() == kernels
+    assert {name for name, pairs in found.items() for launched, compiled in pairs if launched != compiled} == set()
 
 
 def test_amd_assembly_is_counted():
