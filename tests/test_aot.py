@@ -211,3 +211,23 @@ def test_programmatic_launches_need_hopper_and_the_switch(monkeypatch, arch, swi
     v = Variant("x", SimpleNamespace(arg_names=["x_ptr"]), (), {}, num_warps=1)
     assert v.constants(arch) == {} and "launch_pdl" not in v.compile_options(arch)
     assert variant.launched_on(torch.device("cpu")) == 0
+
+
+def test_one_kernel_at_a_time_sleeps_after_it_let_the_next_start(monkeypatch):
+    monkeypatch.setattr(variant, "DELAYED", "_settle_kernel")
+    values = {v.kernel.__name__: v.constants(90)["PDL"] for m in static.ops().values() for v in m.variants(90)}
+    assert values.pop("_settle_kernel") == 2 and all(pdl is True for pdl in values.values())
+    assert all(v.constants(80)["PDL"] is False for m in static.ops().values() for v in m.variants(80))
+
+
+def test_the_sleep_is_compiled_only_into_the_delayed_kernel():
+    program = """
+from bench import static
+from specker.kernels import residual, variant
+for variant.DELAYED in ("", "_residual_merge_kernel"):
+    ptx = static.compile_variant(next(residual.variants(90)), 90).asm["ptx"]
+    marks = {"griddepcontrol.launch_dependents": "start", "nanosleep.u32": "sleep", "st.global": "store"}
+    found = [name for line in ptx.splitlines() for mark, name in marks.items() if mark in line]
+    print(*dict.fromkeys(found))
+"""
+    assert python("-c", program).splitlines() == ["start store", "start sleep store"]

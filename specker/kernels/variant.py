@@ -25,7 +25,8 @@ in the stream has ended, which hides its start and its first reads of weights. E
 first and `wait_for_previous` before it reads or writes anything that a kernel writes; before that it may read only
 weights and tables that no kernel of the stream writes. Every program must wait, even one that has nothing to do: the
 next kernel waits only for this grid, so an early exit would let it run before older writes land. PDL does not change a
-bit of the results. SPECKER_PDL=0 turns it off.
+bit of the results. SPECKER_PDL=0 turns it off. To test this on a GPU, set `DELAYED` to the name of a kernel: it then
+sleeps after it has let the next kernel start, and a kernel that does not wait reads memory that is not written yet.
 """
 
 import os
@@ -78,6 +79,7 @@ FP_FUSION = False
 SMS = {80: 108, 90: 132, 100: 148, 942: 304, 950: 256}
 AMD = (942, 950)  # gfx942, gfx950
 PDL = os.environ.get("SPECKER_PDL") != "0"
+DELAYED = ""  # the kernel that sleeps, in tests of PDL
 ON_AMD = torch.version.hip is not None  # torch also calls AMD's devices "cuda"
 TYPES = {
     torch.float16: "fp16",
@@ -119,8 +121,10 @@ class Variant:
 
     def constants(self, arch: int) -> dict[str, Any]:
         """The constexprs of a compilation for an architecture."""
-        pdl = {"PDL": self.dependent(arch)} if "PDL" in self.kernel.arg_names else {}
-        return {**self.constexprs, **pdl}
+        if "PDL" not in self.kernel.arg_names:
+            return {**self.constexprs}
+        pdl = self.dependent(arch)
+        return {**self.constexprs, "PDL": 2 if pdl and self.kernel.__name__ == DELAYED else pdl}
 
     def compile_options(self, arch: int) -> dict[str, Any]:
         amd = arch in AMD
@@ -254,6 +258,9 @@ def let_next_start(PDL: tl.constexpr):
     """Let the next kernel of the stream start. It waits for this one before it reads what this one writes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL == 2:  # DELAYED: sleep for about 100 us, longer than the next kernel takes to start
+        asm: tl.constexpr = "nanosleep.u32 100000; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
