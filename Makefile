@@ -90,8 +90,9 @@ docs: $(STAMP)  ## build the pages with their API reference into build/site
 	$(BIN)/python -m mkdocs build --quiet
 	@echo "open build/site/index.html"
 
-gpu:  ## GPU tests and benches on this machine's own python3, installing nothing
-	@PYTHON="$(PYTHON)" bash bench/gpu.sh $(ARGS)
+gpu:  ## check, bench and test on this machine's GPU with its own python3, in 20 minutes, with one report; installs nothing; PARTS='smoke decode' for less
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specker needs Python 3.11 or newer; make gpu PYTHON=...")'
+	@PYTHONPATH=. $(PYTHON) -m bench.gpu $(ARGS)
 
 dist: $(STAMP)  ## build sdists and wheels of specker and specker-models into dist/, and run them outside the repository
 	$(BIN)/python scripts/dist.py dist

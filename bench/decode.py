@@ -135,6 +135,7 @@ class Args:
     seconds: float = field(default=330, metadata={"help": "after which no case begins"})
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    capture: bool = field(default=True, metadata={"help": "replay CUDA graphs; else launch kernels one by one"})
     save: bool = field(default=True, metadata={"help": "append to bench/results"})
 
 
@@ -155,6 +156,7 @@ class Bench:
         """Writes each shape's config.json into `folder`."""
         self.args, self.folder = args, folder
         self.cuda = torch.device(args.device).type == "cuda"
+        self.captures = self.cuda and args.capture
         shapes.write(folder)
         self._held: tuple[tuple[str, str | None], Engine] | None = None
 
@@ -173,8 +175,14 @@ class Bench:
             self.drop()
             draft = None if case.draft is None else self.folder / case.draft
             where = {"device": self.args.device, "dtype": self.args.dtype}
-            self._held = key, specker.load(self.folder / case.shape, draft, **where, **self.options(case))
+            engine = specker.load(self.folder / case.shape, draft, **where, **self.options(case))
+            engine.loop.graphs = self.graphs(engine)
+            self._held = key, engine
         return self._held[1]
+
+    def graphs(self, engine: Engine) -> Graphs:
+        """New graphs, which capture nothing on a CPU or with `--capture False`."""
+        return Graphs(engine.model.device if self.captures else None)
 
     def drop(self) -> None:
         self._held = None
@@ -288,7 +296,7 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
     does not grow."""
     most = ROWS[-1] - 1
     known = Experience(Costs(lambda _: 1.0))
-    how = Budget(most, most), True, Graphs(engine.model.device if bench.cuda else None), known, 1, SCRATCH
+    how = Budget(most, most), True, bench.graphs(engine), known, 1, SCRATCH
     loop = Loop(engine.model, engine.cache, None, *how)
     in_place(loop, a_text(engine, context, 0, False))
     made: dict[int, Round] = {}
@@ -311,7 +319,7 @@ def forwards(bench: Bench, engine: Engine, context: int) -> dict[str, Timing]:
     drafter: Any = engine.drafter
     target, draft = engine.model, drafter.model
     engine.loop.see(context + engine.loop.beyond)
-    graphs, rows = Graphs(target.device if bench.cuda else None), DRAFTED + 1
+    graphs, rows = bench.graphs(engine), DRAFTED + 1
     length = torch.tensor([context], device=target.device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=target.device)
     verified = engine.cache.place(length, 1, 0, rows)
@@ -487,6 +495,7 @@ def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
         bench.drop()  # frees its memory for the next case
     about = {"bench": "decode", "case": case.name, "kind": case.kind, "shape": case.shape, "draft": case.draft}
     about |= {"context": case.context, "dtype": bench.args.dtype, "device": bench.args.device, "remarks": remarks}
+    about |= {} if bench.captures or not bench.cuda else {"captured": False}
     rows = []
     for way, values in found.items():
         row, goal = {**about, "way": way, **values, **failed}, case.goals.get(way)

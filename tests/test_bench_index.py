@@ -8,12 +8,13 @@ import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
 TEXT = (BENCH / "README.md").read_text(encoding="utf-8")
-NAMED = {Path(name).name for name in re.findall(r"`((?:bench/|kernels/)?[\w./-]+\.(?:py|sh|jsonl|md|svg))`", TEXT)}
+NAMED = {Path(name).name for name in re.findall(r"`((?:bench/|kernels/|gpu/)?[\w./-]+\.(?:py|sh|jsonl|md|svg))`", TEXT)}
 COMMANDS = re.findall(r"`((?:python|torchrun) [^`]*)`", TEXT)
 
 
 def test_every_script_is_listed() -> None:
-    scripts = {path.name for path in (*BENCH.glob("*.py"), *BENCH.glob("*.sh"), *BENCH.glob("kernels/*.py"))}
+    scripts = {path.name for pattern in ("*.py", "*.sh", "kernels/*.py", "gpu/*.py") for path in BENCH.glob(pattern)}
+    scripts.remove("__init__.py")
     named = NAMED | {Path(word).name for line in COMMANDS for word in line.split() if word.endswith(".py")}
     assert scripts <= named, scripts - named
     assert {name for name in named if name.endswith((".py", ".sh"))} <= scripts

@@ -131,3 +131,22 @@ def test_a_failure_is_a_row_and_the_bench_goes_on(monkeypatch, capsys):
     common.show("op", saved)
     shown = capsys.readouterr().out
     assert "no such engine" in shown and "out of registers" in shown and "long story" not in shown
+
+
+def test_an_interrupt_keeps_the_rows_of_earlier_cases(monkeypatch):
+    saved: list[str] = []
+    shown: list[str] = []
+
+    def rows_of(op, case):
+        if case.name == "endless":
+            raise KeyboardInterrupt
+        return [{"op": op, "case": case.name}]
+
+    monkeypatch.setattr("sys.argv", ["bench"])
+    monkeypatch.setattr(common, "DEVICE", "cuda")
+    monkeypatch.setattr(common, "rows_of", rows_of)
+    monkeypatch.setattr(common, "show", lambda op, rows: shown.extend(row["case"] for row in rows))
+    monkeypatch.setattr(common.harness, "save", lambda op, rows, device: saved.extend(row["case"] for row in rows))
+    with pytest.raises(KeyboardInterrupt):
+        common.main("op", [Case(name, lambda: None) for name in ("one", "two", "endless", "three")])
+    assert saved == shown == ["one", "two"]

@@ -300,28 +300,29 @@ def main(op: str, cases: Iterable[Case]) -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     failed = []
-    for case in cases:
-        if args.k not in case.name:
-            continue
-        try:
-            rows += rows_of(op, case)
-        except Exception as error:  # a wrong result or a failed compilation must not lose earlier rows
-            wrong = isinstance(error, AssertionError)
-            reason = f"wrong, so not timed: {error}" if wrong else _first_line(error)
-            rows.append(
-                {"bench": "kernels", "op": op, "case": case.name, "way": "", "device": DEVICE, "reason": reason}
-            )
-            failed.append(f"{op}, {case.name}: {reason}")
-    show(op, rows)
-    if DEVICE == "cuda":
-        if any("share" in row for row in rows):
-            machine = this_machine()
-            print(
-                f"read {machine.bandwidth / 1e12:.2f} TB/s, matmul {machine.matmul / 1e12:.0f} Tflop/s, "
-                f"empty kernel {machine.empty * 1e6:.1f} us, replay {machine.replay * 1e6:.1f} us"
-            )
-        if rows and not args.no_save:
-            print(harness.save(op, rows, DEVICE))
+    try:
+        for case in cases:
+            if args.k not in case.name:
+                continue
+            try:
+                new = rows_of(op, case)
+            except Exception as error:  # a wrong result or a failed compilation must not lose other rows
+                wrong = isinstance(error, AssertionError)
+                reason = f"wrong, so not timed: {error}" if wrong else _first_line(error)
+                about = {"bench": "kernels", "op": op, "case": case.name, "way": "", "device": DEVICE}
+                new = [{**about, "reason": reason}]
+                failed.append(f"{op}, {case.name}: {reason}")
+            rows += new
+            if DEVICE == "cuda" and not args.no_save:  # after each case, so that an interrupt keeps the rows
+                harness.save(op, new, DEVICE)
+    finally:
+        show(op, rows)
+    if any("share" in row for row in rows):
+        machine = this_machine()
+        print(
+            f"read {machine.bandwidth / 1e12:.2f} TB/s, matmul {machine.matmul / 1e12:.0f} Tflop/s, "
+            f"empty kernel {machine.empty * 1e6:.1f} us, replay {machine.replay * 1e6:.1f} us"
+        )
     if failed:
         sys.exit("\n".join(failed))
 

@@ -1,0 +1,15 @@
+"""`make gpu`: what to run first on a machine with a GPU, in twenty minutes, with one report at the end.
+
+    __main__.py    the parts in turn, each within its share of the time
+    parts.py       the commands of each part
+    preflight.py   what this machine, its driver, torch and Triton are, and which of it does not fit together
+    facts.py       the process that asks torch and Triton
+    smoke.py       three ops, then decoding with and without dependent launches and CUDA graphs
+    ops.py         the process that checks the three ops
+    running.py     commands with a time limit and a log
+    compiling.py   a process that notes what Triton compiles
+    ab.py          the decode rate with and without dependent launches and CUDA graphs, in turn
+    report.py      bench/results/<gpu>/report.md
+
+Only facts.py, ops.py and ab.py import torch: the parts run in processes of their own.
+"""

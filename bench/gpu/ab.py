@@ -1,0 +1,80 @@
+"""The decode rate with and without programmatic dependent launch (PDL) and CUDA graphs, in turn in one process.
+
+The case is bench/decode.py's `ar`: one token after another, batch 1, random weights. Each way decodes --rounds tokens,
+and the ways take turns until --seconds are over, at least twice; the first turn compiles and captures, and does not
+count. All ways run the same kernels over the same memory; without graphs the host launches them one by one.
+"""
+
+import itertools
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import HfArgumentParser
+
+from bench import decode, harness
+from bench.decode import Bench
+from bench.harness import Timing
+from specker.kernels import variant
+from specker.runtime.graphs import Graphs
+
+WAYS = {"neither": (False, False), "PDL": (True, False), "graphs": (False, True), "PDL and graphs": (True, True)}
+
+
+@dataclass(frozen=True)
+class Args:
+    case: str = field(default="ar 8b 8192", metadata={"help": "a case of bench/decode.py that decodes plainly"})
+    rounds: int = field(default=40, metadata={"help": "tokens of each way and turn"})
+    seconds: float = field(default=60, metadata={"help": "after which no turn begins"})
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    save: bool = field(default=True, metadata={"help": "append to bench/results"})
+
+
+def compared(args: Args) -> list[dict[str, Any]]:
+    """A row for each way. ValueError for an unknown case."""
+    case = next((case for case in decode.CASES if case.name == args.case and case.kind == "ar"), None)
+    if case is None:
+        raise ValueError(f"no case is called {args.case!r}")
+    start = time.monotonic()
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(decode.Args(rounds=args.rounds, device=args.device, dtype=args.dtype), Path(folder))
+        engine = bench.engine(case)
+        graphs = {way: Graphs(bench.cuda and captures) for way, (_, captures) in WAYS.items()}
+        order, pdl = list(WAYS), variant.PDL
+        try:
+            for turn in itertools.count():
+                if turn > 2 and time.monotonic() - start > args.seconds:
+                    break
+                for way in order:
+                    variant.PDL, engine.loop.graphs = WAYS[way][0], graphs[way]
+                    done = decode.decode(bench, engine, case.context, False)
+                    seconds[way] += done.timing.seconds if turn else ()
+                order = order[1:] + order[:1]
+        finally:
+            variant.PDL = pdl
+    timings = {way: Timing(tuple(times), None) for way, times in seconds.items()}
+    times = harness.ratios(timings)
+    about = {"bench": "ab", "case": case.name, "dtype": args.dtype, "device": args.device, "remarks": engine.remarks}
+    return [{**about, "way": way, **timing.row(), "times": times[way]} for way, timing in timings.items()]
+
+
+def main() -> None:
+    args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
+    try:
+        rows = compared(args)
+    except ValueError as error:
+        sys.exit(f"bench: {error}")
+    for row in rows:
+        print(f"{row['way']:<16} {row['median'] * 1e3:.3f} ms a token, {row['times']:.3f} times as fast as neither")
+    if args.save:
+        print(harness.save("ab", rows, args.device))
+
+
+if __name__ == "__main__":
+    main()
