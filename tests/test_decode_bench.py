@@ -278,3 +278,11 @@ def test_an_engine_is_kept_while_the_shapes_are_the_same(bench):
     pair = bench.engine(Case("first", "tiny", 64, "tiny"))
     assert pair is not first and bench.engine(Case("round", "tiny", 64, "tiny")) is pair
     assert bench.engine(Case("first", "tiny", 64, "tiny"), fresh=True) is not pair
+
+
+def test_each_of_the_first_requests_prefills_its_prompt(bench):
+    """No cache keeps a text for the next request, which would be compared with a request that computes less."""
+    case = Case("first", "tiny", 64, "tiny")
+    decode.first(bench, case)
+    caches = bench.engine(case).loop.slots.caches
+    assert len(caches) == 2 and not any(cache.prefixes.root.children for cache in caches)

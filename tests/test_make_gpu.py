@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,7 +37,7 @@ H100 = Facts(
     sms=132,
     driver_cuda="13.0",
     ptxas=("/triton/ptxas-blackwell", "13.4"),
-    assemblers={"ptxas": ("/triton/ptxas", "12.9"), "ptxas_blackwell": ("/triton/ptxas-blackwell", "13.4")},
+    assemblers={"ptxas_blackwell": ("/triton/ptxas-blackwell", "13.4"), "ptxas": ("/triton/ptxas", "12.9")},
     compiler="/usr/bin/gcc",
     folder="nvidia-h100-80gb-hbm3",
     commit="0123456789ab",
@@ -149,7 +150,7 @@ def test_torch_and_triton_are_asked(monkeypatch):
     assert (found.name, found.capability, found.devices, found.uuid) == ("NVIDIA B200", (10, 0), 8, "1234")
     assert found.ptxas == tuple(found.assemblers["ptxas_blackwell"]) and found.sms == 148 and found.cache
     assert facts.required().keys() >= {"torch", "triton", "transformers"} and facts.required()["triton"] == "3.6"
-    pins = ["numpy>=2", "triton==3.9.0; platform_system == 'Linux'", "tritonclient==2.0"]
+    pins = ["tritonclient==2.0", "triton==3.9.0; platform_system == 'Linux'", "numpy>=2"]
     assert facts.pinned(pins, "triton") == "3.9.0" and facts.pinned(pins[:1], "triton") is None
     monkeypatch.setattr(facts, "NEEDED", ("torch", "no_such_module"))
     assert facts.facts()["missing"] == ["no_such_module"]
@@ -254,7 +255,9 @@ def writes(name: str) -> Command:
 def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
     folder = str(tmp_path / "results" / H100.folder)
     rows = {name: dataclasses.replace(writes(name), env={"FOLDER": folder}) for name in ROWS}
-    broken = python("print('E   assert 1 == 2'); raise SystemExit(1)")
+    flips = "tree 4x4, bfloat16: 3 of 2048 tokens turned by rounding"
+    counts = "1 failed, 40 passed in 61.20s (0:01:01)"
+    broken = python(f"print('{flips}\\n{counts}\\nE   assert 1 == 2'); raise SystemExit(1)")
     done = rehearse(
         decode=one(rows["decode"]),
         kernels=one(rows["row_linear"]),
@@ -271,6 +274,7 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
         "## PDL and graphs, in turn",
         "## Decoding against its goals",
         "## Kernels",
+        "## Tests",
         "## Failures",
     ]
     assert text.startswith("# specker on NVIDIA H100 80GB HBM3\n") and "commit 0123456789ab" in text
@@ -287,7 +291,7 @@ def test_the_report_of_a_run_has_all_sections(rehearse, tmp_path):
         "row_linear", "T 8", "9.0", "70%", "65%", "7.0", "torch 1.11x", ">= 88%", "**no**",
     ]  # fmt: skip
     assert row_of(text, "ar 8b 8192") == ["ar 8b 8192", "PDL", "4.000", "4.000", "5.000", "1.070x"]
-    assert "of an earlier run" not in text
+    assert "of an earlier run" not in text and f"## Tests\n\n* {flips}\n* {counts}\n\n" in text
     end = text[text.index("## Failures") :].splitlines()
     assert end[2] == "### tests: failed" and end[-2:] == ["E   assert 1 == 2", "```"] and "### decode" not in text
     assert done.code == 1 and "not passed: tests" in done.out.out
@@ -460,6 +464,17 @@ def test_an_interrupt_leaves_a_report(rehearse, monkeypatch):
     assert row_of(done.report, "smoke")[1] == "passed" and row_of(done.report, "kernels")[1] == "not run"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_lost_connection_is_an_interrupt(monkeypatch, number):
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(program, "main", lambda: signal.raise_signal(number))
+    try:
+        assert program.cli() == 130
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 # --- the command
 
 
@@ -564,6 +579,14 @@ def test_a_script_and_a_module_run_as_they_would_alone(tmp_path, monkeypatch, ca
             assert not end.code
         out = capsys.readouterr().out
         assert out.startswith("noting in n\n") and said in out
+
+
+def test_an_interrupted_script_leaves_no_traceback(tmp_path):
+    (tmp_path / "script.py").write_text("print('a table'); raise KeyboardInterrupt")
+    log = tmp_path / "x.log"
+    argv = (sys.executable, "-m", "bench.gpu.compiling", str(tmp_path / "notes"), str(tmp_path / "script.py"))
+    ended = running.run(Step((Command(argv, {"PYTHONPATH": "."}),)), 100, log)
+    assert ended.codes == (130,) and log.read_text().splitlines()[1:] == ["a table"]
 
 
 def test_a_cell_cannot_break_a_table():

@@ -36,7 +36,10 @@ def cli() -> int:
     """`main`, which a lost connection or a SIGTERM interrupts as Ctrl-C does."""
     for name in ("SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.default_int_handler)
-    return main()
+    try:
+        return main()
+    except KeyboardInterrupt:  # before the parts, which handle it themselves
+        return 130
 
 
 def main(argv: Sequence[str] | None = None, plan: Plan = PLAN, results: Path = RESULTS) -> int:

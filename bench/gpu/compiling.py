@@ -41,12 +41,15 @@ def noted(notes: Path) -> dict[str, float]:
 def main() -> None:
     notes, *argv = sys.argv[1:]
     listen(notes)
-    if argv[0] == "-m":
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = argv
-        runpy.run_path(argv[0], run_name="__main__")
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            runpy.run_path(argv[0], run_name="__main__")
+    except KeyboardInterrupt:  # the end of the log shall show results, not a traceback
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,16 @@ def kernels(run: Run) -> str:
     return titled("Kernels", head, rows)
 
 
+def tests(run: Run) -> str:
+    """Each process's count, and how many tokens of a tree rounding turns."""
+    outcome = run.outcomes.get("tests")
+    log = "" if outcome is None or outcome.log is None else outcome.log.read_text(encoding="utf-8", errors="replace")
+    said = re.findall(
+        r"^=*\s*(\d+ (?:passed|failed|skipped)\b.* in [\d.]+s\b.*?|.* turned by rounding)\s*=*$", log, re.M
+    )
+    return "\n\n".join(["## Tests", "\n".join(f"* {line}" for line in said) or "No counts."])
+
+
 def failures(run: Run) -> str:
     found = []
     for name, outcome in run.outcomes.items():
@@ -202,7 +212,7 @@ def failures(run: Run) -> str:
     return "\n\n".join(["## Failures", *(found or ["None."])])
 
 
-SECTIONS = (parts, preflight, smoke, ab, decode, kernels, failures)
+SECTIONS = (parts, preflight, smoke, ab, decode, kernels, tests, failures)
 
 
 def titled(title: str, head: Iterable[str], rows: list[tuple[str, ...]]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -110,7 +111,7 @@ def _join(logs: Sequence[Path], log: Path) -> None:
 
 def shown(command: Command) -> str:
     """The command as it would be typed."""
-    return " ".join([*(f"{name}={value}" for name, value in command.env.items()), *command.argv])
+    return " ".join([*(f"{name}={value}" for name, value in command.env.items()), shlex.join(command.argv)])
 
 
 def share(left: float, weights: Sequence[float]) -> float:

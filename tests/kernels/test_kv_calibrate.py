@@ -333,8 +333,9 @@ def test_bfloat16_rows_are_invariant():
 @pytest.mark.parametrize("M", [1, 12, 17, 65, MAX_COMMIT])
 def test_kv_commit_in_place_many_times(M):
     """A race would show in at least one of a hundred runs."""
+    fresh = [randn(4, 128, PAGE, 8, 128, dtype=torch.bfloat16, seed=s, device="cuda") for s in (0, 1)]
     for run in range(100):
-        k, v = (randn(4, 128, PAGE, 8, 128, dtype=torch.bfloat16, seed=s, device="cuda") for s in (0, 1))
+        k, v = (c.clone() for c in fresh)
         for src, dst in moves(M, 512, seed=run):
             src, dst = src.cuda(), dst.cuda()
             want = [c.clone().view(4, 512, -1) for c in (k, v)]
