@@ -193,7 +193,7 @@ def rehearse(tmp_path, monkeypatch, capsys):
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{NEW}END\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    for name in ("PARTS", "WITHIN"):
+    for name in ("PARTS", "WITHIN", "SPECKER_PDL"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*argv, known=H100, ops=None, form=None, grace=5.0, **those):
@@ -384,6 +384,14 @@ def test_a_graph_that_is_not_captured_is_a_failure(rehearse):
 )
 def test_a_form_without_tokens_is_a_failure(rehearse, form, note):
     assert row_of(rehearse(form=form).report, FORMS[0].name)[3] == note
+
+
+def test_pdl_stays_off_where_the_user_turned_it_off(rehearse, monkeypatch):
+    monkeypatch.setenv("SPECKER_PDL", "0")
+    settings = []
+    done = rehearse(decode=Part(1, lambda setting: [settings.append(setting), Step((python(""),))][1:]))
+    assert [bool(row_of(done.report, form.name)) for form in FORMS] == [True, False, True, False]
+    assert not settings[0].pdl and settings[0].graphs
 
 
 def test_forms_with_pdl_need_a_gpu_that_has_it(rehearse):

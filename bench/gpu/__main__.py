@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None, plan: Plan = PLAN, results: Path = R
 def in_turn(run: Run, plan: Plan, deadline: float, scratch: Path) -> None:
     """Run the parts and write the report after each."""
     python = plan.facts.argv[0]
-    setting = parts.Setting(python, scratch / "compiled", run.folder, memory=run.facts.memory)
+    pdl = os.environ.get("SPECKER_PDL") != "0"
+    setting = parts.Setting(python, scratch / "compiled", run.folder, memory=run.facts.memory, pdl=pdl)
     weights = [parts.SMOKE_WEIGHT if name == "smoke" else plan.parts[name].weight for name in run.parts]
     for n, name in enumerate(run.parts):
         limit = share(deadline - time.monotonic(), weights[n:])
@@ -112,12 +113,12 @@ def in_turn(run: Run, plan: Plan, deadline: float, scratch: Path) -> None:
         if run.smoke is not None:
             if run.smoke.stop:
                 return
-            setting = replace(setting, pdl=run.smoke.pdl, graphs=run.smoke.graphs)
+            setting = replace(setting, pdl=pdl and run.smoke.pdl, graphs=run.smoke.graphs)
 
 
 def smoked(run: Run, plan: Plan, setting: parts.Setting, limit: float, log: Path, scratch: Path) -> Outcome:
-    """The smoke part. A GPU that never launches dependently has two forms."""
-    dependent = run.facts.capability is not None and run.facts.capability[0] in (9, 10)
+    """The smoke part. Without PDL, on an older GPU or with SPECKER_PDL=0, it has two forms."""
+    dependent = setting.pdl and run.facts.capability is not None and run.facts.capability[0] in (9, 10)
     forms = [form for form in FORMS if dependent or not form.pdl]
     run.smoke = smoke(
         plan.ops(setting), lambda f, file: plan.form(setting, f, file), forms, limit, log, scratch, plan.grace
