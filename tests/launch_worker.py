@@ -1,5 +1,6 @@
 """Launch one kernel with several arguments through a `Variant` and through Triton, with a libcuda that does nothing.
-Prints what reached Triton's launcher, as JSON. A process of its own, because Triton keeps its driver."""
+Then switch dependent launches on and off. Prints what reached Triton's launcher, as JSON. A process of its own, because
+Triton keeps its driver."""
 
 import json
 import sys
@@ -13,7 +14,8 @@ import triton.language as tl
 from triton.backends.nvidia.driver import CudaLauncher
 
 from bench.launch import Pointer, install
-from specker.kernels.variant import Variant
+from specker.kernels import variant as variants
+from specker.kernels.variant import Variant, start_after_previous
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["b_ptr"])
@@ -23,6 +25,23 @@ def _kernel(a_ptr, b_ptr, c_ptr, n, scale, BLOCK: tl.constexpr):
     if b_ptr is not None:
         x += tl.load(b_ptr + offsets, mask=offsets < n)
     tl.store(c_ptr + offsets, x, mask=offsets < n)
+
+
+@triton.jit
+def _dependent_kernel(x_ptr, PDL: tl.constexpr):
+    start_after_previous(PDL)
+    tl.store(x_ptr, 1.0)
+
+
+# Settings of PDL, one after another in one process: a name, PDL, and the kernel that sleeps.
+SWITCHED = (
+    ("on", True, ""),
+    ("off", False, ""),
+    ("late", True, "_dependent_kernel"),
+    ("on again", True, ""),
+    ("another is late", True, "_another_kernel"),
+    ("off again", False, ""),
+)
 
 
 def main() -> None:
@@ -67,7 +86,17 @@ def main() -> None:
             with device(where):
                 variant.kernel[(7, 2)](*arguments, **variant.constants(90), **variant.compile_options(90))
             out[name] = launches.copy()
-        print(json.dumps({"launches": out, "hooked": state["hooked"], "compiled": len(variant._compiled)}))
+        triton.knobs.runtime.launch_enter_hook.remove(listen)  # with it, every launch goes through Triton
+        dependent = Variant("fp32", _dependent_kernel, ("*fp32",), {}, 4)
+        switched = {}
+        for name, pdl, late in SWITCHED:
+            variants.PDL, variants.DELAYED = pdl, late
+            launches.clear()
+            for _ in range(2):
+                dependent((1,), Pointer(torch.float32, 4096))
+            switched[name] = [function for _, _, function, *_ in launches]
+        found = {"launches": out, "hooked": state["hooked"], "compiled": len(variant._compiled), "switched": switched}
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_a_kernel_that_is_late_changes_no_bit(options, sampling, monkeypatch):
     def decoded(pdl: bool, delayed: str = "") -> tuple[torch.Tensor, list[int]]:
         monkeypatch.setattr(variant, "PDL", pdl)
         monkeypatch.setattr(variant, "DELAYED", delayed)
-        engine.loop.graphs = Graphs(engine.captures)  # captured ones hold the kernels of another setting
+        engine.loop.graphs = Graphs(engine.loop.graphs.device)  # captured ones hold the kernels of another setting
         return logits_of(engine, prompt, 40, **sampling)
 
     monkeypatch.setattr(Variant, "__call__", noted)

@@ -45,7 +45,7 @@ def compared(args: Args) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(decode.Args(rounds=args.rounds, device=args.device, dtype=args.dtype), Path(folder))
         engine = bench.engine(case)
-        graphs = {way: Graphs(bench.cuda and captures) for way, (_, captures) in WAYS.items()}
+        graphs = {way: bench.graphs(engine) if captures else Graphs() for way, (_, captures) in WAYS.items()}
         order, pdl = list(WAYS), variant.PDL
         try:
             for turn in itertools.count():

@@ -148,7 +148,7 @@ class Variant:
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(grid, *arguments)
-        values, key = [], device.index
+        values, key = [], device.index << 1 | PDL
         for x, specialised in zip(arguments, self._specialised, strict=True):
             kind = type(x)
             if kind is int:
@@ -162,9 +162,9 @@ class Variant:
                 key = key << 3 | (5 if specialised and x % 16 else 6)
             values.append(x)
         launch = self._compiled.get(key)
-        if launch is None or _observed():
+        if launch is None or DELAYED or _observed():
             compiled = self._compile(grid, device, arguments)
-            if not ON_AMD:  # where a launch also depends on the sizes of tensors
+            if not (ON_AMD or DELAYED):  # on AMD a launch also depends on the sizes of tensors
                 self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return None
         run, function, metadata = launch

@@ -49,3 +49,11 @@ def test_what_triton_specialises_selects_the_kernel(found):
 
 def test_a_profiler_hears_every_launch(found):
     assert found["hooked"] == 4
+
+
+def test_a_launch_follows_the_switches_of_dependent_launches(found):
+    """The A/B of `make gpu` and tests/test_delay.py switch them within one process."""
+    kernel = {name: set(functions) for name, functions in found["switched"].items()}
+    assert all(len(functions) == 1 for functions in kernel.values())
+    assert kernel["on"] == kernel["on again"] == kernel["another is late"] and kernel["off"] == kernel["off again"]
+    assert len(kernel["on"] | kernel["off"] | kernel["late"]) == 3
