@@ -156,6 +156,22 @@ def test_torch_and_triton_are_asked(monkeypatch):
     assert facts.facts()["missing"] == ["no_such_module"]
 
 
+def test_the_driver_is_asked_for_its_cuda(monkeypatch):
+    class Driver:
+        def __init__(self, name, code=0):
+            assert name == "libcuda.so.1"
+            self.code = code
+
+        def cuDriverGetVersion(self, number):
+            number._obj.value = 12040
+            return self.code
+
+    monkeypatch.setattr(facts.ctypes, "CDLL", Driver)
+    assert facts.driver_cuda() == "12.4"
+    monkeypatch.setattr(facts.ctypes, "CDLL", lambda name: Driver(name, 100))
+    assert facts.driver_cuda() is None
+
+
 # --- a rehearsal: commands that need no GPU
 
 

@@ -25,7 +25,7 @@ from bench.gpu.smoke import Form
 
 DEFAULT = ("smoke", "decode", "kernels", "tests")
 ON_GPU = ("--device", "cuda", "--dtype", "bfloat16")
-FIRST = ("row_linear", "tree_attention", "vocab_topk", "residual_merge", "kv_project")  # the longest share of a step
+FIRST = ("row_linear", "tree_attention", "vocab_topk", "residual_merge", "kv_project")  # these get three times as long
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 NO_TESTS = 5  # pytest's exit code if it selects no test
 
