@@ -2,7 +2,6 @@
 compile for sm_80, sm_100 and gfx950 too. `make static` compiles all variants; these tests compile those marked `smoke`.
 """
 
-import contextlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -172,30 +171,6 @@ def test_occupancy_is_bounded_by_each_resource():
     assert static.blocks_per_sm(90, warps=4, registers=168, shared=0) == 3  # registers
     assert static.blocks_per_sm(90, warps=4, registers=32, shared=75 * 1024) == 3  # shared memory
     assert static.blocks_per_sm(80, warps=4, registers=32, shared=75 * 1024) == 2
-
-
-@pytest.mark.parametrize(("device", "entered"), [("cuda:0", []), ("cuda:1", ["cuda:1"]), ("cpu", [])])
-def test_a_kernel_is_launched_where_its_tensors_are(monkeypatch, device, entered):
-    """Triton launches on the current device, here the first."""
-    seen: list[str] = []
-
-    @contextlib.contextmanager
-    def current(device):
-        seen.append(str(device))
-        yield
-        seen.append("left")
-
-    class Kernel:
-        arg_names = ("x_ptr",)
-
-        def __getitem__(self, grid):
-            return lambda *arguments, **how: seen.append(f"launched {grid}")
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(variant, "launched_on", lambda device: 90)
-    Variant("x", Kernel(), ("*fp32",), {}, num_warps=1)((3,), SimpleNamespace(device=torch.device(device)))
-    assert seen == [*entered, "launched (3,)", *(["left"] if entered else [])]
 
 
 @pytest.mark.parametrize(
