@@ -139,9 +139,9 @@ class Variant:
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch on the device of the first argument, a tensor; Triton alone would use the current device.
 
-        Triton finds the compiled kernel anew at each launch, from all arguments, constants and options, which takes 30
-        to 60 us: as long as a kernel. Here only what Triton specialises in a launch selects it: the alignment of
-        pointers, absent arguments and integers of more than 32 bits."""
+        Triton finds the compiled kernel anew at each launch, from all arguments, constants and options, which takes the
+        host three times as long as this (bench/launch.py). Here only what Triton specialises in a launch selects it:
+        the alignment of pointers, absent arguments and integers of more than 32 bits."""
         device = arguments[0].device
         if device.type != "cuda":
             return self._compile(grid, device, arguments)
