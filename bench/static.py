@@ -8,6 +8,8 @@ if
 * it spills: its stack frame, or its scratch memory, is not empty;
 * its shared memory exceeds the architecture's limit for a block;
 * it should use a half-precision dot (`dot`) and has no matrix instruction;
+* its products' left operand should come from registers (`left`) and a wgmma reads it from shared memory;
+* ptxas waits after each wgmma, so that none overlaps with other instructions;
 * it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously.
 
 Occupancy is an estimate of blocks per SM by registers (allocated per warp in units of 256), by shared memory (the
@@ -55,7 +57,7 @@ class Report:
     registers: int  # per thread
     stack: int  # bytes per thread; more than 0 means spills
     shared: int  # bytes per block
-    matrix: str  # the matrix instructions in the PTX: "wgmma 8"
+    matrix: str  # the matrix instructions in the PTX: "wgmma 8"; "wgmma.rs": the left operand is in registers
     loads: int  # global load instructions, asynchronous ones included
     wide: float  # share of the bytes loaded by 16-byte (or wider), asynchronous or bulk instructions
     asynchronous: int  # cp.async and bulk copies
@@ -137,7 +139,12 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
-MATRIX = {"wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma": r"(?<![.\w])mma\.sync"}
+MATRIX = {
+    "wgmma.rs": r"\bwgmma\.mma_async[^{};]*\{[^}]*\},\s*\{",
+    "wgmma": r"\bwgmma\.mma_async[^{};]*\{[^}]*\},\s*[^{\s]",
+    "tcgen05": r"\btcgen05\.mma",
+    "mma": r"(?<![.\w])mma\.sync",
+}
 _LOAD = re.compile(r"\bld\.global[.\w:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\S* .*?,.*?, *(0x[0-9a-f]+|\d+)")
 
@@ -196,6 +203,22 @@ def blocks_per_sm(arch: int, warps: int, registers: int, shared: int) -> int:
     return min(BLOCKS_SM, WARPS_SM // warps, by_registers, SHARED_SM[arch] * 1024 // (shared + 1024))
 
 
+def serialised(ptx: str, sass: str) -> bool:
+    """Whether ptxas waits after each wgmma although the PTX does not. ptxas only warns of that."""
+    products, waits = (len(re.findall(rf"\b{name}\b", sass)) for name in ("HGMMA", "WARPGROUP\\.DEPBAR"))
+    return waits >= products > ptx.count("wgmma.wait_group")
+
+
+def disassembly(cubin: bytes) -> str:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts: dict[str, Any]) -> tuple[str, ...]:
     found = []
     if used["STACK"] or used["LOCAL"]:
@@ -205,6 +228,8 @@ def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts:
         found.append(f"{shared} bytes of shared memory, a block may have {most}")
     if variant.dot and not counts["matrix"]:
         found.append("a dot, and no matrix instruction")
+    if variant.left and arch == 90 and ("wgmma.rs" not in counts["matrix"] or "wgmma " in counts["matrix"]):
+        found.append("the left operand does not come from registers")
     if variant.wide and counts["wide"] < WIDE:
         found.append(f"only {counts['wide']:.0%} of the loaded bytes come 16 at a time")
     return tuple(found)
@@ -217,6 +242,9 @@ def report(op: str, variant: Any, arch: int) -> Report:
         used, counts = amd_resources(done.asm["amdgcn"]), amd_mix(done.asm["amdgcn"])
     else:
         used, counts = resources(done.asm["cubin"]), mix(done.asm["ptx"])
+    found = problems(variant, arch, used, shared, counts)
+    if "wgmma" in counts["matrix"] and serialised(done.asm["ptx"], disassembly(done.asm["cubin"])):
+        found += ("ptxas waits after each wgmma",)
     return Report(
         op=op,
         kernel=variant.kernel.__name__,
@@ -229,7 +257,7 @@ def report(op: str, variant: Any, arch: int) -> Report:
         shared=shared,
         **counts,
         blocks=(blocks_per_cu if amd else blocks_per_sm)(arch, variant.warps(amd), used["REG"], shared),
-        problems=problems(variant, arch, used, shared, counts),
+        problems=found,
     )
 
 

@@ -90,6 +90,19 @@ except ValueError as error:
     assert "no matrix instruction" in texts["float32 dot"]
     assert "come 16 at a time" in texts["narrow"]
     fine = {"STACK": 0, "LOCAL": 0}, {"matrix": "", "wide": 1.0}
+    right = next(v for v in bad_kernels.variants() if v.name == "bfloat16 dot")
+    found = [
+        static.problems(replace(right, left=left), 90, fine[0], 0, {"matrix": m, "wide": 1.0})
+        for left, m in (
+            (True, "wgmma.rs 8"),
+            (True, "wgmma 8"),
+            (True, "wgmma.rs 8, wgmma 8"),
+            (True, "mma 8"),
+            (False, "wgmma 8"),
+        )
+    ]
+    from_shared = ("the left operand does not come from registers",)
+    assert found == [(), from_shared, from_shared, from_shared, ()]
     greedy = [static.problems(next(bad_kernels.variants()), arch, fine[0], 164 * 1024, fine[1]) for arch in ARCHES]
     assert greedy == [("167936 bytes of shared memory, a block may have 166912",), (), ()]
 
@@ -120,7 +133,7 @@ def test_amd_assembly_is_counted():
     assert counts == {"matrix": "mfma 1", "loads": 4, "wide": 32 / 38, "asynchronous": 1, "stores": 2}
     used = static.amd_resources(text)
     assert used == {"REG": 130, "STACK": 12, "LOCAL": 2}
-    fine = SimpleNamespace(dot=False, wide=False)
+    fine = SimpleNamespace(dot=False, left=False, wide=False)
     spilled, large = static.problems(fine, 942, used, 65 * 1024, counts)
     assert spilled.startswith("spills") and large == "66560 bytes of shared memory, a block may have 65536"
     assert static.blocks_per_cu(942, 4, 130, 24576) == 2  # LDS; 512 / 136 registers: 3 waves a SIMD
@@ -153,16 +166,29 @@ def test_instructions_are_counted_in_the_ptx():
     cp.async.cg.shared.global [ %r5 + 0 ], [ %rd7 + 0 ], 0x10, %r6;
     cp.async.commit_group ;
     mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { }, { }, { }, { };
-    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 { };
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {
+      %r1,%r2,%r3,%r4 }, %rd82, %rd83, %p5, 1, 1, 0, 0;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, {%r5,%r6,%r7,%r8}, %rd83, %p5, 1, 1, 0;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {
+      %r1,%r2,%r3,%r4 }, { %r5,%r6,%r7,%r8 }, %rd83, %p5, 1, 1, 0;
     st.global.b32 [ %rd8 + 0 ], { %r7 };
     """
     assert static.mix(ptx) == {
-        "matrix": "wgmma 1, mma 1",
+        "matrix": "wgmma.rs 2, wgmma 1, mma 1",
         "loads": 4,
         "wide": 48 / 50,
         "asynchronous": 1,
         "stores": 1,
     }
+
+
+def test_waits_that_ptxas_adds_are_found():
+    product, wait = "HGMMA.64x64x16.F32.BF16 R56, R100, gdesc[UR28], R56, gsb0 ;", "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    one = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    assert static.serialised(one, "\n".join([product, wait] * 4))
+    assert not static.serialised(one, "\n".join([product] * 4 + [wait]))
+    assert not static.serialised(one, "\n".join([product, wait]))  # as the PTX wants it
+    assert not static.serialised(one, "")
 
 
 def test_occupancy_is_bounded_by_each_resource():

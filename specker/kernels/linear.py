@@ -222,10 +222,12 @@ def stream_rows(
     PAIR: tl.constexpr,
     KIND: tl.constexpr,  # the weight's kind: "plain", or one of quant.py's
     GROUP: tl.constexpr,  # columns that share a scale; 0 for a plain weight
+    LEFT: tl.constexpr,  # compute W x^T and transpose the result; see `weight_left`
 ):
     """x W^T of M rows of x and N of the weight over columns start..stop: [M, N] float32. With PAIR also the product
     with the weight rows `pair` further on. Rows of x that do not exist count as zeros and are not read. L2 evicts the
     weight first, so that x, K/V and sums stay there."""
+    tl.assume(start < stop)  # if the loop could be empty, ptxas would wait after each wgmma
     if KIND == "plain":
         b_acc, b_pair = _stream_plain(
             x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
@@ -252,6 +254,7 @@ def stream_rows(
             PAIR,
             KIND,
             GROUP,
+            LEFT,
         )
     return b_acc, b_pair
 
@@ -321,18 +324,17 @@ def _stream_quantised(
     PAIR: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
 ):
-    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 takes two products:
-    the columns in the low four bits, then the columns in the high four bits. Scales are read one tile ahead, because
-    Triton does not pipeline loads of less than four bytes."""
+    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. Scales are read one tile ahead,
+    because Triton does not pipeline loads of less than four bytes."""
     SHIFT: tl.constexpr = shift_ptr is not None
-    PACK: tl.constexpr = 2 if KIND == "int4" else 1  # numbers per element of the weight
-    BYTES: tl.constexpr = BLOCK_E // PACK
+    PACK: tl.constexpr = 4 if KIND == "int4" else 1  # numbers per element of the weight
     SETS: tl.constexpr = E // GROUP  # scales per row
     o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * (E // PACK)
-    b_acc = tl.zeros([M, N], tl.float32)
-    b_pair = tl.zeros([M, N], tl.float32)
+    b_acc = _zeros(M, N, LEFT)
+    b_pair = _zeros(M, N, LEFT)
     b_scale = _scales(scale_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
     b_shift = _scales(shift_ptr, i_row, m_n, start, SETS, N, BLOCK_E, GROUP)
     b_scale2, b_shift2 = b_scale, b_shift
@@ -340,14 +342,14 @@ def _stream_quantised(
         b_scale2 = _scales(scale_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
         b_shift2 = _scales(shift_ptr, i_row + pair, m_n, start, SETS, N, BLOCK_E, GROUP)
     for i_e in tl.range(start, stop, BLOCK_E):
-        o_q = tl.arange(0, BYTES)[None, :]
-        p_w = w_ptr + o_w + (i_e // PACK + o_q)
+        o_q = i_e // PACK + tl.arange(0, BLOCK_E // PACK)[None, :]
+        p_w = w_ptr + o_w + o_q
         if EVEN_E and EVEN_N:
             b_w = tl.load(p_w, eviction_policy="evict_first")
             if PAIR:
                 b_w2 = tl.load(p_w + pair * (E // PACK), eviction_policy="evict_first")
         else:
-            m_w = m_n[:, None] & (i_e // PACK + o_q < E // PACK)
+            m_w = m_n[:, None] & (o_q < E // PACK)
             b_w = tl.load(p_w, mask=m_w, other=0, eviction_policy="evict_first")
             if PAIR:
                 b_w2 = tl.load(p_w + pair * (E // PACK), mask=m_w, other=0, eviction_policy="evict_first")
@@ -358,22 +360,40 @@ def _stream_quantised(
             if PAIR:
                 b_next2 = _scales(scale_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
                 b_next_shift2 = _scales(shift_ptr, i_row + pair, m_n, i_e + BLOCK_E, SETS, N, BLOCK_E, GROUP)
-        for i_part in tl.static_range(PACK):
-            if PACK == 2:
-                o_e = i_e + o_q // 16 * 32 + o_q % 16 + 16 * i_part
+        for i_part in tl.static_range(2 if KIND == "int4" else 1):
+            if KIND == "int4":
+                o_h = tl.arange(0, BLOCK_E // 2)[None, :]
+                o_e = i_e + o_h // 16 * 32 + o_h % 16 + 16 * i_part
             else:
-                o_e = i_e + o_q
+                o_e = i_e + tl.arange(0, BLOCK_E)[None, :]
             m_x = m_m[:, None]
             if not EVEN_E:
                 m_x = m_x & (o_e < E)
             b_x = tl.load(x_ptr + o_x + o_e, mask=m_x, other=0.0)
             b_v = _weights(b_w, b_scale, b_shift, i_part, SHIFT, KIND).to(b_x.dtype)
-            b_acc = tl.dot(b_x, tl.trans(b_v), b_acc, input_precision="ieee")
+            b_acc = _add_product(b_x, b_v, b_acc, LEFT)
             if PAIR:
                 b_v2 = _weights(b_w2, b_scale2, b_shift2, i_part, SHIFT, KIND).to(b_x.dtype)
-                b_pair = tl.dot(b_x, tl.trans(b_v2), b_pair, input_precision="ieee")
+                b_pair = _add_product(b_x, b_v2, b_pair, LEFT)
         b_scale, b_shift, b_scale2, b_shift2 = b_next, b_next_shift, b_next2, b_next_shift2
+    if LEFT:
+        b_acc, b_pair = tl.trans(b_acc), tl.trans(b_pair)
     return b_acc, b_pair
+
+
+@triton.jit
+def _zeros(M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr):
+    return tl.zeros([N, M] if LEFT else [M, N], tl.float32)
+
+
+@triton.jit
+def _add_product(b_x, b_w, b_acc, LEFT: tl.constexpr):
+    """b_acc [M, N] + x W^T, or with LEFT b_acc [N, M] + W x^T."""
+    if LEFT:
+        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+    else:
+        b_acc = tl.dot(b_x, tl.trans(b_w), b_acc, input_precision="ieee")
+    return b_acc
 
 
 @triton.jit
@@ -400,25 +420,45 @@ def _scales(
 
 
 @triton.jit
-def _weights(b_q, b_scale, b_shift, PART: tl.constexpr, SHIFT: tl.constexpr, KIND: tl.constexpr):
-    """q * scale + shift in float32: b_q [N, K], b_scale [N, groups] -> [N, K]. fp8 comes as int8: its bits,
-    moved to their places in a float32, give the number times 2^-120, also for subnormal numbers."""
+def _weights(
+    b_q,  # [N, K], or [N, K / 4] int16 for int4
+    b_scale,  # [N, groups]
+    b_shift,  # [N, groups]; not read without SHIFT
+    PART: tl.constexpr,
+    SHIFT: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8: its bits, moved to their places in a
+    float32, give the number times 2^-120, also for subnormal numbers.
+
+    int4: `_four_bits` gives the number q of 0 to 15 times 2^-22, so the scale is multiplied by 2^22. Without shifts q
+    stands for q - 8; q * scale - 8 * scale, rounded once, is (q - 8) * scale."""
+    N: tl.constexpr = b_q.shape[0]
+    GROUPS: tl.constexpr = b_scale.shape[1]
+    K: tl.constexpr = b_q.shape[1] * (2 if KIND == "int4" else 1)
     if KIND == "int4":
-        b_v = ((b_q >> 4) if PART == 1 else (b_q & 15)).to(tl.float32)
+        b_bits = b_q.to(tl.int32)
+        b_v = tl.join(_four_bits(b_bits, 4 * PART), _four_bits(b_bits, 4 * PART + 8))
         if not SHIFT:
-            b_v -= 8.0
+            b_shift = -8.0 * b_scale
+        b_scale *= 2.0**22
     elif KIND == "fp8":
         b_v = ((b_q.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
     else:
         b_v = b_q.to(tl.float32)
-    N: tl.constexpr = b_q.shape[0]
-    GROUPS: tl.constexpr = b_scale.shape[1]
-    b_v = tl.reshape(b_v, (N, GROUPS, b_q.shape[1] // GROUPS))
-    if SHIFT:
+    b_v = tl.reshape(b_v, (N, GROUPS, K // GROUPS))
+    if SHIFT or KIND == "int4":
         b_v = tl.fma(b_v, b_scale[:, :, None], b_shift[:, :, None])
     else:
         b_v *= b_scale[:, :, None]
-    return tl.reshape(b_v, b_q.shape)
+    return tl.reshape(b_v, (N, K))
+
+
+@triton.jit
+def _four_bits(b_bits, AT: tl.constexpr):
+    """The number in bits AT..AT + 3, times 2^-22, in float32. As bits of a float32 it is a subnormal number, q *
+    2^(AT - 149), so no instruction converts an integer; one multiplication makes it normal, the same for each AT."""
+    return (b_bits & (15 << AT)).to(tl.float32, bitcast=True) * 2.0 ** (127 - AT)
 
 
 @triton.jit
@@ -457,7 +497,7 @@ def _silu_mul(gate, up):
 @triton.jit(do_not_specialize=["T"])
 def _row_linear_kernel(
     x_ptr,  # [G, T, E]
-    w_ptr,  # [G, O, E]; int4: [G, O, E / 2]
+    w_ptr,  # [G, O, E]; int4: int16 [G, O, E / 4]
     scale_ptr,  # [G, O, E / GROUP], or None
     shift_ptr,  # [G, O, E / GROUP], or None
     bias_ptr,  # [G, O]
@@ -476,13 +516,14 @@ def _row_linear_kernel(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
     LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 256 * E < 2**31)
     let_next_start(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
-    PACK: tl.constexpr = 2 if KIND == "int4" else 1
+    PACK: tl.constexpr = 4 if KIND == "int4" else 1
     ROW: tl.constexpr = E // PACK  # elements of a row of the weight
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
@@ -528,6 +569,7 @@ def _row_linear_kernel(
         SILU,
         KIND,
         GROUP,
+        LEFT,
     )
     m_mn = m_m[:, None] & m_n[None, :]
     if PARTS:
@@ -619,7 +661,7 @@ def tiles(
     if dtype == torch.float32 and form is not None:
         block = form.block(block, E)
     count = G * -(-O // n)
-    splits = max(1, min(sms // count, E // MIN_SPLIT))
+    splits = max(1, min(sms * (2 if weight_left(n, arch, form) else 1) // count, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
     stages = 2 if dtype == torch.float32 else stages_of(m, n, block, count * splits <= sms, arch, form)
     return m, n, block, stages, splits
@@ -640,16 +682,23 @@ def wide_rows(dtype: torch.dtype, E: int, arch: int, form: Format | None = None)
     return E * dtype.itemsize % 16 == 0 if form is None else form.size(E) % 16 == 0 and arch not in AMD
 
 
+def weight_left(n: int, arch: int, form: Format | None) -> bool:
+    """Whether a product in half precision with n rows of the weight takes them as the left operand, W x^T. wgmma and
+    tcgen05 read the right operand from shared memory, the left one also from registers or tensor memory. It must have
+    64 rows."""
+    return form is not None and form.kind == "int4" and arch in (90, 100) and n >= 64
+
+
 def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
     """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
-    shared memory; `few`: at most one program per SM. For wgmma and tcgen05, shared memory also holds one decoded tile
-    in x's dtype; the two halves of int4 use that space in turn."""
+    shared memory; `few`: at most one program per SM. If wgmma and tcgen05 take the weight as the right operand, shared
+    memory also holds one decoded tile in x's dtype; the two halves of int4 use that space in turn."""
     size = 2 * block
     stage = m * size + n * (size if form is None else form.size(block))
     room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96) * 1024
     if form is not None and arch == 950:  # gfx950 pads these stages and needs a buffer for each
         room = 48 * 1024
-    if form is not None and arch in (90, 100):
+    if form is not None and arch in (90, 100) and not weight_left(n, arch, form):
         room -= n * form.size(block) * 2
     stages = min(room // stage, 8)
     return stages + (arch == 80 or arch in AMD)  # synchronous matrix instructions need one buffer fewer
@@ -707,6 +756,7 @@ def _variants(
     smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
     smoke = smoke and (form is None or epilogue == "silu_mul")
     split = -(-E // (splits * block)) * block
+    left = half and weight_left(n // 2 if silu else n, arch, form)
     common = {"G": G, "O": O, "SPLITS": splits, "SILU": silu, "BIAS": bias}
     stream = Variant(
         name=name,
@@ -721,11 +771,13 @@ def _variants(
             "SPLIT_E": split,
             "PARTS": parts or splits > 1,
             **constexprs_of(form),
+            "LEFT": left,
             "LINES": lines(n, split * dtype.itemsize if form is None else form.size(split)),
         },
         num_warps=4,
         num_stages=stages,
         dot=half,
+        left=left,
         wide=wide_rows(dtype, E, arch, form),
         smoke=smoke,
         options={} if form is None else {"maxnreg": 255},  # by default ptxas caps one at 168 registers and spills

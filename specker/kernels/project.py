@@ -28,6 +28,7 @@ from specker.kernels.linear import (
     row_linear_cost,
     stages_of,
     stream_rows,
+    weight_left,
     wide_rows,
 )
 from specker.kernels.quant import Format, Matrix, arguments_of, constexprs_of, format_of, streams, types_of
@@ -136,7 +137,7 @@ def kv_project_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, *_: o
 )
 def _kv_project_kernel(
     x_ptr,  # [G, T, E]
-    w_ptr,  # [G, HEADS * D, E], int4 E / 2: Hq heads of q, Hkv of k, Hkv of v
+    w_ptr,  # [G, HEADS * D, E], int4 int16 of E / 4: Hq heads of q, Hkv of k, Hkv of v
     scale_ptr,  # [G, HEADS * D, E / GROUP], or None
     shift_ptr,  # [G, HEADS * D, E / GROUP], or None
     bias_ptr,  # [G, HEADS * D]
@@ -167,6 +168,7 @@ def _kv_project_kernel(
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
     LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
 ):
@@ -180,7 +182,7 @@ def _kv_project_kernel(
     i_s = tl.program_id(2)
     o_n = tl.arange(0, N)
     first = i_g.to(tl.int64) * T  # the layer's first row
-    PACK: tl.constexpr = 2 if KIND == "int4" else 1
+    PACK: tl.constexpr = 4 if KIND == "int4" else 1
     w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * (E // PACK))
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
@@ -208,6 +210,7 @@ def _kv_project_kernel(
         False,
         KIND,
         GROUP,
+        LEFT,
     )
     plane = T.to(tl.int64) * (G * O)
     p_y = sums_ptr + i_s * plane + (first + o_m)[:, None] * O + i_h * D + o_n[None, :]
@@ -271,9 +274,10 @@ def _variant(
 ) -> Variant:
     """64 rows of x for any T, as in row_linear. A tile of the weight is one head, since a head's halves are rotated
     together. Heads are few: 48 of 128 rows for Llama-3-8B. So K is split until every SM has a program; on an H200 (132
-    SMs) three splits make 144 programs. They run at once, two per SM, and share the bandwidth evenly. The last to
-    finish reads the splits' sums from L2, 1.5 KiB a row and head. float32 uses FMA in small tiles, for correctness
-    only. By default ptxas limits some variants to fewer than 128 registers and spills."""
+    SMs) three splits make 144 programs. They run at once, two per SM, and share the bandwidth evenly. int4 on the left
+    (`weight_left`) takes as many splits as two programs per SM allow: five, 240 programs. The last to finish reads the
+    splits' sums from L2, 512 bytes per split, row and head. float32 uses FMA in small tiles, for correctness only. By
+    default ptxas limits some variants to fewer than 128 registers and spills."""
     sms = sms or SMS[arch]
     count, n = G * (Hq + 2 * Hkv), max(16, triton.next_power_of_2(D))
     row = E * dtype.itemsize if form is None else form.size(E)
@@ -281,7 +285,9 @@ def _variant(
         m, block = 16, 32 if form is None else form.block(32, E)
     else:
         m, block = 64, columns_of(n, row % 16 == 0, E, arch, form)
-    splits = max(1, min(-(-sms // count), E // MIN_SPLIT))
+    left = dtype != torch.float32 and weight_left(n, arch, form)
+    programs = 2 * sms // count if left else -(-sms // count)
+    splits = max(1, min(programs, E // MIN_SPLIT))
     splits = -(-E // (-(-E // (splits * block)) * block))  # splits of whole tiles may be fewer
     split = -(-E // (splits * block)) * block
     stages = 2 if dtype == torch.float32 else max(stages_of(m, n, block, count * splits <= sms, arch, form), 2)
@@ -319,11 +325,13 @@ def _variant(
             "NORM": norm,
             "BIAS": bias,
             **constexprs_of(form),
+            "LEFT": left,
             "LINES": lines(n, split * dtype.itemsize if form is None else form.size(split)),
         },
         num_warps=warps,
         num_stages=stages,
         dot=dtype != torch.float32,
+        left=left,
         wide=wide_rows(dtype, E, arch, form),
         smoke=dtype == torch.bfloat16 and (E, Hq) == (4096, 32) and G == 1 and form in (None, COMMON[2]),
         options={"maxnreg": 255} if warps == 4 else {},

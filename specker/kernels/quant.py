@@ -8,8 +8,7 @@ compute with these w, rounded to the dtype of the activations; nothing else is q
 * int8: int8 [O, E].
 * fp8: float8_e4m3fn [O, E].
 * int4: uint8 [O, E / 2], numbers 0 to 15; without shifts they stand for -8 to 7. 16 bytes hold 32 columns: their low
-  four bits the first 16 columns, their high four bits the last 16, as in GGUF. A kernel then needs no shuffle: it
-  multiplies the two halves separately.
+  four bits the first 16 columns, their high four bits the last 16, as in GGUF.
 
 Scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have shift = -zero *
 scale.
@@ -103,8 +102,11 @@ class Quantized:
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q, scale and shift for the Triton kernels: contiguous, and float8 as int8, which every device can load."""
-        q = self.q.view(torch.int8) if self.kind == "fp8" else self.q
+        """q, scale and shift for the Triton kernels: contiguous; float8 as int8, which every device can load, and int4
+        as int16, four numbers each."""
+        q = self.q.view(torch.int8) if self.kind == "fp8" else self.q.contiguous()
+        if self.kind == "int4":
+            q = (q.clone() if q.storage_offset() % 2 else q).view(torch.int16)
         return q.contiguous(), self.scale.contiguous(), None if self.shift is None else self.shift.contiguous()
 
     @property
@@ -195,7 +197,7 @@ def types_of(dtype: str, form: Format | None) -> tuple[str | None, ...]:
     if form is None:
         return f"*{dtype}", None, None
     shift = None if form.shift is None else f"*{TYPES[form.shift]}"
-    return "*u8" if form.kind == "int4" else "*i8", f"*{TYPES[form.scale]}", shift
+    return "*i16" if form.kind == "int4" else "*i8", f"*{TYPES[form.scale]}", shift
 
 
 def constexprs_of(form: Format | None) -> dict[str, Any]:

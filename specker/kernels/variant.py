@@ -104,6 +104,7 @@ class Variant:
     num_warps: int  # warps of 32 lanes
     num_stages: int = 1
     dot: bool = False  # a half-precision dot must become matrix instructions
+    left: bool = False  # on sm_90 these must read their left operand from registers
     wide: bool = True  # the big operand must be read 16 bytes at a time, or asynchronously
     smoke: bool = False  # `make test` compiles it: bfloat16, D 128 where it applies, a few per op
     options: Mapping[str, Any] = field(default_factory=dict)  # further compiler options on NVIDIA, such as maxnreg
