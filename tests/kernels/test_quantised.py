@@ -75,6 +75,15 @@ def close(got, want, dtype):
     return want.shape == got.shape and bool(((got.double() - want).abs() <= own + 1e-5 * scale).all())
 
 
+@pytest.fixture
+def tiles_of_64(monkeypatch):
+    """Tiles large enough for the weight to be the left operand, and two splits."""
+    monkeypatch.setattr(linear, "tiles", lambda *_: (64, 64, 64, 3, 2))
+    linear._variants.cache_clear()
+    yield
+    linear._variants.cache_clear()
+
+
 @pytest.mark.parametrize(("form", "dtype", "epilogue"), cases.one_in(8, FORMATS, HALF, ["none", "silu_mul"]))
 def test_row_linear(poisoned, form, dtype, epilogue):
     for (O, E), T in zip(SIZES, (0, 65, 7, 1), strict=True):
@@ -116,6 +125,23 @@ def test_every_number_is_exact(kind):
     got = linear._launch(torch.eye(32), weight, None, "none").T
     assert torch.equal(got, weight.dequantised(torch.float32))
     assert len(got.unique()) == {"int8": 256, "fp8": 253, "int4": 16}[kind]  # 0 and -0 are one
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form[0] == "int4" and form[1] in (32, 64)])
+def test_int4_weights_are_rounded_once(tiles_of_64, form):
+    """Bit for bit: rows of the identity give the weights, for scales and shifts of all magnitudes."""
+    E, dtype = 192, form[3]
+    weight = a_weight(form, 70, E)
+    sizes = 2.0 ** torch.arange(-30, 16)[torch.randperm(46, generator=torch.Generator().manual_seed(4))].repeat(2)[:70]
+    scale = (weight.scale.float() * sizes[:, None]).to(dtype)
+    shift = None if weight.shift is None else (weight.shift.float() * sizes.flip(0)[:, None]).to(dtype)
+    wide = Quantized(weight.q, scale, shift)
+    assert (scale.abs() < torch.finfo(torch.float16).smallest_normal).any() and wide.dequantised(
+        torch.float32
+    ).isfinite().all()
+    assert torch.equal(linear._launch(torch.eye(E), wide, None, "none").T, wide.dequantised(torch.float32))
+    half = linear._launch(torch.eye(E).half(), weight, None, "float32").T
+    assert torch.equal(half, weight.dequantised(torch.float16).float())
 
 
 @pytest.mark.parametrize("form", FORMATS[::2])
@@ -181,6 +207,39 @@ def test_views_surrounded_by_nan(form):
     wide = weight.each(lambda part: torch.cat((part.view(torch.uint8), part.view(torch.uint8)), -1).view(part.dtype))
     half = wide.each(lambda part: part[..., : part.shape[-1] // 2])
     assert not half.q.is_contiguous() and torch.equal(linear._launch(x, half, None, "none"), want)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form[0] == "int4" and form[1] != 96])
+def test_the_weight_as_the_left_operand(poisoned, tiles_of_64, form):
+    """In the last tile some rows and columns do not exist. A row is the same alone and among others."""
+    O, E, T = 150, 192, 65
+    x, weight, bias = randn(T, E, dtype=torch.float16), a_weight(form, O, E), randn(O, dtype=torch.float16, seed=2)
+    stream, _ = linear._variants(x.dtype, O, E, "none", True, 90, 1, 132, weight.format)
+    assert stream.left and stream.constexprs["LEFT"]
+    got = linear._launch(x, weight, bias, "none")
+    assert close(got, formula(x, weight, bias), torch.float16)
+    for rows in (slice(0, 1), slice(64, 65), slice(29, 36)):
+        assert torch.equal(linear._launch(x[rows], weight, bias, "none"), got[rows]), rows
+
+
+def test_gate_and_up_as_left_operands(poisoned, monkeypatch, tiles_of_64):
+    monkeypatch.setattr(linear, "tiles", lambda *_: (64, 128, 64, 3, 1))
+    x, weight = randn(3, 192, dtype=torch.float16), a_weight(FORMATS[8], 300, 192)
+    assert linear._variants(x.dtype, 300, 192, "silu_mul", False, 90, 1, 132, weight.format)[0].left
+    got = linear._launch(x, weight, None, "silu_mul")
+    assert close(got, formula(x, weight, None, "silu_mul"), torch.float16)
+
+
+def test_int4_bytes_may_begin_anywhere():
+    """The kernels read int4 two bytes at a time: a view that begins at an odd byte is copied."""
+    weight = a_weight(FORMATS[8], 4, 64)
+    around = torch.zeros(weight.q.numel() + 1, dtype=torch.uint8)
+    around[1:] = weight.q.flatten()
+    odd = Quantized(around[1:].view(weight.q.shape), weight.scale, weight.shift)
+    for each in (odd, weight):
+        q = each.arguments[0]
+        assert q.dtype == torch.int16 and q.data_ptr() % 2 == 0 and torch.equal(q.view(torch.uint8), weight.q)
+    assert weight.arguments[0].data_ptr() == weight.q.data_ptr()
 
 
 def projection(form, size, T, G, norm, bias, dtype=torch.float16, device="cpu"):
@@ -264,10 +323,13 @@ def test_tiles():
                 assert (splits - 1) * split < E <= splits * split
     plain = linear.tiles(torch.bfloat16, 4096, 4096, 90, split=True)
     assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int8", 4096, f16, None))[:3] == plain[:3]
-    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int4", 32, f16, None))[1:5] == (128, 128, 7, 4)
+    assert linear.tiles(torch.bfloat16, 4096, 4096, 90, form=Format("int4", 32, f16, None))[1:5] == (128, 128, 4, 8)
+    for n, arch, is_left in ((128, 90, True), (64, 100, True), (32, 90, False), (128, 80, False), (128, 942, False)):
+        assert linear.weight_left(n, arch, Format("int4", 32, f16, None)) == is_left
+    assert not linear.weight_left(128, 90, Format("int8", 32, f16, None)) and not linear.weight_left(128, 90, None)
     with FakeTensorMode():
         x, weight = torch.empty(3, 4096, dtype=torch.bfloat16), a_weight(FORMATS[7], 4096, 4096)
-        assert linear.split_of(x, weight) == (4, 1024)
+        assert linear.split_of(x, weight) == (8, 512)
 
 
 @pytest.mark.parametrize("form", FORMATS)
