@@ -326,7 +326,8 @@ def _stream_quantised(
     GROUP: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. Scales are read one tile ahead,
+    """`_stream_plain` for w = q * scale + shift in float32, rounded to x's dtype. A tile of int4 takes two products:
+    the columns in the low four bits of bytes, then the columns in the high four bits. Scales are read one tile ahead,
     because Triton does not pipeline loads of less than four bytes."""
     SHIFT: tl.constexpr = shift_ptr is not None
     PACK: tl.constexpr = 4 if KIND == "int4" else 1  # numbers per element of the weight
@@ -421,7 +422,7 @@ def _scales(
 
 @triton.jit
 def _weights(
-    b_q,  # [N, K], or [N, K / 4] int16 for int4
+    b_q,  # [N, K]; int4: int16 [N, K / 2], of which PART selects half the numbers
     b_scale,  # [N, groups]
     b_shift,  # [N, groups]; not read without SHIFT
     PART: tl.constexpr,
@@ -431,8 +432,9 @@ def _weights(
     """q * scale + shift, rounded once to float32: [N, K]. fp8 comes as int8: its bits, moved to their places in a
     float32, give the number times 2^-120, also for subnormal numbers.
 
-    int4: `_four_bits` gives the number q of 0 to 15 times 2^-22, so the scale is multiplied by 2^22. Without shifts q
-    stands for q - 8; q * scale - 8 * scale, rounded once, is (q - 8) * scale."""
+    int4: PART selects the low or the high four bits of the bytes. `_four_bits` gives the number q of 0 to 15 times
+    2^-22, so the scale is multiplied by 2^22, which is exact up to 2^105. Without shifts q stands for q - 8, and
+    q * scale - 8 * scale, rounded once, is (q - 8) * scale."""
     N: tl.constexpr = b_q.shape[0]
     GROUPS: tl.constexpr = b_scale.shape[1]
     K: tl.constexpr = b_q.shape[1] * (2 if KIND == "int4" else 1)
@@ -672,7 +674,7 @@ def columns_of(n: int, aligned: bool, E: int, arch: int, form: Format | None = N
     block = 64 if n > 64 or not aligned else 128
     if form is None:
         return block
-    if form.kind == "int4":  # other architectures decode into registers, where 128 columns spill
+    if form.kind == "int4":  # elsewhere 128 columns spill
         block = 128 if arch in (90, 100) else 64
     return form.block(block, E)
 
@@ -692,7 +694,7 @@ def weight_left(n: int, arch: int, form: Format | None) -> bool:
 def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
     """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
     shared memory; `few`: at most one program per SM. If wgmma and tcgen05 take the weight as the right operand, shared
-    memory also holds one decoded tile in x's dtype; the two halves of int4 use that space in turn."""
+    memory also holds one decoded tile in x's dtype; the two parts of int4 use that space in turn."""
     size = 2 * block
     stage = m * size + n * (size if form is None else form.size(block))
     room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96) * 1024
@@ -739,14 +741,21 @@ def _variants(
     Half precision also uses small tiles if a row is not a multiple of 16 bytes: it is then read 2 bytes at a time,
     through registers.
 
-    Quantised weights: the tile comes in as bytes, is decoded in registers and, for wgmma, written to shared memory in
-    x's dtype. In tiles of 128 rows that moves 8 bytes through shared memory per weight of int8 and fp8 (the tile 1 in
-    and 1 out, decoded 2 in and 2 out, x 1 and 1) and 7 per weight of int4; in tiles of 32 it is 14 and 13 bytes. An
-    H100's SM moves 128 bytes a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s of int8, 50 G
-    of int4. So with tiles of 128, shared memory allows 28 G of int8, which is enough, and 32 G of int4, 64%; with tiles
-    of 32 it allows 16 and 17 G. Hence K is always split as in "split". In flight: int8 has five stages in 96 KiB, 32
-    KiB of them the weight's, twice per SM. int4 takes 128 columns, which lowers the cost of scales and loop: three
-    stages, two of them in flight, 16 KiB twice per SM, for at most 64% of the bandwidth.
+    Quantised weights: the tile comes in as bytes and is decoded in registers. int8 and fp8 are wgmma's right operand,
+    which it reads from shared memory. In tiles of 128 rows that moves 8 bytes through shared memory per weight (the
+    tile 1 in and 1 out, decoded 2 in and 2 out, x 1 and 1); in tiles of 32 it is 14 bytes. An H100's SM moves 128 bytes
+    a cycle, 225 GB/s, and its share of the bandwidth is 25 GB/s: 25 G weights/s, of which shared memory allows 28 G in
+    tiles of 128 and 16 G in tiles of 32. Hence K is always split as in "split". In flight: int8 has five stages in 96
+    KiB, 32 KiB of them the weight's, twice per SM.
+
+    int4 is the left operand (`weight_left`), which wgmma reads from registers. In tiles of 128 rows that moves 5 bytes
+    through shared memory per weight (the tile half a byte in and 1 out, because a lane reads two bytes at a time, x 1
+    in and 2 out, scales), 6 in groups of 32. The bandwidth feeds 40 to 49 G weights/s, less with smaller groups;
+    shared memory allows 39 and 47 G. The compiled loop has 156 to 161 warp instructions per 1,000 weights. An SM issues
+    four per cycle, 7 G/s, which allows 44 G. So either bound is at least 87% of the bandwidth of an H100, and 68% of an
+    H200's 33 GB/s. A tile has 128 columns, which lowers the cost of scales and loop; four stages keep 24 KiB of the
+    weight in flight, twice per SM. Two programs share an SM, so that one decodes while the other waits for its
+    products, and K is split for two programs per SM.
     """
     m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split", form)
     t, half, silu, parts = TYPES[dtype], dtype != torch.float32, epilogue == "silu_mul", epilogue == "split"

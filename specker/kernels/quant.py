@@ -8,7 +8,8 @@ compute with these w, rounded to the dtype of the activations; nothing else is q
 * int8: int8 [O, E].
 * fp8: float8_e4m3fn [O, E].
 * int4: uint8 [O, E / 2], numbers 0 to 15; without shifts they stand for -8 to 7. 16 bytes hold 32 columns: their low
-  four bits the first 16 columns, their high four bits the last 16, as in GGUF.
+  four bits the first 16 columns, their high four bits the last 16, as in GGUF. A kernel then needs no shuffle: it
+  multiplies the two halves separately.
 
 Scales and shifts are both float16 if that is exact, else both float32. Formats with zero points have shift = -zero *
 scale.
