@@ -21,7 +21,7 @@ import specker
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from specker.checkpoints import buffers, checkpoint
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, forward
+from specker.model.decoder import Model, forward, prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime.drafter import Draft
@@ -293,6 +293,9 @@ RECORDED = {  # `vocabtrim` uses the bundled family, the others tiny models
 }
 
 
+OTHERS = ("easyspec", "del", "diffuspec-fixed")
+
+
 class Recorded:
     """A bfloat16 engine whose rounds are recorded, not run. Its texts are ragged and use different sampling
     settings."""
@@ -396,6 +399,37 @@ def test_launches_do_not_depend_on_the_text(recorded, name, case):
             again = world.round(ragged(size, 371), other, budget)
             assert [x[:2] for x in again] == [x[:2] for x in first], "another request's settings need another graph"
             assert len(kernels(first)) > 3 * 6
+
+
+DENSE = ("aten.linear", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.sort", "aten.topk")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "blocks"),
+    [("chain-4", 64, 1), ("tree-3x4", 64, 1), ("chain-4", 256, 2), *((name, 64, 1) for name in OTHERS)],
+)
+@pytest.mark.parametrize("sampling", DRAWS, ids=["greedy", "noise", "filtered"])
+def test_a_large_batch_runs_in_the_kernels(tmp_path, name, size, blocks, sampling):
+    """Without cuBLAS and without a sort, whose bits or time depend on the batch. More than 1,024 rows run in blocks."""
+    world = Recorded(tmp_path, **RECORDED[name], batch_size=size, kv_tokens=size * 512)
+    budget = Budget(3, 3, 2) if world.budgets[0].exit else world.budgets[-1]
+    log = world.round(ragged(size, 50), sampling, budget)
+    assert not [launch for launch in log if launch[0].startswith(DENSE)]
+    verified = next(log[start:end] for key, start, end in log.stretches if key[0][0] == "verify")
+    seen = [name.split(":")[0] for name, *_ in verified]
+    assert seen.count("_kv_project_kernel") == blocks * 3
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
+    world = Recorded(tmp_path, **RECORDED["ar"])
+    for rows, dense in ((256, False), (257, True), (512, True)):
+        world.put([700], DRAWS[0])
+        world.loop.cache.exact_len[0] = 0
+        with world.recording() as log:
+            prefill(world.loop.target, world.loop.cache, [5] * rows)
+        assert any(launch[0].startswith(DENSE) for launch in log) == dense
+        assert ("_kv_project_kernel" in [name.split(":")[0] for name in kernels(log)]) != dense
 
 
 LAUNCHES = {"ar": 62, "chain-4": 190, "tree-3x4": 195, "easyspec": 156, "diffuspec-fixed": 105}

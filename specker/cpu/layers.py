@@ -29,7 +29,7 @@ from specker.cpu.library import (
 )
 from specker.cpu.packed import Packed
 
-MAX_ROWS = 256  # most rows with plain weights
+MAX_ROWS = 256  # most rows at once with plain weights; a round of more rows runs in blocks (model/decoder.py)
 BLOCK = 16  # sums run in steps of this many elements
 NAMES = (
     "norm_in",
@@ -86,8 +86,8 @@ class Stack:
                 setattr(struct, name, None if by[name] is None else by[name].data_ptr())
             for name in MATRICES:
                 setattr(struct, name, Matrix.of(by[name], activations))
-        # Torch is faster with plain weights and more than 256 rows, but cannot read packed ones. With 8 to 32 rows it
-        # is up to ten times slower, because its threads and the team's threads wake in turn.
+        # For a prompt's chunk of more than 256 rows torch is faster with plain weights, but it cannot read packed ones.
+        # With 8 to 32 rows it is up to ten times slower, because its threads and the team's threads wake in turn.
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
         self.most = 1 << 30 if self.packed else MAX_ROWS
         E, D, F = len(layers[0][0]), rope.shape[2], layers[0][NAMES.index("down")].shape[1]

@@ -315,13 +315,13 @@ class Drafts:
             for slot, sequence in enumerate(sequences):
                 state.draw[slot] = pack(sequence.sampling)
         self._see(0)
-        rows = self._prefilled(sequences, self.rows if fixed else CATCH_UP_ROWS)
+        self._prefill(sequences, self.rows if fixed else CATCH_UP_ROWS)
         if fixed:
             self._send(sequences)
         shape = Shape(n, budget, fixed, self._see(max(lengths) + most) if fixed else 0, draws.kind)
         where: Lengths = state.length if fixed else lengths
         r = Round(sequences, state, shape, draws, where, self._graphs, policies[0].confident)
-        with self._threads(rows + n * budget.depth):
+        with self._threads():
             r.draft = self.drafter.draft(r)
         self._round, drafted = r, [r.draft.count(slot) for slot in range(n)]
         fits = [max(0, min(count, most, self.limit - length)) for count, length in zip(drafted, lengths, strict=True)]
@@ -351,24 +351,21 @@ class Drafts:
         state.length[:n] = lengths
         state.committed[:n].scatter_(1, columns, tails)
 
-    def _prefilled(self, sequences: list[Request], most: int) -> int:
-        """Prefill new parts of texts of more than `most` tokens. Returns the rows that are left for the draft's first
-        forward."""
-        model, cache, rows = self.drafter.model, self.drafter.cache, 0
+    def _prefill(self, sequences: list[Request], most: int) -> None:
+        """Prefill new parts of texts of more than `most` tokens."""
+        model, cache = self.drafter.model, self.drafter.cache
         if model is None or cache is None:
-            return 0
+            return
         for slot, sequence in enumerate(sequences):
             known, length = cache.exact_len[slot], len(sequence.text)
             # A diffusion drafter's prompt must not see masks. Other short prompts share the first forward.
             if length - known > most or not (known or model.config.causal):
                 self.drafter.prefill(slot, sequence.text)
-            rows += length - cache.exact_len[slot]
-        return rows
 
-    def _threads(self, rows: int) -> AbstractContextManager[Any]:
-        """Context manager for a draft of `rows` rows: with compiled kernels, torch's operators run in one thread."""
+    def _threads(self) -> AbstractContextManager[Any]:
+        """Context manager for a draft: with compiled kernels, torch's operators run in one thread."""
         model = self.drafter.model
-        alone = model is not None and model.stack is not None and rows <= model.stack.most
+        alone = model is not None and model.stack is not None
         return native().one_torch_thread() if alone else nullcontext()
 
 

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from specker.kernels.linear import (
     COMMON,
-    MAX_ROWS,
     like,
     lines,
     prefetch_rows,
@@ -92,7 +91,7 @@ def vocab_topk(
     exp(logits - lse) is a confidence over the kept rows, in the ranking that chose the ids. A trimmed head uses the
     whole head's noise g (kernels/noise.py), and the order of its rows does not matter. The op is batch-invariant: a
     row's bits depend on that row, weight, ids, k and the architecture alone. Memory moves the weight once. The kernel
-    takes up to 256 rows and ids below 2^32; more rows and float64 run in plain torch.
+    takes any number of rows and ids below 2^32; float64 runs in plain torch.
 
     Args:
         hidden: [T, E].
@@ -309,7 +308,7 @@ def _vocab_topk_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and 256 * E < 2**31)
+    tl.static_assert(C <= N and M % R == 0 and N * E < 2**31 and M * E < 2**31)
     i_tile = tl.program_id(1)
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     o_n = i_tile * N + tl.arange(0, N)
@@ -324,12 +323,11 @@ def _vocab_topk_kernel(
     else:
         b_id = o_n.to(tl.int64)
     b_all, _ = stream_rows(
-        x_ptr,
+        x_ptr + tl.program_id(0).to(tl.int64) * (M * E),
         w_ptr,
         scale_ptr,
         shift_ptr,
         i_tile * N,
-        o_m,
         o_m < T,
         m_n,
         0,
@@ -358,7 +356,7 @@ def _vocab_topk_kernel(
         o_r = tl.program_id(0) * M + i_r + tl.arange(0, R)
         m_r = o_r < T
         if NOISE:
-            b_position = tl.load(positions_ptr + o_r * apart, mask=m_r, other=0)
+            b_position = tl.load(positions_ptr + o_r.to(tl.int64) * apart, mask=m_r, other=0)
             if DRAWN:
                 p_draw = draw_ptr + tl.minimum(o_r, T - 1) // run * 4
                 b_seed, b_t, _top_p = drawn(p_draw[:, None], seed, temperature, 1.0, DRAWN)
@@ -741,7 +739,7 @@ def _check_out(out: Tensor, hidden: Tensor, k: int) -> None:
 
 
 def _fits(hidden: Tensor, weight: Matrix, *_: object) -> bool:
-    return hidden.shape[0] <= MAX_ROWS and streams(weight)
+    return streams(weight)
 
 
 def _fake(

@@ -8,8 +8,8 @@ Sequences occupy slots 0..n-1. Column c of a sequence is flattened row block_tab
 every layer.
 """
 
-from bisect import insort
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -37,6 +37,20 @@ class Rows(NamedTuple):
     ancestors: Tensor  # [T, W] int64
     cu_rows: Tensor  # [n + 1] int32, the first row of each sequence, then T
     table: Tensor  # [n, P] int32, pages
+    bounds: tuple[int, ...] | None = None  # `cu_rows` on the host; None: every sequence has equally many rows
+
+    def blocks(self, most: int) -> Iterator[tuple[slice, "Rows"]]:
+        """Split the rows between sequences, so that a block has at most `most` rows, or those of one sequence. Yields
+        the block's place among all rows, and the block."""
+        n, b = len(self.kv_len), 0
+        bounds = self.bounds or tuple(range(0, len(self.positions) + 1, len(self.positions) // n))
+        while b < n:
+            end = max(b + 1, bisect_right(bounds, bounds[b] + most) - 1)
+            at, of, starts = slice(bounds[b], bounds[end]), slice(b, end), self.cu_rows[b : end + 1] - bounds[b]
+            own = tuple(bound - bounds[b] for bound in bounds[b : end + 1])
+            rows = self.positions[at], self.slots[at], self.kv_len[of], self.window[of], self.ancestors[at]
+            yield at, Rows(*rows, starts, self.table[of], own)
+            b = end
 
 
 class KVCache:
@@ -279,17 +293,18 @@ class KVCache:
         ends = [start + count for start, count in zip(columns, counts, strict=True)]
         spans = [slice(start, end) for start, end in zip(columns, ends, strict=True)]
         each = [words(count, first) for count in counts]
-        wide = max(w.shape[1] for w in each)
-        numbers = [ends, [first + count for count in counts], [0, *accumulate(counts)]]
-        kv_len, window, bounds = (torch.tensor(x, dtype=torch.int32, device=self.device) for x in numbers)
+        wide, bounds = max(w.shape[1] for w in each), [0, *accumulate(counts)]
+        numbers = [ends, [first + count for count in counts], bounds]
+        kv_len, window, cu_rows = (torch.tensor(x, dtype=torch.int32, device=self.device) for x in numbers)
         return Rows(
             torch.cat([self.positions[s] for s in spans]),
             torch.cat([slots[s] for slots, s in zip(self._slots, spans, strict=False)]),
             kv_len,
             window,
             torch.cat([torch.nn.functional.pad(w, (0, wide - w.shape[1])) for w in each]).to(self.device),
-            bounds,
+            cu_rows,
             self.table[: len(columns)],
+            tuple(bounds),
         )
 
 

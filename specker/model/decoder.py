@@ -17,7 +17,7 @@ from specker.flags import option
 from specker.kernels.attention import MAX_WORDS, tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import MAX_ROWS, row_linear
+from specker.kernels.linear import MAX_ROWS, row_linear, row_linear_ref
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm, residual_merge
@@ -29,6 +29,7 @@ from specker.model.weights import Parameters, Weights
 
 PREFILL_CHUNK = 512  # rows; takes about as long as three rounds of an 8B model on a GPU
 COMPILED_CHUNK = 256  # rows on a CPU with compiled layers: their activations stay in the caches
+DENSE_CHUNK = 256  # on a GPU, a chunk with more rows uses cuBLAS, which is faster there but not batch-invariant
 
 # q [T, Hq, D], k and v [pages, page_size, Hkv, D], the layer's reach -> [T, Hq, D]
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -143,6 +144,12 @@ class Model:
         heads = c.num_heads, c.num_kv_heads
         return kernels.Stack(layers, heads, self.ropes[0], c.rms_norm_eps, self.scale, self.activations)
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The matrices of the layers' products, and the head."""
+        attending = [m for w in self.layers for m in (w.attention.qkv, w.attention.o)]
+        return [*attending, *(m for w in self.layers for f in w.mlps for m in (f.gate_up, f.down)), self.head]
+
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E], the first layer's input."""
         if isinstance(self.embed, Tensor):
@@ -157,15 +164,18 @@ class Model:
     def logits(self, final: Final, out: Tensor | None = None) -> Tensor:
         """Rows [T, E] -> logits [T, V] float32 (float64 in float64 runs). A part of a split model returns only its own
         columns. `out` [T, V]: memory for the logits, used if the head's kernel can write to it."""
-        (x, normed), stack = final, self.stack
-        few = stack is not None and len(x) <= stack.most and not normed
-        if few and (kernels := native()).serves(x, self.head):
+        x, normed = final
+        if self.stack is not None and not normed and (kernels := native()).serves(x, self.head):
             return kernels.product(x, self.head, self.activations, self.norm, self.config.rms_norm_eps)
         if not normed:
             _, x = add_norm(x, None, self.norm, self.config.rms_norm_eps)
+        parts = x.split(MAX_ROWS)
         if out is not None and fuses(self, x) and out.shape == (len(x), len(self.head)):
-            return row_linear(x, self.head, epilogue="float32", out=out)
-        return self.linear(x, self.head, epilogue="float32")
+            for part, into in zip(parts, out.split(MAX_ROWS), strict=True):
+                row_linear(part, self.head, epilogue="float32", out=into)
+            return out
+        logits = [self.linear(part, self.head, epilogue="float32") for part in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def draw(self, draws: Draws, logits: Tensor, positions: Tensor) -> Tensor:
         """logits [T, V] (a part's columns) at `positions` [T] -> the token after each row, [T] int64."""
@@ -183,7 +193,12 @@ class Model:
 
 
 def run_layers(
-    model: Model, steps: Iterable[GroupStep], hidden: Tensor, first: int = 0, taps: tuple[int, ...] = ()
+    model: Model,
+    steps: Iterable[GroupStep],
+    hidden: Tensor,
+    first: int = 0,
+    taps: tuple[int, ...] = (),
+    dense: bool = False,
 ) -> Output:
     """Run groups of layers in sequence, from depth `first` on, over rows with the residual stream `hidden` [T, E].
     Writes the rows' K/V. The layers of a group all attend from the group's input h; their feed-forwards then run in
@@ -196,11 +211,12 @@ def run_layers(
     `taps`: depths n at which to keep the stream; only the input of a group can be tapped. For few rows on a GPU an
     ordinary layer is seven launches: norm, kv_project, attention, o, norm, gate_up, down; the norms also reduce the
     split-K partials of o and down. There, the last residual add is fused with the final norm, whichever layer is the
-    last, because every head uses the same norm."""
-    eps, linear, layer = model.config.rms_norm_eps, model.linear, model.config.layer
+    last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS."""
+    eps, layer = model.config.rms_norm_eps, model.config.layer
+    linear = row_linear_ref if dense and model.linear is row_linear else model.linear
     whole, after = layer.qk_norm == "projection", layer.norms != "before"
     kept: dict[int, Tensor] = {}
-    few = fuses(model, hidden)
+    few = fuses(model, hidden) and not dense
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
     for (w, mlps, rope, reach), (k, v), batch in steps:
         several = len(mlps) > 1
@@ -223,7 +239,7 @@ def run_layers(
             if several:
                 added = linear(mixed.view(*normed.shape[:2], -1), w.o, w.o_bias)
             else:
-                added = _added(model, mixed, w.o, w.o_bias, few and not after)
+                added = _added(model, linear, mixed, w.o, w.o_bias, few and not after)
         else:  # other ranks attend for the whole group
             added = normed
         added = batch.join(added)
@@ -233,8 +249,8 @@ def run_layers(
                 hidden, normed = _entering(hidden, own, mlp.norm_post, eps)
             else:
                 hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, own)
-            up = _gated(model, normed, mlp)
-            delta = model.summed(_added(model, up, mlp.down, mlp.down_bias, few and not after))
+            up = _gated(linear, layer.activation, normed, mlp)
+            delta = model.summed(_added(model, linear, up, mlp.down, mlp.down_bias, few and not after))
             delta = _normed(delta, mlp.norm_down, eps)
     final: Tensor | None = None
     if few:
@@ -255,25 +271,27 @@ def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
     return torch.cat((q, k, v), -1)
 
 
-def _gated(model: Model, x: Tensor, mlp: FeedForward) -> Tensor:
+def _gated(linear: Callable[..., Tensor], activation: str, x: Tensor, mlp: FeedForward) -> Tensor:
     """The feed-forward's gate times its up projection, [T, F]."""
-    if (activation := model.config.layer.activation) == "silu":
-        return model.linear(x, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
-    gate, up = model.linear(x, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1)
+    if activation == "silu":
+        return linear(x, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
+    gate, up = linear(x, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:
-    """Whether layers run in the fewest launches: few rows, on a GPU, through row_linear's kernels."""
-    return hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden) <= MAX_ROWS and model.linear is row_linear
+    """Whether layers run in the fewest launches: on a GPU, through row_linear's kernels."""
+    return hidden.is_cuda and hidden.dtype != torch.float64 and model.linear is row_linear
 
 
-def _added(model: Model, x: Tensor, weight: Matrix, bias: Tensor | None, few: bool) -> Tensor:
+def _added(
+    model: Model, linear: Callable[..., Tensor], x: Tensor, weight: Matrix, bias: Tensor | None, few: bool
+) -> Tensor:
     """The linear's output, which the caller adds to the stream: [T, E] or, for few rows on one GPU, its split-K
     partials [S, T, E]."""
     if few and bias is None and model.ranks is None:
         return row_linear(x, weight, epilogue="split")
-    return model.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def _entering(
@@ -314,11 +332,27 @@ def forward(
     them (the embedding for layer 0). Writes the rows' K/V in those layers. `taps`: depths n at which to keep the
     stream."""
     first, last, _ = layers.indices(len(model.layers))
-    if model.stack is not None and len(hidden) <= model.stack.most:
-        return compiled(model, cache, rows, hidden, range(first, last + 1), taps)
-    batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
-    steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
-    return run_layers(model, steps, hidden, first, taps)
+
+    def run(rows: Rows, hidden: Tensor) -> Output:
+        if model.stack is not None:
+            return compiled(model, cache, rows, hidden, range(first, last + 1), taps)
+        batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
+        steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
+        return run_layers(model, steps, hidden, first, taps)
+
+    return in_blocks(model, rows, hidden, run)
+
+
+def in_blocks(model: Model, rows: Rows, hidden: Tensor, run: Callable[[Rows, Tensor], Output]) -> Output:
+    """`run` over all rows of a round. More rows than the batch-invariant kernels serve run in blocks of whole
+    sequences, one after another: a row attends to its own sequence alone, so its bits do not change."""
+    most = MAX_ROWS if model.stack is None else model.stack.most
+    if len(hidden) <= most:
+        return run(rows, hidden)
+    outs = [run(block, hidden[at]) for at, block in rows.blocks(most)]
+    taps = {n: torch.cat([out.taps[n] for out in outs]) for n in outs[0].taps}
+    normed = [out.normed for out in outs if out.normed is not None]
+    return Output(torch.cat([out.hidden for out in outs]), taps, torch.cat(normed) if normed else None)
 
 
 def compiled(
@@ -334,7 +368,7 @@ def compiled(
 def over_pages(model: Model, rows: Rows) -> Attend:
     """Attention for few rows. A row sees its sequence's columns up to kv_len, except those of the window that are not
     its ancestors and those outside the layer's reach."""
-    _, _, kv_len, window, words, cu_rows, table = rows
+    _, _, kv_len, window, words, cu_rows, table, _ = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
         return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, reach)[0]
@@ -411,7 +445,8 @@ def _prefill_chunk(
 
     batch = GroupRows(model.positions[start:end], cache.slots(slot, start, end), attend, model.summed)
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
-    kept = run_layers(model, steps, hidden, taps=taps).taps
+    dense = hidden.is_cuda and T > DENSE_CHUNK
+    kept = run_layers(model, steps, hidden, taps=taps, dense=dense).taps
     cache.exact_len[slot] = end
     return {n: x[-last:] for n, x in kept.items()}
 

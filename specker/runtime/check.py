@@ -11,6 +11,7 @@ import torch
 
 from specker.kernels.linear import row_linear
 from specker.kernels.noise import gumbel
+from specker.kernels.quant import streams
 from specker.model.decoder import Model, forward, prefill
 from specker.options import Sampling
 from specker.runtime.loop import Loop
@@ -63,12 +64,11 @@ def compared(
     return CheckResult(ar, False, not exact and between <= bound, message, first, between, bound)
 
 
-def bit_equal(model: Model, rows: int, chains: bool, ordered: bool) -> bool:
-    """Whether tokens must equal plain decoding's bit for bit: in float64, and for chains through batch-invariant
-    kernels, on a GPU or compiled for the CPU. `rows`: of the largest verify pass. `chains`: drafts are chains.
-    `ordered`: ranks add their partial sums in order."""
-    compiled = model.stack is not None and rows <= model.stack.most
-    kernels = compiled or (model.device.type == "cuda" and chains)
+def bit_equal(model: Model, chains: bool, ordered: bool) -> bool:
+    """Whether tokens must equal plain decoding's bit for bit: in float64, and in rounds of any size through
+    batch-invariant kernels, compiled for the CPU or, for chains, on a GPU. `chains`: drafts are chains. `ordered`:
+    ranks add their partial sums in order."""
+    kernels = model.stack is not None or (model.device.type == "cuda" and chains and all(map(streams, model.matrices)))
     return model.dtype == torch.float64 or (kernels and model.linear is row_linear and ordered)
 
 

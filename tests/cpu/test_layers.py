@@ -1,5 +1,7 @@
 """The compiled layers against run_layers, and the promise that a row's bits do not depend on other rows."""
 
+import itertools
+
 import pytest
 import torch
 from make_checkpoint import make
@@ -197,6 +199,42 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, dtype
         beside = forward(model, cache, rows, embedded([8, 8, 8, *more])).hidden[3:]
         assert torch.equal(beside, alone)
         assert torch.equal(model.logits(Final(chain)), torch.cat([model.logits(Final(row[None])) for row in alone]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", ["chain", "tree", "unequal", "groups"])
+def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how):
+    """It runs in blocks of sequences; each sequence has the bits that it has alone."""
+    model, n = model_of(tmp_path, dtype=dtype), 70
+    calls, run, counts = [], model.stack.run, [5] * n
+    model.stack.run = lambda x, *rest: (calls.append(len(x)), run(x, *rest))[1]
+    cache, texts = cache_of(model, n), [[*range(1, 3 + slot % 19)] for slot in range(n)]
+    for slot, text in enumerate(texts):
+        prefill(model, cache, text, slot=slot)
+    lengths, parents = torch.tensor(cache.exact_len), torch.tensor([[-1, 0, 0, 1, 2]] * n)
+    if how == "unequal":
+        counts = [1 + slot * 7 % 9 for slot in range(n)]
+        rows = cache.after(cache.exact_len, counts)
+    else:
+        rows = cache.place(lengths, 0, 0, 5, parents if how == "tree" else None)
+    starts = [sum(counts[:slot]) for slot in range(n + 1)]
+    hidden = model.embed_tokens(torch.arange(starts[-1]) * 31 % 128)
+    parallel = LayerParallel(model, cache, Schedule(((0,), (1, 2), (3,))))
+
+    def forwarded(rows, hidden):
+        return parallel.forward(rows, hidden) if how == "groups" else forward(model, cache, rows, hidden, taps=(2, 4))
+
+    with torch.inference_mode():
+        calls.clear()
+        whole = forwarded(rows, hidden)
+        assert len(calls) == 2 and max(calls) <= model.stack.most and sum(calls) == starts[-1] > model.stack.most
+        logits = model.logits(whole.final)
+        for slot, (first, end) in enumerate(itertools.pairwise(starts)):
+            (_, one), *_ = itertools.islice(rows.blocks(1), slot, None)
+            alone = forwarded(one, hidden[first:end])
+            assert torch.equal(alone.hidden, whole.hidden[first:end]), slot
+            assert all(torch.equal(alone.taps[n], whole.taps[n][first:end]) for n in whole.taps)
+            assert torch.equal(model.logits(alone.final), logits[first:end])
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)

@@ -300,7 +300,8 @@ def test_a_vocab_topk_row_is_the_same_alone_and_among_others():
 def test_what_the_kernels_take():
     x = torch.zeros(3, 96)
     assert all(linear._fits(x, a_weight(form, 4, 192)) for form in FORMATS)
-    assert not linear._fits(torch.zeros(257, 192), a_weight(FORMATS[0], 4, 192))
+    assert linear._fits(torch.zeros(1024, 192), a_weight(FORMATS[0], 4, 192))
+    assert not linear._fits(torch.zeros(1025, 192), a_weight(FORMATS[0], 4, 192))
     assert not linear._fits(x, a_weight(("int8", 24, False, torch.float16), 4, 96))  # no multiple of 16
     caches = [torch.empty(4, 64, 1, D) for D in (128, 256)]
     fits = [project._fits(x, a_weight(form, 4, 192), *[None] * 4, c) for form in FORMATS[::7] for c in caches]

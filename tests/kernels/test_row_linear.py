@@ -211,6 +211,18 @@ def test_a_row_is_the_same_alone_and_among_others(dtype, O, E):
             assert torch.equal(_launch(x[rows], weight, bias, "silu_mul"), whole[rows]), (T, first)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("T", [320, 1000])
+def test_a_row_of_a_large_round_is_the_same_alone(dtype, T):
+    """With K in one part and in several, whose sums `residual_merge` or another kernel adds."""
+    for O, E, epilogue in ((34, 40, "silu_mul"), (34, 1100, "split")):
+        x, weight, _ = inputs(T, O, E, dtype)
+        whole = _launch(x, weight, None, epilogue)
+        for row in (0, 64, 257, T - 1):
+            alone = _launch(x[row : row + 1], weight, None, epilogue)
+            assert torch.equal(alone, whole.narrow(-2, row, 1)), (row, epilogue)
+
+
 @pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
 @pytest.mark.parametrize(("O", "E"), [(46, 33), (46, 128), (40, 1100)])
 def test_reads_only_its_tensors(monkeypatch, O, E, epilogue):
@@ -243,9 +255,9 @@ def test_views_surrounded_by_nan(E):
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_rows_per_layer_choose_kernel_or_bmm():
-    """The number of layers does not matter; the kernel takes up to 256 rows."""
+    """The number of layers does not matter; the kernel takes up to 1,024 rows."""
     with recording() as log:
-        for G, T in ((4, 256), (300, 1), (4, 257)):
+        for G, T in ((4, 1024), (1300, 1), (4, 1025)):
             row_linear(torch.empty(G, T, 64, dtype=torch.float16), torch.empty(G, 32, 64, dtype=torch.float16))
     names = [name for name, *_ in log if "row_linear" in name or "bmm" in name]
     assert [name.partition(":")[0] for name in names] == [

@@ -190,6 +190,20 @@ def test_a_row_is_the_same_alone_and_among_others(dtype, noisy):
             assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), (T, first)
 
 
+@pytest.mark.parametrize("T", [320, 1000])
+def test_a_row_of_a_large_round_is_the_same_alone(T):
+    """With a norm and noise, whose positions are a column of a wider tensor."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 40, generator=g).half() for n in (T, 70))
+    norm = torch.ones(40).half(), EPS
+    positions = torch.arange(3 * T).view(T, 3)[:, 1]
+    whole = _launch(hidden, weight, None, 3, norm, (5, positions, 0.8), True)
+    for row in (0, 64, 257, T - 1):
+        rows = slice(row, row + 1)
+        alone = _launch(hidden[rows], weight, None, 3, norm, (5, positions[rows], 0.8), True)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(alone, whole, strict=True)), row
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_without_lse_and_without_temperature_the_rest_is_the_same(k):
     hidden, weight = integers(3, 8, 100)

@@ -1,5 +1,7 @@
 """The decoder against transformers' own models, in float64: prefill, decoding, a verify pass, taps and layer slices."""
 
+import itertools
+
 import pytest
 import torch
 from make_checkpoint import CASES, GEMMA3, exact_oracle, make, oracle, oracle_logits
@@ -189,14 +191,42 @@ def test_sequences_in_one_forward_equal_each_alone(tmp_path, arch):
     slots = torch.cat((first.slots, second.slots))
     for x in (pool.k, pool.v):
         x.flatten(1, 2)[:, slots] = float("nan")
-    joined = dict(zip(Rows._fields, map(torch.cat, zip(first, second, strict=True)), strict=True))
-    rows = Rows(**{**joined, "cu_rows": torch.tensor([0, 3, 8], dtype=torch.int32)})
+    joined = map(torch.cat, zip(first[:7], second[:7], strict=True))
+    rows = Rows(*joined)._replace(cu_rows=torch.tensor([0, 3, 8], dtype=torch.int32), bounds=(0, 3, 8))
     together = forward(model, pool, rows, torch.cat(each), taps=(1, 3))
     for n in (1, 3):
         assert (together.taps[n] - torch.cat([out.taps[n] for out in alone])).abs().max() < 1e-12
     assert (together.hidden - torch.cat([out.hidden for out in alone])).abs().max() < 1e-12
     for x, want in zip((pool.k, pool.v), written, strict=True):
         assert (x.flatten(1, 2)[:, slots] - want.flatten(1, 2)[:, slots]).abs().max() < 1e-12
+
+
+def test_blocks_of_rows(tmp_path):
+    """Whole sequences, as many as fit; one that has more rows alone."""
+    model, _ = build(tmp_path, page_size=4, max_context=64)
+    cache = KVCache(model.config, 40, dtype=F64, device="cpu", page_size=4, sequences=6)
+    for slot in range(6):
+        cache.take(slot, 40)
+    counts = [3, 2, 4, 9, 1, 5]
+    unequal = cache.after([5, 2, 0, 7, 1, 3], counts)
+    equal = cache.place(torch.tensor([5, 2, 9, 7, 1, 3]), 0, 0, 4)
+    for rows, most, want in (
+        (unequal, 6, [[0, 1], [2], [3], [4, 5]]),
+        (unequal, 9, [[0, 1, 2], [3], [4, 5]]),
+        (unequal, 100, [[0, 1, 2, 3, 4, 5]]),
+        (equal, 9, [[0, 1], [2, 3], [4, 5]]),
+        (equal, 3, [[0], [1], [2], [3], [4], [5]]),
+    ):
+        at = 0
+        for (where, block), slots in zip(rows.blocks(most), want, strict=True):
+            sizes = [counts[slot] if rows is unequal else 4 for slot in slots]
+            assert where == slice(at, at := at + sum(sizes)) and len(block.positions) == sum(sizes)
+            assert block.cu_rows.tolist() == list(block.bounds) == [0, *itertools.accumulate(sizes)]
+            for name in ("positions", "slots", "ancestors"):
+                assert torch.equal(getattr(block, name), getattr(rows, name)[where])
+            for name in ("kv_len", "window", "table"):
+                assert torch.equal(getattr(block, name), getattr(rows, name)[slots])
+        assert at == len(rows.positions)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])

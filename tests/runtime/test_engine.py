@@ -1,6 +1,7 @@
 """The Python API: streaming, statistics, checks and refusals."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from make_checkpoint import byte_tokenizer, edit, make
 from pairs import perturbed
 
 import specker
+from specker.kernels.linear import row_linear
+from specker.kernels.quant import Quantized, quantised
 from specker.model.cache import KVCache
 from specker.runtime import check
 from specker.runtime.detokenize import Detokenizer
@@ -165,11 +168,28 @@ def test_a_cpu_takes_bfloat16_where_its_compiled_kernels_serve_the_target(pair, 
         ({"tree": "2x2"}, True),
         ({"linear": "cublas"}, False),
         ({"dtype": "float64"}, True),
-        ({"batch_size": 60}, False),  # more rows than the kernels take
+        ({"batch_size": 60}, True),  # 300 rows run in blocks
     ],
 )
 def test_where_the_check_allows_no_difference(options, exact):
     assert specker.load(device="cpu", max_context=64, **options).bit_equal == exact
+
+
+@pytest.mark.parametrize(
+    ("weight", "how", "exact"),
+    [
+        (torch.zeros(8, 64), {}, True),
+        (torch.zeros(8, 64), {"chains": False}, False),  # ancestors in a tree stand at other columns
+        (torch.zeros(8, 64), {"ordered": False}, False),
+        (quantised(torch.ones(8, 64), "int8", 16), {}, True),
+        (Quantized(torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 8), None), {}, False),  # groups of 8 columns
+    ],
+)
+def test_where_the_check_allows_no_difference_on_a_gpu(weight, how, exact):
+    """With weights that only torch multiplies, a row's bits depend on the batch."""
+    on = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "stack": None, "linear": row_linear}
+    model = SimpleNamespace(**on, matrices=[torch.zeros(8, 64), weight])
+    assert check.bit_equal(model, **{"chains": True, "ordered": True, **how}) == exact
 
 
 def test_a_draft_is_needed_and_refused_alone(pair):

@@ -22,6 +22,7 @@ from specker.model.decoder import (
     Model,
     Output,
     compiled,
+    in_blocks,
     over_pages,
     run_layers,
 )
@@ -90,10 +91,14 @@ class LayerParallel:
     def forward(self, rows: Rows, hidden: Tensor) -> Output:
         """Run all layers of the schedule from the embedding `hidden` [T, E]. Writes the rows' K/V, fuzzy in groups of
         several layers."""
-        if (stack := self.model.stack) is not None and self.ranks is None and len(hidden) <= stack.most:
-            starts = [layers[0] for layers in self.schedule.groups]
-            return compiled(self.model, self.cache, rows, hidden, [*starts, len(self.model.layers)])
-        return run_layers(self.model, self._steps(rows), hidden)
+
+        def run(rows: Rows, hidden: Tensor) -> Output:
+            if self.model.stack is not None and self.ranks is None:
+                starts = [layers[0] for layers in self.schedule.groups]
+                return compiled(self.model, self.cache, rows, hidden, [*starts, len(self.model.layers)])
+            return run_layers(self.model, self._steps(rows), hidden)
+
+        return in_blocks(self.model, rows, hidden, run)
 
     def _steps(self, rows: Rows) -> Iterator[GroupStep]:
         model, cache = self.model, self.cache
