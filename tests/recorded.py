@@ -99,8 +99,9 @@ def recording() -> Iterator[Log]:
 def _forget() -> None:
     """Clear cached constants: those created while recording have no values, and every recording must create them."""
     made = cache.sequence_bounds, cache.window_sizes, cache._full_words, diffuspec._full_words, chain_words
-    for each in (*made, variants._counters):
+    for each in made:
         each.cache_clear()
+    variants._shared.clear()
 
 
 def kernels(log: Log) -> list[str]:

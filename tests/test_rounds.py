@@ -20,6 +20,7 @@ from recorded import kernels, recording
 import specker
 from bench.kernels.bench_layer_group import SHAPES as WIDTHS
 from specker.checkpoints import buffers, checkpoint
+from specker.kernels.variant import Counters, counters
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward, prefill
 from specker.model.sampling import Draws
@@ -200,6 +201,32 @@ def test_synthetic_acceptance_does_not_depend_on_row_placement(pairs, shape):
     assert fast.loop.launched > 20
 
 
+def test_rounds_and_prefills_zero_their_counters(pairs, monkeypatch):
+    """Whatever an aborted launch left. With SPECKER_DEBUG=1, a round that leaves some is an error."""
+    cpu, fast = torch.device("cpu"), load(pairs, graphs="on", draft_tokens=4)
+    own, shared, draft = fast.loop.graphs.counters.block(cpu), counters(cpu, 1), fast.loop.drafter.draft
+    own.fill_(1), shared.fill_(1)
+    fast.cache.take(0, 16)
+    prefill(fast.model, fast.cache, [5, 9])
+    assert own.all() and not shared.any()
+    fast.cache.release(0)
+    want = fast.generate(PROMPTS[2], 10).tokens
+    assert not own.any()
+
+    def aborted(r):
+        own[3] = 1
+        return draft(r)
+
+    monkeypatch.setattr(fast.loop.drafter, "draft", aborted)
+    monkeypatch.delenv("SPECKER_DEBUG", raising=False)
+    assert fast.generate(PROMPTS[2], 10).tokens == want and own.any()
+    monkeypatch.setenv("SPECKER_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="1 arrival counters on cpu are not zero after a round"):
+        fast.generate(PROMPTS[2], 10)
+    monkeypatch.setattr(fast.loop.drafter, "draft", draft)
+    assert fast.generate(PROMPTS[2], 10).tokens == want
+
+
 def test_float64_has_no_graphs_on_a_gpu(pairs):
     engine = load(pairs)
     options = dataclasses.replace(engine.options, graphs="on")
@@ -339,6 +366,7 @@ class Recorded:
             m.setattr(Draft, "goes_on", goes_on)
             m.setattr(TrimmedHead, "follow", lambda *_: None)
             m.setattr(TrimmedHead, "reset", lambda *_: None)
+            m.setattr(self.loop.graphs, "counters", Counters())  # those of another recording have no values
             yield log
 
     def launch(self, budget):
@@ -470,7 +498,7 @@ def at_width(folder, name):
 def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
     """A chain of 4 by 1B for 8B. A forward is embedding, layers, final norm and LM head; all its launches are compared
     with those of a round. The others: the argmax over parts of the logits, and settle. Filters take two more. A batch
-    also gathers the roots' rows once."""
+    also gathers the roots' rows once. A round begins with a memset of its kernels' counters."""
     depth = 4
     with recording() as log:  # not in inference mode, which hides copies made by `contiguous` and `to`
         target, draft = at_width(tmp_path, "8B"), at_width(tmp_path, "1B")
@@ -480,12 +508,12 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
         sizes = {"wide": 2048, "vocab": 128256, "columns": 4096}
         state = State.empty(target.dtype, target.device, sequences=n, rows=depth + 1, **sizes)
         sequences = [Request(i, [5], 9, kind, Fixed(depth, depth)) for i in range(n)]
-        draws, head = Draws.of([kind], state.draw, True), Head(draft.head, draft.norm, 1e-5)
+        draws, head, graphs = Draws.of([kind], state.draw, True), Head(draft.head, draft.norm, 1e-5), Graphs()
         drafter = AutoregressiveDrafter(draft, caches[1], head, depth=depth)
 
         def round_():
             shape = Shape(n, Budget(depth, depth), True, draws=draws.kind)
-            launch(Round(sequences, state, shape, draws, state.length, Graphs()), *pair)
+            launch(Round(sequences, state, shape, draws, state.length, graphs), *pair)
 
         def forwards():
             """The same forwards on rows and tokens that are there."""
@@ -507,7 +535,8 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
             work()  # creates the constants
             log.clear()
             work()
-            counts.append(len(log))
+            counts.append(len(log) - sum(name == "aten.zero_.default" for name, *_ in log))
+            assert len(log) - counts[-1] == (work is round_)
     assert counts[0] - counts[1] == outside + (n > 1)
 
 

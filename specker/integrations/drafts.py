@@ -321,6 +321,7 @@ class Drafts:
         shape = Shape(n, budget, fixed, self._see(max(lengths) + most) if fixed else 0, draws.kind)
         where: Lengths = state.length if fixed else lengths
         r = Round(sequences, state, shape, draws, where, self._graphs, policies[0].confident)
+        r.graphs.counters.heal()
         with self._threads():
             r.draft = self.drafter.draft(r)
         self._round, drafted = r, [r.draft.count(slot) for slot in range(n)]

@@ -27,12 +27,17 @@ weights and tables that no kernel of the stream writes. Every program must wait,
 next kernel waits only for this grid, so an early exit would let it run before older writes land. PDL does not change a
 bit of the results. SPECKER_PDL=0 turns it off. To test this on a GPU, set `DELAYED` to the name of a kernel: it then
 sleeps after it has let the next kernel start, and a kernel that does not wait reads memory that is not written yet.
+
+Some kernels count the arrivals of their programs, and the last one finishes the work (`counters`). A round begins by
+zeroing its counters, so an aborted launch spoils no later round. With SPECKER_DEBUG=1, the end of a round checks that
+all counters are zero again, which waits for the device.
 """
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -59,9 +64,12 @@ __all__ = [
     "FP_FUSION",
     "SMS",
     "TYPES",
+    "Counters",
     "Variant",
     "arch",
+    "count_in",
     "counters",
+    "heal_counters",
     "let_next_start",
     "prefetch",
     "same_device",
@@ -229,29 +237,78 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 COUNTERS = 1 << 16
 
 
+class Counters:
+    """Counters of launches that cannot run at the same time, COUNTERS int32 per device: those of one stream, or those
+    of one engine, whose captured graphs hold their addresses. Two engines on two streams have counters of their own."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[torch.device, Tensor] = {}
+
+    def block(self, device: torch.device) -> Tensor:
+        if device not in self.blocks:
+            self.blocks[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        return self.blocks[device]
+
+    def heal(self) -> None:
+        """Zero the counters for the launches from here on. A kernel that was aborted leaves counts behind, and every
+        later launch would take the wrong program for the last one."""
+        for block in self.blocks.values():
+            block.zero_()
+
+    def check(self) -> None:
+        """Wait for the launches so far. Raise RuntimeError unless they have reset every counter."""
+        for device, block in self.blocks.items():
+            if left := int(block.count_nonzero()):
+                raise RuntimeError(
+                    f"{left} arrival counters on {device} are not zero after a round: a kernel was aborted, or ran "
+                    "beside another one that counts in the same place"
+                )
+
+
+_shared: dict[tuple[torch.device, Any], Counters] = {}  # by device and stream, or "graphs": see `counters`
+_counting = threading.local()
+
+
+def count_in(own: Counters | None) -> Counters | None:
+    """From here on, this thread's launches count in `own`; None: in the counters of their stream. Returns what they
+    counted in before."""
+    before = getattr(_counting, "own", None)
+    _counting.own = own
+    return before
+
+
 def counters(device: torch.device, count: int) -> Tensor:
     """At least `count` zeros, int32, for a launch whose programs count arrivals to find the last one, which must reset
-    its counter to 0. Launches that cannot run at the same time share counters: those of a stream, and those in CUDA
-    graphs, since graphs of one device must not be replayed on several streams at once."""
+    its counter to 0. Graphs that were captured without `count_in` share the counters of their device, so they must not
+    be replayed on several streams at once."""
     if count > COUNTERS:
         return torch.zeros(count, dtype=torch.int32, device=device)
-    if device.type != "cuda":
-        return _counters(device, None)
-    if not torch.cuda.is_current_stream_capturing():
-        _counters(device, "graphs")  # allocate them now: a capture could not fill them
-        return _counters(device, torch.cuda.current_stream(device).cuda_stream)
-    if device in _launched:
-        return _counters(device, "graphs")
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # within the graph, once for each launch
+    own = getattr(_counting, "own", None)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        block = (own or _of(device, "graphs")).blocks.get(device)
+        # Zeros that are made in a capture are part of its graph, which fills them again before each launch.
+        return torch.zeros(count, dtype=torch.int32, device=device) if block is None else block
+    if own is None:
+        own = _of(device, _stream(device))
+        if device.type == "cuda":
+            _of(device, "graphs").block(device)  # for a later capture
+    return own.block(device)
 
 
-@cache
-def _counters(device: torch.device, user: Any) -> Tensor:
-    _launched.add(device)
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+def heal_counters(device: torch.device) -> None:
+    """Zero the counters of the device's current stream (see `Counters.heal`)."""
+    if (own := _shared.get((device, _stream(device)))) is not None:
+        own.heal()
 
 
-_launched: set[torch.device] = set()  # devices that have counters
+def _stream(device: torch.device) -> int | None:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def _of(device: torch.device, user: Any) -> Counters:
+    if (device, user) not in _shared:
+        _shared[device, user] = Counters()
+    return _shared[device, user]
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from specker.kernels.linear import MAX_ROWS, row_linear, row_linear_ref
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm, residual_merge
+from specker.kernels.variant import heal_counters
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.sampling import Draws
@@ -390,6 +391,7 @@ def prefill(
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in `taps`,
     the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter)."""
     kept: dict[int, Tensor] = {}
+    heal_counters(model.device)
     if prefill_grain(model) == 1:
         chunk = min(chunk, COMPILED_CHUNK)
     while tokens:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from specker.kernels.variant import Counters, count_in
+
 log = logging.getLogger(__name__)
 
 FAILURES = 2  # failed captures after which nothing more is captured
@@ -32,12 +34,20 @@ class Graphs:
         self._failed: set[Hashable] = set()
         self._pool: Any = None  # the allocator's memory for graphs; all share it, since they never run at the same time
         self._stream: torch.cuda.Stream | None = None
+        self.counters = Counters()  # graphs of two engines may run at the same time, so each engine has its own
 
     def warmed(self) -> None:
         """Count captures as late from now on."""
         self._warm = True
 
     def run(self, key: Hashable | None, work: Callable[[], None]) -> None:
+        outer = count_in(self.counters)
+        try:
+            self._run(key, work)
+        finally:
+            count_in(outer)
+
+    def _run(self, key: Hashable | None, work: Callable[[], None]) -> None:
         if not self.capture or key is None:
             work()
         elif key in self.captured:

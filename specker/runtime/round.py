@@ -13,6 +13,7 @@ every length and places exactly the rows that are needed.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -167,6 +168,7 @@ class Round:
 def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> None:
     """Start the round: launch drafting, the verify pass and acceptance."""
     capture = r.graphs.capture
+    r.graphs.counters.heal()
     r.marks.append(now(capture))
     drafts = drafter is not None and min(r.budget.nodes, r.budget.depth) > 0
     if drafter is not None and drafts:
@@ -302,9 +304,11 @@ def _logprobs(r: Round, logits: Tensor, most: int) -> dict[str, Tensor]:
 
 def collect(r: Round) -> list[tuple[list[int], list[int]]]:
     """Wait for the round. Returns (path rows, the target's tokens along the path) per sequence. A path ends before a
-    row whose logits are not finite."""
+    row whose logits are not finite. With SPECKER_DEBUG=1, raises RuntimeError if kernels left their counters."""
     if r.done is not None:
         r.done.synchronize()
+    if os.environ.get("SPECKER_DEBUG"):
+        r.graphs.counters.check()
     each = []
     reports, first = r.host["report"].tolist(), r.host["first"].tolist()
     for slot, (count, *rest) in enumerate(reports[: len(r.requests)]):

@@ -1,0 +1,83 @@
+"""The counters of arrivals: who shares them, and how they recover from a launch that was aborted."""
+
+import importlib
+
+import pytest
+import torch
+from formulas import randn
+from test_kv_project import SIZES, fresh, inputs
+from test_tree_attention import op as attention
+from test_tree_attention import ragged
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from specker.kernels.variant import COUNTERS, count_in, counters, heal_counters
+from specker.runtime.graphs import Graphs
+
+CPU = torch.device("cpu")
+project, sample = (importlib.import_module(f"specker.kernels.{name}") for name in ("project", "sample"))
+
+
+def kv_project():
+    return project._launch(*fresh(inputs(3, SIZES[3])))  # three splits of K
+
+
+def tree_attention():
+    args, *_ = ragged(1, torch.float32, lengths=((300, 3),))
+    return torch.cat([x.flatten() for x in attention._launch(**args)])
+
+
+def sample_rows():
+    return sample._launch_sample(3 * randn(4, 5000), 1.0, 40, 0.9, 5, torch.arange(4))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("launched", [kv_project, tree_attention, sample_rows])
+def test_counts_that_an_aborted_launch_left_are_zeroed(poisoned, launched):
+    """Without that, this launch and the next ones are wrong: programs take another one for the last."""
+    want = launched()
+    assert not want.isnan().any() and not counters(CPU, 1).any()
+    counters(CPU, 1).fill_(1)
+    assert not any(torch.equal(launched(), want) for _ in range(2))
+    heal_counters(CPU)
+    assert all(torch.equal(launched(), want) for _ in range(2))
+    assert not counters(CPU, 1).any()
+
+
+def test_every_engine_has_counters_of_its_own():
+    """Two engines may run on two streams. A launch outside of their rounds counts elsewhere."""
+    seen, engines = [], (Graphs(), Graphs())
+    for graphs in (*engines, *engines):
+        graphs.run("a", lambda: seen.append(counters(CPU, 8).data_ptr()))
+    assert seen[0] == seen[2] != seen[1] == seen[3]
+    assert counters(CPU, 8).data_ptr() not in seen
+    with pytest.raises(ZeroDivisionError):
+        engines[0].run("b", lambda: 1 / 0)
+    assert counters(CPU, 8).data_ptr() not in seen, "a failure leaves the engine's counters in use"
+    engines[0].counters.block(CPU)[7] = 1
+    engines[1].counters.check()
+    with pytest.raises(RuntimeError, match="1 arrival counters on cpu are not zero after a round: a kernel was"):
+        engines[0].counters.check()
+    engines[0].counters.heal()
+    engines[0].counters.check()
+
+
+def test_captures(monkeypatch):
+    """A capture uses what the uncaptured run before it filled: the engine's counters, or the device's for graphs of
+    other programs. Where there are none, it fills zeros for each launch."""
+    cuda, capturing = torch.device("cuda:0"), [False]
+    monkeypatch.setattr("specker.kernels.variant._shared", {})
+    monkeypatch.setattr("specker.kernels.variant._stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    with FakeTensorMode():
+        capturing[0] = True
+        assert counters(cuda, 8) is not counters(cuda, 8) and len(counters(cuda, 8)) == 8
+        capturing[0] = False
+        eager = counters(cuda, 8)
+        capturing[0] = True
+        assert counters(cuda, 8) is counters(cuda, 9) is not eager and len(counters(cuda, 8)) == COUNTERS
+        capturing[0] = False
+        engine, seen = Graphs(), []
+        for capturing[0] in (False, True):
+            engine.run("a", lambda: seen.append(counters(cuda, 8)))
+        assert seen[0] is seen[1] and seen[0] is engine.counters.block(cuda)
+        assert count_in(None) is None
