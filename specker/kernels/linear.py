@@ -48,7 +48,8 @@ EPILOGUES = ("none", "silu_mul", "float32", "split")
 # On a CPU, the compiled products are fastest for weights of at least this many elements (waking their threads takes 20
 # to 50 us) and at most this many rows. For more rows in float32, oneDNN on unpacked weights is faster (bench/LOG.md).
 COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
-# Most rows that the kernel serves. Far more rows are a matter of flops, where cuBLAS and its larger tiles are faster.
+# Most rows that the kernel serves; static_asserts repeat the number. Far more rows are limited by flops, where cuBLAS
+# with its larger tiles is faster.
 MAX_ROWS = 1024
 
 
@@ -204,12 +205,13 @@ def like(x: Tensor, weight: Matrix) -> bool:
 
 @triton.jit
 def stream_rows(
-    x_ptr,  # at the first of M rows
+    x_ptr,  # [T, E]
     w_ptr,  # at the tile's first row
     scale_ptr,  # [rows, E / GROUP]; None for a plain weight
     shift_ptr,  # like scale_ptr; None: no shift
     i_row,  # the tile's first row in scale_ptr
-    m_m,  # [M] whether each row of x exists
+    o_m,  # [M] rows of x, below MAX_ROWS
+    m_m,  # [M] whether each row exists
     m_n,  # [N] whether each row of the weight exists; not read if EVEN_E and EVEN_N
     start,  # a multiple of BLOCK_E
     stop,
@@ -231,7 +233,7 @@ def stream_rows(
     tl.assume(start < stop)  # if the loop could be empty, ptxas would wait after each wgmma
     if KIND == "plain":
         b_acc, b_pair = _stream_plain(
-            x_ptr, w_ptr, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
+            x_ptr, w_ptr, o_m, m_m, m_n, start, stop, pair * E, E, M, N, BLOCK_E, EVEN_E, EVEN_N, PAIR
         )
     else:
         b_acc, b_pair = _stream_quantised(
@@ -240,6 +242,7 @@ def stream_rows(
             scale_ptr,
             shift_ptr,
             i_row,
+            o_m,
             m_m,
             m_n,
             start,
@@ -263,6 +266,7 @@ def stream_rows(
 def _stream_plain(
     x_ptr,
     w_ptr,
+    o_m,
     m_m,
     m_n,
     start,
@@ -276,7 +280,7 @@ def _stream_plain(
     EVEN_N: tl.constexpr,
     PAIR: tl.constexpr,
 ):
-    o_x = tl.arange(0, M)[:, None] * E
+    o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * E
     b_acc = tl.zeros([M, N], tl.float32)
     b_pair = tl.zeros([M, N], tl.float32)
@@ -308,6 +312,7 @@ def _stream_quantised(
     scale_ptr,
     shift_ptr,
     i_row,
+    o_m,
     m_m,
     m_n,
     start,
@@ -330,7 +335,7 @@ def _stream_quantised(
     SHIFT: tl.constexpr = shift_ptr is not None
     PACK: tl.constexpr = 4 if KIND == "int4" else 1  # numbers per element of the weight
     SETS: tl.constexpr = E // GROUP  # scales per row
-    o_x = tl.arange(0, M)[:, None] * E
+    o_x = o_m[:, None] * E
     o_w = tl.arange(0, N)[:, None] * (E // PACK)
     b_acc = _zeros(M, N, LEFT)
     b_pair = _zeros(M, N, LEFT)
@@ -520,14 +525,13 @@ def _row_linear_kernel(
     LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
 ):
-    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and M * E < 2**31)
+    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
     let_next_start(PDL)
     COLUMNS: tl.constexpr = O // 2 if SILU else O
     PACK: tl.constexpr = 4 if KIND == "int4" else 1
     ROW: tl.constexpr = E // PACK  # elements of a row of the weight
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
     m_m = o_m < T
-    x_ptr += tl.program_id(0).to(tl.int64) * (M * E)
     i_n = tl.program_id(1) * N
     i_s = tl.program_id(2)
     i_row = i_n  # row index in all layers' weights
@@ -555,6 +559,7 @@ def _row_linear_kernel(
         scale_ptr,
         shift_ptr,
         i_row,
+        o_m,
         m_m,
         m_n,
         start,

@@ -175,7 +175,7 @@ def _kv_project_kernel(
     let_next_start(PDL)
     HEADS: tl.constexpr = Hq + 2 * Hkv
     O: tl.constexpr = HEADS * D
-    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and M * E < 2**31)
+    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
     o_m = tl.program_id(0) * M + tl.arange(0, M)
     i_g = tl.program_id(1) // HEADS
     i_h = tl.program_id(1) % HEADS
@@ -190,11 +190,12 @@ def _kv_project_kernel(
         prefetch_rows(w_ptr, D, start // PACK, stop // PACK, 0, E // PACK, N, LINES, False)
     wait_for_previous(PDL)
     b_y, _ = stream_rows(
-        x_ptr + (first + tl.program_id(0) * M) * E,
+        x_ptr + first * E,
         w_ptr,
         scale_ptr,
         shift_ptr,
         (i_g * HEADS + i_h) * D,
+        o_m,
         o_m < T,
         o_n < D,
         start,

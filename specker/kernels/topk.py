@@ -328,6 +328,7 @@ def _vocab_topk_kernel(
         scale_ptr,
         shift_ptr,
         i_tile * N,
+        tl.arange(0, M),
         o_m < T,
         m_n,
         0,
