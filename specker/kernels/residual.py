@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from specker.kernels.registry import register
+from specker.kernels.registry import refuse, register
 from specker.kernels.variant import (
     TYPES,
     Variant,
@@ -32,6 +32,8 @@ def residual_merge(
     eps: float,
     last: Tensor | None = None,
     split: bool = False,
+    *,
+    constant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream after P branches, and its RMSNorms, in one pass.
 
@@ -51,6 +53,9 @@ def residual_merge(
         eps: epsilon of the norms.
         last: [T, E], one more delta, added after the others.
         split: see deltas.
+        constant: no kernel writes norm_weight while this stream is in use, as with a loaded model's weights. On sm_90
+            and newer the kernel then reads it before the kernels ahead in the stream have ended. Leave it out for a
+            weight that was just computed or cast.
 
     Returns:
         y [T, E] and normed [Q, T, E] (Q = 0 without weights). Neither aliases x.
@@ -68,20 +73,27 @@ def residual_merge(
         >>> y.tolist(), normed.tolist()
         ([[3.0, 3.0, 3.0, 3.0]], [[[0.5, 0.5, 0.5, 0.5]]])
     """
+    if constant and x.is_cuda and x.dtype != torch.float64 and not is_compiling():
+        try:
+            _check(x, deltas, norm_weight, eps, last, split)
+            return _launch(x, deltas, norm_weight, eps, last, split, True)
+        except Exception:
+            refuse(residual_merge, _check, (x, deltas, norm_weight, eps, last, split))
+            raise
     return _residual_merge(x, deltas, norm_weight, eps, last, split)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`residual_merge` in a decoder layer, with one delta [T, E] (or its splits' sums [S, T, E]) or none and one weight
-    [E] -> y [T, E] (x itself without a delta) and normed [T, E]."""
+    [E], a model's own, which no kernel writes -> y [T, E] (x itself without a delta) and normed [T, E]."""
     if delta is not None and delta.dim() == 3:
-        y, normed = residual_merge(x, delta, weight.unsqueeze(0), eps, None, True)
+        y, normed = residual_merge(x, delta, weight.unsqueeze(0), eps, None, True, constant=True)
         return y, normed[0]
     if x.is_cpu and not is_compiling() and x.dtype == weight.dtype:
         y = x if delta is None else x + delta  # the checks would cost 6% of a prefill of 100 rows
         return y, F.rms_norm(y, weight.shape, weight, eps)
     deltas = x.unsqueeze(0)[:0] if delta is None else delta.unsqueeze(0)
-    y, normed = residual_merge(x, deltas, weight.unsqueeze(0), eps)
+    y, normed = residual_merge(x, deltas, weight.unsqueeze(0), eps, constant=True)
     return y, normed[0]
 
 
@@ -152,15 +164,19 @@ def _residual_merge_kernel(
     Q: tl.constexpr,
     LAST: tl.constexpr,  # the last delta is last_ptr
     SPLIT: tl.constexpr,  # deltas_ptr holds the sums of one delta's splits
+    CONSTANT: tl.constexpr,  # no kernel of the stream writes the weight
     E: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row held at a time; a power of two
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    if Q > 0 and E <= BLOCK:  # load before the wait: no later load can move ahead of the reduction's barrier
+    if not CONSTANT:
+        wait_for_previous(PDL)
+    if Q > 0 and E <= BLOCK:  # load before the sum: no later load can move ahead of the reduction's barrier
         o_e = tl.arange(0, BLOCK)
         b_first = tl.load(weight_ptr + o_e, mask=o_e < E, other=0.0, eviction_policy="evict_last")
-    wait_for_previous(PDL)
+    if CONSTANT:
+        wait_for_previous(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     plane = T.to(tl.int64) * E
     o_row = i_t * E
@@ -204,7 +220,9 @@ def _residual_merge_kernel(
 
 
 @lru_cache
-def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False, split: bool = False) -> Variant:
+def _variant(
+    dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False, split: bool = False, constant: bool = True
+) -> Variant:
     """One program per row, so rows cannot affect each other. The tile, the warps and the order of the sum depend on E
     alone. 16 elements per thread: two 16-byte loads of each operand in flight (four in float32). At E 4096 the
     compiler's 48 registers allow five programs per SM, 40 KiB of each operand in flight. All architectures share the
@@ -212,10 +230,10 @@ def _variant(dtype: torch.dtype, P: int, Q: int, E: int, last: bool = False, spl
     block = min(triton.next_power_of_2(E), MAX_BLOCK)
     t = TYPES[dtype]
     return Variant(
-        name=f"{t} P{P}{' split' * split}{' apart' * last} Q{Q} E{E}",
+        name=f"{t} P{P}{' split' * split}{' apart' * last} Q{Q} E{E}{' written' * (not constant)}",
         kernel=_residual_merge_kernel,
         arguments=(f"*{t}", "*fp32" if split else f"*{t}", *(f"*{t}",) * 4, "i32", "fp32"),
-        constexprs={"P": P, "Q": Q, "LAST": last, "SPLIT": split, "E": E, "BLOCK": block},
+        constexprs={"P": P, "Q": Q, "LAST": last, "SPLIT": split, "CONSTANT": constant, "E": E, "BLOCK": block},
         num_warps=min(max(block // 512, 1), 16),
         wide=E * dtype.itemsize % 16 == 0,
         smoke=dtype == torch.bfloat16 and E == 4096 and (P, Q) in ((2, 1), (1, 4), (4, 1)),
@@ -230,6 +248,8 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(torch.bfloat16, P, Q, E, True)
     for P, E in ((1, 4096), (4, 4096), (8, 2048)):
         yield _variant(torch.bfloat16, P, 1, E, False, True)
+    for P in (0, 1):
+        yield _variant(torch.bfloat16, P, 1, 4096, constant=False)
     for P, Q in ((4, 0), (5, 1)):
         yield _variant(torch.bfloat16, P, Q, 4096, P == 5, True)
     for E in (896, 1023, 5120, 8192, 16384, 18432):
@@ -245,6 +265,7 @@ def _launch(
     eps: float,
     last: Tensor | None = None,
     split: bool = False,
+    constant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     x, deltas = x.contiguous(), deltas.contiguous()
     weight, apart = (x if y is None else y.contiguous() for y in (norm_weight, last))  # the kernel ignores x here
@@ -252,7 +273,8 @@ def _launch(
     P = deltas.shape[0] + (last is not None)
     y, normed = torch.empty_like(x), x.new_empty(Q, T, E)
     if x.numel():
-        _variant(x.dtype, P, Q, E, last is not None, split)((T,), x, deltas, apart, weight, y, normed, T, eps)
+        variant = _variant(x.dtype, P, Q, E, last is not None, split, constant or not Q)
+        variant((T,), x, deltas, apart, weight, y, normed, T, eps)
     return y, normed
 
 

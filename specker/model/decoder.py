@@ -312,7 +312,7 @@ def _entering(
         deltas = x.unsqueeze(0)[:0]
     else:
         deltas = delta if split else delta.unsqueeze(0)
-    y, normed = residual_merge(x, deltas, norm.view(-1, norm.shape[-1]), eps, other, split)
+    y, normed = residual_merge(x, deltas, norm.view(-1, norm.shape[-1]), eps, other, split, constant=True)
     return y, normed if norm.dim() == 2 else normed[0]
 
 

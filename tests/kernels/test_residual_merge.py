@@ -6,8 +6,10 @@ import pytest
 import torch
 from compile_only import compilations
 from formulas import close, randn
+from recorded import kernels, recording
 
 from specker.kernels.residual import _launch, add_norm, residual_merge, residual_merge_cost, residual_merge_ref
+from specker.kernels.topk import vocab_topk
 
 module = importlib.import_module("specker.kernels.residual")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -45,6 +47,23 @@ def test_residual_merge(op, dtype, P, Q):
     if P:
         assert all(map(torch.equal, op(*apart(*args)), (y, normed)))
         assert residual_merge_cost(*apart(*args)) == residual_merge_cost(*args, EPS)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_who_reads_the_norms_weight_early():
+    """A decoder layer, whose weight is its model's; not vocab_topk, which may have just cast it."""
+    with recording() as log:
+        x, weight = torch.empty(3, 64).half(), torch.empty(64).half()
+        residual_merge(x, x[None], weight[None], EPS)
+        residual_merge(x, x[None], weight[None], EPS, constant=True)
+        residual_merge(x, x[None], None, EPS)
+        add_norm(x, x, weight, EPS)
+        add_norm(x, x.float()[None], weight, EPS)
+        vocab_topk(x, torch.empty(30, 64).half(), None, 3, (weight.float(), EPS))
+    merges = [name for name in kernels(log) if "residual_merge" in name]
+    assert [name.endswith(" written") for name in merges] == [True, False, False, False, False, True]
+    with recording(), pytest.raises(ValueError, match="norm_weight must be"):
+        residual_merge(torch.empty(3, 64), torch.empty(1, 3, 64), torch.empty(1, 60), EPS, constant=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Case:
     label: str
     work: Callable[[], Any]  # launches; this is simulated
     judge: Callable[[Verdict, Any], None]  # compares what `work` returned
+    constant: Mapping[str, Collection[str]] = field(default_factory=dict)  # parameters besides `ops.CONSTANT`
 
 
 def attention_tests() -> Any:

@@ -43,7 +43,7 @@ def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator
             continue
         for case in itertools.islice(op(TYPES[dtype]), first):
             verdict = Verdict()
-            with simulated(arch) as simulation:
+            with simulated(arch, constant={**ops.CONSTANT, **case.constant}) as simulation:
                 got = case.work()
             case.judge(verdict, got)
             wrong = *verdict.wrong, *(f"{n} x {text}" for text, n in simulation.problems().items())

@@ -3,6 +3,7 @@
 Each fault is a kernel that is launched right and launched, or changed, wrong.
 """
 
+import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from specker.kernels.variant import tl, triton
 
 gdc_wait, gdc_launch_dependents = tl.extra.cuda.gdc_wait, tl.extra.cuda.gdc_launch_dependents
 Equal = tuple[Tensor, Tensor]  # a result, and what it must be
+residual = importlib.import_module("specker.kernels.residual")
 COUNT, BLOCK, F32 = 3, 256, torch.float32
 
 
@@ -203,6 +205,11 @@ def _endless_kernel(
         pass
 
 
+def _norm(constant: bool) -> None:
+    x, weight = (randn(n, 4096, dtype=torch.bfloat16) for n in (2, 1))
+    residual._launch(x, x[None], weight, 1e-5, constant=constant)
+
+
 def _spin(flag: int) -> None:
     _endless_kernel[(2,)](torch.tensor([flag]))
 
@@ -249,5 +256,6 @@ FAULTS = (
         lambda: _dependent("prefetches", 3, weight_from_launch=True),
     ),
     _grid("a constant that the launch writes", lambda: _dependent("waits"), lambda: _dependent("replaces")),
+    Fault("a norm's weight before the wait", lambda: _norm(False), lambda: _norm(True), 90),  # it is not constant
     Fault("a loop without an end", lambda: _spin(1), lambda: _spin(0), options={"limit": 200}),
 )

@@ -22,11 +22,10 @@ attention, kv, linear, project, residual, sample, topk = (
 ragged = cache(attention_tests)
 
 # The parameters of each kernel that no kernel writes: weights and tables. A kernel that is launched as a dependent one
-# may read them, and nothing else, before griddepcontrol.wait.
+# may read them, and nothing else, before griddepcontrol.wait. A norm's weight is one only if the caller says so.
 CONSTANT = {
     "_row_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_row_linear_merge_kernel": {"bias_ptr"},
-    "_residual_merge_kernel": {"weight_ptr"},
     "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
     "_start_rows_kernel": {"embedding_ptr"},
@@ -53,13 +52,16 @@ def residual_merge(dtype: torch.dtype) -> Iterator[Case]:
     ):
         x, deltas = randn(T, E, dtype=dtype), randn(P - last, T, E, seed=1, dtype=dtype)
         norms = randn(Q, E, seed=2, dtype=dtype) if Q else None
-        yield _merge(x, deltas, norms, randn(T, E, seed=3, dtype=dtype) if last else None)
+        own = randn(T, E, seed=3, dtype=dtype) if last else None
+        yield from (_merge(x, deltas, norms, own, constant=constant) for constant in ((False, True) if Q else (False,)))
     for S, E in ((4, 4096), (1, 1023)):
         x, parts = randn(3, E, dtype=dtype), randn(S, 3, E, seed=1, dtype=torch.float32)
         yield _merge(x, parts, randn(1, E, seed=2, dtype=dtype), None, split=True)
 
 
-def _merge(x: Tensor, deltas: Tensor, norms: Tensor | None, last: Tensor | None, split: bool = False) -> Case:
+def _merge(
+    x: Tensor, deltas: Tensor, norms: Tensor | None, last: Tensor | None, split: bool = False, constant: bool = False
+) -> Case:
     def judge(verdict: Verdict, got: Any) -> None:
         y, parts = x.float(), deltas
         if split:
@@ -78,7 +80,9 @@ def _merge(x: Tensor, deltas: Tensor, norms: Tensor | None, last: Tensor | None,
 
     P, Q = len(deltas) + (last is not None), 0 if norms is None else len(norms)
     label = f"T{len(x)} P{P} Q{Q} E{x.shape[1]}{' last' * (last is not None)}{' split' * split}"
-    return Case(label, lambda: residual._launch(x, deltas, norms, 1e-5, last, split), judge)
+    label += " constant" * constant
+    fixed = {"_residual_merge_kernel": {"weight_ptr"}} if constant else {}
+    return Case(label, lambda: residual._launch(x, deltas, norms, 1e-5, last, split, constant), judge, fixed)
 
 
 def row_linear(dtype: torch.dtype) -> Iterator[Case]:

@@ -71,6 +71,9 @@ EXPECTED = {  # a fault of mutants.py or grids.py -> what must be reported
     "a program returns before it waits": [NO_WAIT],
     "a constant that a launch wrote": ["w_ptr is declared constant, but an earlier launch wrote it"],
     "a constant that the launch writes": ["_second_kernel: write to an argument that is declared constant"],
+    "a norm's weight before the wait": [
+        "_residual_merge_kernel: reads storage of (1, 4096) torch.bfloat16 byte 0 of 8192"
+    ],
     "a loop without an end": ["a CTA has not ended after 200 basic blocks, PTX line"],
 }
 
