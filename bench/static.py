@@ -10,7 +10,8 @@ if
 * it should use a half-precision dot (`dot`) and has no matrix instruction;
 * its products' left operand should come from registers (`left`) and a wgmma reads it from shared memory;
 * ptxas waits after each wgmma, so that none overlaps with other instructions;
-* it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously.
+* it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously;
+* on AMD, a program may count its arrival before the stores of all its waves have arrived.
 
 Occupancy is an estimate of blocks per SM by registers (allocated per warp in units of 256), by shared memory (the
 system takes 1 KiB of each block) and by warps; per CU by registers (512 a lane and SIMD, in units of 8), by LDS and by
@@ -34,6 +35,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from bench import instructions
 
 ARCHES = (80, 90, 100)
 SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB per SM; a block may have 1 KiB less
@@ -139,60 +142,6 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
-MATRIX = {
-    "wgmma.rs": r"\bwgmma\.mma_async[^{};]*\{[^}]*\},\s*\{",
-    "wgmma": r"\bwgmma\.mma_async[^{};]*\{[^}]*\},\s*[^{\s]",
-    "tcgen05": r"\btcgen05\.mma",
-    "mma": r"(?<![.\w])mma\.sync",
-}
-_LOAD = re.compile(r"\bld\.global[.\w:]*?(?:\.v(\d))?\.[busf](\d+)\b")
-_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\S* .*?,.*?, *(0x[0-9a-f]+|\d+)")
-
-
-def mix(ptx: str) -> dict[str, Any]:
-    """Counts of matrix, load and store instructions, and the share of loaded bytes that is read wide."""
-    plain = [int(vector or 1) * int(bits) // 8 for vector, bits in _LOAD.findall(ptx)]
-    copies = [int(size, 0) for size in _ASYNC.findall(ptx)]
-    bulk = len(re.findall(r"\bcp\.async\.bulk\S*global", ptx))
-    total = sum(plain) + sum(copies)
-    wide = sum(size for size in plain if size >= 16) + sum(copies)
-    return {
-        "matrix": ", ".join(f"{name} {n}" for name, p in MATRIX.items() if (n := len(re.findall(p, ptx)))),
-        "loads": len(plain) + len(copies) + bulk,
-        "wide": 1.0 if bulk else wide / total if total else 0.0,
-        "asynchronous": len(copies) + bulk,
-        "stores": len(re.findall(r"\b(?:st|red|atom)\.global", ptx)),
-    }
-
-
-_AMD_LOAD = re.compile(
-    r"^\s*(?:buffer|global)_load_(?:lds_)?(?:(d?word)(?:x(\d))?|[us]?(byte|short)\w*)\b.*$", re.MULTILINE
-)
-
-
-def amd_mix(text: str) -> dict[str, Any]:
-    """`mix` of an AMD kernel's assembly. Loads straight into LDS count as asynchronous."""
-    sizes, direct = [], 0
-    for found in _AMD_LOAD.finditer(text):
-        sizes.append({"byte": 1, "short": 2}.get(found[3], 4 * int(found[2] or 1)))
-        direct += " lds" in found[0] or "_lds_" in found[0]
-    return {
-        "matrix": f"mfma {n}" if (n := len(re.findall(r"\bv_mfma_", text))) else "",
-        "loads": len(sizes),
-        "wide": sum(size for size in sizes if size >= 16) / sum(sizes) if sizes else 0.0,
-        "asynchronous": direct,
-        "stores": len(re.findall(r"\b(?:buffer|global)_(?:store|atomic)_", text)),
-    }
-
-
-def amd_resources(text: str) -> dict[str, int]:
-    """REG (vector registers of a lane), STACK (scratch bytes of a lane), LOCAL (spilled vector registers; scalar ones
-    are spilled to vector registers, not to memory)."""
-    value = {key: int(n) for key, n in re.findall(r"^\s*\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
-    scratch = value["private_segment_fixed_size"]
-    return {"REG": value["vgpr_count"], "STACK": scratch, "LOCAL": value["vgpr_spill_count"]}
-
-
 def blocks_per_cu(arch: int, waves: int, registers: int, shared: int) -> int:
     by_registers = 4 * min(8, REGISTERS_LANE // (8 * -(-max(registers, 1) // 8))) // waves
     return min(WAVES_CU // waves, by_registers, LDS[arch] * 1024 // max(shared, 1))
@@ -235,14 +184,22 @@ def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts:
     return tuple(found)
 
 
+def misordered(arch: int, asm: dict[str, str]) -> tuple[str, ...]:
+    """Instructions in an order that would make a result depend on timing."""
+    found = []
+    if arch in LDS and (early := instructions.published_early(asm["amdgcn"])):
+        found.append(f"{early} releases may publish before other waves' stores have arrived")
+    return tuple(found)
+
+
 def report(op: str, variant: Any, arch: int) -> Report:
     done = compile_variant(variant, arch)
     shared, amd = done.metadata.shared, arch in LDS
     if amd:
-        used, counts = amd_resources(done.asm["amdgcn"]), amd_mix(done.asm["amdgcn"])
+        used, counts = instructions.amd_resources(done.asm["amdgcn"]), instructions.amd_mix(done.asm["amdgcn"])
     else:
-        used, counts = resources(done.asm["cubin"]), mix(done.asm["ptx"])
-    found = problems(variant, arch, used, shared, counts)
+        used, counts = resources(done.asm["cubin"]), instructions.mix(done.asm["ptx"])
+    found = problems(variant, arch, used, shared, counts) + misordered(arch, done.asm)
     if "wgmma" in counts["matrix"] and serialised(done.asm["ptx"], disassembly(done.asm["cubin"])):
         found += ("ptxas waits after each wgmma",)
     return Report(

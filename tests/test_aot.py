@@ -11,7 +11,7 @@ import pytest
 import torch
 from compile_only import compilations, keys, python
 
-from bench import static
+from bench import instructions, static
 from specker.kernels import variant
 from specker.kernels.variant import Variant
 
@@ -54,7 +54,7 @@ def test_attentions_rows_stay_within_a_warp():
     is Triton's choice, which the kernel only invites."""
     program = """
 import itertools, re
-from bench import static
+from bench import instructions, static
 from specker.kernels import attention
 for variant in attention.variants(80):
     if variant.dot and (variant.constexprs["D_PAD"], variant.constexprs["PAGE"]) != (256, 256):
@@ -129,9 +129,9 @@ def test_amd_assembly_is_counted():
     .sgpr_spill_count: 1
     .private_segment_fixed_size: 12
     """
-    counts = static.amd_mix(text)
+    counts = instructions.amd_mix(text)
     assert counts == {"matrix": "mfma 1", "loads": 4, "wide": 32 / 38, "asynchronous": 1, "stores": 2}
-    used = static.amd_resources(text)
+    used = instructions.amd_resources(text)
     assert used == {"REG": 130, "STACK": 12, "LOCAL": 2}
     fine = SimpleNamespace(dot=False, left=False, wide=False)
     spilled, large = static.problems(fine, 942, used, 65 * 1024, counts)
@@ -139,6 +139,40 @@ def test_amd_assembly_is_counted():
     assert static.blocks_per_cu(942, 4, 130, 24576) == 2  # LDS; 512 / 136 registers: 3 waves a SIMD
     assert static.blocks_per_cu(950, 4, 130, 24576) == 3
     assert static.blocks_per_cu(942, 1, 20, 0) == 32
+
+
+WAVES = """
+    s_cbranch_execz .LBB0_2
+    global_store_dwordx4 v[0:1], v[2:5], off
+.LBB0_2:                                ; rows that do not exist
+    {wait}
+    s_barrier
+    {late}
+    s_and_saveexec_b64 s[6:7], s[0:1]
+    s_cbranch_execz .LBB0_4
+    buffer_wbl2 sc1
+    s_waitcnt vmcnt(0)
+    global_atomic_add v1, v1, v2, s[2:3] sc0
+.LBB0_4:
+    s_cbranch_scc1 .LBB0_2
+    s_endpgm
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "late", "early"),
+    [
+        ("s_waitcnt vmcnt(0)", "", 0),
+        ("s_waitcnt vmcnt(0) lgkmcnt(0)", "v_mov_b32_e32 v1, 0", 0),
+        ("s_waitcnt lgkmcnt(0)", "", 1),
+        ("s_waitcnt vmcnt(1)", "", 1),
+        ("s_waitcnt vmcnt(0)", "buffer_store_dword v2, v3, s[4:7], 0 offen", 1),
+        ("s_waitcnt vmcnt(0)", "buffer_atomic_add v2, v3, s[4:7], 0 offen\n    s_waitcnt vmcnt(0)", 1),
+        ("s_cbranch_vccz .LBB0_3\n    s_waitcnt vmcnt(0)\n.LBB0_3:", "", 1),  # one path does not wait
+    ],
+)
+def test_amd_waves_wait_for_their_stores_before_one_counts(wait, late, early):
+    assert instructions.published_early(WAVES.format(wait=wait, late=late)) == early
 
 
 def test_amd_gets_its_own_settings(monkeypatch):
@@ -173,7 +207,7 @@ def test_instructions_are_counted_in_the_ptx():
       %r1,%r2,%r3,%r4 }, { %r5,%r6,%r7,%r8 }, %rd83, %p5, 1, 1, 0;
     st.global.b32 [ %rd8 + 0 ], { %r7 };
     """
-    assert static.mix(ptx) == {
+    assert instructions.mix(ptx) == {
         "matrix": "wgmma.rs 2, wgmma 1, mma 1",
         "loads": 4,
         "wide": 48 / 50,

@@ -38,6 +38,7 @@ from specker.kernels.variant import (
     Variant,
     arch,
     counters,
+    is_last,
     same_device,
     sms,
     start_after_previous,
@@ -333,6 +334,7 @@ def _tree_attention_kernel(
     SEQS: tl.constexpr,  # a power of two, at least B
     REACH: tl.constexpr,  # most columns that a row sees, at least 64 * W; 0: no limit
     PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     """For one sequence, the grid has a program for each work item that the table has room for; programs without an item
     return at once. For several sequences, a limited number of programs takes the items in turn: with a grid for the
@@ -370,6 +372,7 @@ def _tree_attention_kernel(
             P,
             S,
             REACH,
+            ON_AMD,
         )
     else:
         o_b = tl.arange(0, SEQS)
@@ -403,6 +406,7 @@ def _tree_attention_kernel(
                 P,
                 S,
                 REACH,
+                ON_AMD,
             )
 
 
@@ -431,6 +435,7 @@ def _attend(
     P: tl.constexpr,
     S: tl.constexpr,
     REACH: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     """Process one work item. In a sequence's item numbers the tile varies fastest, then the KV head, then the split,
     which runs from the last and longest one to the first."""
@@ -535,10 +540,7 @@ def _attend(
         tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
         tl.store(stats_ptr + o_p, b_max, mask=m_m)
         tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
-        tl.debug_barrier()  # all threads must write before one of them counts, which publishes all their writes
-        p_count = count_ptr + i_slot * HKV + i_kv
-        if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(p_count, 0)
+        if is_last(count_ptr + i_slot * HKV + i_kv, splits, ON_AMD):
             for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
                 o_pair = i_m + i_p + tl.arange(0, P)
                 o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G

@@ -62,6 +62,7 @@ __all__ = [
     "Variant",
     "arch",
     "counters",
+    "is_last",
     "let_next_start",
     "prefetch",
     "same_device",
@@ -122,10 +123,9 @@ class Variant:
 
     def constants(self, arch: int) -> dict[str, Any]:
         """The constexprs of a compilation for an architecture."""
-        if "PDL" not in self.kernel.arg_names:
-            return {**self.constexprs}
         pdl = self.dependent(arch)
-        return {**self.constexprs, "PDL": 2 if pdl and self.kernel.__name__ == DELAYED else pdl}
+        target = {"PDL": 2 if pdl and self.kernel.__name__ == DELAYED else pdl, "ON_AMD": arch in AMD}
+        return {**self.constexprs, **{name: x for name, x in target.items() if name in self.kernel.arg_names}}
 
     def compile_options(self, arch: int) -> dict[str, Any]:
         amd = arch in AMD
@@ -252,6 +252,23 @@ def _counters(device: torch.device, user: Any) -> Tensor:
 
 
 _launched: set[torch.device] = set()  # devices that have counters
+
+
+@triton.jit
+def is_last(p_count, programs, ON_AMD: tl.constexpr):
+    """Count the arrival of this program at `p_count` (see `counters`), and tell whether it is the last of `programs`.
+    The last one resets the counter and sees what the other programs wrote before they arrived.
+
+    Only one thread counts. The barrier orders the other threads' writes before it, so that its release publishes them
+    too. On AMD neither does that for other waves: their stores may still be on the way to the L2 cache when the release
+    writes that cache back for the other XCDs to see. So there every wave first waits until its stores are in L2."""
+    if ON_AMD:
+        tl.inline_asm_elementwise("s_waitcnt vmcnt(0) ; $0", "=v,~{memory}", [], tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    last = tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(p_count, 0)
+    return last
 
 
 @triton.jit
