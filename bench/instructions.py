@@ -65,8 +65,8 @@ _AMD_ARRIVED = re.compile(r"s_waitcnt\b.*\bvmcnt\(0\)")
 
 
 def published_early(text: str) -> int:
-    """How many releases (`buffer_wbl2`, before an atomic that counts an arrival) may publish too early in an AMD kernel's
-    assembly: on a path to them, a write to memory is not followed by a wait for its arrival (`s_waitcnt vmcnt(0)`) and
+    """How many releases of an AMD kernel's assembly (`buffer_wbl2`, before an atomic that counts arrivals) may publish
+    too early: on a path to them, a write to memory is not followed by a wait for its arrival (`s_waitcnt vmcnt(0)`) and
     then a barrier. The release waits for the writes of its own wave; the other waves must have waited at the barrier.
     """
     blocks = dict(_blocks(text))

@@ -1,7 +1,8 @@
 """Compile every kernel variant for sm_80, sm_90 and sm_100, or gfx942 and gfx950, without a GPU; record the results.
 
 An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the same objects that its
-launcher launches. Each is compiled to a cubin, for AMD to a code object. Registers, stack and shared memory come from
+launcher launches. Each is compiled to a cubin, for AMD to two code objects, since launches there address tensors
+below 2 GiB by 32-bit offsets and others by 64-bit pointers. Registers, stack and shared memory come from
 `cuobjdump --dump-resource-usage`, the instruction mix from the PTX; for AMD both come from the assembly. A kernel fails
 if
 
@@ -88,18 +89,24 @@ def ops() -> dict[str, Any]:
     return {name: module for name, module in sorted(modules.items()) if hasattr(module, "variants")}
 
 
-def compile_variant(variant: Any, arch: int) -> Any:
-    """Triton's compiled kernel. ValueError if launches would compile something else."""
+def compile_variant(variant: Any, arch: int, near: bool = False) -> Any:
+    """Triton's compiled kernel. `near`: see `source_of`."""
     import triton
 
-    source, target = source_of(variant, arch)
-    return triton.compile(source, target=target, options=variant.compile_options(arch))
+    source, options = source_of(variant, arch, near), variant.compile_options(arch)
+    return triton.compile(source, target=target_of(arch), options=options)
 
 
-def source_of(variant: Any, arch: int) -> tuple[Any, Any]:
-    """What Triton compiles, and for which target: the same as a launch's, so both have the same key in Triton's cache.
-    ValueError if launches would compile something else."""
+def target_of(arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
+
+
+def source_of(variant: Any, arch: int, near: bool = False) -> Any:
+    """What Triton compiles: the same as a launch's, so both have the same key in Triton's cache. `near`: the launch's
+    tensors take less than 2 GiB, so that Triton addresses them by 32-bit offsets on AMD. ValueError if launches would
+    compile something else."""
     from triton.compiler import ASTSource
 
     kernel, given = variant.kernel, variant.constants(arch)
@@ -124,10 +131,11 @@ def source_of(variant: Any, arch: int) -> tuple[Any, Any]:
                 attrs[(i,)] = [] if param.do_not_specialize_on_alignment else [["tt.divisibility", 16]]
         elif kind[0] in "iu" and not param.do_not_specialize:
             raise ValueError(f"{variant.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
+        if near and kind.startswith("*") and not param.do_not_specialize:
+            attrs[(i,)] = [*attrs[(i,)], ["tt.pointer_range", 32]]
     signature |= dict.fromkeys(given, "constexpr")
     attrs |= {(i,): [] for i in range(len(runtime), len(names))}
-    source = ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
-    return source, GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
+    return ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -192,8 +200,8 @@ def misordered(arch: int, asm: dict[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def report(op: str, variant: Any, arch: int) -> Report:
-    done = compile_variant(variant, arch)
+def report(op: str, variant: Any, arch: int, near: bool = False) -> Report:
+    done = compile_variant(variant, arch, near)
     shared, amd = done.metadata.shared, arch in LDS
     if amd:
         used, counts = instructions.amd_resources(done.asm["amdgcn"]), instructions.amd_mix(done.asm["amdgcn"])
@@ -205,7 +213,7 @@ def report(op: str, variant: Any, arch: int) -> Report:
     return Report(
         op=op,
         kernel=variant.kernel.__name__,
-        variant=variant.name,
+        variant=variant.name + ", 32-bit offsets" * near,
         arch=arch,
         warps=variant.warps(amd),
         stages=variant.num_stages,
@@ -226,7 +234,8 @@ def reports(arches: tuple[int, ...], names: list[str], smoke: bool) -> Iterator[
         for arch in arches:
             for variant in found[op].variants(arch):
                 if variant.smoke or not smoke:
-                    yield report(op, variant, arch)
+                    for near in (False, True) if arch in LDS else (False,):
+                        yield report(op, variant, arch, near)
 
 
 def markdown(rows: list[Report], versions: str) -> str:
