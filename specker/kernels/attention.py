@@ -488,20 +488,25 @@ def _attend(
         if PAGE % N == 0:
             o_page = page.to(tl.int64) * PAGE_STRIDE + (i_n % PAGE) * COLUMN_STRIDE
             o_row = o_n * COLUMN_STRIDE  # a scalar and a constant tile need few registers
-            page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
         else:
             o_page = 0
             o_row = page.to(tl.int64) * PAGE_STRIDE + (o_c % PAGE) * COLUMN_STRIDE
-            page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
         m_c = o_c < kv_len
+        if not OWN:
+            # V first, so that it has arrived when the first product waits for K. Before the second product Triton 3.7
+            # puts no fence between the threads' copies of V to shared memory and wgmma, which reads it.
+            o_kv = o_head + o_page + (o_row[:, None] + o_d[None, :])
+            m_kv = m_c[:, None] & (o_d < D)[None, :]
+            b_v = tl.load(v_ptr + o_kv, mask=m_kv, other=0.0)
+            b_k = tl.trans(tl.load(k_ptr + o_kv, mask=m_kv, other=0.0))
+        if PAGE % N == 0:
+            page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
+        else:
+            page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
         if OWN:
             p_k = k_ptr + o_head + o_page + (o_row[None, :] + o_d[:, None])
             b_k = tl.load(p_k, mask=m_c[None, :] & (o_d < D)[:, None], other=0.0)
-            b_s = tl.dot(b_q, b_k, input_precision="ieee")
-        else:
-            p_k = k_ptr + o_head + o_page + (o_row[:, None] + o_d[None, :])
-            b_k = tl.load(p_k, mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.dot(b_q, b_k, input_precision="ieee")
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
             bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
@@ -518,9 +523,10 @@ def _attend(
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_p = b_p.to(b_q.dtype)
-        p_v = v_ptr + o_head + o_page + (o_row[:, None] + o_v[None, :])
         b_acc = b_acc * b_shrink[:, None]
-        b_v = tl.load(p_v, mask=m_c[:, None] & (o_v < D)[None, :], other=0.0)
+        if OWN:
+            p_v = v_ptr + o_head + o_page + (o_row[:, None] + o_v[None, :])
+            b_v = tl.load(p_v, mask=m_c[:, None] & (o_v < D)[None, :], other=0.0)
         b_acc = tl.dot(b_p, b_v, b_acc, input_precision="ieee")
         if D_V < D_PAD:
             b_v = tl.load(p_v + D_V, mask=m_c[:, None] & (o_v + D_V < D)[None, :], other=0.0)
