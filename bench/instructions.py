@@ -32,6 +32,23 @@ def mix(ptx: str) -> dict[str, Any]:
     }
 
 
+_TENSOR_MEMORY = re.compile(r"\btcgen05\.alloc\b.*\], *(0x[0-9a-f]+|\d+) *;")
+
+
+def tensor_columns(ptx: str) -> int:
+    """Columns of tensor memory that a block takes. An SM has 512."""
+    return sum(int(columns, 0) for columns in _TENSOR_MEMORY.findall(ptx))
+
+
+def allocates_late(ptx: str) -> bool:
+    """Whether a block may let the next kernel start (`griddepcontrol.launch_dependents`) before it has allocated its
+    tensor memory. Blocks of the next kernel could then take the columns, and hold them while they wait for this kernel.
+    One warp allocates, so a barrier of the block must come between."""
+    allocations = list(_TENSOR_MEMORY.finditer(ptx))
+    start = ptx.find("griddepcontrol.launch_dependents")
+    return bool(allocations) and start >= 0 and "bar.sync" not in ptx[allocations[-1].end() : start]
+
+
 _AMD_LOAD = re.compile(
     r"^\s*(?:buffer|global)_load_(?:lds_)?(?:(d?word)(?:x(\d))?|[us]?(byte|short)\w*)\b.*$", re.MULTILINE
 )

@@ -39,11 +39,13 @@ from specker.kernels.variant import (
     arch,
     counters,
     is_last,
+    let_next_start,
+    let_next_start_late,
     same_device,
     sms,
-    start_after_previous,
     tl,
     triton,
+    wait_for_previous,
 )
 
 __all__ = [
@@ -339,7 +341,8 @@ def _tree_attention_kernel(
     """For one sequence, the grid has a program for each work item that the table has room for; programs without an item
     return at once. For several sequences, a limited number of programs takes the items in turn: with a grid for the
     longest possible sequences, most programs would have no item."""
-    start_after_previous(PDL)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
     numbers = scale2, T, W, table_stride, columns, max_splits
@@ -372,6 +375,7 @@ def _tree_attention_kernel(
             P,
             S,
             REACH,
+            PDL,
             ON_AMD,
         )
     else:
@@ -406,6 +410,7 @@ def _tree_attention_kernel(
                 P,
                 S,
                 REACH,
+                PDL,
                 ON_AMD,
             )
 
@@ -435,6 +440,7 @@ def _attend(
     P: tl.constexpr,
     S: tl.constexpr,
     REACH: tl.constexpr,
+    PDL: tl.constexpr,
     ON_AMD: tl.constexpr,
 ):
     """Process one work item. In a sequence's item numbers the tile varies fastest, then the KV head, then the split,
@@ -533,6 +539,7 @@ def _attend(
             b_half = b_half * b_shrink[:, None]
             b_half = tl.dot(b_p, b_v, b_half, input_precision="ieee")
         b_max = b_new
+    let_next_start_late(PDL)
 
     if D_V < D_PAD:
         b_acc = tl.reshape(tl.permute(tl.join(b_acc, b_half), (0, 2, 1)), (M, D_PAD))

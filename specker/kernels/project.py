@@ -41,6 +41,7 @@ from specker.kernels.variant import (
     counters,
     is_last,
     let_next_start,
+    let_next_start_late,
     same_device,
     sms,
     tl,
@@ -188,7 +189,7 @@ def _kv_project_kernel(
     w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * (E // PACK))
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
-    if PDL:
+    if PDL and LINES:
         prefetch_rows(w_ptr, D, start // PACK, stop // PACK, 0, E // PACK, N, LINES, False)
     wait_for_previous(PDL)
     b_y, _ = stream_rows(
@@ -214,6 +215,7 @@ def _kv_project_kernel(
         GROUP,
         LEFT,
     )
+    let_next_start_late(PDL)
     plane = T.to(tl.int64) * (G * O)
     p_y = sums_ptr + i_s * plane + (first + o_m)[:, None] * O + i_h * D + o_n[None, :]
     tl.store(p_y, b_y, mask=(o_m < T)[:, None] & (o_n < D)[None, :])
