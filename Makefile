@@ -10,7 +10,7 @@ QUESTIONS ?= 6
 MODEL  ?= smollm2
 STRATEGY_smollm2 := lookup
 STRATEGY_coder := vocabtrim+lookup
-OTHER  := $(VENV)/triton-$(TRITON)
+OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run real test lint format browser static ptx bench peers vllm plot pages docs gpu dist clean
@@ -57,17 +57,17 @@ browser: $(STAMP)  ## test the page of specker.view in Chromium; installs nothin
 	@$(BIN)/python -c "import playwright" || { echo "no playwright in $(VENV): make setup"; exit 1; }
 	$(BIN)/python -m pytest tests/view $(ARGS)
 
-static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); ARCH=gfx942,gfx950 for AMD, TRITON=3.6.0 with another version
-ifeq ($(TRITON),)
-	PYTHONPATH=. $(BIN)/python bench/static.py $(if $(ARCH),--arch $(ARCH)) $(ARGS)
-else
-	@test -d $(OTHER) || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  --target $(OTHER).part triton==$(TRITON) && mv $(OTHER).part $(OTHER); }
-	PYTHONPATH=$(OTHER):. $(BIN)/python bench/static.py --no-save $(if $(ARCH),--arch $(ARCH)) $(ARGS)
-endif
+# Triton of another version, installed beside .venv's own, on which torch depends.
+$(VENV)/triton-%: | $(STAMP)
+	rm -rf $@.part
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
+	mv $@.part $@
 
-ptx: $(STAMP)  ## execute every compiled kernel's PTX in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90'
-	PYTHONPATH=.:tests $(BIN)/python -m ptx $(ARGS)
+static: $(STAMP) $(OTHER)  ## compile every kernel for sm_80, sm_90 and sm_100 (no GPU needed); ARCH=gfx942,gfx950 for AMD, TRITON=3.7.1 with another version
+	PYTHONPATH=$(addsuffix :,$(OTHER)). $(BIN)/python bench/static.py $(if $(TRITON),--no-save) $(if $(ARCH),--arch $(ARCH)) $(ARGS)
+
+ptx: $(STAMP) $(OTHER)  ## execute every compiled kernel's PTX in numpy (no GPU needed; slow); ARGS='--only row_linear --arch 90', TRITON=3.7.1
+	PYTHONPATH=$(addsuffix :,$(OTHER)).:tests $(BIN)/python -m ptx $(ARGS)
 
 bench: $(STAMP)  ## end-to-end decoding on this machine, into bench/results/
 	PYTHONPATH=. $(BIN)/python bench/e2e.py $(ARGS)

@@ -1,7 +1,8 @@
 """Compile every kernel variant for sm_80, sm_90 and sm_100, or gfx942 and gfx950, without a GPU; record the results.
 
 An op file that has kernels exposes `variants(arch)` (see specker/kernels/variant.py): the same objects that its
-launcher launches. Each is compiled to a cubin, for AMD to a code object. Registers, stack and shared memory come from
+launcher launches. Each is compiled to a cubin, for AMD to two code objects, since launches there address tensors
+below 2 GiB by 32-bit offsets and others by 64-bit pointers. Registers, stack and shared memory come from
 `cuobjdump --dump-resource-usage`, the instruction mix from the PTX; for AMD both come from the assembly. A kernel fails
 if
 
@@ -10,11 +11,15 @@ if
 * it should use a half-precision dot (`dot`) and has no matrix instruction;
 * its products' left operand should come from registers (`left`) and a wgmma reads it from shared memory;
 * ptxas waits after each wgmma, so that none overlaps with other instructions;
-* it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously.
+* it should read wide (`wide`) and less than `WIDE` of the loaded bytes are read 16 bytes at a time or asynchronously;
+* on AMD, a program may count its arrival before the stores of all its waves have arrived;
+* on sm_100, a block lets the next kernel start before it has allocated its tensor memory;
+* it runs in a model's layer (bench/overlap.py) and does not fit on an SM beside the next kernel.
 
 Occupancy is an estimate of blocks per SM by registers (allocated per warp in units of 256), by shared memory (the
-system takes 1 KiB of each block) and by warps; per CU by registers (512 a lane and SIMD, in units of 8), by LDS and by
-waves. The tables of all resources go to bench/results/static.md and static_amd.md.
+system takes 1 KiB of each block), by warps and, on sm_100, by tensor memory (512 columns); per CU by registers (512 a
+lane and SIMD, in units of 8), by LDS and by waves. The tables of all resources go to bench/results/static.md and
+static_amd.md.
 
     python bench/static.py [--ops a,b] [--arch 80,90,100] [--smoke] [--json] [--no-save]
     python bench/static.py --arch gfx942,gfx950
@@ -35,11 +40,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import instructions
+
 ARCHES = (80, 90, 100)
 SHARED_SM = {80: 164, 90: 228, 100: 228}  # KiB per SM; a block may have 1 KiB less
 LDS = {942: 64, 950: 160}  # KiB per CU, and the most a block may have
 WIDE = 0.6  # of the loaded bytes, for kernels that should read wide; the rest are indices
-WARPS_SM, BLOCKS_SM, REGISTERS_SM = 64, 32, 65536
+WARPS_SM, BLOCKS_SM, REGISTERS_SM, TENSOR_SM = 64, 32, 65536, 512
 LANES_WAVE, WAVES_CU, REGISTERS_LANE = 64, 32, 512  # the last one of a SIMD, of which a CU has four
 RESULTS = Path(__file__).parent / "results"
 
@@ -62,6 +69,7 @@ class Report:
     wide: float  # share of the bytes loaded by 16-byte (or wider), asynchronous or bulk instructions
     asynchronous: int  # cp.async and bulk copies
     stores: int
+    tensor: int  # columns of tensor memory of a block
     blocks: int  # an SM
     problems: tuple[str, ...]
 
@@ -85,18 +93,24 @@ def ops() -> dict[str, Any]:
     return {name: module for name, module in sorted(modules.items()) if hasattr(module, "variants")}
 
 
-def compile_variant(variant: Any, arch: int) -> Any:
-    """Triton's compiled kernel. ValueError if launches would compile something else."""
+def compile_variant(variant: Any, arch: int, near: bool = False) -> Any:
+    """Triton's compiled kernel. `near`: see `source_of`."""
     import triton
 
-    source, target = source_of(variant, arch)
-    return triton.compile(source, target=target, options=variant.compile_options(arch))
+    source, options = source_of(variant, arch, near), variant.compile_options(arch)
+    return triton.compile(source, target=target_of(arch), options=options)
 
 
-def source_of(variant: Any, arch: int) -> tuple[Any, Any]:
-    """What Triton compiles, and for which target: the same as a launch's, so both have the same key in Triton's cache.
-    ValueError if launches would compile something else."""
+def target_of(arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
+
+
+def source_of(variant: Any, arch: int, near: bool = False) -> Any:
+    """What Triton compiles: the same as a launch's, so both have the same key in Triton's cache. `near`: the launch's
+    tensors take less than 2 GiB, so that Triton addresses them by 32-bit offsets on AMD. ValueError if launches would
+    compile something else."""
     from triton.compiler import ASTSource
 
     kernel, given = variant.kernel, variant.constants(arch)
@@ -121,10 +135,11 @@ def source_of(variant: Any, arch: int) -> tuple[Any, Any]:
                 attrs[(i,)] = [] if param.do_not_specialize_on_alignment else [["tt.divisibility", 16]]
         elif kind[0] in "iu" and not param.do_not_specialize:
             raise ValueError(f"{variant.name}: {kernel.__name__} recompiles with {name}: name it in do_not_specialize")
+        if near and kind.startswith("*") and not param.do_not_specialize:
+            attrs[(i,)] = [*attrs[(i,)], ["tt.pointer_range", 32]]
     signature |= dict.fromkeys(given, "constexpr")
     attrs |= {(i,): [] for i in range(len(runtime), len(names))}
-    source = ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
-    return source, GPUTarget("hip", f"gfx{arch}", LANES_WAVE) if arch in LDS else GPUTarget("cuda", arch, 32)
+    return ASTSource(kernel, {name: signature[name] for name in names}, constexprs, attrs)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -139,68 +154,19 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
-MATRIX = {
-    "wgmma.rs": r"\bwgmma\.mma_async[^{};]*\{[^}]*\},\s*\{",
-    "wgmma": r"\bwgmma\.mma_async[^{};]*\{[^}]*\},\s*[^{\s]",
-    "tcgen05": r"\btcgen05\.mma",
-    "mma": r"(?<![.\w])mma\.sync",
-}
-_LOAD = re.compile(r"\bld\.global[.\w:]*?(?:\.v(\d))?\.[busf](\d+)\b")
-_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\S* .*?,.*?, *(0x[0-9a-f]+|\d+)")
-
-
-def mix(ptx: str) -> dict[str, Any]:
-    """Counts of matrix, load and store instructions, and the share of loaded bytes that is read wide."""
-    plain = [int(vector or 1) * int(bits) // 8 for vector, bits in _LOAD.findall(ptx)]
-    copies = [int(size, 0) for size in _ASYNC.findall(ptx)]
-    bulk = len(re.findall(r"\bcp\.async\.bulk\S*global", ptx))
-    total = sum(plain) + sum(copies)
-    wide = sum(size for size in plain if size >= 16) + sum(copies)
-    return {
-        "matrix": ", ".join(f"{name} {n}" for name, p in MATRIX.items() if (n := len(re.findall(p, ptx)))),
-        "loads": len(plain) + len(copies) + bulk,
-        "wide": 1.0 if bulk else wide / total if total else 0.0,
-        "asynchronous": len(copies) + bulk,
-        "stores": len(re.findall(r"\b(?:st|red|atom)\.global", ptx)),
-    }
-
-
-_AMD_LOAD = re.compile(
-    r"^\s*(?:buffer|global)_load_(?:lds_)?(?:(d?word)(?:x(\d))?|[us]?(byte|short)\w*)\b.*$", re.MULTILINE
-)
-
-
-def amd_mix(text: str) -> dict[str, Any]:
-    """`mix` of an AMD kernel's assembly. Loads straight into LDS count as asynchronous."""
-    sizes, direct = [], 0
-    for found in _AMD_LOAD.finditer(text):
-        sizes.append({"byte": 1, "short": 2}.get(found[3], 4 * int(found[2] or 1)))
-        direct += " lds" in found[0] or "_lds_" in found[0]
-    return {
-        "matrix": f"mfma {n}" if (n := len(re.findall(r"\bv_mfma_", text))) else "",
-        "loads": len(sizes),
-        "wide": sum(size for size in sizes if size >= 16) / sum(sizes) if sizes else 0.0,
-        "asynchronous": direct,
-        "stores": len(re.findall(r"\b(?:buffer|global)_(?:store|atomic)_", text)),
-    }
-
-
-def amd_resources(text: str) -> dict[str, int]:
-    """REG (vector registers of a lane), STACK (scratch bytes of a lane), LOCAL (spilled vector registers; scalar ones
-    are spilled to vector registers, not to memory)."""
-    value = {key: int(n) for key, n in re.findall(r"^\s*\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
-    scratch = value["private_segment_fixed_size"]
-    return {"REG": value["vgpr_count"], "STACK": scratch, "LOCAL": value["vgpr_spill_count"]}
-
-
 def blocks_per_cu(arch: int, waves: int, registers: int, shared: int) -> int:
     by_registers = 4 * min(8, REGISTERS_LANE // (8 * -(-max(registers, 1) // 8))) // waves
     return min(WAVES_CU // waves, by_registers, LDS[arch] * 1024 // max(shared, 1))
 
 
-def blocks_per_sm(arch: int, warps: int, registers: int, shared: int) -> int:
-    by_registers = REGISTERS_SM // (warps * -(-registers * 32 // 256) * 256)
-    return min(BLOCKS_SM, WARPS_SM // warps, by_registers, SHARED_SM[arch] * 1024 // (shared + 1024))
+def blocks_per_sm(arch: int, warps: int, registers: int, shared: int, tensor: int = 0) -> int:
+    by_registers = REGISTERS_SM // registers_of_block(warps, registers)
+    by_tensor = TENSOR_SM // tensor if tensor else BLOCKS_SM
+    return min(BLOCKS_SM, WARPS_SM // warps, by_registers, by_tensor, SHARED_SM[arch] * 1024 // (shared + 1024))
+
+
+def registers_of_block(warps: int, registers: int) -> int:
+    return warps * -(-registers * 32 // 256) * 256
 
 
 def serialised(ptx: str, sass: str) -> bool:
@@ -235,28 +201,42 @@ def problems(variant: Any, arch: int, used: dict[str, int], shared: int, counts:
     return tuple(found)
 
 
-def report(op: str, variant: Any, arch: int) -> Report:
-    done = compile_variant(variant, arch)
-    shared, amd = done.metadata.shared, arch in LDS
-    if amd:
-        used, counts = amd_resources(done.asm["amdgcn"]), amd_mix(done.asm["amdgcn"])
+def misordered(arch: int, asm: dict[str, str]) -> tuple[str, ...]:
+    """Instructions in an order that would make a result depend on timing."""
+    found = []
+    if arch in LDS and (early := instructions.published_early(asm["amdgcn"])):
+        found.append(f"{early} releases may publish before other waves' stores have arrived")
+    if arch not in LDS and instructions.allocates_late(asm["ptx"]):
+        found.append("lets the next kernel start before it has allocated its tensor memory")
+    return tuple(found)
+
+
+def report(op: str, variant: Any, arch: int, near: bool = False) -> Report:
+    done = compile_variant(variant, arch, near)
+    shared, warps, tensor = done.metadata.shared, variant.warps(arch in LDS), 0
+    if arch in LDS:
+        used, counts = instructions.amd_resources(done.asm["amdgcn"]), instructions.amd_mix(done.asm["amdgcn"])
+        blocks = blocks_per_cu(arch, warps, used["REG"], shared)
     else:
-        used, counts = resources(done.asm["cubin"]), mix(done.asm["ptx"])
-    found = problems(variant, arch, used, shared, counts)
+        used, counts = resources(done.asm["cubin"]), instructions.mix(done.asm["ptx"])
+        tensor = instructions.tensor_columns(done.asm["ptx"])
+        blocks = blocks_per_sm(arch, warps, used["REG"], shared, tensor)
+    found = problems(variant, arch, used, shared, counts) + misordered(arch, done.asm)
     if "wgmma" in counts["matrix"] and serialised(done.asm["ptx"], disassembly(done.asm["cubin"])):
         found += ("ptxas waits after each wgmma",)
     return Report(
         op=op,
         kernel=variant.kernel.__name__,
-        variant=variant.name,
+        variant=variant.name + ", 32-bit offsets" * near,
         arch=arch,
-        warps=variant.warps(amd),
+        warps=warps,
         stages=variant.num_stages,
         registers=used["REG"],
         stack=used["STACK"],
         shared=shared,
+        tensor=tensor,
         **counts,
-        blocks=(blocks_per_cu if amd else blocks_per_sm)(arch, variant.warps(amd), used["REG"], shared),
+        blocks=blocks,
         problems=found,
     )
 
@@ -269,32 +249,44 @@ def reports(arches: tuple[int, ...], names: list[str], smoke: bool) -> Iterator[
         for arch in arches:
             for variant in found[op].variants(arch):
                 if variant.smoke or not smoke:
-                    yield report(op, variant, arch)
+                    for near in (False, True) if arch in LDS else (False,):
+                        yield report(op, variant, arch, near)
 
 
-def markdown(rows: list[Report], versions: str) -> str:
+def markdown(rows: list[Report], groups: list[Any], versions: str) -> str:
     lines = [
         "# What the kernels compile to",
         "",
         f"Written by bench/static.py, which compiles without a GPU: {versions}. Nothing here is a timing. Registers",
-        "are a thread's, shared memory a block's (bytes); *wide* is the share of the bytes named by global loads that",
-        "come 16 or more at a time or asynchronously (*async*: how many such instructions); *blocks* an SM (or CU) and",
-        "*occupancy* are estimates from registers, shared memory and warps.",
+        "are a thread's; shared memory (bytes) and columns of tensor memory are a block's. *Wide* is the share of the",
+        "bytes named by global loads that come 16 or more at a time or asynchronously (*async*: how many such",
+        "instructions). *Blocks* an SM (or CU) and *occupancy* are estimates from registers, shared memory, tensor",
+        "memory and warps.",
     ]
     for op in sorted({row.op for row in rows}):
         lines += [
             "",
             f"## {op}",
             "",
-            "| kernel | variant | target | warps | stages | registers | stack | shared | matrix | loads | wide | async "
-            "| stores | blocks | occupancy |",
-            "|---|---|---|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
+            "| kernel | variant | target | warps | stages | registers | stack | shared | tensor | matrix | loads "
+            "| wide | async | stores | blocks | occupancy |",
+            "|---|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
         ]
         for r in sorted((r for r in rows if r.op == op), key=lambda r: (r.kernel, r.variant, r.arch)):
-            cells = (r.kernel, r.variant, r.target, r.warps, r.stages, r.registers, r.stack, r.shared)
+            cells = (r.kernel, r.variant, r.target, r.warps, r.stages, r.registers, r.stack, r.shared, r.tensor)
             more = (r.matrix, r.loads, f"{r.wide:.0%}", r.asynchronous, r.stores, r.blocks, f"{r.occupancy:.0%}")
             lines.append("| " + " | ".join(map(str, cells + more)) + " |")
+    if groups:
+        lines += [
+            "",
+            "## Kernels of a layer that fit on an SM together (bench/overlap.py)",
+            "",
+            "| model | target | kernels | shared |",
+            "|---|---|---|--:|",
+        ]
+        lines += [f"| {g.model} | sm_{g.arch} | {g.kernels} | {g.shared} |" for g in groups]
     problems = [f"* {r.op}, {r.variant}, {r.target}: {p}" for r in rows for p in r.problems]
+    problems += [f"* {g.model}, sm_{g.arch}, {g.kernels}: {p}" for g in groups for p in g.problems]
     return "\n".join([*lines, "", "## Problems", "", *(problems or ["None."]), ""])
 
 
@@ -323,13 +315,23 @@ def main() -> None:
                 or f"{row.registers} registers, {row.shared} shared, {row.occupancy:.0%} {row.matrix}"
             )
             print(f"{row.op:16} {row.target:<6} {row.variant:32} {state}", flush=True)
-    bad = sum(bool(row.problems) for row in rows)
+    from bench import overlap  # which imports this module
+
+    whole = not (args.ops or args.smoke)
+    groups = [group for arch in arches if arch in overlap.ARCHES and whole for group in overlap.groups(arch)]
+    for group in groups:
+        if args.json:
+            print(json.dumps(asdict(group)))
+        else:
+            state = "; ".join(group.problems) or f"{group.shared} shared"
+            print(f"{group.model:16} sm_{group.arch:<3} {group.kernels:32} {state}", flush=True)
+    bad = sum(bool(row.problems) for row in (*rows, *groups))
     if not args.json:
         print(f"{len(rows)} compiled in {time.perf_counter() - start:.0f} s, {bad} with problems")
         file = {ARCHES: "static.md", tuple(LDS): "static_amd.md"}.get(arches)
-        if not (args.ops or args.smoke or args.no_save) and file is not None:
+        if whole and not args.no_save and file is not None:
             RESULTS.mkdir(parents=True, exist_ok=True)
-            (RESULTS / file).write_text(markdown(rows, f"triton {triton.__version__}"), encoding="utf-8")
+            (RESULTS / file).write_text(markdown(rows, groups, f"triton {triton.__version__}"), encoding="utf-8")
             print(RESULTS / file)
     sys.exit(1 if bad else 0)
 

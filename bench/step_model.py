@@ -7,6 +7,8 @@ A model, not a measurement: nothing was timed. A step is a sequence of launches 
     start + ramp + max(memory / bandwidth, l2 / l2_bandwidth, n / restored)   a kernel that streams weights or K/V
     start + small + l2 / l2_bandwidth                                         a kernel on activations only
 
+and `last` more if its last program merges what the others left. Partials larger than the L2 cache go to memory and
+come back at `bandwidth`.
 `start`: from the end of a kernel to the start of the next. `ramp`: until the first bytes arrive, and while the last
 programs end. With programmatic dependent launch a start costs `early`, and prefetching weights leaves half of the ramp.
 `memory`: weights, and K/V of the context, read once. `l2`: those, x for every tile of the weight, and the float32 sums
@@ -42,6 +44,10 @@ class Constants:
     start_us: float = field(default=2.0, metadata={"help": "from one kernel's end to the next one's start in a graph"})
     early_us: float = field(default=0.5, metadata={"help": "the same with programmatic dependent launch"})
     ramp_us: float = field(default=2.0, metadata={"help": "of a stream's first bytes and its last programs"})
+    last_us: float = field(
+        default=2.5, metadata={"help": "of the last program: the count of arrivals, and a merge of partials from L2"}
+    )
+    l2_mb: float = field(default=50.0, metadata={"help": "MB of the L2 cache that partials may take, of an H200's 50"})
     small_us: float = field(default=2.0, metadata={"help": "of a kernel on activations: two round trips to L2"})
     restored: float = field(
         default=7.0, metadata={"help": "10^12 weights a second from eight or four bits, by instruction throughput"}
@@ -94,13 +100,17 @@ class Launch:
     l2: float = 0.0  # bytes
     prefetches: bool = False
     restored: float = 0.0  # weights of eight or four bits
+    partials: float = 0.0  # bytes of float32 partials that it writes or reads
+    merges: bool = False  # its last program reads the partials that all have written
 
     def us(self, c: Constants, early: bool) -> float:
         start, ramp = (c.early_us if early else c.start_us), c.ramp_us / (2 if early and self.prefetches else 1)
+        spilled = self.partials * (1 + self.merges) if self.partials > c.l2_mb * 1e6 else 0.0
+        memory = (self.memory + spilled) / c.bandwidth
+        stream = max(memory, self.l2 / c.l2_bandwidth, self.restored / c.restored) / 1e6
         if not self.memory:
-            return start + c.small_us + self.l2 / c.l2_bandwidth / 1e6
-        stream = max(self.memory / c.bandwidth, self.l2 / c.l2_bandwidth, self.restored / c.restored)
-        return start + ramp + stream / 1e6
+            return start + c.small_us + stream
+        return start + ramp + stream + c.last_us * self.merges
 
 
 # Launches of a round outside its forwards, before and now, recorded without a GPU (tests/test_rounds.py).
@@ -137,10 +147,11 @@ def layer(s: Shape, rows: int, context: int, how: Changes) -> Iterator[Launch]:
         size = s.heads, s.kv_heads, s.head_dim
         sizes = project._variant(BF16, 1, *size, s.hidden, False, s.qkv_bias, 90).constexprs
         weight, count = s.bits / 8 * s.qkv * s.hidden, s.qkv // s.head_dim
-        sums = 8.0 * sizes["SPLITS"] * rows * s.qkv
+        sums = 4.0 * sizes["SPLITS"] * rows * s.qkv
         times = -(-rows // sizes["M"])
         restored = s.qkv * s.hidden * times if s.bits < 16 else 0.0
-        yield Launch("kv_project", weight, weight * times + count * x + sums, prefetches=True, restored=restored)
+        l2 = weight * times + count * x + 2 * sums
+        yield Launch("kv_project", weight, l2, True, restored, sums, merges=sizes["SPLITS"] > 1)
     else:
         yield from product("qkv", s.qkv, s.hidden, rows, True, s.bits)
         yield Launch("kv_calibrate", l2=4.0 * rows * s.qkv)
@@ -149,10 +160,11 @@ def layer(s: Shape, rows: int, context: int, how: Changes) -> Iterator[Launch]:
     kv = 4.0 * (context + rows) * s.kv_heads * s.head_dim
     pairs = rows * s.heads // s.kv_heads
     partial = 4.0 * splits * rows * s.heads * s.head_dim if splits > 1 else 0.0
-    merge = 2 * partial if how.one_attention else partial
-    yield Launch("attention", kv, kv * -(-pairs // 64) + merge)
+    merges = how.one_attention and splits > 1
+    l2 = kv * -(-pairs // 64) + partial * (1 + merges)
+    yield Launch("attention", kv, l2, partials=partial, merges=merges)
     if splits > 1 and not how.one_attention:
-        yield Launch("attention merge", l2=partial)
+        yield Launch("attention merge", l2=partial, partials=partial)
     yield from product("o", s.hidden, s.heads * s.head_dim, rows, not how.splits_in_norms, s.bits)
     yield norm
     yield from product("gate_up", 2 * s.inner, s.hidden, rows, True, s.bits, silu=True)

@@ -2,8 +2,8 @@
 whether it is interpreted or compiled.
 
 `compilations(test_file)` says what `launches()` of a test file would compile, and `keys()` which entries of Triton's
-cache all test files' launches would read. Both call launchers on CPU tensors; Triton specialises each launch for sm_90
-as ever, and neither compiles nor runs it.
+cache all test files' launches would read. Both call launchers on CPU tensors; Triton specialises each launch for an
+architecture as ever, and neither compiles nor runs it.
 """
 
 import hashlib
@@ -33,20 +33,24 @@ def compilations(test_file: str) -> dict[str, int]:
     return _of_all_files()[str(Path(test_file).resolve().relative_to(ROOT))]
 
 
-def keys() -> dict[str, list[tuple[str, str]]]:
-    """{kernel of specker: (key of a launch, key of `make static`'s compilation) of each variant} in Triton's cache."""
-    return _of_all_files()["keys"]
+def keys(arch: int) -> dict[str, list[tuple[str, str]]]:
+    """{kernel of specker: (key of a launch, key of `make static`'s compilation) of each variant} in Triton's cache. On
+    AMD the launches' tensors take less than 2 GiB."""
+    return _of_all_files(arch)["keys"]
 
 
 @cache
-def _of_all_files() -> dict[str, Any]:
+def _of_all_files(arch: int = 90) -> dict[str, Any]:
     """In one process, whose imports take longer than all the launches."""
     files = [path for path in sorted(ROOT.glob("tests/**/*.py")) if "\ndef launches(" in path.read_text("utf-8")]
-    return json.loads(python(__file__, *(str(path.relative_to(ROOT)) for path in files)).splitlines()[-1])
+    return json.loads(python(__file__, str(arch), *(str(path.relative_to(ROOT)) for path in files)).splitlines()[-1])
 
 
 class _Driver:
-    """The part of a Triton driver that compiling for sm_90 needs."""
+    """The part of a Triton driver that compiling needs."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
 
     def get_current_device(self) -> int:
         return 0
@@ -55,31 +59,30 @@ class _Driver:
         return 0
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
 
-def _main(test_files: list[str]) -> None:
+def _main(arch: int, test_files: list[str]) -> None:
     import triton
 
     from bench import static
     from specker.kernels.variant import Variant
 
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(_Driver(static.target_of(arch)))
     found: dict[str, set[str]] = {}
     sources: list[Any] = []
     pairs: dict[str, dict[str, tuple[str, str]]] = {}
 
     def specialise(self: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
         sources.clear()
-        self.kernel.warmup(*arguments, grid=grid, **self.constants(90), **self.compile_options(90))
+        self.kernel.warmup(*arguments, grid=grid, **self.constants(arch), **self.compile_options(arch))
         if not self.kernel.fn.__module__.startswith("specker."):
             return
         known = pairs.setdefault(self.kernel.__name__, {})
         if self.name not in known:
-            source, target = static.source_of(self, 90)
-            known[self.name] = _key(*sources), _key(source, target, self.compile_options(90))
+            source = static.source_of(self, arch, near=arch in static.LDS)
+            options = self.compile_options(arch)
+            known[self.name] = _key(*sources), _key(source, static.target_of(arch), options)
 
     def instead_of_compiling(*, key: str, fn: Any, **_: Any) -> bool:
         found.setdefault(fn.name, set()).add(key)
@@ -112,4 +115,4 @@ def _key(source: Any, target: Any, options: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(int(sys.argv[1]), sys.argv[2:])

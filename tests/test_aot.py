@@ -11,7 +11,7 @@ import pytest
 import torch
 from compile_only import compilations, keys, python
 
-from bench import static
+from bench import instructions, overlap, static
 from specker.kernels import variant
 from specker.kernels.variant import Variant
 
@@ -54,7 +54,7 @@ def test_attentions_rows_stay_within_a_warp():
     is Triton's choice, which the kernel only invites."""
     program = """
 import itertools, re
-from bench import static
+from bench import instructions, overlap, static
 from specker.kernels import attention
 for variant in attention.variants(80):
     if variant.dot and (variant.constexprs["D_PAD"], variant.constexprs["PAGE"]) != (256, 256):
@@ -107,10 +107,12 @@ except ValueError as error:
     assert greedy == [("167936 bytes of shared memory, a block may have 166912",), (), ()]
 
 
-def test_a_launch_finds_what_static_compiled():
-    """Both have the same key in Triton's cache, which can therefore be filled on a machine without a GPU."""
-    found = keys()
-    kernels = {v.kernel.__name__ for module in static.ops().values() for v in module.variants(90)}
+@pytest.mark.parametrize("arch", [90, 942])
+def test_a_launch_finds_what_static_compiled(arch):
+    """Both have the same key in Triton's cache, which can therefore be filled on a machine without a GPU. Triton's
+    marks of the arguments are part of it: alignment, and on AMD that a tensor takes less than 2 GiB."""
+    found = keys(arch)
+    kernels = {v.kernel.__name__ for module in static.ops().values() for v in module.variants(arch)}
     assert found.keys() == kernels
     assert {name for name, pairs in found.items() for launched, compiled in pairs if launched != compiled} == set()
 
@@ -129,9 +131,9 @@ def test_amd_assembly_is_counted():
     .sgpr_spill_count: 1
     .private_segment_fixed_size: 12
     """
-    counts = static.amd_mix(text)
+    counts = instructions.amd_mix(text)
     assert counts == {"matrix": "mfma 1", "loads": 4, "wide": 32 / 38, "asynchronous": 1, "stores": 2}
-    used = static.amd_resources(text)
+    used = instructions.amd_resources(text)
     assert used == {"REG": 130, "STACK": 12, "LOCAL": 2}
     fine = SimpleNamespace(dot=False, left=False, wide=False)
     spilled, large = static.problems(fine, 942, used, 65 * 1024, counts)
@@ -139,6 +141,40 @@ def test_amd_assembly_is_counted():
     assert static.blocks_per_cu(942, 4, 130, 24576) == 2  # LDS; 512 / 136 registers: 3 waves a SIMD
     assert static.blocks_per_cu(950, 4, 130, 24576) == 3
     assert static.blocks_per_cu(942, 1, 20, 0) == 32
+
+
+WAVES = """
+    s_cbranch_execz .LBB0_2
+    global_store_dwordx4 v[0:1], v[2:5], off
+.LBB0_2:                                ; rows that do not exist
+    {wait}
+    s_barrier
+    {late}
+    s_and_saveexec_b64 s[6:7], s[0:1]
+    s_cbranch_execz .LBB0_4
+    buffer_wbl2 sc1
+    s_waitcnt vmcnt(0)
+    global_atomic_add v1, v1, v2, s[2:3] sc0
+.LBB0_4:
+    s_cbranch_scc1 .LBB0_2
+    s_endpgm
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "late", "early"),
+    [
+        ("s_waitcnt vmcnt(0)", "", 0),
+        ("s_waitcnt vmcnt(0) lgkmcnt(0)", "v_mov_b32_e32 v1, 0", 0),
+        ("s_waitcnt lgkmcnt(0)", "", 1),
+        ("s_waitcnt vmcnt(1)", "", 1),
+        ("s_waitcnt vmcnt(0)", "buffer_store_dword v2, v3, s[4:7], 0 offen", 1),
+        ("s_waitcnt vmcnt(0)", "buffer_atomic_add v2, v3, s[4:7], 0 offen\n    s_waitcnt vmcnt(0)", 1),
+        ("s_cbranch_vccz .LBB0_3\n    s_waitcnt vmcnt(0)\n.LBB0_3:", "", 1),  # one path does not wait
+    ],
+)
+def test_amd_waves_wait_for_their_stores_before_one_counts(wait, late, early):
+    assert instructions.published_early(WAVES.format(wait=wait, late=late)) == early
 
 
 def test_amd_gets_its_own_settings(monkeypatch):
@@ -173,7 +209,7 @@ def test_instructions_are_counted_in_the_ptx():
       %r1,%r2,%r3,%r4 }, { %r5,%r6,%r7,%r8 }, %rd83, %p5, 1, 1, 0;
     st.global.b32 [ %rd8 + 0 ], { %r7 };
     """
-    assert static.mix(ptx) == {
+    assert instructions.mix(ptx) == {
         "matrix": "wgmma.rs 2, wgmma 1, mma 1",
         "loads": 4,
         "wide": 48 / 50,
@@ -199,6 +235,78 @@ def test_occupancy_is_bounded_by_each_resource():
     assert static.blocks_per_sm(80, warps=4, registers=32, shared=75 * 1024) == 2
 
 
+def reported(shared: int = 0, tensor: int = 0, registers: int = 32) -> static.Report:
+    counts = {"matrix": "", "loads": 0, "wide": 1.0, "asynchronous": 0, "stores": 0, "blocks": 1, "problems": ()}
+    return static.Report("op", "kernel", "v", 100, 4, 1, registers, 0, shared, tensor=tensor, **counts)
+
+
+def test_kernels_share_an_sm_if_their_blocks_fit():
+    half = 113 * 1024  # with 1 KiB for the system, half of an SM
+    assert overlap.side_by_side([reported(half)] * 2) == []
+    more = [reported(half), reported(half + 1)]
+    assert overlap.side_by_side(more) == ["233473 bytes of shared memory, an SM has 233472"]
+    assert overlap.side_by_side([reported(registers=255)] * 2) == []
+    assert overlap.side_by_side([reported(registers=255)] * 3) == ["98304 registers, an SM has 65536"]
+    more = [reported(tensor=256), reported(tensor=512)]
+    assert overlap.side_by_side(more) == ["768 columns of tensor memory, an SM has 512"]
+    kernels = [(name, reported()) for name in ("norm", "a", "b", "norm", "a")]
+    groups = [" ".join(name for name, _ in group) for group in overlap.neighbours(kernels)]
+    assert groups == ["norm a", "a b", "b norm", "b norm a"]
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
+def test_kernels_of_a_layer_fit_beside_the_next_one(arch):
+    program = f"""
+from bench import overlap
+overlap.MODELS = dict(list(overlap.MODELS.items())[:2])
+for group in overlap.groups({arch}):
+    print(group.kernels, group.problems, sep=": ")
+"""
+    rows = python("-c", program).splitlines()
+    assert len(rows) == 18 and "attention, o: []" in rows and "o, norm, gate_up: []" in rows
+    assert [row for row in rows if not row.endswith(": []")] == []
+
+
+def test_tensor_memory_is_counted_and_allocated_before_the_next_kernel_starts():
+    alloc = "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r21], 256;\n"
+    start, barrier = "griddepcontrol.launch_dependents ;\n", "bar.sync 0;\n"
+    assert instructions.tensor_columns(alloc + barrier + alloc.replace("256", "0x80")) == 384
+    assert not any(map(instructions.allocates_late, (alloc + barrier + start, barrier + start, alloc)))
+    assert all(map(instructions.allocates_late, (alloc + start, barrier + start + alloc, barrier + alloc + start)))
+    assert static.misordered(100, {"ptx": alloc + start}) and not static.misordered(100, {"ptx": alloc})
+    assert static.blocks_per_sm(100, warps=4, registers=32, shared=0, tensor=256) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "order"),
+    [
+        ("TRIGGER", "first", "launch_dependents prefetch wait wgmma"),
+        ("TRIGGER", "loop", "prefetch wait wgmma launch_dependents"),
+        ("TRIGGER", "none", "prefetch wait wgmma"),
+        ("PREFETCH", "0", "launch_dependents wait wgmma"),
+    ],
+)
+def test_switches_move_the_trigger_and_size_the_prefetch(name, value, order):
+    program = f"""
+import itertools, os, re
+os.environ["SPECKER_PDL_{name}"] = "{value}"
+from bench import static
+from specker.kernels import linear
+variant = next(v for v in linear.variants(90) if v.smoke)
+ptx = static.compile_variant(variant, 90).asm["ptx"]
+found = re.findall(r"griddepcontrol\\.(\\w+)|(prefetch)\\.global|(wgmma)\\.mma", ptx)
+print(*(name for name, _ in itertools.groupby("".join(each) for each in found)))
+"""
+    assert python("-c", program).split() == order.split()
+
+
+def test_bad_switches_are_refused():
+    with pytest.raises(ValueError, match="SPECKER_PDL_TRIGGER must be one of none, first, loop, got 'last'"):
+        variant._trigger("last")
+    with pytest.raises(ValueError, match="SPECKER_PDL_PREFETCH must be a number of KiB, got '-1'"):
+        variant._kibibytes("-1")
+
+
 @pytest.mark.parametrize(
     ("arch", "switch", "on"), [(90, True, True), (100, True, True), (80, True, False), (90, False, False)]
 )
@@ -208,7 +316,7 @@ def test_programmatic_launches_need_hopper_and_the_switch(monkeypatch, arch, swi
     for module in static.ops().values():
         kinds = {v.kernel: v for v in module.variants(arch)}
         for v in kinds.values():
-            assert v.constants(arch)["PDL"] is on and v.compile_options(arch).get("launch_pdl", False) is on
+            assert (v.constants(arch)["PDL"] > 0) is on and v.compile_options(arch).get("launch_pdl", False) is on
     v = Variant("x", SimpleNamespace(arg_names=["x_ptr"]), (), {}, num_warps=1)
     assert v.constants(arch) == {} and "launch_pdl" not in v.compile_options(arch)
     assert variant.launched_on(torch.device("cpu")) == 0
@@ -217,8 +325,8 @@ def test_programmatic_launches_need_hopper_and_the_switch(monkeypatch, arch, swi
 def test_one_kernel_at_a_time_sleeps_after_it_let_the_next_start(monkeypatch):
     monkeypatch.setattr(variant, "DELAYED", "_settle_kernel")
     values = {v.kernel.__name__: v.constants(90)["PDL"] for m in static.ops().values() for v in m.variants(90)}
-    assert values.pop("_settle_kernel") == 2 and all(pdl is True for pdl in values.values())
-    assert all(v.constants(80)["PDL"] is False for m in static.ops().values() for v in m.variants(80))
+    assert values.pop("_settle_kernel") == 4 and set(values.values()) == {variant.TRIGGER}
+    assert all(v.constants(80)["PDL"] == 0 for m in static.ops().values() for v in m.variants(80))
 
 
 def test_the_sleep_is_compiled_only_into_the_delayed_kernel():

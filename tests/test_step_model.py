@@ -15,12 +15,24 @@ AFTER = Changes(**{name: value for _, change in STEPS for name, value in change.
 
 
 def test_time_by_hand():
-    c = Constants(bandwidth=2.0, l2_bandwidth=4.0, start_us=3.0, early_us=1.0, ramp_us=6.0, small_us=5.0)
+    c = Constants(bandwidth=2.0, l2_bandwidth=4.0, start_us=3.0, early_us=1.0, ramp_us=6.0, small_us=5.0, last_us=7.0)
     stream = Launch("o", memory=8e6, l2=12e6, prefetches=True)
     assert stream.us(c, False) == 3 + 6 + 4 and stream.us(c, True) == 1 + 3 + 4
     assert dataclasses.replace(stream, l2=40e6).us(c, False) == 3 + 6 + 10
     assert dataclasses.replace(stream, prefetches=False).us(c, True) == 1 + 6 + 4
     assert Launch("norm", l2=8e6).us(c, False) == 3 + 5 + 2
+    attention = Launch("attention", memory=8e6, partials=50e6, merges=True)
+    assert attention.us(c, False) == 3 + 6 + 4 + 7  # 50 MB of partials stay in the L2 cache
+    assert dataclasses.replace(attention, partials=60e6).us(c, False) == 3 + 6 + (8 + 60 + 60) / 2 + 7
+    assert dataclasses.replace(attention, partials=60e6, merges=False).us(c, False) == 3 + 6 + (8 + 60) / 2
+    assert Launch("attention merge", partials=60e6).us(c, False) == 3 + 5 + 60 / 2
+
+
+def test_the_last_program_of_split_kernels_merges():
+    s = Shape.of(shapes.SHAPES["8b"])
+    launches = {launch.name: launch for launch in step_model.layer(s, 64, 32768, AFTER)}
+    assert [name for name, launch in launches.items() if launch.merges] == ["kv_project", "attention"]
+    assert launches["attention"].partials == 4 * 64 * 32 * 128 * 65  # float32, rows, heads, head_dim, splits
 
 
 @pytest.mark.parametrize(("name", "before"), [("8b", 10), ("1b", 11)])

@@ -38,11 +38,14 @@ from specker.kernels.variant import (
     Variant,
     arch,
     counters,
+    is_last,
+    let_next_start,
+    let_next_start_late,
     same_device,
     sms,
-    start_after_previous,
     tl,
     triton,
+    wait_for_previous,
 )
 
 __all__ = [
@@ -333,11 +336,13 @@ def _tree_attention_kernel(
     SEQS: tl.constexpr,  # a power of two, at least B
     REACH: tl.constexpr,  # most columns that a row sees, at least 64 * W; 0: no limit
     PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     """For one sequence, the grid has a program for each work item that the table has room for; programs without an item
     return at once. For several sequences, a limited number of programs takes the items in turn: with a grid for the
     longest possible sequences, most programs would have no item."""
-    start_after_previous(PDL)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     tl.static_assert(N <= 64 and UNIT % N == 0 and PAGE * COLUMN_STRIDE < 2**31)
     pointers = q_ptr, k_ptr, v_ptr, table_ptr, words_ptr, partial_ptr, stats_ptr, count_ptr, out_ptr, lse_ptr
     numbers = scale2, T, W, table_stride, columns, max_splits
@@ -370,6 +375,8 @@ def _tree_attention_kernel(
             P,
             S,
             REACH,
+            PDL,
+            ON_AMD,
         )
     else:
         o_b = tl.arange(0, SEQS)
@@ -403,6 +410,8 @@ def _tree_attention_kernel(
                 P,
                 S,
                 REACH,
+                PDL,
+                ON_AMD,
             )
 
 
@@ -431,6 +440,8 @@ def _attend(
     P: tl.constexpr,
     S: tl.constexpr,
     REACH: tl.constexpr,
+    PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     """Process one work item. In a sequence's item numbers the tile varies fastest, then the KV head, then the split,
     which runs from the last and longest one to the first."""
@@ -483,20 +494,25 @@ def _attend(
         if PAGE % N == 0:
             o_page = page.to(tl.int64) * PAGE_STRIDE + (i_n % PAGE) * COLUMN_STRIDE
             o_row = o_n * COLUMN_STRIDE  # a scalar and a constant tile need few registers
-            page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
         else:
             o_page = 0
             o_row = page.to(tl.int64) * PAGE_STRIDE + (o_c % PAGE) * COLUMN_STRIDE
-            page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
         m_c = o_c < kv_len
+        if not OWN:
+            # V first, so that it has arrived when the first product waits for K. Before the second product Triton 3.7
+            # puts no fence between the threads' copies of V to shared memory and wgmma, which reads it.
+            o_kv = o_head + o_page + (o_row[:, None] + o_d[None, :])
+            m_kv = m_c[:, None] & (o_d < D)[None, :]
+            b_v = tl.load(v_ptr + o_kv, mask=m_kv, other=0.0)
+            b_k = tl.trans(tl.load(k_ptr + o_kv, mask=m_kv, other=0.0))
+        if PAGE % N == 0:
+            page = tl.load(p_table + tl.minimum(i_n + N, stop - 1) // PAGE)
+        else:
+            page = tl.load(p_table + (o_c + N) // PAGE, mask=o_c + N < stop, other=0)
         if OWN:
             p_k = k_ptr + o_head + o_page + (o_row[None, :] + o_d[:, None])
             b_k = tl.load(p_k, mask=m_c[None, :] & (o_d < D)[:, None], other=0.0)
-            b_s = tl.dot(b_q, b_k, input_precision="ieee")
-        else:
-            p_k = k_ptr + o_head + o_page + (o_row[:, None] + o_d[None, :])
-            b_k = tl.load(p_k, mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.dot(b_q, b_k, input_precision="ieee")
         if i_n + N > shared:
             bits = _window_bits(words_ptr, o_t, m_m, i_n - shared, W)
             bits = (bits | _first_bits(shared - i_n)) & _first_bits(kv_len - i_n)
@@ -513,15 +529,17 @@ def _attend(
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_p = b_p.to(b_q.dtype)
-        p_v = v_ptr + o_head + o_page + (o_row[:, None] + o_v[None, :])
         b_acc = b_acc * b_shrink[:, None]
-        b_v = tl.load(p_v, mask=m_c[:, None] & (o_v < D)[None, :], other=0.0)
+        if OWN:
+            p_v = v_ptr + o_head + o_page + (o_row[:, None] + o_v[None, :])
+            b_v = tl.load(p_v, mask=m_c[:, None] & (o_v < D)[None, :], other=0.0)
         b_acc = tl.dot(b_p, b_v, b_acc, input_precision="ieee")
         if D_V < D_PAD:
             b_v = tl.load(p_v + D_V, mask=m_c[:, None] & (o_v + D_V < D)[None, :], other=0.0)
             b_half = b_half * b_shrink[:, None]
             b_half = tl.dot(b_p, b_v, b_half, input_precision="ieee")
         b_max = b_new
+    let_next_start_late(PDL)
 
     if D_V < D_PAD:
         b_acc = tl.reshape(tl.permute(tl.join(b_acc, b_half), (0, 2, 1)), (M, D_PAD))
@@ -535,10 +553,7 @@ def _attend(
         tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
         tl.store(stats_ptr + o_p, b_max, mask=m_m)
         tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
-        tl.debug_barrier()  # all threads must write before one of them counts, which publishes all their writes
-        p_count = count_ptr + i_slot * HKV + i_kv
-        if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(p_count, 0)
+        if is_last(count_ptr + i_slot * HKV + i_kv, splits, ON_AMD):
             for i_p in tl.range(0, tl.minimum(M, pairs - i_m), P):
                 o_pair = i_m + i_p + tl.arange(0, P)
                 o_row = (first + o_pair // G).to(tl.int64) * HQ + i_kv * G + o_pair % G

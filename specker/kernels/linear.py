@@ -29,11 +29,13 @@ from specker.kernels.quant import (
 from specker.kernels.registry import refuse, register
 from specker.kernels.variant import (
     AMD,
+    PREFETCH,
     SMS,
     TYPES,
     Variant,
     arch,
     let_next_start,
+    let_next_start_late,
     prefetch,
     same_device,
     sms,
@@ -489,9 +491,9 @@ def prefetch_rows(
 
 
 def lines(rows: int, row: int) -> int:
-    """How many lines to prefetch from each of a tile's `rows` rows of `row` bytes: 64 KiB in all, which arrive while
-    the previous kernel ends, or the whole tile if it is smaller."""
-    return 1 << (min(512 // rows, row // 128) or 1).bit_length() - 1
+    """How many lines to prefetch from each of a tile's `rows` rows of `row` bytes: 64 KiB in all (or `PREFETCH`), which
+    arrive while the previous kernel ends, or the whole tile if it is smaller."""
+    return 1 << (min(8 * PREFETCH // rows, row // 128) or 1).bit_length() - 1 if PREFETCH else 0
 
 
 @triton.jit
@@ -550,7 +552,7 @@ def _row_linear_kernel(
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
     pair = tl.full([], COLUMNS, tl.int64)
-    if PDL:
+    if PDL and LINES:
         prefetch_rows(w_ptr, COLUMNS - i_n, start // PACK, stop // PACK, pair * ROW, ROW, N, LINES, SILU)
     wait_for_previous(PDL)
     b_y, b_up = stream_rows(
@@ -576,6 +578,7 @@ def _row_linear_kernel(
         GROUP,
         LEFT,
     )
+    let_next_start_late(PDL)
     m_mn = m_m[:, None] & m_n[None, :]
     if PARTS:
         p_y = y_ptr + (i_s.to(tl.int64) * G * T + o_m)[:, None] * O + o_n[None, :]
@@ -696,11 +699,13 @@ def weight_left(n: int, arch: int, form: Format | None) -> bool:
 
 def stages_of(m: int, n: int, block: int, few: bool, arch: int, form: Format | None = None) -> int:
     """Stages of m rows of x in half precision and n of the weight, `block` columns each, that fill a program's share of
-    shared memory; `few`: at most one program per SM. If wgmma and tcgen05 take the weight as the right operand, shared
-    memory also holds one decoded tile in x's dtype; the two parts of int4 use that space in turn."""
+    shared memory; `few`: at most one program per SM, which leaves room for one of the next kernel. If wgmma and tcgen05
+    take the weight as the right operand, shared memory also holds one decoded tile in x's dtype; the two parts of int4
+    use that space in turn."""
     size = 2 * block
     stage = m * size + n * (size if form is None else form.size(block))
-    room = {80: 72, 942: 32, 950: 80}.get(arch, 192 if few else 96) * 1024
+    alone = {32: 192, 64: 128}.get(n, 112)
+    room = {80: 72, 942: 32, 950: 80}.get(arch, alone if few else 96) * 1024
     if form is not None and arch == 950:  # gfx950 pads these stages and needs a buffer for each
         room = 48 * 1024
     if form is not None and arch in (90, 100) and not weight_left(n, arch, form):
@@ -724,14 +729,17 @@ def _variants(
     """The kernel, and the merge kernel if K is split and the caller does not want the splits themselves.
 
     64 rows of x for any T: wgmma's M, and the same order of sums on sm_80. The tuning decides how many bytes of the
-    weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 33 KiB per SM.
-    * About one program per SM: weight tiles of 32, 64 or 128 rows, and 192 KiB of stages. O 4096: 128 programs of 32
-      rows; a stage is 8 KiB of weight and 16 of x, and eight stages keep 56 KiB in flight.
+    weight are in flight: an H200 (132 SMs, 4.3 TB/s, 1 us latency) needs 32 KiB per SM.
+    * About one program per SM: weight tiles of 32, 64 or 128 rows. Tiles of 64 and 128 rows have four stages, which
+      keep 48 KiB in flight and take 128 and 96 KiB. A program of the next kernel, which starts early, then fits on the
+      SM: 96 KiB of a product, or 112 of attention (bench/overlap.py). Tiles of 32 rows (O 4096: 128 programs) have 8
+      KiB of weight and 16 of x in a stage. There eight stages keep 56 KiB in flight and take 192 KiB, and the next
+      kernel starts late.
     * More programs than SMs: 96 KiB, two blocks per SM. O 28672: 224 programs of 128 rows for 264 resident blocks; four
       stages of 16 + 8 KiB keep 96 KiB in flight per SM.
     * Each program reads x from L2 again. At 64 rows that is 64 / n of the weight's bytes (n 32: twice, 128: half); at
       one row it is negligible. For long E a merge is cheap beside the stream, and tiles of 128 with K split share x
-      better: 14336 -> 4096 is 32 tiles times 4 splits, 112 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
+      better: 14336 -> 4096 is 32 tiles times 4 splits, 48 KiB in flight per SM. Few outputs also split K: 4096 -> 1024
       is 32 tiles of 32 times 4.
     * Where splits cost no launch ("split"), tiles are as large as splits allow: 4096 -> 4096 is 32 tiles of 128 times 4
       splits, 2048 -> 2048 32 tiles of 64 times 4. A tile of 128 moves 3 bytes through shared memory per byte of the

@@ -39,7 +39,9 @@ from specker.kernels.variant import (
     Variant,
     arch,
     counters,
+    is_last,
     let_next_start,
+    let_next_start_late,
     same_device,
     sms,
     tl,
@@ -171,6 +173,7 @@ def _kv_project_kernel(
     LEFT: tl.constexpr,
     LINES: tl.constexpr,  # lines per row to prefetch
     PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     let_next_start(PDL)
     HEADS: tl.constexpr = Hq + 2 * Hkv
@@ -186,7 +189,7 @@ def _kv_project_kernel(
     w_ptr += (i_g * HEADS + i_h).to(tl.int64) * (D * (E // PACK))
     start = i_s * SPLIT_E if SPLITS > 1 else 0
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
-    if PDL:
+    if PDL and LINES:
         prefetch_rows(w_ptr, D, start // PACK, stop // PACK, 0, E // PACK, N, LINES, False)
     wait_for_previous(PDL)
     b_y, _ = stream_rows(
@@ -212,15 +215,15 @@ def _kv_project_kernel(
         GROUP,
         LEFT,
     )
+    let_next_start_late(PDL)
     plane = T.to(tl.int64) * (G * O)
     p_y = sums_ptr + i_s * plane + (first + o_m)[:, None] * O + i_h * D + o_n[None, :]
     tl.store(p_y, b_y, mask=(o_m < T)[:, None] & (o_n < D)[None, :])
-    tl.debug_barrier()  # all threads must write before one of them counts, which publishes all their writes
     if SPLITS > 1:
-        p_count = count_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+        if not is_last(count_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), SPLITS, ON_AMD):
             return
-        tl.store(p_count, 0)
+    else:
+        tl.debug_barrier()  # other threads of the program read these sums
 
     o_d = tl.arange(0, N // 2)[None, :]
     for i_r in tl.range(0, tl.minimum(T - tl.program_id(0) * M, M), R):

@@ -17,6 +17,7 @@ from specker.kernels.variant import (
     TYPES,
     Variant,
     let_next_start,
+    let_next_start_late,
     same_device,
     sum_dtype,
     tl,
@@ -201,6 +202,7 @@ def _residual_merge_kernel(
         b_y = b_kept.to(tl.float32)
         if Q > 0:
             square += tl.sum(b_y * b_y, axis=0)
+    let_next_start_late(PDL)
     if Q > 0:
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, E * 1.0) + eps))
         if E > BLOCK:

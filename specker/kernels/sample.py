@@ -26,7 +26,7 @@ from specker.kernels.noise import (
     unpack_draw,
 )
 from specker.kernels.registry import register
-from specker.kernels.variant import TYPES, Variant, counters, same_device, start_after_previous, tl, triton
+from specker.kernels.variant import TYPES, Variant, counters, is_last, same_device, start_after_previous, tl, triton
 
 MIN_TEMPERATURE = 1e-6  # a smaller one could overflow logits / temperature; this one is greedy in effect
 
@@ -389,6 +389,7 @@ def _sample_histogram_kernel(
     TOP_P: tl.constexpr,
     DRAWN: tl.constexpr,
     PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     start_after_previous(PDL)
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -406,7 +407,7 @@ def _sample_histogram_kernel(
     if S > 1:
         p_bin = hist_ptr + i_t * _BINS + tl.arange(0, _BINS)
         tl.atomic_add(p_bin, b_count, mask=b_count > 0, sem="relaxed")
-        if not _is_last(count_ptr + i_t, S):
+        if not is_last(count_ptr + i_t, S, ON_AMD):
             return
         b_count = tl.load(p_bin)
     bin_k, first, last, want_k = _edges(b_count, top_k, top_p, TOP_K, TOP_P)
@@ -415,16 +416,6 @@ def _sample_histogram_kernel(
     tl.store(p_edge + 1, first)
     tl.store(p_edge + 2, last)
     tl.store(p_edge + 3, want_k)
-
-
-@triton.jit
-def _is_last(p_count, S: tl.constexpr):
-    """Whether this program is the last of a row's S to arrive; it then sees what the others wrote."""
-    tl.debug_barrier()  # all threads must write before one of them counts, which publishes all their writes
-    last = tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == S - 1
-    if last:
-        tl.store(p_count, 0)
-    return last
 
 
 @triton.jit
@@ -544,6 +535,7 @@ def _sample_select_kernel(
     TOP_P: tl.constexpr,
     DRAWN: tl.constexpr,
     PDL: tl.constexpr,
+    ON_AMD: tl.constexpr,
 ):
     start_after_previous(PDL)
     i_t, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -581,7 +573,7 @@ def _sample_select_kernel(
         o_list = i_t * V + place + tl.cumsum(m_listed.to(tl.int32), axis=0) - 1
         tl.store(list_ptr + o_list, (_key(b_z).to(tl.int64) << 32) | o_v.to(tl.int64), mask=m_listed)
     if S > 1:
-        if not _is_last(count_ptr + i_t, S):
+        if not is_last(count_ptr + i_t, S, ON_AMD):
             return
     else:
         tl.debug_barrier()

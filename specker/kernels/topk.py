@@ -41,6 +41,7 @@ from specker.kernels.variant import (
     Variant,
     arch,
     let_next_start,
+    let_next_start_late,
     same_device,
     sms,
     start_after_previous,
@@ -315,7 +316,7 @@ def _vocab_topk_kernel(
     m_n = o_n < K
     ROW: tl.constexpr = E // 4 if KIND == "int4" else E  # elements of a row of the weight
     w_ptr += i_tile.to(tl.int64) * N * ROW
-    if PDL:  # a trimmed head changes between rounds, but a prefetch reads no values, so it may run before the wait
+    if PDL and LINES:  # before the wait: a trimmed head changes between rounds, but a prefetch reads no values
         prefetch_rows(w_ptr, K - i_tile * N, 0, ROW, 0, ROW, N, LINES, False)
     wait_for_previous(PDL)
     if MAPPED:  # loaded early, to overlap with the stream
@@ -345,6 +346,7 @@ def _vocab_topk_kernel(
         GROUP,
         LEFT,
     )
+    let_next_start_late(PDL)
     tiles = tl.num_programs(1)
     b_all = tl.reshape(b_all, (M // R, R, N))
     o_group = tl.arange(0, M // R)[:, None, None]

@@ -25,8 +25,12 @@ in the stream has ended, which hides its start and its first reads of weights. E
 first and `wait_for_previous` before it reads or writes anything that a kernel writes; before that it may read only
 weights and tables that no kernel of the stream writes. Every program must wait, even one that has nothing to do: the
 next kernel waits only for this grid, so an early exit would let it run before older writes land. PDL does not change a
-bit of the results. SPECKER_PDL=0 turns it off. To test this on a GPU, set `DELAYED` to the name of a kernel: it then
-sleeps after it has let the next kernel start, and a kernel that does not wait reads memory that is not written yet.
+bit of the results. SPECKER_PDL=0 turns it off. Two more environment variables serve to compare timings; they do not
+change a bit either. SPECKER_PDL_TRIGGER says when a program lets the next kernel start: "first" (default); "loop":
+after its loop over weights or K/V, or after its wait if it has no loop; "none": when it ends. SPECKER_PDL_PREFETCH is
+the number of KiB of weights that a program prefetches before it waits (default 64). To test dependent launches on a
+GPU, set `DELAYED` to the name of a kernel: it then sleeps after it has let the next kernel start, and a kernel that
+does not wait reads memory that is not written yet.
 
 Some kernels count the arrivals of their programs, and the last one finishes the work (`counters`). A round begins by
 zeroing its counters, so an aborted launch spoils no later round. With SPECKER_DEBUG=1, the end of a round checks that
@@ -62,6 +66,7 @@ except ImportError:  # no wheels outside Linux: only the references run there
 __all__ = [
     "AMD",
     "FP_FUSION",
+    "PREFETCH",
     "SMS",
     "TYPES",
     "Counters",
@@ -70,7 +75,9 @@ __all__ = [
     "count_in",
     "counters",
     "heal_counters",
+    "is_last",
     "let_next_start",
+    "let_next_start_late",
     "prefetch",
     "same_device",
     "sms",
@@ -88,6 +95,24 @@ SMS = {80: 108, 90: 132, 100: 148, 942: 304, 950: 256}
 AMD = (942, 950)  # gfx942, gfx950
 PDL = os.environ.get("SPECKER_PDL") != "0"
 DELAYED = ""  # the kernel that sleeps, in tests of PDL
+TRIGGERS = ("none", "first", "loop")
+
+
+def _trigger(name: str) -> int:
+    """The PDL constexpr of kernels that start early: 1 to 3, and 4 if `DELAYED`. 0 stands for other launches."""
+    if name not in TRIGGERS:
+        raise ValueError(f"SPECKER_PDL_TRIGGER must be one of {', '.join(TRIGGERS)}, got {name!r}")
+    return 1 + TRIGGERS.index(name)
+
+
+def _kibibytes(number: str) -> int:
+    if not number.isdecimal():
+        raise ValueError(f"SPECKER_PDL_PREFETCH must be a number of KiB, got {number!r}")
+    return int(number)
+
+
+TRIGGER = _trigger(os.environ.get("SPECKER_PDL_TRIGGER", "first"))
+PREFETCH = _kibibytes(os.environ.get("SPECKER_PDL_PREFETCH", "64"))  # KiB of weights per program
 ON_AMD = torch.version.hip is not None  # torch also calls AMD's devices "cuda"
 TYPES = {
     torch.float16: "fp16",
@@ -130,10 +155,9 @@ class Variant:
 
     def constants(self, arch: int) -> dict[str, Any]:
         """The constexprs of a compilation for an architecture."""
-        if "PDL" not in self.kernel.arg_names:
-            return {**self.constexprs}
-        pdl = self.dependent(arch)
-        return {**self.constexprs, "PDL": 2 if pdl and self.kernel.__name__ == DELAYED else pdl}
+        pdl = TRIGGER if self.dependent(arch) else 0
+        target = {"PDL": 4 if pdl and self.kernel.__name__ == DELAYED else pdl, "ON_AMD": arch in AMD}
+        return {**self.constexprs, **{name: x for name, x in target.items() if name in self.kernel.arg_names}}
 
     def compile_options(self, arch: int) -> dict[str, Any]:
         amd = arch in AMD
@@ -312,13 +336,38 @@ def _of(device: torch.device, user: Any) -> Counters:
 
 
 @triton.jit
+def is_last(p_count, programs, ON_AMD: tl.constexpr):
+    """Count the arrival of this program at `p_count` (see `counters`), and tell whether it is the last of `programs`.
+    The last one resets the counter and sees what the other programs wrote before they arrived.
+
+    Only one thread counts. The barrier orders the other threads' writes before it, so that its release publishes them
+    too. On AMD neither does that for other waves: their stores may still be on the way to the L2 cache when the release
+    writes that cache back for the other XCDs to see. So there every wave first waits until its stores are in L2."""
+    if ON_AMD:
+        tl.inline_asm_elementwise("s_waitcnt vmcnt(0) ; $0", "=v,~{memory}", [], tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    last = tl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(p_count, 0)
+    return last
+
+
+@triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Let the next kernel of the stream start. It waits for this one before it reads what this one writes."""
-    if PDL:
+    """At a kernel's beginning: let the next kernel of the stream start. It waits for this one before it reads what this
+    one writes."""
+    if PDL == 2 or PDL == 4:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL == 2:  # DELAYED: sleep for about 100 us, longer than the next kernel takes to start
+    if PDL == 4:  # DELAYED: sleep for about 100 us, longer than the next kernel takes to start
         asm: tl.constexpr = "nanosleep.u32 100000; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def let_next_start_late(PDL: tl.constexpr):
+    """After a kernel's loop: the same, if SPECKER_PDL_TRIGGER says so."""
+    if PDL == 3:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -334,6 +383,7 @@ def start_after_previous(PDL: tl.constexpr):
     hidden."""
     let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start_late(PDL)
 
 
 @triton.jit

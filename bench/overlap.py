@@ -1,0 +1,105 @@
+"""Whether the kernels of a decoder's layer fit on an SM beside the next kernel, in bfloat16 on sm_90 and sm_100.
+
+With programmatic dependent launch a kernel starts before the previous one has ended, but only where a block of it finds
+room: shared memory (the system takes 1 KiB of each block), registers and, on sm_100, tensor memory. Without room it
+starts late, and its prefetch comes to nothing. A norm is small and waits for the kernel before it; the kernel after it
+starts meanwhile. So the kernels on both sides of a norm must also fit together. bench/static.py reports what does not.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from bench import static
+from specker.kernels import attention, linear, project, residual
+
+ARCHES = (90, 100)  # with programmatic dependent launch
+BF16 = torch.bfloat16
+PAGE = 256  # columns of a K/V page
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes that determine a layer's kernels."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    qk_norm: bool = False
+
+
+MODELS = {
+    "Llama-3-8B": Model(4096, 32, 8, 128, 14336),
+    "Llama-3.2-1B": Model(2048, 32, 8, 64, 8192),
+    "Qwen3-8B": Model(4096, 32, 8, 128, 12288, qk_norm=True),
+}
+
+
+def layer(m: Model, arch: int) -> list[tuple[str, str, Any]]:
+    """(name, op, variant) of a layer's kernels for few rows, in order, and the next layer's first two."""
+    heads, cache = (m.heads, m.kv_heads, m.head_dim), m.kv_heads * m.head_dim
+    o = linear._variants(BF16, m.hidden, m.heads * m.head_dim, "split", False, arch)[0]
+    down = linear._variants(BF16, m.hidden, m.inner, "split", False, arch)[0]
+
+    def norm(product: Any) -> tuple[str, str, Any]:
+        return "norm", "residual", residual._variant(BF16, product.constexprs["SPLITS"], 1, m.hidden, split=True)
+
+    strides = PAGE * cache, cache, m.head_dim
+    first = [
+        norm(down),
+        ("kv_project", "project", project._variant(BF16, 1, *heads, m.hidden, m.qk_norm, False, arch)),
+    ]
+    return [
+        *first,
+        ("attention", "attention", attention._variant(BF16, 1, *heads, PAGE, strides, arch)),
+        ("o", "linear", o),
+        norm(o),
+        ("gate_up", "linear", linear._variants(BF16, 2 * m.inner, m.hidden, "silu_mul", False, arch)[0]),
+        ("down", "linear", down),
+        *first,
+    ]
+
+
+def side_by_side(kernels: list[static.Report]) -> list[str]:
+    """What one block of each kernel needs more of than an SM has."""
+    arch = kernels[0].arch
+    needs = (
+        ("bytes of shared memory", sum(k.shared + 1024 for k in kernels), static.SHARED_SM[arch] * 1024),
+        ("registers", sum(static.registers_of_block(k.warps, k.registers) for k in kernels), static.REGISTERS_SM),
+        ("columns of tensor memory", sum(k.tensor for k in kernels), static.TENSOR_SM),
+    )
+    return [f"{need} {what}, an SM has {has}" for what, need, has in needs if need > has]
+
+
+def neighbours(kernels: list[tuple[str, static.Report]]) -> Iterator[list[tuple[str, static.Report]]]:
+    """The groups of consecutive kernels that should be on an SM together: each two, and three with a norm between."""
+    yield from (list(two) for two in pairwise(kernels[:-1]))  # the last two repeat the first
+    for n, (name, _) in enumerate(kernels[1:-1], 1):
+        if name == "norm":
+            yield kernels[n - 1 : n + 2]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Kernels that should be on an SM together."""
+
+    model: str
+    arch: int
+    kernels: str
+    shared: int  # bytes of shared memory that one block of each takes
+    problems: list[str]
+
+
+def groups(arch: int) -> Iterator[Group]:
+    """The groups of each model's layer."""
+    for name, model in MODELS.items():
+        kernels = [(kernel, static.report(op, variant, arch)) for kernel, op, variant in layer(model, arch)]
+        for group in neighbours(kernels):
+            of = [report for _, report in group]
+            names = ", ".join(kernel for kernel, _ in group)
+            yield Group(name, arch, names, sum(k.shared + 1024 for k in of), side_by_side(of))
