@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from types import SimpleNamespace
 
 import torch
 
@@ -82,6 +81,10 @@ class FakeCuda:
             def __exit__(self, *_):
                 fake._thread.device = self.before
 
+        class Stream:
+            def __init__(self, device):
+                self.device = device
+
         class Event:
             def __init__(self, enable_timing=False):
                 fake.note("event")
@@ -112,7 +115,7 @@ class FakeCuda:
             "graph": Capture,
             "device": Device,
             "Event": Event,
-            "Stream": lambda device: SimpleNamespace(device=device),
+            "Stream": Stream,
             "current_stream": lambda device=None: fake.stream,
             "set_stream": set_stream,
             "graph_pool_handle": new_pool,

@@ -190,9 +190,10 @@ def test_what_cannot_be_split_is_refused(tmp_path):
 
 
 def test_a_process_takes_its_own_gpu(monkeypatch):
-    """Unless the user names another or there is only one process."""
+    """Unless the user names another. A single process takes the calling thread's current one."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert dist.own_device(torch.device("cuda")) == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert dist.own_device(torch.device("cuda")) == torch.device("cuda", 2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     own = [str(dist.own_device(torch.device(name))) for name in ("cuda", "cuda:1", "cpu")]
     assert own == ["cuda:3", "cuda:1", "cpu"]

@@ -190,7 +190,7 @@ def test_a_row_is_the_same_alone_and_among_others(dtype, noisy):
             assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True)), (T, first)
 
 
-@pytest.mark.parametrize("T", [320, 1000])
+@pytest.mark.parametrize("T", [320])
 def test_a_row_of_a_large_round_is_the_same_alone(T):
     """With a norm and noise, whose positions are a column of a wider tensor."""
     g = torch.Generator().manual_seed(0)

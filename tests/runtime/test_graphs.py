@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from fake_cuda import Again, FakeCuda
+from make_checkpoint import make
 
 import specker
 from specker.runtime import graphs as module
@@ -138,8 +139,9 @@ def test_a_worker_thread_uses_the_engines_own_device(cuda, monkeypatch, strategy
     assert {device for _, device in cuda.seen} == {1}
 
 
-def test_usual_early_exits_are_captured_in_the_warm_up_and_later_captures_counted(cuda):
-    engine = specker.load(strategy="del", device="cpu", dtype="float64", graphs="on", max_context=256)
+def test_usual_early_exits_are_captured_in_the_warm_up_and_later_captures_counted(cuda, tmp_path):
+    target = make(tmp_path / "target", layers=4, vocab=64)
+    engine = specker.load(target, strategy="del", device="cpu", dtype="float64", graphs="on")
     graphs = engine.loop.graphs = Again(GPU)
     engine.warmup()
     assert graphs.late == 0
@@ -148,6 +150,6 @@ def test_usual_early_exits_are_captured_in_the_warm_up_and_later_captures_counte
     assert verified == {(exit, n) for exit in exits for n in range(1, USUAL + 1)}
     assert exits == set(eligible_layers(engine.target.config.num_layers, engine.policies.head_cost))
     engine.loop.known.clear()  # of costs, by which this policy would rest
-    out = [engine.generate(prompt, 48) for prompt in specker.zoo.PROMPTS]
+    out = [engine.generate([n, *range(9)], 60) for n in range(8)]
     assert sum(each.stats.captures for each in out) == graphs.late > 0
     assert all(each.stats.to_json().get("captures", 0) == each.stats.captures for each in out)
