@@ -53,11 +53,11 @@ def warm_up(
     loop.known.clear()  # of what the first rounds took, which compiled, and of the drafts for these texts
     if loop.drafting is not None:
         loop.drafting.chooser.clear()
-    loop.graphs.warmed()
     with session.alone():
         if loop.drafter is not None and policy().rests:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)
         loop.clear(forget=True)
+    loop.graphs.warmed()
 
 
 def _decode(session: Session, length: int, count: int, drafting: bool, **sampling: Any) -> None:

@@ -147,7 +147,7 @@ def test_usual_early_exits_are_captured_in_the_warm_up_and_later_captures_counte
     assert graphs.late == 0
     verified = {(key[0][3], key[0][1]) for key in graphs.captured if key[0][0] == "verify" and key[0][3]}
     exits = {exit for exit, _ in verified}
-    assert verified == {(exit, n) for exit in exits for n in range(1, USUAL + 1)}
+    assert verified >= {(exit, n) for exit in exits for n in range(1, USUAL + 1)}  # and what is timed
     assert exits == set(eligible_layers(engine.target.config.num_layers, engine.policies.head_cost))
     engine.loop.known.clear()  # of costs, by which this policy would rest
     out = [engine.generate([n, *range(9)], 60) for n in range(8)]
