@@ -800,7 +800,7 @@ def _variants(
         left=left,
         wide=wide_rows(dtype, E, arch, form),
         smoke=smoke,
-        options={} if form is None else {"maxnreg": 255},  # by default ptxas caps one at 168 registers and spills
+        options={"maxnreg": 255},  # by default ptxas limits some variants to 96 or 168 registers and spills
     )
     if parts or splits == 1:
         return stream, None
