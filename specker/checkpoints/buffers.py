@@ -277,23 +277,24 @@ def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed
 def _allocated(
     pieces: Iterable[Piece], c: ModelConfig, storage: Storage, stays: set[tuple[str, int | None]]
 ) -> dict[str, Any]:
-    """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None; a buffer with such a
-    matrix is a list with one entry for each layer."""
-    last = {p.buffer: p for p in pieces}  # a buffer ends with its last piece
+    """Allocate uninitialised buffers (fields of Weights). Matrices that stay quantised get None. A buffer with such a
+    matrix is a list with one entry for each layer; so is one whose layers differ, with None where a layer has none."""
+    last = {(p.buffer, p.layer): p for p in pieces}  # a matrix ends with its last piece
     buffers: dict[str, Any] = {}
     kinds, device = {1: activations(storage.dtype, storage.device), 2: storage.dtype}, storage.device
-    for name, p in last.items():
-        dtype = kinds[len(p.shape)]
-        shape = (p.row + p.shape[0], *p.shape[1:])
-        if p.layer is None:
-            buffers[name] = None if (name, None) in stays else torch.empty(shape, dtype=dtype, device=device)
-        elif any((name, n) in stays for n in range(c.num_layers)):
-            buffers[name] = [
-                None if (name, n) in stays else torch.empty(shape, dtype=dtype, device=device)
-                for n in range(c.num_layers)
-            ]
+
+    def empty(shape: tuple[int, ...], *layers: int) -> Tensor:
+        return torch.empty((*layers, *shape), dtype=kinds[len(shape)], device=device)
+
+    for name in dict.fromkeys(name for name, _ in last):
+        shapes = {n: (p.row + p.shape[0], *p.shape[1:]) for (own, n), p in last.items() if own == name}
+        if None in shapes:
+            buffers[name] = None if (name, None) in stays else empty(shapes[None])
+        elif len(shapes) < c.num_layers or len({*shapes.values()}) > 1 or any((name, n) in stays for n in shapes):
+            made = {n: None if (name, n) in stays else empty(shape) for n, shape in shapes.items()}
+            buffers[name] = [made.get(n) for n in range(c.num_layers)]
         else:
-            buffers[name] = torch.empty((c.num_layers, *shape), dtype=dtype, device=device)
+            buffers[name] = empty(shapes[0], c.num_layers)
     return buffers
 
 

@@ -193,7 +193,7 @@ def made_for(folder: Path, target: Checkpoint) -> bool:
     if not config.shares:
         return True
     with ExitStack() as stack:
-        return _same_rows(folder, _open(folder, stack), config, target)
+        return _same_rows(folder, open_files(folder, stack), config, target)
 
 
 def read_tokenizer(source: str | Path) -> Any:
@@ -202,8 +202,9 @@ def read_tokenizer(source: str | Path) -> Any:
     return Tokens(found.folder, found.config.architecture).tokenizer
 
 
-def folder_of(source: str | Path, weights: bool) -> Path:
-    """The local folder of `source`: converted if it is a GGUF file, downloaded if it is a hub id."""
+def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.safetensors",)) -> Path:
+    """The local folder of `source`: converted if it is a GGUF file, downloaded if it is a hub id. `formats`: of the
+    files with weights."""
     path = Path(source).expanduser()
     if (file := gguf.file_of(path)) is not None:
         return gguf.converted(file)
@@ -217,7 +218,7 @@ def folder_of(source: str | Path, weights: bool) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    patterns = CONFIG_FILES + (["*.safetensors"] if weights else [])
+    patterns = CONFIG_FILES + ([*formats] if weights else [])
     try:
         return Path(snapshot_download(source, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
     except Exception as error:  # the hub's errors share no base class
@@ -239,11 +240,11 @@ def _read_weights(
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
     only this part of split tensors. `proof` is called with the open files before any weight is read, and may raise."""
     with ExitStack() as stack:
-        where = _open(folder, stack)
+        where = open_files(folder, stack)
         proof(where)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
-        _check(where, pieces, c, prefix, storage)
+        check_tensors(where, pieces, c, prefix, storage)
 
         def get(name: str) -> Tensor | None:
             return where[name].get_tensor(name) if name in where else None
@@ -265,7 +266,7 @@ def _read_weights(
             if mapped > REOPEN:
                 del source, where
                 stack.close()
-                where, mapped = _open(folder, stack), 0
+                where, mapped = open_files(folder, stack), 0
         found = buffers.done()
         if part.rank:
             for name in ("o_bias", "down_bias"):
@@ -305,7 +306,7 @@ def _same_rows(source: str | Path, where: dict[str, Any], c: ModelConfig, owner:
     return bool((torch.cosine_similarity(own, rows.float(), dim=-1) >= ALIKE).all())
 
 
-def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
+def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Map all shards: tensor name -> the open file that holds it. Closing `stack` closes them."""
     from safetensors import SafetensorError, safe_open
 
@@ -346,7 +347,9 @@ def _shards(folder: Path) -> list[Path]:
     )
 
 
-def _check(where: dict[str, Any], pieces: dict[str, Piece], c: ModelConfig, prefix: str, storage: Storage) -> None:
+def check_tensors(
+    where: dict[str, Any], pieces: dict[str, Piece], c: ModelConfig, prefix: str, storage: Storage
+) -> None:
     """Raise CheckpointError for missing, unexpected and misshapen tensors. Reads only headers, except for a tied
     head."""
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}

@@ -60,6 +60,8 @@ class Spec(Protocol):
     def reaches(self) -> tuple[int, ...]: ...
     @property
     def ropes(self) -> tuple[int, ...]: ...
+    @property
+    def first(self) -> str: ...
 
 
 class Stack:
@@ -103,6 +105,8 @@ class Stack:
             (layer.qk_norm == "projection", "norms over all heads of q and k"),
             (any(layer.reaches), "sliding windows"),
             (bool(layer.ropes), "RoPE that differs by layer"),
+            (layer.first == "joined", "a first layer that also reads the next token's embedding"),
+            (layer.first == "bare", "a first layer without a norm"),
         ]
         *most, last = [name for missing, name in found if missing] or [""]
         return f"{', '.join(most)} and {last}" if most else last

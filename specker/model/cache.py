@@ -272,10 +272,12 @@ class KVCache:
         window = window_sizes(first + count, self.device, n)
         return Rows(positions, slots, kv_len, window, words, sequence_bounds(count, self.device, n), table)
 
-    def after(self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False) -> Rows:
+    def after(
+        self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False, slot: int = 0
+    ) -> Rows:
         """Place counts[b] rows of sequence b from column columns[b] on, with lengths known on the host. The window
         begins `first` columns before the first row. A row sees all columns before the window, and in it the rows up to
-        itself, or all rows (`full`)."""
+        itself, or all rows (`full`). `slot`: of a single sequence."""
         words = _full_words if full else chain_words
         if len(columns) == 1:
             start, count = columns[0], counts[0]
@@ -283,12 +285,12 @@ class KVCache:
             ancestors = words(count, first)
             return Rows(
                 self.positions[start:end],
-                self._slots[0][start:end],
+                self._slots[slot][start:end],
                 self.lengths[end : end + 1],
                 self.lengths[first + count : first + count + 1],
                 ancestors if self.device.type == "cpu" else ancestors.to(self.device),
                 sequence_bounds(count, self.device),
-                self.table[:1],
+                self.table[slot : slot + 1],
             )
         ends = [start + count for start, count in zip(columns, counts, strict=True)]
         spans = [slice(start, end) for start, end in zip(columns, ends, strict=True)]

@@ -27,6 +27,9 @@ class LayerSpec:
     """Each layer's sliding window: how many of the last columns a row sees, including its own; 0: all columns. Empty if
     no layer has a window."""
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
+    first: str = "usual"
+    """The input of the first layer's attention: "usual", the norm of the stream; "joined", the norms of the next
+    token's embedding and of the stream side by side (EAGLE-3); or "bare", the stream itself (EAGLE-1)."""
 
     def reach(self, layer: int) -> int:
         return self.reaches[layer] if self.reaches else 0

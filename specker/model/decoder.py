@@ -200,6 +200,7 @@ def run_layers(
     first: int = 0,
     taps: tuple[int, ...] = (),
     dense: bool = False,
+    entered: Tensor | None = None,
 ) -> Output:
     """Run groups of layers in sequence, from depth `first` on, over rows with the residual stream `hidden` [T, E].
     Writes the rows' K/V. The layers of a group all attend from the group's input h; their feed-forwards then run in
@@ -212,7 +213,8 @@ def run_layers(
     `taps`: depths n at which to keep the stream; only the input of a group can be tapped. For few rows on a GPU an
     ordinary layer is seven launches: norm, kv_project, attention, o, norm, gate_up, down; the norms also reduce the
     split-K partials of o and down. There, the last residual add is fused with the final norm, whichever layer is the
-    last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS."""
+    last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS.
+    `entered`: the input of the first layer's attention, if it is not the norm of `hidden` (LayerSpec.first)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     linear = row_linear_ref if dense and model.linear is row_linear else model.linear
     whole, after = layer.qk_norm == "projection", layer.norms != "before"
@@ -221,7 +223,10 @@ def run_layers(
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
     for (w, mlps, rope, reach), (k, v), batch in steps:
         several = len(mlps) > 1
-        hidden, normed = _entering(hidden, delta, w.norm_in, eps)
+        if entered is None:
+            hidden, normed = _entering(hidden, delta, w.norm_in, eps)
+        else:
+            normed, entered = entered, None
         if several and w.norm_in is None:
             normed = normed.expand(len(batch.positions) // len(hidden), *hidden.shape)
         if first in taps:

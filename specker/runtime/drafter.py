@@ -173,9 +173,10 @@ class Drafter:
         next draft (`State.taps`)."""
         return self.taps
 
-    def prefilled(self, request: Request, first: int, rows: dict[int, Tensor]) -> None:
+    def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """Called after each chunk of a drafting request's prompt, if there are `taps`: depth -> [count, E], the hidden
-        rows of the target at the text's columns first, first + 1, .."""
+        rows of the target at the text's columns first, first + 1, .. `slot`: where the request is until its prompt is
+        prefilled."""
 
     def learn(self, r: Round, paths: list[list[int]]) -> None:
         """Called after a round in which rows were read (`reads`), when all texts have grown. paths: the accepted rows

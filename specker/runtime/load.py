@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from specker import cpu, zoo
+from specker.checkpoints import heads
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
@@ -55,7 +56,9 @@ def load(
     target_source = zoo.path("code-target") if target is None else target
     # Each config is read once, and before any weights: the checkpoint may come from the hub.
     main_source = opened(target_source, max_context=opts.max_context)
-    side_source = None if draft is None else opened(draft, bidirectional=None if parts.causal else True)
+    side_source = (
+        None if draft is None or parts.reads_target else opened(draft, bidirectional=None if parts.causal else True)
+    )
     lacks_draft = parts.needs_draft and draft is None
     if lacks_draft:
         zoo.require_for(main_source.config)
@@ -67,8 +70,8 @@ def load(
         if why is not None or lacks:
             notes["cpu"] = f"decoding is slow, because {why or f'the compiled kernels lack {lacks}'}"
     if dtype is None and where.type == "cpu":
-        whole = ranks is None and opts.linear != "cublas"
-        dtype = torch.bfloat16 if whole and served(main_source.config) else torch.float32
+        alone = ranks is None and opts.linear != "cublas"
+        dtype = torch.bfloat16 if alone and served(main_source.config) else torch.float32
     kind = dtype_of(dtype)
     shares_head = ranks is not None and side_source is not None and "lm_head" in side_source.config.shares
     main = read_checkpoint(
@@ -128,8 +131,14 @@ def drafting(
     """(the checkpoint that drafts for `main`, fitted to its vocabulary and context, or None; the kept rows of a trimmed
     head, or None). `source`: the draft checkpoint; None if the strategy needs none. `target`: what the user called the
     target. Adds remarks to `notes`. Raises as `load` does."""
-    parts, dummy, side, kept = strategies.of(opts), opts.load == "dummy", None, None
-    if source is not None and (ranks is None or ranks.drafts):
+    parts, dummy, kept = strategies.of(opts), opts.load == "dummy", None
+    side: Checkpoint | None = None
+    if source is not None and parts.reads_target:
+        if ranks is not None:
+            raise ValueError(f"strategy {opts.strategy!r} runs in one process: its head reads the whole target's rows")
+        assert not isinstance(source, Opened)
+        side = heads.read(source, main, dtype=dtype, quantize=opts.draft_quantize)
+    elif source is not None and (ranks is None or ranks.drafts):
         side = read_checkpoint(
             source,
             dtype=dtype,

@@ -251,7 +251,7 @@ class Loop:
             request.stats.prompt += count
             if taps and self.drafter is not None:
                 with self.threads():
-                    self.drafter.prefilled(request, begun, rows)
+                    self.drafter.prefilled(slot, request, begun, rows)
         if request.tell is not None:
             request.tell(begun + count, end)
         if begun + count == end:

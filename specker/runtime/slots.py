@@ -129,8 +129,16 @@ class Slots:
         target = self.cache.prefixes.match(text, 1 if prefixes == "all" else self.grain)
         if len(self.caches) == 1:
             return [target]
-        kept = self.drafter is not None and self.drafter.keeps_prefix and request.drafting
-        return [target, self.caches[1].prefixes.match(text) if kept else None]
+        if self.drafter is None or not self.drafter.keeps_prefix or not request.drafting:
+            return [target, None]
+        own = self.caches[1].prefixes.match(text)
+        if not self.drafter.taps:
+            return [target, own]
+        # The drafter's column depends on the next token, too, and it can compute none without the target's rows, which
+        # only a prefill has: both caches take over the same columns.
+        common = min(target.columns, max(0, own.columns - 1))
+        target = self.cache.prefixes.match(text[:common], 1 if prefixes == "all" else self.grain)
+        return [target, self.caches[1].prefixes.match(text[: target.columns])]
 
     def _remember(self, slot: int, request: Request) -> None:
         if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):

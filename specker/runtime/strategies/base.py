@@ -117,6 +117,7 @@ class Strategy:
     self_drafting: bool = False  # the target drafts with its own weights and cache, on every rank
     divides: bool = False  # the ranks of --tp divide the work of a draft among them
     needs_draft: bool = False  # drafts with a checkpoint of its own
+    reads_target: bool = False  # its checkpoint is a head that reads the target's hidden states
     causal: bool = True  # the draft checkpoint is causal; False: a diffusion language model
     no_head: str = ""  # why there is no LM head to trim; empty if there is one
 

@@ -117,8 +117,8 @@ class JoinedDrafter(Drafter):
     def reads(self, budget: Budget) -> tuple[int, ...]:
         return self.inner.reads(budget)
 
-    def prefilled(self, request: Request, first: int, rows: dict[int, Tensor]) -> None:
-        self.inner.prefilled(request, first, rows)
+    def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
+        self.inner.prefilled(slot, request, first, rows)
 
     def learn(self, r: Round, paths: list[list[int]]) -> None:
         self.inner.learn(r, paths)

@@ -75,7 +75,7 @@ class EarlyExitDrafter(Drafter):
         for layer, kept in tapped.items():
             kept.append(out.taps[layer])
 
-    def prefilled(self, request: Request, first: int, rows: dict[int, Tensor]) -> None:
+    def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """The last rows of a prompt seed the policy's statistics."""
         depth, layers = len(self.model.layers), request.policy.layers
         end = first + (count := len(rows[depth]))

@@ -1,0 +1,219 @@
+"""Random draft heads in the layouts of SafeAILab (SpecForge, SGLang) and speculators (vLLM), and EAGLE-1's; and what
+they compute, as an independent formula in float64."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def make_head(
+    folder: Path,
+    target: dict,
+    *,
+    layout: str = "flat",
+    rows: int | None = None,
+    ids: list[int] | None = None,
+    layers: int = 1,
+    heads: tuple[int, int, int] = (4, 2, 8),
+    inner: int = 48,
+    own_embedding: bool = False,
+    own_head: bool = True,
+    seed: int = 0,
+    qk_norm: bool = False,
+    bias: bool = False,
+    fc_bias: bool = True,
+    width: int | None = None,
+    **config,
+) -> Path:
+    """`target`: config.json of the target. `layout`: "flat", "nested" or "eagle1". `ids`: of the LM head's rows. `heads`: query heads, KV heads and
+    their dimension. `config`: further fields."""
+    generator = torch.Generator().manual_seed(seed)
+    H = width or target["hidden_size"]
+    Ht, V, A = target["hidden_size"], target["vocab_size"], 3
+    Hq, Hkv, D = heads
+    rows = len(ids) if ids else rows or V
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 1.2 * shape[-1] ** -0.5
+
+    def norm(n: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(n, generator=generator)
+
+    def vector(n: int) -> Tensor:
+        return 0.3 * torch.randn(n, generator=generator)
+
+    x: dict[str, Tensor] = {}
+    three = layout != "eagle1"
+    x["fc.weight"] = matrix(H, A * Ht if three else H + Ht)
+    if not three and fc_bias:
+        x["fc.bias"] = vector(H)
+    for i in range(layers):
+        p = "midlayer." if layout == "flat" and i == 0 else f"layers.{i}."
+        E = 2 * H if i == 0 and three else H
+        for name, count in (("q", Hq), ("k", Hkv), ("v", Hkv)):
+            x[f"{p}self_attn.{name}_proj.weight"] = matrix(count * D, E)
+            if bias:
+                x[f"{p}self_attn.{name}_proj.bias"] = vector(count * D)
+        x[f"{p}self_attn.o_proj.weight"] = matrix(H, Hq * D)
+        if bias:
+            x[f"{p}self_attn.o_proj.bias"] = vector(H)
+        x[f"{p}mlp.gate_proj.weight"], x[f"{p}mlp.up_proj.weight"] = matrix(inner, H), matrix(inner, H)
+        x[f"{p}mlp.down_proj.weight"] = matrix(H, inner)
+        if qk_norm:
+            x[f"{p}self_attn.q_norm.weight"], x[f"{p}self_attn.k_norm.weight"] = norm(D), norm(D)
+        if three or i:
+            x[f"{p}input_layernorm.weight"] = norm(H)
+        if three and i == 0:
+            x[f"{p}hidden_norm.weight"] = norm(H)
+        x[f"{p}post_attention_layernorm.weight"] = norm(H)
+    if three:
+        x["norm.weight"] = norm(H)
+    if own_embedding:
+        x["embed_tokens.weight"] = 0.3 * torch.randn((V, H), generator=generator)
+    if own_head and three:
+        x["lm_head.weight"] = matrix(rows, H)
+    if rows < V:
+        kept = torch.tensor(ids) if ids else torch.randperm(V, generator=generator)[:rows].sort().values
+        x["d2t"], x["t2d"] = kept - torch.arange(rows), torch.zeros(V, dtype=torch.bool).index_fill_(0, kept, True)
+    if config.get("norm_before_fc"):
+        x["input_norm.weight"] = norm(A * Ht)
+    if config.get("fc_norm"):
+        x |= {f"fc_norm.{n}.weight": norm(Ht) for n in range(A)}
+    own = {
+        "hidden_size": H,
+        "intermediate_size": inner,
+        "num_attention_heads": Hq,
+        "num_key_value_heads": Hkv,
+        "head_dim": D,
+        "num_hidden_layers": layers,
+        "vocab_size": V,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+        "attention_bias": bias,
+        "model_type": "qwen3" if qk_norm else "llama",
+        "tie_word_embeddings": False,
+    }
+    if layout == "nested":
+        raw = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": own,
+        }
+    else:
+        raw = {"architectures": ["LlamaForCausalLMEagle3" if three else "LlamaForCausalLM"], **own}
+    if three:
+        raw["draft_vocab_size"] = rows
+    elif not fc_bias:
+        raw["bias"] = False
+    if width is not None:
+        raw["target_hidden_size"] = Ht
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(x, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    return folder
+
+
+class Formula:
+    """A head in float64, pair by pair over a whole text, without a cache."""
+
+    def __init__(self, folder: Path, embedding: Tensor, head: Tensor, norm: Tensor, eps: float):
+        """`embedding`, `head`, `norm`, `eps`: the target's, for heads that use them."""
+        from safetensors.torch import load_file
+
+        raw = json.loads((folder / "config.json").read_text())
+        self.raw, self.c = raw, raw.get("transformer_layer_config", raw)
+        self.x = {
+            name: t.double() if t.is_floating_point() else t
+            for name, t in load_file(folder / "model.safetensors").items()
+        }
+        self.three = any(name.endswith("hidden_norm.weight") for name in self.x)
+        self.embedding = self.x.get("embed_tokens.weight", embedding.double())
+        self.head = self.x.get("lm_head.weight", head.double())
+        self.target_norm, self.target_eps = norm.double(), eps
+        self.layers = sorted(
+            {n.split("self_attn")[0] for n in self.x if "self_attn" in n}, key=lambda n: (n != "midlayer.", n)
+        )
+
+    def rms(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+        return weight * x / (x.square().mean(-1, keepdim=True) + (eps or self.c["rms_norm_eps"])).sqrt()
+
+    def features(self, taps: list[Tensor]) -> Tensor:
+        """Rows of the target [T, Ht] at each depth -> [T, H]."""
+        if not self.three:
+            return self.rms(taps[0], self.target_norm, self.target_eps)
+        if "fc_norm.0.weight" in self.x:
+            taps = [self.rms(t, self.x[f"fc_norm.{n}.weight"]) for n, t in enumerate(taps)]
+        g = torch.cat(taps, -1)
+        if "input_norm.weight" in self.x:
+            g = self.rms(g, self.x["input_norm.weight"])
+        return g @ self.x["fc.weight"].T
+
+    def outputs(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs [T, H] and [T] at positions 0, 1, .. -> (output [T, H], logits [T, rows])."""
+        e, x = self.embedding[tokens], self.x
+        if self.three:
+            first = self.layers[0]
+            u = self.rms(features, x[f"{first}hidden_norm.weight"])
+            r = u if self.raw.get("norm_before_residual") else features
+            entering = torch.cat((self.rms(e, x[f"{first}input_layernorm.weight"]), u), -1)
+        else:
+            r = torch.cat((e, features), -1) @ x["fc.weight"].T + x.get("fc.bias", 0)
+            entering = r
+        for i, p in enumerate(self.layers):
+            if i:
+                entering = self.rms(r, x[f"{p}input_layernorm.weight"])
+            r = r + self.attention(entering, p)
+            y = self.rms(r, x[f"{p}post_attention_layernorm.weight"])
+            gate, up = y @ x[f"{p}mlp.gate_proj.weight"].T, y @ x[f"{p}mlp.up_proj.weight"].T
+            r = r + (gate * torch.sigmoid(gate) * up) @ x[f"{p}mlp.down_proj.weight"].T
+        if not self.three:
+            return r, r @ self.head.T
+        normed = self.rms(r, x["norm.weight"])
+        nested = "transformer_layer_config" in self.raw
+        return normed if nested and self.raw.get("norm_output") else r, normed @ self.head.T
+
+    def attention(self, y: Tensor, p: str) -> Tensor:
+        c, T = self.c, len(y)
+        D, G = c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
+
+        def project(name: str) -> Tensor:
+            z = y @ self.x[f"{p}self_attn.{name}_proj.weight"].T + self.x.get(f"{p}self_attn.{name}_proj.bias", 0)
+            z = z.view(T, -1, D)
+            if name != "v" and (w := self.x.get(f"{p}self_attn.{name}_norm.weight")) is not None:
+                z = self.rms(z, w)
+            return z if name == "v" else self.rotated(z)
+
+        q, k, v = (project(name) for name in "qkv")
+        k, v = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) * D**-0.5
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
+        return out @ self.x[f"{p}self_attn.o_proj.weight"].T + self.x.get(f"{p}self_attn.o_proj.bias", 0)
+
+    def rotated(self, z: Tensor) -> Tensor:
+        D = z.shape[-1]
+        angles = torch.arange(len(z))[:, None] / self.c["rope_theta"] ** (torch.arange(0, D, 2) / D)
+        cos, sin = (f(angles.double())[:, None] for f in (torch.cos, torch.sin))
+        a, b = z[..., : D // 2], z[..., D // 2 :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def ids(self) -> Tensor:
+        count = len(self.head)
+        return torch.arange(count) + self.x.get("d2t", torch.zeros(count, dtype=torch.int64))
+
+    def chain(self, taps: list[Tensor], text: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+        """Draft `count` tokens after `text`, whose last token is the root. `taps`: the target's rows of all other
+        tokens. Returns the tokens and the logits of each step."""
+        features, tokens, drafted, logits = self.features(taps), torch.tensor(text[1:]), [], []
+        for _ in range(count):
+            out, z = self.outputs(features, tokens)
+            logits.append(z[-1])
+            drafted.append(int(self.ids()[z[-1].argmax()]))
+            features = torch.cat((features, out[-1:]))
+            tokens = torch.cat((tokens, torch.tensor([drafted[-1]])))
+        return drafted, logits
