@@ -28,8 +28,8 @@ def make_head(
     width: int | None = None,
     **config,
 ) -> Path:
-    """`target`: config.json of the target. `layout`: "flat", "nested" or "eagle1". `ids`: of the LM head's rows. `heads`: query heads, KV heads and
-    their dimension. `config`: further fields."""
+    """`target`: config.json of the target. `layout`: "flat", "nested" or "eagle1". `ids`: of the LM head's rows.
+    `heads`: query heads, KV heads and their dimension. `config`: further fields."""
     generator = torch.Generator().manual_seed(seed)
     H = width or target["hidden_size"]
     Ht, V, A = target["hidden_size"], target["vocab_size"], 3
