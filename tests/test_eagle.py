@@ -110,7 +110,8 @@ def test_batches_change_no_token(target, usual, strategy, sampling):
     plain = [engine.generate_ar(p, n, **SAMPLING[sampling]).tokens for p, n in zip(prompts, counts, strict=True)]
     out = engine.generate(prompts, counts, **SAMPLING[sampling])
     assert [each.tokens for each in out] == plain
-    assert sum(each.stats.accepted for each in out) > 1
+    if strategy == "eagle":  # measured times decide how often text is copied instead
+        assert sum(each.stats.accepted for each in out) > 1
 
 
 @pytest.mark.parametrize("prefixes", ["all", "exact"])
