@@ -1,6 +1,7 @@
 """Strategy eagle: heads of every layout draft what an independent formula says, and change no token."""
 
 import json
+from itertools import count
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import specker
 from specker.model.cache import KVCache
 from specker.model.decoder import prefill
 from specker.options import Params
+from specker.runtime.choose import NONE
+from specker.runtime.policy import Fixed
+from specker.runtime.strategies.eagle import drafter
 
 OFTEN = [35, 74, 119]  # ids that the target writes often, so that a random head with these rows is often right
 LAYOUTS = {
@@ -127,6 +131,25 @@ def test_a_known_beginning_gives_the_drafts_of_a_fresh_prompt(target, usual, tap
         assert_drafts(seen, prompt + out.tokens, formula, taps_of, engine.drafter.taps)
         if prefixes == "all":
             assert out.stats.prompt < len(prompt) - 6
+
+
+def test_features_do_not_pile_up_while_nothing_is_drafted(target, usual, taps_of, monkeypatch):
+    """After 20 rounds without a draft, the draft is that of the formula, and few pairs are left to forward."""
+    monkeypatch.setattr(drafter, "WAITING", 4)
+    engine, rounds, seen, most = load(target, usual), count(), [], []
+    budget, learn = Fixed.budget, engine.drafter.learn
+    monkeypatch.setattr(Fixed, "budget", lambda self: NONE if next(rounds) < 20 else budget(self))
+
+    def watched(r, paths):
+        learn(r, paths)
+        most.append(len(engine.drafter.waiting[0]))
+
+    monkeypatch.setattr(engine.drafter, "learn", watched)
+    engine.trace = seen.append
+    out = engine.generate(TEXT, 32)
+    drafted = [row for row in seen if row["draft"]]
+    assert len(seen) - len(drafted) >= 20 and drafted and max(most) <= 4
+    assert_drafts(drafted, TEXT + out.tokens, formula_of(engine, usual), taps_of, engine.drafter.taps)
 
 
 def test_streams_of_several_threads_and_cancelled_requests(target, usual):

@@ -49,8 +49,6 @@ IGNORED = {
     "torch_dtype",
     "transformer_layer_config",
 }
-
-
 # safetensors' names of the dtypes that weights may have
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -165,7 +163,7 @@ class Layout:
     def of(cls, folder: Path, raw: dict[str, Any], where: dict[str, Any], target: ModelConfig) -> "Layout":
         """Raises CheckpointError for what config.json, the tensors and the target do not agree on."""
         nested = raw.get("transformer_layer_config")
-        given = raw if nested is None else {**nested}
+        given = raw if nested is None else nested
         _check_fields(raw, nested)
         if nested is None and (named := (raw.get("architectures") or ["LlamaForCausalLM"])[0]) not in FLAT:
             raise CheckpointError(f"{folder} is not a draft head that specker reads: its architecture is {named}")
@@ -186,12 +184,13 @@ class Layout:
             )
         qwen = given.get("model_type") == "qwen3"
         positions = max(given.get("max_position_embeddings") or 0, target.max_context)  # training does not limit it
-        plain = {name: value for name, value in given.items() if name not in FIELDS - {"bias"}}
+        plain = {name: value for name, value in given.items() if name not in FIELDS}
         plain |= {
             "architectures": ["Qwen3ForCausalLM" if qwen else "LlamaForCausalLM"],
+            "model_type": "qwen3" if qwen else "llama",
             "num_hidden_layers": len(layers),
+            "max_position_embeddings": positions,
         }
-        plain |= {"model_type": "qwen3" if qwen else "llama", "max_position_embeddings": positions}
         config, ropes = parse_config(folder, target.max_context, None, plain)
         own = frozenset(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in where)
         norms = frozenset(n for n in ("input_norm", "fc_norm") if any(name.startswith(f"{n}.") for name in where))

@@ -70,8 +70,8 @@ def load(
         if why is not None or lacks:
             notes["cpu"] = f"decoding is slow, because {why or f'the compiled kernels lack {lacks}'}"
     if dtype is None and where.type == "cpu":
-        alone = ranks is None and opts.linear != "cublas"
-        dtype = torch.bfloat16 if alone and served(main_source.config) else torch.float32
+        whole = ranks is None and opts.linear != "cublas"
+        dtype = torch.bfloat16 if whole and served(main_source.config) else torch.float32
     kind = dtype_of(dtype)
     shares_head = ranks is not None and side_source is not None and "lm_head" in side_source.config.shares
     main = read_checkpoint(

@@ -13,6 +13,7 @@ from specker.runtime.round import Round
 from specker.runtime.state import Request
 
 BLOCK = 256  # pairs of a prompt that the head forwards at once
+WAITING = 64  # most features that wait while nothing is drafted
 
 
 class EagleDrafter(Drafter):
@@ -84,16 +85,22 @@ class EagleDrafter(Drafter):
             if path:
                 taps = r.tapped(slot, path[-1] + 1)
                 self._wait(slot, torch.stack([taps[depth][path] for depth in self.taps]))
+                if (features := self.waiting[slot]) is not None and len(features) > WAITING:
+                    self._run(slot, r.requests[slot].text)
 
     def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
-        """Run the pairs of a chunk of the prompt; its last one waits, so that the first draft has a row to forward."""
-        cache, count = self.cache, len(rows[self.taps[0]])
+        """Run the pairs of a chunk of the prompt."""
         self._wait(slot, torch.stack([rows[depth] for depth in self.taps]))
-        features = self.waiting[slot]
-        assert features is not None and cache.exact_len[slot] + len(features) == first + count
+        self._run(slot, request.text)
+
+    def _run(self, slot: int, text: list[int]) -> None:
+        """Run the pairs of the features that wait, but for the last one, so that the next draft has a row to
+        forward."""
+        cache, features = self.cache, self.waiting[slot]
+        assert features is not None
         while len(features) > 1:
             start, now = cache.exact_len[slot], features[: min(BLOCK, len(features) - 1)]
-            tokens = request.text[start + 1 : start + 1 + len(now)]
+            tokens = text[start + 1 : start + 1 + len(now)]
             embedded = self.model.embed_tokens(torch.tensor(tokens, device=self.model.device))
             self.reading.forward(cache, cache.after([start], [len(now)], slot=slot), now, embedded)
             cache.exact_len[slot] += len(now)
