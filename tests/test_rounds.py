@@ -13,6 +13,7 @@ import cases
 import pytest
 import torch
 from make_checkpoint import make
+from make_head import make_head
 from one_round import apart
 from pairs import admitted, flips, logits_of, perturbed
 from recorded import kernels, recording
@@ -317,10 +318,12 @@ RECORDED = {  # `vocabtrim` uses the bundled family, the others tiny models
     "diffuspec": {"strategy": "diffuspec", "adl": "2-4", "cps": "off"},
     "diffuspec-fixed": {"strategy": "diffuspec", "draft_tokens": 5, "cps": "off"},
     "vocabtrim": {"strategy": "vocabtrim"},
+    "eagle": {"strategy": "eagle", "draft_tokens": 4},
+    "eagle-tree": {"strategy": "eagle", "tree": "3x3", "draft_tokens": 7},
 }
 
 
-OTHERS = ("easyspec", "del", "diffuspec-fixed")
+OTHERS = ("easyspec", "del", "diffuspec-fixed", "eagle", "eagle-tree")
 
 
 class Recorded:
@@ -330,7 +333,12 @@ class Recorded:
     def __init__(self, folder, strategy="draft", arch="qwen2", layers=(3, 4), **options):
         target = make(folder / "target", arch, layers=layers[0], max_context=6000)
         diffusion = strategy == "diffuspec"
-        draft = make(folder / "draft", "dream" if diffusion else arch, layers=layers[1], max_context=6000)
+        if strategy == "eagle":
+            like = json.loads((target / "config.json").read_text())
+            how = {"rows": 64, "heads": (4, 2, 16), "inner": 64, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+            draft = make_head(folder / "draft", like, layout="nested", **how)
+        else:
+            draft = make(folder / "draft", "dream" if diffusion else arch, layers=layers[1], max_context=6000)
         models = {"ar": [target], "del": [target], "vocabtrim": []}.get(strategy, [target, draft])
         how = {"device": "cpu", "dtype": "bfloat16", "graphs": "on"}
         with patch.object(buffers, "activations", lambda dtype, device: dtype):  # as on a GPU
@@ -461,7 +469,7 @@ def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
 
 
 LAUNCHES = {"ar": 62, "chain-4": 190, "tree-3x4": 195, "easyspec": 156, "diffuspec-fixed": 105}
-LAUNCHES |= {"draft-and-verify": 194, "del": 132, "del-length": 129}
+LAUNCHES |= {"eagle": 142, "eagle-tree": 145, "draft-and-verify": 194, "del": 132, "del-length": 129}
 """Kernels and copies of a captured round of Llama-like models with 8 and 4 layers, a quarter of 8B's and of 1B's."""
 GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2}
 """Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent."""

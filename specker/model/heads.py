@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.model.cache import KVCache, Rows
-from specker.model.decoder import Final, GroupRows, Model, over_pages, run_layers
+from specker.model.decoder import Final, GroupRows, Model, fuses, over_pages, run_layers
 from specker.model.weights import Parameters
 
 
@@ -62,6 +62,11 @@ class ReadingHead:
     def __init__(self, parameters: Parameters, spec: HeadSpec, weights: HeadWeights, target: Model):
         self.model, self.spec, self.weights = Model(parameters), spec, weights
         self.final_norm = target.norm, target.config.rms_norm_eps  # of the target, which EAGLE-1 applies to its rows
+
+    @property
+    def normed(self) -> bool:
+        """Whether `forward` has applied the final norm to the rows for the LM head."""
+        return self.spec.form == "eagle1" or self.spec.output or fuses(self.model, self.model.norm)
 
     def features(self, taps: Tensor) -> Tensor:
         """The target's rows [A, T, Ht] after each depth of `spec.taps` -> features [T, H]."""

@@ -173,6 +173,10 @@ class Drafter:
         next draft (`State.taps`)."""
         return self.taps
 
+    def accepted(self, r: Round) -> None:
+        """Called after the launch of acceptance, if rows were read: launch what the next draft needs of them, where
+        shapes are fixed. The host does not yet know the round's tokens."""
+
     def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """Called after each chunk of a drafting request's prompt, if there are `taps`: depth -> [count, E], the hidden
         rows of the target at the text's columns first, first + 1, .. `slot`: where the request is until its prompt is

@@ -138,6 +138,9 @@ def drafting(
             raise ValueError(f"strategy {opts.strategy!r} runs in one process: its head reads the whole target's rows")
         assert not isinstance(source, Opened)
         side = heads.read(source, main, dtype=dtype, quantize=opts.draft_quantize)
+        if opts.trim is not None and side.parts.ids is not None:
+            rows = f"{source} has {side.spec.rows} rows for ids of its own choice (d2t)"
+            raise ValueError(f"{rows}: leave out +vocabtrim")
     elif source is not None and (ranks is None or ranks.drafts):
         side = read_checkpoint(
             source,

@@ -183,6 +183,8 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
     verify(r, target, cache)
     r.marks.append(now(capture))
     accept(r, target, cache)
+    if drafter is not None and r.taps:
+        drafter.accepted(r)
     r.marks.append(now(capture))
 
 

@@ -230,5 +230,8 @@ def _sizes(loop: Loop, n: int, length: int, sampling: Sampling, sizes: Sequence[
                 r.draft = Draft(size, tree=tree)
                 if accepting:
                     accept(r, loop.target, loop.cache)
+                    if loop.drafter is not None and (taps := loop.drafter.reads(r.budget)):
+                        r.taps = taps
+                        loop.drafter.accepted(r)
                 else:
                     verify(r, loop.target, loop.cache)

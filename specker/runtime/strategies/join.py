@@ -117,6 +117,9 @@ class JoinedDrafter(Drafter):
     def reads(self, budget: Budget) -> tuple[int, ...]:
         return self.inner.reads(budget)
 
+    def accepted(self, r: Round) -> None:
+        self.inner.accepted(r)
+
     def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         self.inner.prefilled(slot, request, first, rows)
 

@@ -14,6 +14,9 @@ from specker.runtime.round import Round
 
 
 class AutoregressiveDrafter(ModelDrafter):
+    back = 1
+    """The text's columns from the one that predicts the first draft token on."""
+
     def __init__(self, model: Model, cache: KVCache, head: Head, width: int = 1, depth: int = 0):
         """`width`: nodes per tree level; 1 drafts a chain. `depth`: length of the longest draft."""
         super().__init__(model, cache, head, depth)
@@ -64,9 +67,10 @@ class AutoregressiveDrafter(ModelDrafter):
         if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.draft.forwarded]:
             self.cache.commit(nodes, slot)
 
-    def forward(self, rows: Rows, embedded: Tensor) -> Final:
-        """A draft step: the embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""
-        return forward(self.model, self.cache, rows, embedded).final
+    def forward(self, r: Round, rows: Rows, embedded: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
+        """A draft step: the embeddings of draft tokens [T, E] -> their rows [T, E] for the head, and the tokens'
+        positions [T] int64. `parents` [n, width] int64: of a tree's nodes, as rows of the window; None: a chain's."""
+        return forward(self.model, self.cache, rows, embedded).final, rows.positions
 
     @property
     def groups(self) -> list[int]:
@@ -146,8 +150,9 @@ class AutoregressiveDrafter(ModelDrafter):
             final, positions = self._catch_up(r)
             draft.forwarded = 0
         else:
-            rows, embedded = begin(self.model, self.cache, self._lengths(r), 0, n - 1, r.window[:, n : n + 1])
-            final, positions = self.forward(rows, embedded), rows.positions
+            token = r.window[:, n : n + 1]
+            rows, embedded = begin(self.model, self.cache, self._lengths(r), self.back - 1, n - 1, token)
+            final, positions = self.forward(r, rows, embedded)
             draft.forwarded = n
         draft.extend(r, self.head, final, positions, r.window[:, n + 1 : n + 2])
 
@@ -163,8 +168,9 @@ class AutoregressiveDrafter(ModelDrafter):
         for at in range(0, count, width):
             if at:  # the last level's nodes, which end at row `at`
                 first, last = at - width + 1, tokens[:, at - width : at]
-                rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, last, parents[:, :at])
-                final, positions = self.forward(rows, embedded), rows.positions
+                place = self._lengths(r), self.back, first, last, parents[:, :at]
+                rows, embedded = begin(self.model, self.cache, *place)
+                final, positions = self.forward(r, rows, embedded, parents[:, at - width : at])
             grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at)
         draft.forwarded = count - width
         if draft.size < count:

@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 
 class Eagle(Strategy):
     name = "eagle"
-    summary = "a trained head that reads the target's hidden states drafts a chain"
+    summary = "a trained head that reads the target's hidden states drafts a chain or a tree"
     paper = "EAGLE-3 (2503.01840), EAGLE (2401.15077)"
     needs_draft = True
     reads_target = True
-    no_head = "a trained head brings its own rows"
 
     @property
     def needs(self) -> str:
         return "a trained head"
 
     def check(self, options: Options) -> None:
-        if options.tree is not None:
-            raise ValueError(f"strategy eagle drafts a chain: {option('tree')} does not apply")
         if options.load == "dummy":
             raise ValueError(f"strategy eagle reads a trained head: {option('load', 'dummy')} does not apply")
 
@@ -43,4 +40,5 @@ class Eagle(Strategy):
         assert isinstance(context.draft, HeadCheckpoint) and context.model is not None
         checkpoint = context.draft
         head = ReadingHead(checkpoint, checkpoint.spec, checkpoint.parts, context.model)
-        return EagleDrafter(head, context.allocate(head.model), context.head(head.model))
+        own = context.head(head.model)
+        return EagleDrafter(head, context.allocate(head.model), own, context.options.width, context.depth(self))

@@ -3,117 +3,193 @@
 import torch
 from torch import Tensor
 
-from specker.model.cache import KVCache
-from specker.model.decoder import Final, Model
+from specker.model.cache import KVCache, Rows
+from specker.model.decoder import Final
 from specker.model.heads import ReadingHead
 from specker.model.rows import begin
-from specker.runtime.drafter import Draft, Drafter
+from specker.runtime.drafter import Draft
 from specker.runtime.head import Head
+from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.state import Request
+from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 
 BLOCK = 256  # pairs of a prompt that the head forwards at once
 WAITING = 64  # most features that wait while nothing is drafted
 
 
-class EagleDrafter(Drafter):
-    """The head's cache holds the pairs of a text's columns 0, 1, .. (model/heads.py). `waiting` holds the features of
-    the next columns, whose pairs the next draft forwards."""
+class EagleDrafter(AutoregressiveDrafter):
+    """The head's cache holds the pairs of a text's columns 0, 1, .. (model/heads.py). A draft begins with what the head
+    made of the last pair, `output` and `last`.
 
-    model: Model
-    cache: KVCache
-    head: Head
+    In rounds that the host places, the features of accepted rows wait until the next draft, which forwards their pairs
+    together. In rounds of fixed shape the device forwards the pairs of all rows that a round may accept, right after
+    acceptance; those beyond the accepted ones are overwritten later."""
 
-    def __init__(self, reading: ReadingHead, cache: KVCache, head: Head):
-        self.reading, self.model, self.cache, self.head = reading, reading.model, cache, head
+    back = 2  # the pair that predicts the first draft token is the one before the root's column
+
+    def __init__(self, reading: ReadingHead, cache: KVCache, head: Head, width: int = 1, depth: int = 0):
+        super().__init__(reading.model, cache, head, width, depth)
+        self.reading, self.depth = reading, depth
         self.taps = reading.spec.taps
-        self.waiting: list[Tensor | None] = [None] * len(cache.exact_len)
+        self.waiting: list[Tensor | None] = [None] * len(cache.exact_len)  # features [count, H] by slot
+        # Of each slot's last pair: the head's output, which a draft token gets as its feature, and the row for the LM
+        # head.
+        shape = len(cache.exact_len), self.model.config.hidden_size
+        self.output, self.last = torch.zeros(2, *shape, dtype=self.model.dtype, device=self.model.device).unbind(0)
+        self._level = self.output  # [n * width, H], the output of the last step
         if (ids := reading.weights.ids) is not None:
             head.token_ids, head.known = ids, set(ids.tolist())
-
-    @property
-    def keeps_prefix(self) -> bool:
-        return True
 
     def left(self, length: int) -> int:
         return self.cache.capacity - length
 
-    def draft(self, r: Round) -> Draft:
-        """Draft a chain for all sequences; nothing if one has no feature yet, as after a prompt of one token."""
-        n, depth = len(r.requests), min(r.budget.depth, r.budget.nodes)
-        if any(x is None for x in self.waiting[:n]):
-            return Draft()
-        self.head.follow(r.requests)
-        draft = Draft(depth, depth=depth)
-        output, final, positions = self._catch_up(r)
-        for step in range(depth):
-            if step:
-                rows, embedded = begin(self.model, self.cache, r.lengths, 1, step - 1, r.window[:, step : step + 1])
-                output, final = self.reading.forward(self.cache, rows, output, embedded)
-                positions = rows.positions + 1
-            draft.extend(r, self.head, final, positions, r.window[:, step + 1 : step + 2])
-            draft.size = draft.depth = step + 1
-            if r.confident and not draft.goes_on(r):
-                break
-        return draft
+    def fixed(self, length: int, budget: Budget) -> bool:
+        return length > 1  # a text of one token has no pair
 
-    def _catch_up(self, r: Round) -> tuple[Tensor, Final, Tensor]:
-        """Forward the pairs of the columns before the roots, with true features. Returns, for each sequence, the last
-        pair's output [n, H], its row for the LM head, and the position of the root [n]."""
-        cache = self.cache
-        starts: list[int] = []
-        tokens: list[int] = []
-        features: list[Tensor] = []
-        for slot, request in enumerate(r.requests):
-            waiting, start = self.waiting[slot], cache.exact_len[slot]
-            assert waiting is not None and start + len(waiting) == len(request.text) - 1
-            starts.append(start)
-            features.append(waiting)
-            tokens += request.text[start + 1 :]
-            cache.exact_len[slot] += len(waiting)
-            self.waiting[slot] = None
-        rows = cache.after(starts, [len(x) for x in features])
-        embedded = self.model.embed_tokens(torch.tensor(tokens, device=self.model.device))
-        output, final = self.reading.forward(cache, rows, torch.cat(features), embedded)
-        last = rows.cu_rows[1:].long() - 1
-        return output[last], final.at(last), rows.positions[last] + 1
+    def behind(self, requests: list[Request]) -> int:
+        return 0
+
+    def advance(self, requests: list[Request], most: int) -> int:
+        return 0
+
+    def prefill(self, slot: int, text: list[int]) -> None:
+        """The target's rows are needed: see `prefilled`."""
+
+    def compiles(self, r: Round) -> bool:
+        return False
+
+    def catch_up(self, r: Round, slot: int) -> int:
+        if r.fixed:
+            self._run(slot, r.requests[slot].text)
+        return 0
+
+    def draft(self, r: Round) -> Draft:
+        """Draft for all sequences; nothing if one has no pair yet, as after a prompt of one token."""
+        if not r.fixed and any(len(request.text) < 2 for request in r.requests):
+            return Draft()
+        return super().draft(r)
+
+    def _catch_up(self, r: Round) -> tuple[Final, Tensor]:
+        """Forward the pairs that wait. Returns the rows for the first draft tokens [n, H] and the roots' positions."""
+        n = r.n
+        if not r.fixed:
+            self._run_all(r.requests)
+        output = self.output[:n]
+        self._keep(r, output if self.width == 1 else output.repeat_interleave(self.width, 0))
+        lengths = r.lengths if isinstance(r.lengths, Tensor) else torch.tensor(r.lengths, device=self.model.device)
+        return Final(self.last[:n], self.reading.normed), lengths - 1
+
+    def forward(self, r: Round, rows: Rows, embedded: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
+        if parents is None:
+            features = r.memory.get("hidden", r.n) if r.confident else self._level
+        else:  # the level before ran `width` rows of each sequence, and a parent is one of them
+            each = torch.arange(r.n, device=parents.device).unsqueeze(1)
+            features = self._level[((parents - 1) % self.width + self.width * each).view(-1)]
+        output, final = self.reading.forward(self.cache, rows, features, embedded)
+        self._keep(r, output)
+        # A pair predicts the draw of the next position. Greedy draws read none.
+        return final, rows.positions if r.shape.draws == "greedy" else rows.positions + 1
+
+    def _keep(self, r: Round, output: Tensor) -> None:
+        """Keep the head's output for the next step. Drafts that end by confidence are several stretches of work."""
+        if r.confident:
+            r.memory.put("hidden", output)
+        else:
+            self._level = output
+
+    def accepted(self, r: Round) -> None:
+        if r.fixed:
+            for slot, request in enumerate(r.requests):
+                self._run(slot, request.text)
+            r.run(("pairs", r.draft.size, r.draft.tree), lambda: self._pairs(r), draws=False)
+
+    def _pairs(self, r: Round) -> None:
+        """Forward the pairs of the rows that the round accepted, which only the device knows."""
+        s, n, N, device = r.state, r.n, r.draft.size, self.model.device
+        most = min(N, self.depth) + 1
+        report = s.report[: n * (3 + 2 * N)].view(n, -1)
+        accepted, path = report[:, 0], report[:, 1 : most + 1]
+        taps = r.memory.taps(len(self.taps), r.rows).view(len(self.taps), n, N + 1, -1)
+        if r.draft.tree:
+            each = torch.arange(n, device=device).unsqueeze(1)
+            taps = taps[:, each, path.clamp(0, N)]
+        else:
+            taps = taps[:, :, :most]
+        features = self.reading.features(taps.flatten(1, 2))
+        before = s.length - accepted
+        tokens = s.committed.gather(1, before.unsqueeze(1) + torch.arange(most, device=device))
+        rows, embedded = begin(self.model, self.cache, before, 1, 0, tokens)
+        output, final = self.reading.forward(self.cache, rows, features, embedded)
+        self._note(
+            slice(n), output, final, (torch.arange(1, n + 1, device=device) * most - most + accepted - 1).clamp(0)
+        )
+
+    def _note(self, slots: slice, output: Tensor, final: Final, last: Tensor) -> None:
+        """Note what the head made of the last pair of each slot, row `last` [n] of [T, H]."""
+        self.output[slots], self.last[slots] = output[last], final.rows[last]
+
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+        """What the head wrote for draft tokens is dropped."""
 
     def learn(self, r: Round, paths: list[list[int]]) -> None:
         """Keep the features of the accepted rows. Their pairs wait for the next draft, which knows all of their
         tokens."""
-        for slot, path in enumerate(paths):
-            if path:
+        for slot, (request, path) in enumerate(zip(r.requests, paths, strict=True)):
+            if r.fixed:
+                self.cache.exact_len[slot] = len(request.text) - 1
+            elif path:
                 taps = r.tapped(slot, path[-1] + 1)
                 self._wait(slot, torch.stack([taps[depth][path] for depth in self.taps]))
                 if (features := self.waiting[slot]) is not None and len(features) > WAITING:
-                    self._run(slot, r.requests[slot].text)
+                    self._run(slot, request.text)
 
     def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
         self._wait(slot, torch.stack([rows[depth] for depth in self.taps]))
         self._run(slot, request.text)
 
-    def _run(self, slot: int, text: list[int]) -> None:
-        """Run the pairs of the features that wait, but for the last one, so that the next draft has a row to
-        forward."""
-        cache, features = self.cache, self.waiting[slot]
-        assert features is not None
-        while len(features) > 1:
-            start, now = cache.exact_len[slot], features[: min(BLOCK, len(features) - 1)]
-            tokens = text[start + 1 : start + 1 + len(now)]
-            embedded = self.model.embed_tokens(torch.tensor(tokens, device=self.model.device))
-            self.reading.forward(cache, cache.after([start], [len(now)], slot=slot), now, embedded)
-            cache.exact_len[slot] += len(now)
-            features = features[len(now) :]
-        self.waiting[slot] = features
-
     def _wait(self, slot: int, taps: Tensor) -> None:
         """Add the features of the target's rows [A, T, Ht] to those that wait."""
         features, before = self.reading.features(taps), self.waiting[slot]
         self.waiting[slot] = features if before is None else torch.cat((before, features))
 
+    def _run(self, slot: int, text: list[int]) -> None:
+        """Forward the pairs that wait in one slot."""
+        cache, features = self.cache, self.waiting[slot]
+        if features is None:
+            return
+        for now in features.split(BLOCK):
+            start = cache.exact_len[slot]
+            self._forward(slice(slot, slot + 1), cache.after([start], [len(now)], slot=slot), now, text[start + 1 :])
+            cache.exact_len[slot] += len(now)
+        self.waiting[slot] = None
+
+    def _run_all(self, requests: list[Request]) -> None:
+        """Forward the pairs that wait in all slots, together if all have some."""
+        waiting = [x for x in self.waiting[: len(requests)] if x is not None]
+        if len(waiting) < len(requests):
+            for slot, request in enumerate(requests):
+                self._run(slot, request.text)
+            return
+        starts, counts = self.cache.exact_len[: len(requests)], [len(x) for x in waiting]
+        rows = self.cache.after(starts, counts)
+        tokens = [token for start, request in zip(starts, requests, strict=True) for token in request.text[start + 1 :]]
+        self._forward(slice(len(requests)), rows, torch.cat(waiting), tokens)
+        for slot, count in enumerate(counts):
+            self.cache.exact_len[slot] += count
+            self.waiting[slot] = None
+
+    def _forward(self, slots: slice, rows: Rows, features: Tensor, tokens: list[int]) -> None:
+        """Forward pairs whose tokens the host knows."""
+        ids = torch.tensor(tokens[: len(features)], device=self.model.device)
+        output, final = self.reading.forward(self.cache, rows, features, self.model.embed_tokens(ids))
+        self._note(slots, output, final, rows.cu_rows[1:].long() - 1)
+
     def move(self, source: int, target: int) -> None:
         self.waiting[target], self.waiting[source] = self.waiting[source], None
+        for x in (self.output, self.last):
+            x[target] = x[source]
 
     def reset(self, slot: int) -> None:
         self.waiting[slot] = None
