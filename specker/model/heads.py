@@ -28,8 +28,10 @@ from torch.nn import functional as F
 
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
-from specker.model.cache import KVCache, Rows
+from specker.kernels.round.pair import start_pairs
+from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
 from specker.model.decoder import Final, GroupRows, Model, fuses, over_pages, run_layers
+from specker.model.rows import begin
 from specker.model.weights import Parameters
 
 
@@ -69,33 +71,81 @@ class ReadingHead:
         return self.spec.form == "eagle1" or self.spec.output or fuses(self.model, self.model.norm)
 
     def features(self, taps: Tensor) -> Tensor:
-        """The target's rows [A, T, Ht] after each depth of `spec.taps` -> features [T, H]."""
+        """The target's rows [T, A, Ht] after each depth of `spec.taps` -> features [T, H]."""
         w, eps = self.weights, self.model.config.rms_norm_eps
         if self.spec.form == "eagle1":
             norm, own = self.final_norm
-            return add_norm(taps[0].contiguous(), None, norm, own)[1]
+            return add_norm(taps[:, 0].contiguous(), None, norm, own)[1]
         if w.fc_norm is not None:
-            taps = torch.stack([F.rms_norm(x, x.shape[-1:], n, eps) for x, n in zip(taps, w.fc_norm, strict=True)])
-        rows = taps.transpose(0, 1).flatten(1)
+            taps = F.rms_norm(taps, taps.shape[-1:], None, eps) * w.fc_norm
+        rows = taps.flatten(1)
         if w.input_norm is not None:
             rows = F.rms_norm(rows, rows.shape[-1:], w.input_norm, eps)
-        return self.model.linear(rows.contiguous(), w.fc, w.fc_bias)
+        return self.model.linear(rows, w.fc, w.fc_bias)
 
-    def forward(self, cache: KVCache, rows: Rows, features: Tensor, embedded: Tensor) -> tuple[Tensor, Final]:
-        """Run pairs: features [T, H] and the embeddings of the tokens after them [T, H]. Writes the rows' K/V. Returns
-        the output that a drafted token gets as its feature [T, H], and the rows for the LM head."""
+    @property
+    def norms(self) -> tuple[Tensor, Tensor] | None:
+        """Of a pair's embedding and of its feature, [H] each."""
+        if self.spec.form == "eagle1":
+            return None
+        norm_in, hidden_norm = self.model.layers[0].attention.norm_in, self.weights.hidden_norm
+        assert norm_in is not None and hidden_norm is not None
+        return norm_in, hidden_norm
+
+    def pairs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [T, H] and the embeddings of the tokens after them [T, H] -> the stream that enters the first layer
+        [T, H], and both side by side, normed [T, 2 * H]."""
+        if (norms := self.norms) is None:
+            return features, torch.cat((embedded, features), -1)
+        eps = self.model.config.rms_norm_eps
+        embedded, normed = (add_norm(x, None, w, eps)[1] for x, w in zip((embedded, features), norms, strict=True))
+        return features if self.spec.residual else normed, torch.cat((embedded, normed), -1)
+
+    def begin(
+        self,
+        cache: KVCache,
+        lengths: Lengths,
+        back: int,
+        first: int,
+        tokens: Tensor,
+        features: Tensor,
+        parents: Tensor | None = None,
+        text: bool = False,
+    ) -> tuple[Rows, Tensor, Tensor]:
+        """Place pairs first, first + 1, .. of each sequence's window, as `KVCache.place` does. tokens [n, count] int64;
+        with `text`, tokens [n, C] of which a pair takes the one at its own column, and lengths on the device. features
+        [n * m, H]: those of the same pairs or, with `parents`, of the m pairs before, among which are the parents.
+        Returns the rows and what `pairs` does."""
+        model = self.model
+        n, count = len(lengths), len(features) // len(lengths) if text else tokens.shape[1]
+        if isinstance(lengths, Tensor) and isinstance(model.embed, Tensor) and model.embed.dtype == features.dtype:
+            place = lengths, back, first, count, parents, cache.table[:n], cache.page_size, cache.last_position
+            how = self.norms, model.config.rms_norm_eps, not self.spec.residual
+            stream, joined, *placed = start_pairs(model.embed, tokens, text, features, *how, *place)  # type: ignore[arg-type]
+            positions, slots, kv_len, words = placed
+            window, bounds = window_sizes(first + count, cache.device, n), sequence_bounds(count, cache.device, n)
+            return Rows(positions, slots, kv_len, window, words, bounds, cache.table[:n]), stream, joined
+        if text:
+            assert isinstance(lengths, Tensor)
+            columns = (lengths - back + first).unsqueeze(1) + torch.arange(count, device=cache.device)
+            tokens = tokens.gather(1, columns.clamp(0, tokens.shape[1] - 1))
+        rows, embedded = begin(model, cache, lengths, back, first, tokens, parents)
+        if parents is not None:
+            m = len(features) // n
+            row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
+            features = features[(row + m * torch.arange(n, device=row.device).unsqueeze(1)).view(-1)]
+        return rows, *self.pairs(features, embedded)
+
+    def forward(self, cache: KVCache, rows: Rows, stream: Tensor, joined: Tensor) -> tuple[Tensor, Final]:
+        """Run pairs (`pairs`). Writes the rows' K/V. Returns the output that a drafted token gets as its feature
+        [T, H], and the rows for the LM head."""
         model, w, eps = self.model, self.weights, self.model.config.rms_norm_eps
         batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
         steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
         if self.spec.form == "eagle1":
-            stream = model.linear(torch.cat((embedded, features), -1), w.fc, w.fc_bias)
-            out = run_layers(model, steps, stream)
+            out = run_layers(model, steps, model.linear(joined, w.fc, w.fc_bias))
             return out.hidden, Final(out.hidden, True)
-        embedding_norm = model.layers[0].attention.norm_in
-        assert w.hidden_norm is not None and embedding_norm is not None
-        normed = add_norm(features, None, w.hidden_norm, eps)[1]
-        entered = torch.cat((add_norm(embedded, None, embedding_norm, eps)[1], normed), -1)
-        out = run_layers(model, steps, features if self.spec.residual else normed, entered=entered)
+        out = run_layers(model, steps, stream, entered=joined)
         final = out.final
         if not self.spec.output:
             return out.hidden, final

@@ -81,16 +81,16 @@ class Workspace:
         """The first `count` entries of `name`."""
         return (getattr(self.state, name) if self.fixed else self._values[name])[:count]
 
-    def put_taps(self, rows: Tensor) -> None:
-        """Pass on the hidden rows after some depths, [depths, rows, E]."""
+    def put_taps(self, taps: list[Tensor]) -> None:
+        """Pass on the hidden rows after some depths, [rows, E] each."""
         if self.fixed:
-            self.state.taps[: rows.shape[0], : rows.shape[1]].copy_(rows)
+            torch.stack(taps, 1, out=self.state.taps[: len(taps[0]), : len(taps)])
         else:
-            self._values["taps"] = rows
+            self._values["taps"] = torch.stack(taps, 1)
 
     def taps(self, depths: int, rows: int) -> Tensor:
-        """What `put_taps` passed on, [depths, rows, E]."""
-        return (self.state.taps if self.fixed else self._values["taps"])[:depths, :rows]
+        """What `put_taps` passed on, [rows, depths, E]."""
+        return (self.state.taps if self.fixed else self._values["taps"])[:rows, :depths]
 
 
 @dataclass(eq=False)
@@ -161,8 +161,9 @@ class Round:
 
     def tapped(self, slot: int, rows: int) -> dict[int, Tensor]:
         """The first `rows` verified rows of a sequence after each depth in `taps`, [rows, E]."""
-        taps = self.memory.taps(len(self.taps), self.rows).view(len(self.taps), self.n, self.draft.size + 1, -1)
-        return {depth: taps[i, slot, :rows] for i, depth in enumerate(self.taps)}
+        first = slot * (self.draft.size + 1)
+        taps = self.memory.taps(len(self.taps), self.rows)[first : first + rows]
+        return {depth: taps[:, i] for i, depth in enumerate(self.taps)}
 
 
 def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> None:
@@ -215,7 +216,7 @@ def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
         out = forward(model, cache, rows, hidden, taps=r.taps)
         taps = out.taps
     if r.taps:
-        r.memory.put_taps(torch.stack([taps[n] for n in r.taps]))
+        r.memory.put_taps([taps[n] for n in r.taps])
     r.memory.put("logits", model.logits(out.final, r.memory.out("logits", r.rows)))
     r.memory.put("positions", rows.positions)
 

@@ -61,7 +61,7 @@ class State:
     step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
     # Work space of one round; the rows of each sequence are adjacent.
     hidden: Tensor  # [n * R, E of the drafter]
-    taps: Tensor  # [D, n * R, E of the target], the hidden rows that the drafter reads
+    taps: Tensor  # [n * R, D, E of the target], the hidden rows that the drafter reads
     positions: Tensor  # [n * R] int64
     logits: Tensor  # [n * R, V]
     target: Tensor  # [n * R] int64, the target's token after each row
@@ -99,7 +99,7 @@ class State:
             confidence=torch.zeros(sequences, dtype=scores, device=device),
             step=ints(1),
             hidden=torch.zeros(sequences * rows, wide, dtype=dtype, device=device),
-            taps=torch.zeros(taps[0], sequences * rows, taps[1], dtype=dtype, device=device),
+            taps=torch.zeros(sequences * rows, *taps, dtype=dtype, device=device),
             positions=ints(sequences * rows),
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),

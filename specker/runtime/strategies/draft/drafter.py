@@ -14,9 +14,6 @@ from specker.runtime.round import Round
 
 
 class AutoregressiveDrafter(ModelDrafter):
-    back = 1
-    """The text's columns from the one that predicts the first draft token on."""
-
     def __init__(self, model: Model, cache: KVCache, head: Head, width: int = 1, depth: int = 0):
         """`width`: nodes per tree level; 1 drafts a chain. `depth`: length of the longest draft."""
         super().__init__(model, cache, head, depth)
@@ -67,10 +64,15 @@ class AutoregressiveDrafter(ModelDrafter):
         if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.draft.forwarded]:
             self.cache.commit(nodes, slot)
 
-    def forward(self, r: Round, rows: Rows, embedded: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
-        """A draft step: the embeddings of draft tokens [T, E] -> their rows [T, E] for the head, and the tokens'
-        positions [T] int64. `parents` [n, width] int64: of a tree's nodes, as rows of the window; None: a chain's."""
-        return forward(self.model, self.cache, rows, embedded).final, rows.positions
+    def forward(self, rows: Rows, embedded: Tensor) -> Final:
+        """The embeddings of draft tokens [T, E] -> their rows [T, E] for the head."""
+        return forward(self.model, self.cache, rows, embedded).final
+
+    def step(self, r: Round, first: int, tokens: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
+        """Forward draft tokens [n, count] int64, rows first, first + 1, .. of each window, whose row 0 is the root.
+        parents [n, >= first + count - 1] int64: of a tree's rows. Returns the rows for the head and their positions."""
+        rows, embedded = begin(self.model, self.cache, self._lengths(r), 1, first, tokens, parents)
+        return self.forward(rows, embedded), rows.positions
 
     @property
     def groups(self) -> list[int]:
@@ -150,9 +152,7 @@ class AutoregressiveDrafter(ModelDrafter):
             final, positions = self._catch_up(r)
             draft.forwarded = 0
         else:
-            token = r.window[:, n : n + 1]
-            rows, embedded = begin(self.model, self.cache, self._lengths(r), self.back - 1, n - 1, token)
-            final, positions = self.forward(r, rows, embedded)
+            final, positions = self.step(r, n, r.window[:, n : n + 1])
             draft.forwarded = n
         draft.extend(r, self.head, final, positions, r.window[:, n + 1 : n + 2])
 
@@ -167,10 +167,7 @@ class AutoregressiveDrafter(ModelDrafter):
         final, positions = self._catch_up(r)
         for at in range(0, count, width):
             if at:  # the last level's nodes, which end at row `at`
-                first, last = at - width + 1, tokens[:, at - width : at]
-                place = self._lengths(r), self.back, first, last, parents[:, :at]
-                rows, embedded = begin(self.model, self.cache, *place)
-                final, positions = self.forward(r, rows, embedded, parents[:, at - width : at])
+                final, positions = self.step(r, at - width + 1, tokens[:, at - width : at], parents[:, :at])
             grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at)
         draft.forwarded = count - width
         if draft.size < count:

@@ -1,12 +1,13 @@
 """The drafter that runs a head on the target's hidden states."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final
 from specker.model.heads import ReadingHead
-from specker.model.rows import begin
 from specker.runtime.drafter import Draft
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget
@@ -26,8 +27,6 @@ class EagleDrafter(AutoregressiveDrafter):
     together. In rounds of fixed shape the device forwards the pairs of all rows that a round may accept, right after
     acceptance; those beyond the accepted ones are overwritten later."""
 
-    back = 2  # the pair that predicts the first draft token is the one before the root's column
-
     def __init__(self, reading: ReadingHead, cache: KVCache, head: Head, width: int = 1, depth: int = 0):
         super().__init__(reading.model, cache, head, width, depth)
         self.reading, self.depth = reading, depth
@@ -37,7 +36,7 @@ class EagleDrafter(AutoregressiveDrafter):
         # head.
         shape = len(cache.exact_len), self.model.config.hidden_size
         self.output, self.last = torch.zeros(2, *shape, dtype=self.model.dtype, device=self.model.device).unbind(0)
-        self._level = self.output  # [n * width, H], the output of the last step
+        self._last = self.output  # [n * width, H], the output of the last step
         if (ids := reading.weights.ids) is not None:
             head.token_ids, head.known = ids, set(ids.tolist())
 
@@ -75,18 +74,16 @@ class EagleDrafter(AutoregressiveDrafter):
         n = r.n
         if not r.fixed:
             self._run_all(r.requests)
-        output = self.output[:n]
-        self._keep(r, output if self.width == 1 else output.repeat_interleave(self.width, 0))
+        self._keep(r, self.output[:n])
         lengths = r.lengths if isinstance(r.lengths, Tensor) else torch.tensor(r.lengths, device=self.model.device)
-        return Final(self.last[:n], self.reading.normed), lengths - 1
+        return Final(self.last[:n], self.reading.normed), lengths if r.shape.draws == "greedy" else lengths - 1
 
-    def forward(self, r: Round, rows: Rows, embedded: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
-        if parents is None:
-            features = r.memory.get("hidden", r.n) if r.confident else self._level
-        else:  # the level before ran `width` rows of each sequence, and a parent is one of them
-            each = torch.arange(r.n, device=parents.device).unsqueeze(1)
-            features = self._level[((parents - 1) % self.width + self.width * each).view(-1)]
-        output, final = self.reading.forward(self.cache, rows, features, embedded)
+    def step(self, r: Round, first: int, tokens: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
+        """A pair's column is the one before its token's, so row 0 of the window is the root's pair, 2 columns before
+        the end of the text."""
+        features = r.memory.get("hidden", r.n) if r.confident else self._last
+        rows, stream, joined = self.reading.begin(self.cache, self._lengths(r), 2, first, tokens, features, parents)
+        output, final = self.reading.forward(self.cache, rows, stream, joined)
         self._keep(r, output)
         # A pair predicts the draw of the next position. Greedy draws read none.
         return final, rows.positions if r.shape.draws == "greedy" else rows.positions + 1
@@ -96,7 +93,7 @@ class EagleDrafter(AutoregressiveDrafter):
         if r.confident:
             r.memory.put("hidden", output)
         else:
-            self._level = output
+            self._last = output
 
     def accepted(self, r: Round) -> None:
         if r.fixed:
@@ -110,24 +107,19 @@ class EagleDrafter(AutoregressiveDrafter):
         most = min(N, self.depth) + 1
         report = s.report[: n * (3 + 2 * N)].view(n, -1)
         accepted, path = report[:, 0], report[:, 1 : most + 1]
-        taps = r.memory.taps(len(self.taps), r.rows).view(len(self.taps), n, N + 1, -1)
+        taps = r.memory.taps(len(self.taps), r.rows).view(n, N + 1, len(self.taps), -1)
         if r.draft.tree:
-            each = torch.arange(n, device=device).unsqueeze(1)
-            taps = taps[:, each, path.clamp(0, N)]
-        else:
-            taps = taps[:, :, :most]
-        features = self.reading.features(taps.flatten(1, 2))
+            taps = taps[torch.arange(n, device=device).unsqueeze(1), path.clamp(0, N)]
+        features = self.reading.features(taps[:, :most].flatten(0, 1))
         before = s.length - accepted
-        tokens = s.committed.gather(1, before.unsqueeze(1) + torch.arange(most, device=device))
-        rows, embedded = begin(self.model, self.cache, before, 1, 0, tokens)
-        output, final = self.reading.forward(self.cache, rows, features, embedded)
-        self._note(
-            slice(n), output, final, (torch.arange(1, n + 1, device=device) * most - most + accepted - 1).clamp(0)
-        )
+        pairs = self.reading.begin(self.cache, before, 1, 0, s.committed[:, 1:], features, text=True)
+        output, final = self.reading.forward(self.cache, *pairs)
+        self._note(slice(n), output, final, accepted.clamp(min=1) + _before(n, most, device))
 
     def _note(self, slots: slice, output: Tensor, final: Final, last: Tensor) -> None:
         """Note what the head made of the last pair of each slot, row `last` [n] of [T, H]."""
-        self.output[slots], self.last[slots] = output[last], final.rows[last]
+        torch.index_select(output, 0, last, out=self.output[slots])
+        torch.index_select(final.rows, 0, last, out=self.last[slots])
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         """What the head wrote for draft tokens is dropped."""
@@ -140,17 +132,17 @@ class EagleDrafter(AutoregressiveDrafter):
                 self.cache.exact_len[slot] = len(request.text) - 1
             elif path:
                 taps = r.tapped(slot, path[-1] + 1)
-                self._wait(slot, torch.stack([taps[depth][path] for depth in self.taps]))
+                self._wait(slot, torch.stack([taps[depth][path] for depth in self.taps], 1))
                 if (features := self.waiting[slot]) is not None and len(features) > WAITING:
                     self._run(slot, request.text)
 
     def prefilled(self, slot: int, request: Request, first: int, rows: dict[int, Tensor]) -> None:
         """Run the pairs of a chunk of the prompt."""
-        self._wait(slot, torch.stack([rows[depth] for depth in self.taps]))
+        self._wait(slot, torch.stack([rows[depth] for depth in self.taps], 1))
         self._run(slot, request.text)
 
     def _wait(self, slot: int, taps: Tensor) -> None:
-        """Add the features of the target's rows [A, T, Ht] to those that wait."""
+        """Add the features of the target's rows [T, A, Ht] to those that wait."""
         features, before = self.reading.features(taps), self.waiting[slot]
         self.waiting[slot] = features if before is None else torch.cat((before, features))
 
@@ -183,7 +175,8 @@ class EagleDrafter(AutoregressiveDrafter):
     def _forward(self, slots: slice, rows: Rows, features: Tensor, tokens: list[int]) -> None:
         """Forward pairs whose tokens the host knows."""
         ids = torch.tensor(tokens[: len(features)], device=self.model.device)
-        output, final = self.reading.forward(self.cache, rows, features, self.model.embed_tokens(ids))
+        pairs = self.reading.pairs(features, self.model.embed_tokens(ids))
+        output, final = self.reading.forward(self.cache, rows, *pairs)
         self._note(slots, output, final, rows.cu_rows[1:].long() - 1)
 
     def move(self, source: int, target: int) -> None:
@@ -193,3 +186,10 @@ class EagleDrafter(AutoregressiveDrafter):
 
     def reset(self, slot: int) -> None:
         self.waiting[slot] = None
+
+
+@cache
+def _before(sequences: int, rows: int, device: torch.device) -> Tensor:
+    """[sequences] int64, the row before each sequence's first, of sequences of `rows` rows. CUDA graphs hold its
+    address, so the cache never frees it."""
+    return torch.tensor([rows * i - 1 for i in range(sequences)], device=device)

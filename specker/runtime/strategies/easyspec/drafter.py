@@ -182,8 +182,8 @@ class EasySpecDrafter(AutoregressiveDrafter):
         if r.fixed:
             super().observe(r, slot, path)
 
-    def forward(self, r: Round, rows: Rows, embedded: Tensor, parents: Tensor | None = None) -> tuple[Final, Tensor]:
-        return self.parallel.forward(rows, embedded).final, rows.positions
+    def forward(self, rows: Rows, embedded: Tensor) -> Final:
+        return self.parallel.forward(rows, embedded).final
 
     @property
     def groups(self) -> list[int]:

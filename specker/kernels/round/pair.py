@@ -1,0 +1,289 @@
+"""start_pairs: the first launch of a forward of a head that reads the target (model/heads.py): gather the embeddings of
+its tokens and the features beside them, norm both, and place the rows.
+
+Contract: embedding [V, E], tokens int64, features [B * m, E], norms of both, the rest as for place_rows (place.py) ->
+
+    stream [B * count, E]       h: the row's feature, or its norm
+    joined [B * count, 2 * E]   [norm(embedding) | norm(h)], or [embedding | h] without norms
+    positions, slots, kv_len, ancestors     as place_rows gives them
+
+A chain's row takes the feature of the same number. A tree's row takes that of its parent, one of the m rows before row
+`first`. Each norm is that of residual_merge: computed in float32 and rounded once. Traffic: two rows read and three
+written for each row. Without this op it would be two norms, a gather and a concatenation.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specker.kernels.round.place import check_place, place, place_arguments, place_rows_cost, rowwise
+from specker.kernels.round.start import start_rows
+from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
+
+Norms = tuple[Tensor, Tensor]  # weights [E] for the embedding and for the feature
+
+
+def start_pairs(
+    embedding: Tensor,
+    tokens: Tensor,
+    text: bool,
+    features: Tensor,
+    norms: Norms | None,
+    eps: float,
+    normed: bool,
+    length: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    parents: Tensor | None,
+    block_table: Tensor,
+    page_size: int,
+    last_position: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """embedding [V, E], tokens and `text` as for `start_rows`, features [B * m, E], norms of the embedding's and the
+    feature's [E] or None, their eps, the other arguments as for `place_rows` -> stream [B * count, E], joined
+    [B * count, 2 * E] and the four results of `place_rows`.
+
+    m is `count` without parents; with them it is 1 or count, and row first + i takes feature parents[first + i - 1] -
+    (first - m) of its sequence, clamped to 0..m - 1. `normed`: the stream is the norm of the feature. All tensors but
+    integers have the embedding's dtype. Raises ValueError as `start_rows` does, and for other features and norms.
+    """
+    rows = length, back, first, count, parents, block_table, page_size, last_position
+    B, E = len(length), embedding.shape[-1]
+    m = len(features) // max(B, 1)
+    if features.shape != (B * m, E) or m not in ({count} if parents is None else {1, count}):
+        raise ValueError(f"expected features [{B} * {count}, {E}], or [{B}, {E}] for a tree: {tuple(features.shape)}")
+    if any(x.dtype != embedding.dtype for x in (features, *(norms or ()))):
+        raise ValueError(f"features and norms must have the embedding's dtype, {embedding.dtype}")
+    if norms is not None and any(weight.shape != (E,) for weight in norms):
+        raise ValueError(f"norms must be [{E}], got {[tuple(weight.shape) for weight in norms]}")
+    if normed and norms is None:
+        raise ValueError("without norms there is no norm of the features")
+    if length.is_cuda:
+        check_place(*rows, None)
+        return _launch(embedding, tokens, text, features, norms, eps, normed, *rows)
+    embedded, *placed = start_rows(embedding, tokens, text, *rows)
+    if parents is not None:
+        row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
+        features = features[(row + m * torch.arange(B).unsqueeze(1)).view(-1)]
+    beside = features
+    if norms is not None:
+        embedded, beside = (F.rms_norm(x, (E,), w, eps) for x, w in zip((embedded, features), norms, strict=True))
+    return beside if normed else features, torch.cat((embedded, beside), -1), *placed  # type: ignore[return-value]
+
+
+def start_pairs_cost(
+    embedding: Tensor,
+    tokens: Tensor,
+    text: bool,
+    features: Tensor,
+    norms: Norms | None,
+    eps: float,
+    normed: bool,
+    length: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    *rest: Any,
+) -> tuple[int, int]:
+    """(bytes, operations) of one call."""
+    placed, operations = place_rows_cost(length, back, first, count, *rest)
+    T, E = len(length) * count, embedding.shape[1]
+    weights = 0 if norms is None else 2 * E
+    return placed + 8 * T + (5 * T * E + weights) * embedding.element_size(), operations + 8 * T * E
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("eps", "width", "token_stride", "back", "first", "columns", "page_size", "last_position", "up_stride"),
+        "table_stride",
+    ],
+    do_not_specialize_on_alignment=["tokens_ptr", "length_ptr", "parents_ptr", "table_ptr"],
+)
+def _start_pairs_kernel(
+    embedding_ptr,  # [V, E]
+    tokens_ptr,  # [B, width]
+    features_ptr,  # [B, M, E]
+    norm_e_ptr,  # [E]; not read unless NORMS
+    norm_h_ptr,  # [E]; not read unless NORMS
+    length_ptr,  # [B]
+    parents_ptr,  # [B, >= first + count - 1]
+    table_ptr,  # [B, P]
+    stream_ptr,  # [B, count, E]
+    joined_ptr,  # [B, count, 2, E]
+    positions_ptr,  # [B, count]
+    slots_ptr,  # [B, count]
+    kv_len_ptr,  # [B]
+    words_ptr,  # [B, count, W]
+    eps,
+    width,
+    token_stride,  # from a sequence's tokens to the next one's
+    back,
+    first,
+    columns,  # P * page_size
+    page_size,
+    last_position,
+    up_stride,
+    table_stride,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least E
+    NORMS: tl.constexpr,
+    NORMED: tl.constexpr,  # the stream is the norm of the feature
+    ONE: tl.constexpr,  # a tree's first level: all rows of a sequence take its only feature
+    TEXT: tl.constexpr,  # tokens are texts: a row reads its own column
+    W: tl.constexpr,
+    W_PAD: tl.constexpr,
+    TREE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_after_previous(PDL)
+    i, i_b, count = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    start = tl.load(length_ptr + i_b) - back
+    column = start + first + i if TEXT else i
+    if TEXT:
+        column = tl.minimum(tl.maximum(column, 0), width - 1)
+    token = tl.load(tokens_ptr + i_b * token_stride + column)
+    token = tl.minimum(tl.maximum(token, 0), V - 1)
+    o_e = tl.arange(0, BLOCK)
+    m_e = o_e < E
+    b_e = tl.load(embedding_ptr + token * E + o_e, mask=m_e, other=0.0)
+    if ONE:
+        row = i_b
+    elif TREE:
+        parent = tl.load(parents_ptr + i_b * up_stride + first + i - 1) - (first - count)
+        row = i_b * count + tl.minimum(tl.maximum(parent, 0), count - 1)
+    else:
+        row = i_b * count + i
+    b_h = tl.load(features_ptr + row * E + o_e, mask=m_e, other=0.0)
+    place(
+        i,
+        i_b,
+        count,
+        start,
+        parents_ptr,
+        table_ptr,
+        positions_ptr,
+        slots_ptr,
+        kv_len_ptr,
+        words_ptr,
+        first,
+        columns,
+        page_size,
+        last_position,
+        up_stride,
+        table_stride,
+        W,
+        W_PAD,
+        TREE,
+    )
+    o_row = (i_b * count + i) * E
+    b_beside = b_h
+    if NORMS:
+        b_e = _norm(b_e, norm_e_ptr, o_e, m_e, eps, E)
+        b_beside = _norm(b_h, norm_h_ptr, o_e, m_e, eps, E)
+    tl.store(stream_ptr + o_row + o_e, b_beside if NORMED else b_h, mask=m_e)
+    tl.store(joined_ptr + 2 * o_row + o_e, b_e, mask=m_e)
+    tl.store(joined_ptr + 2 * o_row + E + o_e, b_beside, mask=m_e)
+
+
+@triton.jit
+def _norm(b_x, weight_ptr, o_e, m_e, eps, E: tl.constexpr):
+    """The RMSNorm of a row, in the row's dtype."""
+    b_weight = tl.load(weight_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)
+    b_y = b_x.to(tl.float32)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(b_y * b_y, axis=0), E * 1.0) + eps))
+    return (b_y * scale * b_weight).to(b_x.dtype)
+
+
+@lru_cache
+def _variant(
+    dtype: torch.dtype,
+    V: int,
+    E: int,
+    words: int,
+    tree: bool,
+    text: bool,
+    norms: bool = True,
+    normed: bool = False,
+    one: bool = False,
+) -> Variant:
+    """One program per row: 16 elements of each of its two rows per thread."""
+    t, block = TYPES[dtype], triton.next_power_of_2(E)
+    kind = "tree" if tree else "chain"
+    flags = " text" * text + " plain" * (not norms) + " normed" * normed + " one" * one
+    return Variant(
+        name=f"{t} V{V} E{E} {kind} W{words}{flags}",
+        kernel=_start_pairs_kernel,
+        arguments=(
+            *(f"*{t}", "*i64", *(f"*{t}",) * 3, "*i64", "*i64", "*i32"),
+            *(*(f"*{t}",) * 2, "*i64", "*i64", "*i32", "*i64", "fp32", *("i32",) * 9),
+        ),
+        constexprs={
+            "V": V,
+            "E": E,
+            "BLOCK": block,
+            "NORMS": norms,
+            "NORMED": normed,
+            "ONE": one,
+            "TEXT": text,
+            "W": words,
+            "W_PAD": triton.next_power_of_2(words),
+            "TREE": tree,
+        },
+        num_warps=min(max(block // 512, 1), 16),
+        wide=E * dtype.itemsize % 16 == 0,
+        smoke=words == 1 and tree and E == 4096,
+    )
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """The variants that the compile-only checks compile for sm_`arch`."""
+    bf16 = torch.bfloat16
+    for dtype, E, words, tree, text in (
+        (bf16, 4096, 1, False, False),
+        (bf16, 4096, 1, False, True),
+        (bf16, 4096, 1, True, False),
+        (bf16, 2048, 4, True, False),
+        (bf16, 8192, 1, False, False),
+        (bf16, 1023, 1, False, False),
+        (torch.float16, 4096, 1, False, False),
+        (torch.float32, 4096, 1, False, True),
+    ):
+        yield _variant(dtype, 128256, E, words, tree, text)
+    yield _variant(bf16, 128256, 4096, 1, True, False, one=True)
+    yield _variant(bf16, 128256, 4096, 1, False, False, normed=True)
+    yield _variant(bf16, 128256, 4096, 1, False, False, norms=False)
+
+
+def _launch(
+    embedding: Tensor,
+    tokens: Tensor,
+    text: bool,
+    features: Tensor,
+    norms: Norms | None,
+    eps: float,
+    normed: bool,
+    length: Tensor,
+    back: int,
+    first: int,
+    count: int,
+    parents: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weights = norms or (features, features)  # the kernel ignores features here
+    same_device(length, embedding=embedding, tokens=tokens, features=features, norm_e=weights[0], norm_h=weights[1])
+    given, out, sizes = place_arguments(length, back, first, count, parents, *rest)
+    (V, E), B = embedding.shape, len(length)
+    stream, joined = embedding.new_empty(B * count, E), embedding.new_empty(B * count, 2 * E)
+    tokens, tree = rowwise(tokens), parents is not None
+    one = tree and len(features) == B
+    variant = _variant(embedding.dtype, V, E, out[3].shape[1], tree, text, norms is not None, normed, one)
+    rows = embedding.contiguous(), tokens, features.contiguous(), *(x.contiguous() for x in weights)
+    wide = eps, tokens.shape[1], tokens.stride(0)
+    variant((count, B), *rows, *given, stream, joined, *out, *wide, *sizes)
+    return stream, joined, *out
