@@ -469,7 +469,7 @@ def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
 
 
 LAUNCHES = {"ar": 62, "chain-4": 190, "tree-3x4": 195, "easyspec": 156, "diffuspec-fixed": 105}
-LAUNCHES |= {"eagle": 142, "eagle-tree": 145, "draft-and-verify": 194, "del": 132, "del-length": 129}
+LAUNCHES |= {"eagle": 109, "eagle-tree": 107, "draft-and-verify": 194, "del": 132, "del-length": 129}
 """Kernels and copies of a captured round of Llama-like models with 8 and 4 layers, a quarter of 8B's and of 1B's."""
 GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2}
 """Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent."""

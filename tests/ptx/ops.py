@@ -29,6 +29,7 @@ CONSTANT = {
     "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
     "_start_rows_kernel": {"embedding_ptr"},
+    "_start_pairs_kernel": {"embedding_ptr", "norm_e_ptr", "norm_h_ptr"},
     "_kv_project_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr", "rope_ptr", "q_norm_ptr", "k_norm_ptr"},
 }
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from ptx.cases import Case, Verdict
 from specker.kernels.accept import _launch_walk, accept_walk_ref
 from specker.kernels.round import grow as growing
+from specker.kernels.round import pair, repeat, start
 from specker.kernels.round import place as rounds
-from specker.kernels.round import repeat, start
 from specker.kernels.round import settle as end
 from specker.kernels.sample import Splits
 
@@ -93,6 +93,46 @@ def start_rows(_: object) -> Iterator[Case]:
 
 def _start(label: str, args: tuple, ahead: torch.Tensor | None) -> Case:
     return _equal(label, lambda: start._launch(*args, ahead=ahead), lambda: start.start_rows(*args, ahead=ahead))
+
+
+def start_pairs(_: object) -> Iterator[Case]:
+    g = torch.Generator().manual_seed(5)
+    for E, first, count, m, text, norms, normed, lengths in (
+        (96, 3, 1, 1, False, True, False, [40, 7]),
+        (1030, 5, 4, 4, False, True, True, [40]),
+        (64, 1, 3, 1, False, True, False, [40, 300]),
+        (64, 0, 6, 6, True, True, False, [40, 3]),
+        (2048, 2, 1, 1, False, False, False, [40]),
+    ):
+        B, tree = len(lengths), count > 1 and not text
+        parents = torch.stack([_tree(first + count - 1, g, near=m) for _ in lengths]) if tree else None
+        table = torch.randperm(80 * B, generator=g).view(B, 80)[:, :70].int()
+        tokens = torch.randint(0, 70, (B, 1000 if text else count), generator=g)  # ids beyond the vocabulary, too
+        embedding, features = (torch.randn(n, E, generator=g).bfloat16() for n in (50, B * m))
+        weights = tuple(1 + 0.1 * torch.randn(E, generator=g).bfloat16() for _ in range(2)) if norms else None
+        place = torch.tensor(lengths), 2, first, count, parents, table, 16, 5000
+        label = f"E{E} rows {first}+{count} of {m}{' text' * text}{' plain' * (not norms)}"
+        yield _pairs(label, (embedding, tokens, text, features, weights, 1e-5, normed, *place))
+
+
+def _pairs(label: str, args: tuple) -> Case:
+    """Norms may differ from torch's by the rounding of one step."""
+
+    def judge(verdict: Verdict, got: Any) -> None:
+        want = pair.start_pairs(*args)
+        wide = pair.start_pairs(*(_doubled(x) for x in args))
+        for n in range(2):
+            verdict.near(f"result {n}", got[n], wide[n], want[n])
+        for n in range(2, 6):
+            verdict.same(f"result {n}", got[n], want[n])
+
+    return Case(label, lambda: pair._launch(*args), judge)
+
+
+def _doubled(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_doubled, x))
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def grow(_: object) -> Iterator[Case]:
@@ -188,4 +228,4 @@ def _repeat(label: str, args: tuple) -> Case:
     return _equal(label, lambda: repeat._launch(*args), lambda: repeat.repeat_rows(*args))
 
 
-OPS = (accept_walk, place_rows, start_rows, grow, prune, settle, repeat_rows)
+OPS = (accept_walk, place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)

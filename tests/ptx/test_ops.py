@@ -18,7 +18,7 @@ FLOAT = [
     "kv_project",
     "kv_commit",
 ]
-INTEGER = ["accept_walk", "place_rows", "start_rows", "grow", "prune", "settle", "repeat_rows"]
+INTEGER = ["accept_walk", "place_rows", "start_rows", "start_pairs", "grow", "prune", "settle", "repeat_rows"]
 
 
 def run(*flags: str) -> list[str]:
