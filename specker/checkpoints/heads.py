@@ -195,14 +195,16 @@ class Layout:
         own = frozenset(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in where)
         norms = frozenset(n for n in ("input_norm", "fc_norm") if any(name.startswith(f"{n}.") for name in where))
         D = raw.get("draft_vocab_size") or target.vocab_size
+        taps, other = _taps(folder, raw, where, form, target)
         spec = HeadSpec(
             form,
-            _taps(folder, raw, where, form, target),
+            taps,
             target.hidden_size,
             D,
             residual=not raw.get("norm_before_residual", False),
             # SpecForge means a norm before the LM head, which every head here has, and feeds back the rows before it.
             output=nested is not None and bool(raw.get("norm_output")),
+            other=other,
         )
         layer = replace(config.layer, first="joined" if form == "eagle3" else "bare")
         config = replace(config, layer=layer, tied=config.tied and "embed_tokens" in own, eos_ids=())
@@ -297,11 +299,14 @@ def _layers(where: dict[str, Any]) -> tuple[str, ...]:
     return (*first, *(f"layers.{n}." for n in numbers))
 
 
-def _taps(folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, target: ModelConfig) -> tuple[int, ...]:
-    """The depths of the target that the head reads: depth n is the input of layer n, or the last layer's output."""
+def _taps(
+    folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, target: ModelConfig
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The depths of the target that the head reads: depth n is the input of layer n, or the last layer's output. Then
+    the depths by the other reading of the field, () if there is none."""
     total = target.num_layers
     if form == "eagle1":
-        return (total,)
+        return (total,), ()
     if "fc.weight" not in where:
         raise CheckpointError(f"{folder} lacks fc.weight, which an EAGLE-3 head has")
     columns = where["fc.weight"].get_slice("fc.weight").get_shape()[-1]
@@ -310,17 +315,32 @@ def _taps(folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, t
     if own.get("use_aux_hidden_state") is False:
         raise CheckpointError(f"{folder} says use_aux_hidden_state false, and an EAGLE-3 head reads hidden states")
     outside, inside = (c.get("eagle_aux_hidden_state_layer_ids") for c in (raw, own))
+    other: tuple[int, ...] = ()
     if outside is not None:  # vLLM and speculators: the input of layer n
-        taps, field = tuple(outside), "eagle_aux_hidden_state_layer_ids"
+        field, ids = "eagle_aux_hidden_state_layer_ids", _numbers(outside, "eagle_aux_hidden_state_layer_ids")
+        taps, other = ids, tuple(n + 1 for n in ids)
     elif inside is not None:  # SGLang and SpecForge: the output of layer n
-        taps, field = tuple(n + 1 for n in inside), "eagle_config.eagle_aux_hidden_state_layer_ids"
+        field = "eagle_config.eagle_aux_hidden_state_layer_ids"
+        ids = _numbers(inside, field)
+        taps, other = tuple(n + 1 for n in ids), ids
     else:
         taps, field = (2, total // 2, total - 3), "the default"
     if rest or count != len(taps):
         raise CheckpointError(f"fc.weight has {columns} columns, but {field} makes it {len(taps) * target.hidden_size}")
-    if list(taps) != sorted(set(taps)) or not all(isinstance(n, int) and 0 <= n <= total for n in taps):
+
+    def fits(depths: tuple[int, ...]) -> bool:
+        return list(depths) == sorted(set(depths)) and all(0 <= n <= total for n in depths)
+
+    if not fits(taps):
         raise CheckpointError(f"{field} names the depths {taps}, which must ascend within the target's {total} layers")
-    return taps
+    return taps, other if fits(other) else ()
+
+
+def _numbers(ids: Any, field: str) -> tuple[int, ...]:
+    """The list `ids`. Raises CheckpointError unless it holds whole numbers."""
+    if not isinstance(ids, list) or any(type(n) is not int for n in ids):
+        raise CheckpointError(f"{field} must be a list of layers' numbers, got {ids!r}")
+    return tuple(ids)
 
 
 def _ids(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:

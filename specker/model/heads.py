@@ -43,6 +43,7 @@ class HeadSpec:
     rows: int  # of its LM head
     residual: bool = True  # the first layer's residual is h itself; False: hidden_norm(h) (`norm_before_residual`)
     output: bool = False  # it feeds back norm(r) instead of r (`norm_output` of EAGLE-3.1)
+    other: tuple[int, ...] = ()  # the taps by the other reading of an ambiguous config.json; empty if it is clear
 
 
 class HeadWeights(NamedTuple):

@@ -10,7 +10,7 @@ needs them lies beside it, in drafter.py or policy.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specker.options import Options
@@ -49,6 +49,7 @@ class DraftContext:
     kept: KeptRows | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
+    notes: dict[str, str] = field(default_factory=dict)  # the engine's remarks, to which a drafter may add its own
 
     @property
     def tokenizer_hash(self) -> str | None:

@@ -38,9 +38,11 @@ class Eagle(Strategy):
     def drafter(self, context: DraftContext) -> EagleDrafter:
         from specker.checkpoints.heads import HeadCheckpoint
         from specker.model.heads import ReadingHead
+        from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.eagle.drafter import EagleDrafter
 
         assert isinstance(context.draft, HeadCheckpoint) and context.model is not None
         checkpoint = context.draft
         head = ReadingHead(checkpoint, checkpoint.spec, checkpoint.parts, context.model)
+        head.spec = chosen(context.target, context.model, head, context.notes)
         return EagleDrafter(head, context.allocate(head.model), context.head(head.model))
