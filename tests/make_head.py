@@ -26,10 +26,11 @@ def make_head(
     bias: bool = False,
     fc_bias: bool = True,
     width: int | None = None,
+    layer: dict | None = None,
     **config,
 ) -> Path:
     """`target`: config.json of the target. `layout`: "flat", "nested" or "eagle1". `ids`: of the LM head's rows.
-    `heads`: query heads, KV heads and their dimension. `config`: further fields."""
+    `heads`: query heads, KV heads and their dimension. `layer`, `config`: further fields of the layers and the head."""
     generator = torch.Generator().manual_seed(seed)
     H = width or target["hidden_size"]
     Ht, V, A = target["hidden_size"], target["vocab_size"], 3
@@ -97,6 +98,7 @@ def make_head(
         "attention_bias": bias,
         "model_type": "qwen3" if qk_norm else "llama",
         "tie_word_embeddings": False,
+        **(layer or {}),
     }
     if layout == "nested":
         raw = {
@@ -177,6 +179,16 @@ class Formula:
         nested = "transformer_layer_config" in self.raw
         return normed if nested and self.raw.get("norm_output") else r, normed @ self.head.T
 
+    def window(self, p: str) -> int:
+        """The columns that a row of the layer sees."""
+        c, i = self.c, self.layers.index(p)
+        kinds = c.get("layer_types")
+        if kinds is None:
+            qwen = c["model_type"] == "qwen3" and c.get("use_sliding_window")
+            kinds = ["sliding_attention" if qwen and n >= c["max_window_layers"] else "" for n in range(9)]
+        trained = c["max_position_embeddings"]
+        return min(trained, c["sliding_window"]) if kinds[i] == "sliding_attention" else trained
+
     def attention(self, y: Tensor, p: str) -> Tensor:
         c, T = self.c, len(y)
         D, G = c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
@@ -191,7 +203,8 @@ class Formula:
         q, k, v = (project(name) for name in "qkv")
         k, v = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
         scores = torch.einsum("thd,shd->hts", q, k) * D**-0.5
-        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+        behind = torch.arange(T)[:, None] - torch.arange(T)
+        scores = scores.masked_fill((behind < 0) | (behind >= self.window(p)), float("-inf"))
         out = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
         return out @ self.x[f"{p}self_attn.o_proj.weight"].T + self.x.get(f"{p}self_attn.o_proj.bias", 0)
 

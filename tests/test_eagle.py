@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 import torch
-from make_checkpoint import edit, make
+from make_checkpoint import make
 from make_head import Formula, make_head
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +18,8 @@ from specker.runtime.policy import Fixed
 from specker.runtime.strategies.eagle import drafter
 
 OFTEN = [35, 74, 119]  # ids that the target writes often, so that a random head with these rows is often right
+SLIDING = "sliding_attention"
+QWEN_WINDOW = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}
 LAYOUTS = {
     "flat": {"layout": "flat", "ids": OFTEN},
     "nested": {"layout": "nested", "ids": OFTEN},
@@ -35,6 +37,16 @@ LAYOUTS = {
     "the target's head": {"layout": "flat", "own_head": False},
     "taps": {"layout": "nested", "eagle_aux_hidden_state_layer_ids": [0, 3, 5], "ids": OFTEN},
     "inner taps": {"layout": "flat", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "ids": OFTEN},
+    "window": {"layout": "nested", "layer": {"sliding_window": 6, "layer_types": [SLIDING]}, "ids": OFTEN},
+    "qwen3 window": {"layout": "nested", "qk_norm": True, "layer": QWEN_WINDOW, "ids": OFTEN},
+    "one of two layers": {
+        "layout": "flat",
+        "layers": 2,
+        "layer": {"sliding_window": 9, "layer_types": ["full_attention", SLIDING, SLIDING]},
+        "ids": OFTEN,
+    },
+    "llama has no window without layer_types": {"layout": "nested", "layer": QWEN_WINDOW, "ids": OFTEN},
+    "trained short": {"layout": "flat", "layer": {"max_position_embeddings": 16}, "ids": OFTEN},
     "eagle1": {"layout": "eagle1"},
     "eagle1, no bias": {"layout": "eagle1", "fc_bias": False, "layers": 2},
 }
@@ -166,13 +178,14 @@ def test_streams_of_several_threads_and_cancelled_requests(target, usual):
     assert engine.drafter.cache.free_pages == engine.drafter.cache.spare
 
 
-def changed(head, folder, tensors=None, drop=(), **config):
-    """A copy of a head with other tensors and fields."""
+def changed(head, folder, tensors=None, drop=(), layer=None, **config):
+    """A copy of a nested head with other tensors and fields; `layer`: fields of its layers."""
     folder.mkdir()
     x = {name: t for name, t in load_file(head / "model.safetensors").items() if name not in drop}
     save_file({**x, **(tensors or {})}, folder / "model.safetensors")
-    (folder / "config.json").write_text((head / "config.json").read_text())
-    edit(folder, **config)
+    raw = json.loads((head / "config.json").read_text())
+    raw["transformer_layer_config"] |= layer or {}
+    (folder / "config.json").write_text(json.dumps(raw | config))
     return folder
 
 
@@ -184,6 +197,14 @@ BAD = {
     "a tap too deep": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "must ascend within the target's 8 layers"),
     "a norm that is missing": ({"fc_norm": True}, "says fc_norm True, and the checkpoint lacks fc_norm"),
     "another head size": ({"draft_vocab_size": 4}, "lm_head.weight has shape"),
+    "another kind of layer": (
+        {"layer": {"layer_types": ["chunked_attention"]}},
+        "layer_types must name full_attention or sliding_",
+    ),
+    "too few layers": ({"layer": {"layer_types": []}}, "for each of the head's 1 layers, got"),
+    "a window without a size": ({"layer": {"layer_types": [SLIDING]}}, "names sliding_attention layers, and the head"),
+    "a window without a number": ({"layer": {"sliding_window": "4k", "layer_types": [SLIDING]}}, "from 0 on, got '4k'"),
+    "a context without a number": ({"layer": {"max_position_embeddings": "2k"}}, "from 0 on, got '2k'"),
     "no hidden states": ({"eagle_config": {"use_aux_hidden_state": False}}, "says use_aux_hidden_state false"),
 }
 

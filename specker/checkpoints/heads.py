@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specker.checkpoints.buffers import Buffers, Piece, Storage
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, folder_of, open_files
-from specker.checkpoints.parse import parse_config, read_json, reason
+from specker.checkpoints.parse import FULL, SLIDING, parse_config, read_json, reason
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.weights import Matrix, Weights
@@ -37,6 +37,7 @@ FIELDS = {
     "eagle_config",
     "bias",
 }
+WINDOWS = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
 IGNORED = {
     "architectures",
@@ -183,8 +184,8 @@ class Layout:
                 f"{target.vocab_size}: it was trained for another model"
             )
         qwen = given.get("model_type") == "qwen3"
-        positions = max(given.get("max_position_embeddings") or 0, target.max_context)  # training does not limit it
-        plain = {name: value for name, value in given.items() if name not in FIELDS}
+        positions = max(_number(given, "max_position_embeddings", 1), target.max_context)  # training does not limit it
+        plain = {name: value for name, value in given.items() if name not in FIELDS | WINDOWS}
         plain |= {
             "architectures": ["Qwen3ForCausalLM" if qwen else "LlamaForCausalLM"],
             "model_type": "qwen3" if qwen else "llama",
@@ -206,7 +207,8 @@ class Layout:
             output=nested is not None and bool(raw.get("norm_output")),
             other=other,
         )
-        layer = replace(config.layer, first="joined" if form == "eagle3" else "bare")
+        reaches = _reaches(given, len(layers), qwen, target.max_context)
+        layer = replace(config.layer, first="joined" if form == "eagle3" else "bare", reaches=reaches)
         config = replace(config, layer=layer, tied=config.tied and "embed_tokens" in own, eos_ids=())
         made = cls(config, ropes, spec, layers, own, form == "eagle1" and bool(raw.get("bias", True)), norms)
         made._check_shared(folder, target)
@@ -299,6 +301,33 @@ def _layers(where: dict[str, Any]) -> tuple[str, ...]:
     return (*first, *(f"layers.{n}." for n in numbers))
 
 
+def _reaches(given: dict[str, Any], layers: int, qwen: bool, context: int) -> tuple[int, ...]:
+    """LayerSpec.reaches of the head's layers: the sliding windows of its config, and at most the positions that it was
+    trained for. A head that attends to more columns than in training drafts badly."""
+    kinds = given.get("layer_types")
+    if kinds is None:  # as Qwen3 in transformers; Llama has no window without layer_types
+        first = _number(given, "max_window_layers", 28) if qwen and given.get("use_sliding_window") else layers
+        kinds = [FULL if n < first else SLIDING for n in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) < layers or set(kinds) - {FULL, SLIDING}:
+        raise CheckpointError(
+            f"layer_types must name {FULL} or {SLIDING} for each of the head's {layers} layers, got {kinds}"
+        )
+    size = _number(given, "sliding_window", 0)
+    if SLIDING in kinds[:layers] and not size:
+        raise CheckpointError(f"layer_types names {SLIDING} layers, and the head's config has no sliding_window")
+    trained = _number(given, "max_position_embeddings", 0) or context
+    seen = [min(trained, size if kind == SLIDING else context) for kind in kinds[:layers]]
+    return tuple(n if n < context else 0 for n in seen) if min(seen) < context else ()
+
+
+def _number(given: dict[str, Any], name: str, default: int) -> int:
+    """A whole number of config.json from 0 on, or the default if it is null or missing. Raises CheckpointError."""
+    value = given.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise CheckpointError(f"{name} of a head must be a whole number from 0 on, got {value!r}")
+    return default if value is None else value
+
+
 def _taps(
     folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, target: ModelConfig
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -368,7 +397,7 @@ def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None) -> None:
 
     known = set(transformers.Qwen2Config().to_dict()) | set(transformers.Qwen3Config().to_dict())
     known |= {"mlp_bias", "pretraining_tp", "rope_theta", "rope_scaling", "num_key_value_heads", "tie_word_embeddings"}
-    known |= FIELDS | IGNORED | set(vars(transformers.PretrainedConfig())) | {"attention_bias"}
+    known |= FIELDS | WINDOWS | IGNORED | set(vars(transformers.PretrainedConfig())) | {"attention_bias"}
     for part in (raw, nested or {}):
         if unknown := sorted(name for name in part if name not in known and not name.startswith("_")):
             raise CheckpointError(
