@@ -1,5 +1,5 @@
-"""Random draft heads in the layouts of SafeAILab (SpecForge, SGLang) and speculators (vLLM), and EAGLE-1's; and what
-they compute, as an independent formula in float64."""
+"""Random draft heads in the layouts of SafeAILab (SpecForge, SGLang), speculators (vLLM) and DeepSpec, and EAGLE-1's;
+and what they compute, as an independent formula in float64."""
 
 import json
 from pathlib import Path
@@ -29,11 +29,11 @@ def make_head(
     layer: dict | None = None,
     **config,
 ) -> Path:
-    """`target`: config.json of the target. `layout`: "flat", "nested" or "eagle1". `ids`: of the LM head's rows.
-    `heads`: query heads, KV heads and their dimension. `layer`, `config`: further fields of the layers and the head."""
+    """`target`: config.json of the target. `layout`: "flat", "nested", "deepspec" or "eagle1". `ids`: of the LM head's
+    rows. `heads`: query heads, KV heads and their dimension. `layer`, `config`: further fields of layers and head."""
     generator = torch.Generator().manual_seed(seed)
     H = width or target["hidden_size"]
-    Ht, V, A = target["hidden_size"], target["vocab_size"], 3
+    Ht, V, A = target["hidden_size"], target["vocab_size"], len(config.get("target_layer_ids", "abc"))
     Hq, Hkv, D = heads
     rows = len(ids) if ids else rows or V
 
@@ -107,8 +107,9 @@ def make_head(
             "transformer_layer_config": own,
         }
     else:
-        raw = {"architectures": ["LlamaForCausalLMEagle3" if three else "LlamaForCausalLM"], **own}
-    if three:
+        names = {"flat": "LlamaForCausalLMEagle3", "deepspec": "Qwen3Eagle3Model", "eagle1": "LlamaForCausalLM"}
+        raw = {"architectures": [names[layout]], **own}
+    if three and layout != "deepspec":
         raw["draft_vocab_size"] = rows
     elif not fc_bias:
         raw["bias"] = False

@@ -20,6 +20,7 @@ from specker.runtime.strategies.eagle import drafter
 OFTEN = [35, 74, 119]  # ids that the target writes often, so that a random head with these rows is often right
 SLIDING = "sliding_attention"
 QWEN_WINDOW = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}
+DEEPSPEC = {"layout": "deepspec", "qk_norm": True, "own_embedding": True, "target_layer_ids": [0, 2, 3, 4, 6]}
 LAYOUTS = {
     "flat": {"layout": "flat", "ids": OFTEN},
     "nested": {"layout": "nested", "ids": OFTEN},
@@ -47,10 +48,17 @@ LAYOUTS = {
     },
     "llama has no window without layer_types": {"layout": "nested", "layer": QWEN_WINDOW, "ids": OFTEN},
     "trained short": {"layout": "flat", "layer": {"max_position_embeddings": 16}, "ids": OFTEN},
+    "deepspec": {**DEEPSPEC, "num_target_layers": 8, "ttt_length": 7, "draft_num_hidden_layers": 1},
     "eagle1": {"layout": "eagle1"},
     "eagle1, no bias": {"layout": "eagle1", "fc_bias": False, "layers": 2},
 }
-DEPTHS = {"taps": (0, 3, 5), "inner taps": (1, 3, 5), "eagle1": (8,), "eagle1, no bias": (8,)}
+DEPTHS = {
+    "taps": (0, 3, 5),
+    "inner taps": (1, 3, 5),
+    "deepspec": (1, 3, 4, 5, 7),
+    "eagle1": (8,),
+    "eagle1, no bias": (8,),
+}
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 
 
@@ -234,6 +242,22 @@ def test_tensors_that_do_not_fit_are_refused(target, usual, tmp_path, way):
     tensors, drop, says = TENSORS[way]
     with pytest.raises(ValueError, match=says):
         load(target, changed(usual, tmp_path / "head", tensors, drop))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"num_target_layers": 36}, "a head for a target of 36 layers, and the target has 8"),
+        ({"target_layer_ids": [0, 2, 3, 4, 7]}, "target_layer_ids names the last of the target's 8 layers"),
+        ({"target_layer_ids": [0, 2, 3, 4, 8]}, "target_layer_ids names the depths .* must ascend"),
+        ({"target_layer_ids": [0, "2"]}, "target_layer_ids must be a list of layers' numbers"),
+        ({"architectures": ["Gemma4Eagle3Model"]}, "its architecture is Gemma4Eagle3Model"),
+        ({"layers": 2}, "a DeepSpec head of 2 layers"),
+    ],
+)
+def test_deepspec_heads_for_other_targets_are_refused(target, tmp_path, fields, says):
+    with pytest.raises(ValueError, match=says):
+        load(target, head_of(target, tmp_path / "head", **{**DEEPSPEC, **fields}))
 
 
 def test_another_vocabulary_is_refused(target, tmp_path):

@@ -2,7 +2,7 @@
 
 Two layouts are read. SafeAILab's EAGLE, SpecForge and SGLang have a flat config.json and call an EAGLE-3 head's layer
 `midlayer`. speculators, which vLLM reads, nests the layer's config under `transformer_layer_config` and calls it
-`layers.0`. EAGLE-1 and 2 have the flat config and `layers.0`. `docs/checkpoints.md` lists the tensors.
+`layers.0`. DeepSpec, EAGLE-1 and EAGLE-2 have a flat config and `layers.0`. `docs/checkpoints.md` lists the tensors.
 
 A head of the wrong format drafts badly without any error, so every tensor and every field of config.json must be known.
 """
@@ -24,7 +24,8 @@ from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.weights import Matrix, Weights
 
-FLAT = "LlamaForCausalLMEagle3", "LlamaForCausalLM", "LlamaForCausalLMEagle"  # architectures of flat configs
+DEEPSPEC = "Qwen3Eagle3Model"
+FLAT = "LlamaForCausalLMEagle3", "LlamaForCausalLM", "LlamaForCausalLMEagle", DEEPSPEC  # architectures of flat configs
 # Fields of config.json that say what a head computes, beside those of its layers.
 FIELDS = {
     "draft_vocab_size",
@@ -35,6 +36,8 @@ FIELDS = {
     "norm_output",
     "eagle_aux_hidden_state_layer_ids",
     "eagle_config",
+    "target_layer_ids",
+    "num_target_layers",
     "bias",
 }
 WINDOWS = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
@@ -42,13 +45,17 @@ WINDOWS = {"layer_types", "sliding_window", "use_sliding_window", "max_window_la
 IGNORED = {
     "architectures",
     "auto_map",
+    "draft_num_hidden_layers",
     "has_no_defaults_at_init",
     "model_type",
     "speculators_config",
     "speculators_model_type",
     "speculators_version",
+    "step_loss_decay",
+    "target_model_name_or_path",
     "torch_dtype",
     "transformer_layer_config",
+    "ttt_length",
 }
 # safetensors' names of the dtypes that weights may have
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -172,10 +179,19 @@ class Layout:
             raise CheckpointError(f"{folder} is a speculators head of type {kind!r}; specker reads eagle3")
         form = "eagle3" if any(name.endswith("hidden_norm.weight") for name in where) else "eagle1"
         layers = _layers(where)
+        if DEEPSPEC in (raw.get("architectures") or ()) and len(layers) > 1:  # all of them read the embedding
+            raise CheckpointError(
+                f"{folder} is a DeepSpec head of {len(layers)} layers; specker reads those of one layer"
+            )
         width = raw.get("target_hidden_size") or given.get("hidden_size")
         if width != target.hidden_size:
             raise CheckpointError(
                 f"{folder} is a head for a target of width {width}, and the target has {target.hidden_size}: it was "
+                "trained for another model"
+            )
+        if (deep := raw.get("num_target_layers")) not in (None, target.num_layers):
+            raise CheckpointError(
+                f"{folder} is a head for a target of {deep} layers, and the target has {target.num_layers}: it was "
                 "trained for another model"
             )
         if given.get("vocab_size") != target.vocab_size:
@@ -343,15 +359,20 @@ def _taps(
     own = raw.get("eagle_config") or {}
     if own.get("use_aux_hidden_state") is False:
         raise CheckpointError(f"{folder} says use_aux_hidden_state false, and an EAGLE-3 head reads hidden states")
-    outside, inside = (c.get("eagle_aux_hidden_state_layer_ids") for c in (raw, own))
+    name = "eagle_aux_hidden_state_layer_ids"
     other: tuple[int, ...] = ()
-    if outside is not None:  # vLLM and speculators: the input of layer n
-        field, ids = "eagle_aux_hidden_state_layer_ids", _numbers(outside, "eagle_aux_hidden_state_layer_ids")
-        taps, other = ids, tuple(n + 1 for n in ids)
-    elif inside is not None:  # SGLang and SpecForge: the output of layer n
-        field = "eagle_config.eagle_aux_hidden_state_layer_ids"
-        ids = _numbers(inside, field)
-        taps, other = tuple(n + 1 for n in ids), ids
+    if raw.get("target_layer_ids") is not None:  # DeepSpec: the output of layer n
+        field = "target_layer_ids"
+        taps = tuple(n + 1 for n in _numbers(raw[field], field))
+        if total in taps:  # transformers norms this one, and specker does not
+            raise CheckpointError(f"{field} names the last of the target's {total} layers, which specker does not read")
+    elif raw.get(name) is not None:  # vLLM and speculators: the input of layer n
+        field, taps = name, _numbers(raw[name], name)
+        other = tuple(n + 1 for n in taps)
+    elif own.get(name) is not None:  # SGLang and SpecForge: the output of layer n
+        field = f"eagle_config.{name}"
+        other = _numbers(own[name], field)
+        taps = tuple(n + 1 for n in other)
     else:
         taps, field = (2, total // 2, total - 3), "the default"
     if rest or count != len(taps):
