@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.buffers import Buffers, Piece, Storage
+from specker.checkpoints.buffers import Buffers, Piece, Storage, part_of
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, folder_of, open_files
 from specker.checkpoints.parse import FULL, SLIDING, parse_config, read_json, reason
+from specker.checkpoints.quantised import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.weights import Matrix, Weights
 
 DEEPSPEC = "Qwen3Eagle3Model"
 FLAT = "LlamaForCausalLMEagle3", "LlamaForCausalLM", "LlamaForCausalLMEagle", DEEPSPEC  # architectures of flat configs
+FACTORS = "rope_freqs.weight"  # [D / 2], divisors of RoPE's frequencies, in a head that was a GGUF file
 # Fields of config.json that say what a head computes, beside those of its layers.
 FIELDS = {
     "draft_vocab_size",
@@ -48,6 +50,7 @@ IGNORED = {
     "draft_num_hidden_layers",
     "has_no_defaults_at_init",
     "model_type",
+    "quantization_config",
     "speculators_config",
     "speculators_model_type",
     "speculators_version",
@@ -109,14 +112,19 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
     raw = read_json(folder / "config.json")
     with ExitStack() as stack:
         where = _files(folder, stack)
-        maps: dict[str, Tensor] = {name: where.pop(name).get_tensor(name) for name in ("d2t", "t2d") if name in where}
+        extra = {name: where.pop(name).get_tensor(name) for name in ("d2t", "t2d", FACTORS) if name in where}
         layout = Layout.of(folder, raw, where, target.config)
+        if (factors := extra.get(FACTORS)) is not None:
+            layout = replace(layout, ropes=tuple(r._replace(inv_freq=r.inv_freq / factors) for r in layout.ropes))
         config = layout.config
-        storage = Storage(None, quantize, dtype, device)
+        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device)
         pieces = {p.name: p for p in layout.pieces()}
         check_tensors(where, pieces, config, "", storage)
         buffers = Buffers(pieces, config, storage)
         for name, p in pieces.items():
+            if storage.scheme is not None and storage.covers(name):
+                buffers.put(p, part_of(p, name, storage.scheme, lambda n: where[n].get_tensor(n)))
+                continue
             x = where[name].get_tensor(name)
             if not torch.isfinite(x).all():
                 raise CheckpointError(f"{name} of {source} holds NaN or infinity; export the head again")
@@ -124,11 +132,12 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         found = buffers.done()
     if "fc_norm" in found:
         found["fc_norm"] = found["fc_norm"].view(len(layout.spec.taps), -1)
-    ids = _ids(maps, layout.spec.rows, config.vocab_size, source)
+    ids = _ids(extra, layout.spec.rows, config.vocab_size, source)
     return HeadCheckpoint(
         config,
         _weights(found, layout, target),
         folder,
+        getattr(storage.scheme, "restored", ()),
         shared=target.tokens,
         activations=target.activations,
         spec=layout.spec,
@@ -209,7 +218,7 @@ class Layout:
             "max_position_embeddings": positions,
         }
         config, ropes = parse_config(folder, target.max_context, None, plain)
-        own = frozenset(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in where)
+        own = frozenset(name for name in ("embed_tokens", "lm_head") if any(n.startswith(f"{name}.") for n in where))
         norms = frozenset(n for n in ("input_norm", "fc_norm") if any(name.startswith(f"{n}.") for name in where))
         D = raw.get("draft_vocab_size") or target.vocab_size
         taps, other = _taps(folder, raw, where, form, target)
@@ -352,10 +361,8 @@ def _taps(
     total = target.num_layers
     if form == "eagle1":
         return (total,), ()
-    if "fc.weight" not in where:
+    if not any(name.startswith("fc.") for name in where):
         raise CheckpointError(f"{folder} lacks fc.weight, which an EAGLE-3 head has")
-    columns = where["fc.weight"].get_slice("fc.weight").get_shape()[-1]
-    count, rest = divmod(columns, target.hidden_size)
     own = raw.get("eagle_config") or {}
     if own.get("use_aux_hidden_state") is False:
         raise CheckpointError(f"{folder} says use_aux_hidden_state false, and an EAGLE-3 head reads hidden states")
@@ -375,8 +382,12 @@ def _taps(
         taps = tuple(n + 1 for n in other)
     else:
         taps, field = (2, total // 2, total - 3), "the default"
-    if rest or count != len(taps):
-        raise CheckpointError(f"fc.weight has {columns} columns, but {field} makes it {len(taps) * target.hidden_size}")
+    if "fc.weight" in where:  # not quantised
+        columns = where["fc.weight"].get_slice("fc.weight").get_shape()[-1]
+        if columns != len(taps) * target.hidden_size:
+            raise CheckpointError(
+                f"fc.weight has {columns} columns, but {field} makes it {len(taps) * target.hidden_size}"
+            )
 
     def fits(depths: tuple[int, ...]) -> bool:
         return list(depths) == sorted(set(depths)) and all(0 <= n <= total for n in depths)

@@ -138,6 +138,8 @@ def drafting(
             raise ValueError(f"strategy {opts.strategy!r} runs in one process: its head reads the whole target's rows")
         assert not isinstance(source, Opened)
         side = heads.read(source, main, dtype=dtype, quantize=opts.draft_quantize)
+        if (sentence := stored(side, "draft")) is not None:
+            notes["draft_weights"] = sentence
     elif source is not None and (ranks is None or ranks.drafts):
         side = read_checkpoint(
             source,
