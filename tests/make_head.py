@@ -29,8 +29,9 @@ def make_head(
     layer: dict | None = None,
     **config,
 ) -> Path:
-    """`target`: config.json of the target. `layout`: "flat", "nested", "deepspec" or "eagle1". `ids`: of the LM head's
-    rows. `heads`: query heads, KV heads and their dimension. `layer`, `config`: further fields of layers and head."""
+    """`target`: config.json of the target. `layout`: "flat", "nested", "peagle", "deepspec" or "eagle1". `ids`: of the
+    LM head's rows. `heads`: query heads, KV heads and their dimension. `layer`, `config`: further fields of the layers
+    and of the head."""
     generator = torch.Generator().manual_seed(seed)
     H = width or target["hidden_size"]
     Ht, V, A = target["hidden_size"], target["vocab_size"], len(config.get("target_layer_ids", "abc"))
@@ -72,6 +73,8 @@ def make_head(
         x[f"{p}post_attention_layernorm.weight"] = norm(H)
     if three:
         x["norm.weight"] = norm(H)
+    if layout == "peagle":
+        x["mask_hidden"] = matrix(1, 1, A * Ht)
     if own_embedding:
         x["embed_tokens.weight"] = 0.3 * torch.randn((V, H), generator=generator)
     if own_head and three:
@@ -100,10 +103,11 @@ def make_head(
         "tie_word_embeddings": False,
         **(layer or {}),
     }
-    if layout == "nested":
+    if layout in ("nested", "peagle"):
+        kind = {"nested": "eagle3"}.get(layout, layout)
         raw = {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3DraftModel" if kind == "eagle3" else "PEagleSpeculator"],
+            "speculators_model_type": kind,
             "transformer_layer_config": own,
         }
     else:
@@ -231,3 +235,11 @@ class Formula:
             features = torch.cat((features, out[-1:]))
             tokens = torch.cat((tokens, torch.tensor([drafted[-1]])))
         return drafted, logits
+
+    def parallel(self, taps: list[Tensor], text: list[int], count: int) -> list[int]:
+        """P-EAGLE: draft `count` tokens in one pass; arguments as in `chain`."""
+        A, masks = len(taps), count - 1
+        mask = self.features(list(self.x["mask_hidden"].view(A, 1, -1)))
+        tokens = torch.tensor(text[1:] + [self.raw["mask_token_id"]] * masks)
+        _, logits = self.outputs(torch.cat((self.features(taps), mask.expand(masks, -1))), tokens)
+        return self.ids()[logits[-count:].argmax(-1)].tolist()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.buffers import Buffers, Piece, Storage, part_of
+from specker.checkpoints.buffers import Buffers, Piece, Storage, activations, part_of
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, folder_of, open_files
 from specker.checkpoints.parse import FULL, SLIDING, parse_config, read_json, reason
 from specker.checkpoints.quantised import scheme_of
@@ -27,7 +27,10 @@ from specker.model.weights import Matrix, Weights
 
 DEEPSPEC = "Qwen3Eagle3Model"
 FLAT = "LlamaForCausalLMEagle3", "LlamaForCausalLM", "LlamaForCausalLMEagle", DEEPSPEC  # architectures of flat configs
+MASK = "mask_hidden"  # P-EAGLE's, [1, 1, A * Ht]
+MASK_TOKEN = "mask_token_id", "pard_token", "ptd_token_id"  # speculators' field, and those of flat configs
 FACTORS = "rope_freqs.weight"  # [D / 2], divisors of RoPE's frequencies, in a head that was a GGUF file
+EXTRA = "d2t", "t2d", MASK, FACTORS  # tensors that are no layer's
 # Fields of config.json that say what a head computes, beside those of its layers.
 FIELDS = {
     "draft_vocab_size",
@@ -41,6 +44,7 @@ FIELDS = {
     "target_layer_ids",
     "num_target_layers",
     "bias",
+    *MASK_TOKEN,
 }
 WINDOWS = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
@@ -48,6 +52,7 @@ IGNORED = {
     "architectures",
     "auto_map",
     "draft_num_hidden_layers",
+    "embed_requires_grad",
     "has_no_defaults_at_init",
     "model_type",
     "quantization_config",
@@ -112,7 +117,7 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
     raw = read_json(folder / "config.json")
     with ExitStack() as stack:
         where = _files(folder, stack)
-        extra = {name: where.pop(name).get_tensor(name) for name in ("d2t", "t2d", FACTORS) if name in where}
+        extra = {name: where.pop(name).get_tensor(name) for name in EXTRA if name in where}
         layout = Layout.of(folder, raw, where, target.config)
         if (factors := extra.get(FACTORS)) is not None:
             layout = replace(layout, ropes=tuple(r._replace(inv_freq=r.inv_freq / factors) for r in layout.ropes))
@@ -144,9 +149,26 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         parts=HeadWeights(
             fc=found["fc"],
             **{name: found.get(name) for name in ("fc_bias", "hidden_norm", "input_norm", "fc_norm")},
+            mask=_mask(extra.get(MASK), layout.spec, storage, source),
             ids=None if ids is None else ids.to(device),
         ),
     )
+
+
+def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | Path) -> Tensor | None:
+    """P-EAGLE's mask_hidden as [A * Ht] on the device. Raises CheckpointError unless it fits the config."""
+    if mask is None and spec.mask is None:
+        return None
+    if mask is None:
+        raise CheckpointError(f"{source} has a mask token and lacks {MASK}, which a P-EAGLE head has")
+    if spec.mask is None:
+        raise CheckpointError(f"{source} has {MASK}, and its config.json lacks {MASK_TOKEN[0]}")
+    size = len(spec.taps) * spec.width
+    if mask.numel() != size or not mask.is_floating_point() or not torch.isfinite(mask).all():
+        raise CheckpointError(
+            f"{MASK} of {source} must hold {size} finite numbers, got {list(mask.shape)} {mask.dtype}"
+        )
+    return mask.flatten().to(storage.device, activations(storage.dtype, storage.device))
 
 
 def _weights(found: dict[str, Any], layout: "Layout", target: Checkpoint) -> Weights:
@@ -184,8 +206,8 @@ class Layout:
         _check_fields(raw, nested)
         if nested is None and (named := (raw.get("architectures") or ["LlamaForCausalLM"])[0]) not in FLAT:
             raise CheckpointError(f"{folder} is not a draft head that specker reads: its architecture is {named}")
-        if nested is not None and (kind := raw.get("speculators_model_type")) != "eagle3":
-            raise CheckpointError(f"{folder} is a speculators head of type {kind!r}; specker reads eagle3")
+        if nested is not None and (kind := raw.get("speculators_model_type")) not in ("eagle3", "peagle"):
+            raise CheckpointError(f"{folder} is a speculators head of type {kind!r}; specker reads eagle3 and peagle")
         form = "eagle3" if any(name.endswith("hidden_norm.weight") for name in where) else "eagle1"
         layers = _layers(where)
         if DEEPSPEC in (raw.get("architectures") or ()) and len(layers) > 1:  # all of them read the embedding
@@ -230,6 +252,7 @@ class Layout:
             residual=not raw.get("norm_before_residual", False),
             # SpecForge means a norm before the LM head, which every head here has, and feeds back the rows before it.
             output=nested is not None and bool(raw.get("norm_output")),
+            mask=_mask_token(raw, target.vocab_size),
             other=other,
         )
         reaches = _reaches(given, len(layers), qwen, target.max_context)
@@ -324,6 +347,15 @@ def _layers(where: dict[str, Any]) -> tuple[str, ...]:
             f"the head's layers are numbered {numbers}; layers.0 or midlayer is the first one, and none may lack"
         )
     return (*first, *(f"layers.{n}." for n in numbers))
+
+
+def _mask_token(raw: dict[str, Any], vocab: int) -> int | None:
+    """The token of a P-EAGLE head's masks; None for other heads. Raises CheckpointError."""
+    token = next((raw[name] for name in MASK_TOKEN if raw.get(name) is not None), None)
+    parallel = raw.get("speculators_model_type") == "peagle"
+    if (token is None and parallel) or not (token is None or (type(token) is int and 0 <= token < vocab)):
+        raise CheckpointError(f"a P-EAGLE head needs {MASK_TOKEN[0]}, an id below {vocab}; it is {token!r}")
+    return token
 
 
 def _reaches(given: dict[str, Any], layers: int, qwen: bool, context: int) -> tuple[int, ...]:

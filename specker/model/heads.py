@@ -16,6 +16,9 @@ EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858), with the target's rows f after its
 
     r = fc([embed(x) | f]) + bias;  r = r + o(attention(r));  r = r + mlp(norm_post(r))
     logits = lm_head(r), output r, with the target's lm_head
+
+P-EAGLE (arXiv 2602.01469) is EAGLE-3, but a drafted token gets a mask token's embedding instead of its own, and the
+feature fc(m) with a trained m instead of the head's output.
 """
 
 from dataclasses import dataclass
@@ -43,6 +46,7 @@ class HeadSpec:
     rows: int  # of its LM head
     residual: bool = True  # the first layer's residual is h itself; False: hidden_norm(h) (`norm_before_residual`)
     output: bool = False  # it feeds back norm(r) instead of r (`norm_output` of EAGLE-3.1)
+    mask: int | None = None  # the mask token of a head that drafts in one pass (P-EAGLE)
     other: tuple[int, ...] = ()  # the taps by the other reading of an ambiguous config.json; empty if it is clear
 
 
@@ -54,6 +58,7 @@ class HeadWeights(NamedTuple):
     hidden_norm: Tensor | None  # [H]
     input_norm: Tensor | None  # [A * Ht], over all taps side by side
     fc_norm: Tensor | None  # [A, Ht], over each tap
+    mask: Tensor | None  # [A * Ht], which stands for the target's rows in a mask's pair (P-EAGLE)
     ids: Tensor | None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
 
 
@@ -76,6 +81,13 @@ class ReadingHead:
         if w.input_norm is not None:
             rows = F.rms_norm(rows, rows.shape[-1:], w.input_norm, eps)
         return self.model.linear(rows.contiguous(), w.fc, w.fc_bias)
+
+    def mask(self) -> tuple[Tensor, Tensor]:
+        """The feature of a mask and the embedding of the mask token, [1, H] each (P-EAGLE)."""
+        assert self.weights.mask is not None and self.spec.mask is not None
+        token = torch.tensor([self.spec.mask], device=self.model.device)
+        taps = self.weights.mask.view(len(self.spec.taps), 1, -1)
+        return self.features(taps), self.model.embed_tokens(token)
 
     def forward(self, cache: KVCache, rows: Rows, features: Tensor, embedded: Tensor) -> tuple[Tensor, Final]:
         """Run pairs: features [T, H] and the embeddings of the tokens after them [T, H]. Writes the rows' K/V. Returns

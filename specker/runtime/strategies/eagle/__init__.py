@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Eagle(Strategy):
     name = "eagle"
     summary = "a trained head that reads the target's hidden states drafts a chain"
-    paper = "EAGLE-3 (2503.01840), EAGLE (2401.15077)"
+    paper = "EAGLE-3 (2503.01840), EAGLE (2401.15077), P-EAGLE (2602.01469)"
     needs_draft = True
     reads_target = True
     no_head = "a trained head brings its own rows"
@@ -40,9 +40,11 @@ class Eagle(Strategy):
         from specker.model.heads import ReadingHead
         from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.eagle.drafter import EagleDrafter
+        from specker.runtime.strategies.eagle.parallel import ParallelDrafter
 
         assert isinstance(context.draft, HeadCheckpoint) and context.model is not None
         checkpoint = context.draft
         head = ReadingHead(checkpoint, checkpoint.spec, checkpoint.parts, context.model)
         head.spec = chosen(context.target, context.model, head, context.notes)
-        return EagleDrafter(head, context.allocate(head.model), context.head(head.model))
+        make = EagleDrafter if head.spec.mask is None else ParallelDrafter
+        return make(head, context.allocate(head.model), context.head(head.model))
