@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 import specker
 from specker.runtime.strategies.eagle import agreement
 
-IDS = [20, 45, 97, 150, 201, 280]
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -45,9 +43,10 @@ def load(target, head):
 
 
 def head_of(target, folder, oracle, **how):
-    """A head whose rows are the tokens that the target writes most often after the text."""
-    often = sorted(oracle[3].bincount().topk(4).indices.tolist())
-    return make_head(folder, json.loads((target / "config.json").read_text()), ids=often, **how)
+    """A head whose rows are the two tokens that the target writes most often after the text."""
+    often = sorted(oracle[3].bincount().topk(2).indices.tolist())
+    long = {"max_position_embeddings": 512}  # no window
+    return make_head(folder, json.loads((target / "config.json").read_text()), ids=often, layer=long, **how)
 
 
 def test_the_share_is_that_of_the_formula(target, oracle, tmp_path):
@@ -60,9 +59,9 @@ def test_the_share_is_that_of_the_formula(target, oracle, tmp_path):
 
 
 def test_of_two_readings_the_better_one_is_taken(target, oracle, tmp_path):
-    """Over several heads both readings win at times, at the top level and within eagle_config."""
+    """Both readings win with some of these heads, at the top level and within eagle_config."""
     taken = set()
-    for seed in range(4):
+    for seed in range(6):
         for where in ("outside", "inside"):
             ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
             fields = ids if where == "outside" else {"eagle_config": ids}
