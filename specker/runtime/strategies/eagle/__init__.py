@@ -31,9 +31,9 @@ class Eagle(Strategy):
 
     def check(self, options: Options) -> None:
         if options.tree is not None:
-            raise ValueError(f"strategy eagle drafts a chain: {option('tree')} does not apply")
+            raise ValueError(f"strategy {self.name} drafts a chain: {option('tree')} does not apply")
         if options.load == "dummy":
-            raise ValueError(f"strategy eagle reads a trained head: {option('load', 'dummy')} does not apply")
+            raise ValueError(f"strategy {self.name} reads a trained head: {option('load', 'dummy')} does not apply")
 
     def drafter(self, context: DraftContext) -> EagleDrafter:
         from specker.checkpoints.heads import HeadCheckpoint
