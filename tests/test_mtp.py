@@ -19,8 +19,8 @@ NAMES = {  # layout -> start of the head's and of the layer's names, and the nam
     "deepseek": ("model.layers.4.", "", ("eh_proj", "enorm", "hnorm", "shared_head.norm")),
 }
 KINDS = {
-    "mimo": ("mimo", {"arch": "qwen2"}),
-    "mimo, tied": ("mimo", {"arch": "qwen2", "tied": True}),
+    "mimo": ("mimo", {"arch": "mimo"}),
+    "mimo, tied": ("mimo", {"arch": "mimo", "tied": True}),
     "qwen3-next": ("qwen3-next", {"arch": "qwen3"}),
     "deepseek": ("deepseek", {"arch": "llama"}),
     "deepseek's own rows": ("deepseek", {"arch": "llama", "own": True}),
@@ -52,8 +52,7 @@ def make_target(folder, layout, own=False, heads=1, **how):
     if heads > 1:  # the names of a second head
         new |= {n.replace("layers.0", "layers.1").replace("layers.4", "layers.5"): y.clone() for n, y in new.items()}
     save_file(x | new, folder / "model.safetensors", {"format": "pt"})
-    if layout == "mimo":
-        edit(folder, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=heads)
+    edit(folder, num_nextn_predict_layers=heads)
     return folder
 
 
@@ -138,7 +137,7 @@ def test_drafts_are_those_of_the_formula(tmp_path, kind, heads):
 
 @pytest.fixture(scope="module")
 def mimo(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("mtp") / "target", "mimo", arch="qwen2")
+    return make_target(tmp_path_factory.mktemp("mtp") / "target", "mimo", arch="mimo")
 
 
 @pytest.mark.parametrize("strategy", ["mtp", "mtp+lookup"])
