@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
-FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3"}
+FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2"}
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 # With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
@@ -71,6 +71,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral-window", {"arch": "mistral", "sliding_window": 256}),
     ("qwen2", {"arch": "qwen2"}),
     ("qwen2-tied", {"arch": "qwen2", "tied": True, "rope": {"rope_type": "default", "rope_theta": 1e6}}),
+    ("mimo", {"arch": "mimo"}),
     ("qwen2-yarn", {"arch": "qwen2", "rope": YARN}),
     ("qwen2-yarn-factor", {"arch": "qwen2", "rope": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0}}),
     ("qwen2-window", {"arch": "qwen2", "use_sliding_window": True, "sliding_window": 256, "max_window_layers": 1}),
@@ -157,6 +158,8 @@ def make(
             architectures=["DreamModel"],
             auto_map={"AutoModel": "modeling_dream.DreamModel"},
         )
+    if arch == "mimo":
+        edit(folder, model_type="mimo", architectures=["MiMoForCausalLM"])
     if old_rope:
         scaling = dict(options["rope_parameters"])
         theta = scaling.pop("rope_theta")
@@ -207,10 +210,10 @@ def byte_tokenizer() -> Any:
 
 
 def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' own model of the checkpoint, with eager attention. Dream is Qwen2: see `oracle_logits`."""
+    """transformers' own model of the checkpoint, eager attention. Dream and MiMo are Qwen2: see `oracle_logits`."""
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    if json.loads((folder / "config.json").read_text())["model_type"] != "Dream":
+    if json.loads((folder / "config.json").read_text())["model_type"] not in ("Dream", "mimo"):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     raw = json.loads((folder / "config.json").read_text())
     config = Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})

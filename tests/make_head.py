@@ -1,5 +1,5 @@
-"""Random draft heads in the layouts of SafeAILab (SpecForge, SGLang) and speculators (vLLM), and EAGLE-1's; and what
-they compute, as an independent formula in float64."""
+"""Random draft heads in the layouts of SafeAILab (SpecForge, SGLang), speculators (vLLM) and DeepSpec, and EAGLE-1's;
+and what they compute, as an independent formula in float64."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,15 @@ def make_head(
     bias: bool = False,
     fc_bias: bool = True,
     width: int | None = None,
+    layer: dict | None = None,
     **config,
 ) -> Path:
-    """`target`: config.json of the target. `layout`: "flat", "nested" or "eagle1". `ids`: of the LM head's rows.
-    `heads`: query heads, KV heads and their dimension. `config`: further fields."""
+    """`target`: config.json of the target. `layout`: "flat", "nested", "peagle", "deepspec" or "eagle1". `ids`: of the
+    LM head's rows. `heads`: query heads, KV heads and their dimension. `layer`, `config`: further fields of the layers
+    and of the head."""
     generator = torch.Generator().manual_seed(seed)
     H = width or target["hidden_size"]
-    Ht, V, A = target["hidden_size"], target["vocab_size"], 3
+    Ht, V, A = target["hidden_size"], target["vocab_size"], len(config.get("target_layer_ids", "abc"))
     Hq, Hkv, D = heads
     rows = len(ids) if ids else rows or V
 
@@ -71,6 +73,8 @@ def make_head(
         x[f"{p}post_attention_layernorm.weight"] = norm(H)
     if three:
         x["norm.weight"] = norm(H)
+    if layout == "peagle":
+        x["mask_hidden"] = matrix(1, 1, A * Ht)
     if own_embedding:
         x["embed_tokens.weight"] = 0.3 * torch.randn((V, H), generator=generator)
     if own_head and three:
@@ -97,16 +101,19 @@ def make_head(
         "attention_bias": bias,
         "model_type": "qwen3" if qk_norm else "llama",
         "tie_word_embeddings": False,
+        **(layer or {}),
     }
-    if layout == "nested":
+    if layout in ("nested", "peagle"):
+        kind = {"nested": "eagle3"}.get(layout, layout)
         raw = {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3DraftModel" if kind == "eagle3" else "PEagleSpeculator"],
+            "speculators_model_type": kind,
             "transformer_layer_config": own,
         }
     else:
-        raw = {"architectures": ["LlamaForCausalLMEagle3" if three else "LlamaForCausalLM"], **own}
-    if three:
+        names = {"flat": "LlamaForCausalLMEagle3", "deepspec": "Qwen3Eagle3Model", "eagle1": "LlamaForCausalLM"}
+        raw = {"architectures": [names[layout]], **own}
+    if three and layout != "deepspec":
         raw["draft_vocab_size"] = rows
     elif not fc_bias:
         raw["bias"] = False
@@ -159,7 +166,8 @@ class Formula:
         if self.three:
             first = self.layers[0]
             u = self.rms(features, x[f"{first}hidden_norm.weight"])
-            r = u if self.raw.get("norm_before_residual") else features
+            nested = "transformer_layer_config" in self.raw
+            r = u if self.raw.get("norm_before_residual", nested) else features
             entering = torch.cat((self.rms(e, x[f"{first}input_layernorm.weight"]), u), -1)
         else:
             r = torch.cat((e, features), -1) @ x["fc.weight"].T + x.get("fc.bias", 0)
@@ -177,6 +185,16 @@ class Formula:
         nested = "transformer_layer_config" in self.raw
         return normed if nested and self.raw.get("norm_output") else r, normed @ self.head.T
 
+    def window(self, p: str) -> int:
+        """The columns that a row of the layer sees."""
+        c, i = self.c, self.layers.index(p)
+        kinds = c.get("layer_types")
+        if kinds is None:
+            qwen = c["model_type"] == "qwen3" and c.get("use_sliding_window")
+            kinds = ["sliding_attention" if qwen and n >= c["max_window_layers"] else "" for n in range(9)]
+        trained = c["max_position_embeddings"]
+        return min(trained, c["sliding_window"]) if kinds[i] == "sliding_attention" else trained
+
     def attention(self, y: Tensor, p: str) -> Tensor:
         c, T = self.c, len(y)
         D, G = c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
@@ -191,7 +209,8 @@ class Formula:
         q, k, v = (project(name) for name in "qkv")
         k, v = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
         scores = torch.einsum("thd,shd->hts", q, k) * D**-0.5
-        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+        behind = torch.arange(T)[:, None] - torch.arange(T)
+        scores = scores.masked_fill((behind < 0) | (behind >= self.window(p)), float("-inf"))
         out = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
         return out @ self.x[f"{p}self_attn.o_proj.weight"].T + self.x.get(f"{p}self_attn.o_proj.bias", 0)
 
@@ -245,3 +264,11 @@ class Formula:
         kept = sorted(sorted(range(len(nodes)), key=lambda i: -nodes[i][0])[:count])
         rows = {0: 0, **{i + 1: row for row, i in enumerate(kept, 1)}}
         return [nodes[i][1][-1] for i in kept], [rows[nodes[i][2]] for i in kept]
+
+    def parallel(self, taps: list[Tensor], text: list[int], count: int) -> list[int]:
+        """P-EAGLE: draft `count` tokens in one pass; arguments as in `chain`."""
+        A, masks = len(taps), count - 1
+        mask = self.features(list(self.x["mask_hidden"].view(A, 1, -1)))
+        tokens = torch.tensor(text[1:] + [self.raw["mask_token_id"]] * masks)
+        _, logits = self.outputs(torch.cat((self.features(taps), mask.expand(masks, -1))), tokens)
+        return self.ids()[logits[-count:].argmax(-1)].tolist()

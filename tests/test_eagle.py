@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 import torch
-from make_checkpoint import edit, make
+from make_checkpoint import make
 from make_head import Formula, make_head
 from safetensors.torch import load_file, save_file
 
@@ -18,11 +18,14 @@ from specker.runtime.policy import Fixed
 from specker.runtime.strategies.eagle import drafter
 
 OFTEN = [35, 74, 119]  # ids that the target writes often, so that a random head with these rows is often right
+SLIDING = "sliding_attention"
+QWEN_WINDOW = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}
+DEEPSPEC = {"layout": "deepspec", "qk_norm": True, "own_embedding": True, "target_layer_ids": [0, 2, 3, 4, 6]}
 LAYOUTS = {
     "flat": {"layout": "flat", "ids": OFTEN},
     "nested": {"layout": "nested", "ids": OFTEN},
     "every id": {"layout": "flat"},
-    "residual": {"layout": "nested", "norm_before_residual": True, "ids": OFTEN},
+    "residual": {"layout": "nested", "norm_before_residual": False, "ids": OFTEN},
     "norm before fc": {"layout": "nested", "norm_before_fc": True, "norm_before_residual": True, "ids": OFTEN},
     "3.1": {"layout": "nested", "fc_norm": True, "norm_output": True, "ids": OFTEN},
     "flat norm_output": {"layout": "flat", "norm_output": True, "ids": OFTEN},
@@ -35,10 +38,27 @@ LAYOUTS = {
     "the target's head": {"layout": "flat", "own_head": False},
     "taps": {"layout": "nested", "eagle_aux_hidden_state_layer_ids": [0, 3, 5], "ids": OFTEN},
     "inner taps": {"layout": "flat", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "ids": OFTEN},
+    "window": {"layout": "nested", "layer": {"sliding_window": 6, "layer_types": [SLIDING]}, "ids": OFTEN},
+    "qwen3 window": {"layout": "nested", "qk_norm": True, "layer": QWEN_WINDOW, "ids": OFTEN},
+    "one of two layers": {
+        "layout": "flat",
+        "layers": 2,
+        "layer": {"sliding_window": 9, "layer_types": ["full_attention", SLIDING, SLIDING]},
+        "ids": OFTEN,
+    },
+    "llama has no window without layer_types": {"layout": "nested", "layer": QWEN_WINDOW, "ids": OFTEN},
+    "trained short": {"layout": "flat", "layer": {"max_position_embeddings": 16}, "ids": OFTEN},
+    "deepspec": {**DEEPSPEC, "num_target_layers": 8, "ttt_length": 7, "draft_num_hidden_layers": 1},
     "eagle1": {"layout": "eagle1"},
     "eagle1, no bias": {"layout": "eagle1", "fc_bias": False, "layers": 2},
 }
-DEPTHS = {"taps": (0, 3, 5), "inner taps": (1, 3, 5), "eagle1": (8,), "eagle1, no bias": (8,)}
+DEPTHS = {
+    "taps": (0, 3, 5),
+    "inner taps": (1, 3, 5),
+    "deepspec": (1, 3, 4, 5, 7),
+    "eagle1": (8,),
+    "eagle1, no bias": (8,),
+}
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 
 
@@ -166,13 +186,14 @@ def test_streams_of_several_threads_and_cancelled_requests(target, usual):
     assert engine.drafter.cache.free_pages == engine.drafter.cache.spare
 
 
-def changed(head, folder, tensors=None, drop=(), **config):
-    """A copy of a head with other tensors and fields."""
+def changed(head, folder, tensors=None, drop=(), layer=None, **config):
+    """A copy of a nested head with other tensors and fields; `layer`: fields of its layers."""
     folder.mkdir()
     x = {name: t for name, t in load_file(head / "model.safetensors").items() if name not in drop}
     save_file({**x, **(tensors or {})}, folder / "model.safetensors")
-    (folder / "config.json").write_text((head / "config.json").read_text())
-    edit(folder, **config)
+    raw = json.loads((head / "config.json").read_text())
+    raw["transformer_layer_config"] |= layer or {}
+    (folder / "config.json").write_text(json.dumps(raw | config))
     return folder
 
 
@@ -184,6 +205,14 @@ BAD = {
     "a tap too deep": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "must ascend within the target's 8 layers"),
     "a norm that is missing": ({"fc_norm": True}, "says fc_norm True, and the checkpoint lacks fc_norm"),
     "another head size": ({"draft_vocab_size": 4}, "lm_head.weight has shape"),
+    "another kind of layer": (
+        {"layer": {"layer_types": ["chunked_attention"]}},
+        "layer_types must name full_attention or sliding_",
+    ),
+    "too few layers": ({"layer": {"layer_types": []}}, "for each of the head's 1 layers, got"),
+    "a window without a size": ({"layer": {"layer_types": [SLIDING]}}, "names sliding_attention layers, and the head"),
+    "a window without a number": ({"layer": {"sliding_window": "4k", "layer_types": [SLIDING]}}, "from 0 on, got '4k'"),
+    "a context without a number": ({"layer": {"max_position_embeddings": "2k"}}, "from 0 on, got '2k'"),
     "no hidden states": ({"eagle_config": {"use_aux_hidden_state": False}}, "says use_aux_hidden_state false"),
 }
 
@@ -213,6 +242,22 @@ def test_tensors_that_do_not_fit_are_refused(target, usual, tmp_path, way):
     tensors, drop, says = TENSORS[way]
     with pytest.raises(ValueError, match=says):
         load(target, changed(usual, tmp_path / "head", tensors, drop))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"num_target_layers": 36}, "a head for a target of 36 layers, and the target has 8"),
+        ({"target_layer_ids": [0, 2, 3, 4, 7]}, "target_layer_ids names the last of the target's 8 layers"),
+        ({"target_layer_ids": [0, 2, 3, 4, 8]}, "target_layer_ids names the depths .* must ascend"),
+        ({"target_layer_ids": [0, "2"]}, "target_layer_ids must be a list of layers' numbers"),
+        ({"architectures": ["Gemma4Eagle3Model"]}, "its architecture is Gemma4Eagle3Model"),
+        ({"layers": 2}, "a DeepSpec head of 2 layers"),
+    ],
+)
+def test_deepspec_heads_for_other_targets_are_refused(target, tmp_path, fields, says):
+    with pytest.raises(ValueError, match=says):
+        load(target, head_of(target, tmp_path / "head", **{**DEEPSPEC, **fields}))
 
 
 def test_another_vocabulary_is_refused(target, tmp_path):

@@ -474,6 +474,9 @@ LAUNCHES |= {"eagle": 109, "eagle-tree": 107, "draft-and-verify": 194, "del": 13
 GATHERED = {"ar": 0, "del": 0, "del-length": 0, "diffuspec-fixed": 2}
 """Extra copies in a batch's round: 1 at the end of a catch-up pass, since the roots' rows are not adjacent."""
 
+NOISED = {"eagle": 4, "eagle-tree": 3}
+"""Further launches above temperature 0: the positions of a head's draws are not those of its rows."""
+
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_batch_launches_the_kernels_of_one_text(tmp_path, name):
@@ -485,7 +488,8 @@ def test_a_batch_launches_the_kernels_of_one_text(tmp_path, name):
         alone, batch = (world.round(ragged(n, 50), sampling, budget) for world, n in ((one, 1), (eight, 8)))
         kinds = [[kernel.split(":")[0] for kernel in kernels(log)] for log in (alone, batch)]
         assert kinds[0] == kinds[1]
-        assert len(alone) == LAUNCHES[name] and 0 <= len(batch) - len(alone) <= GATHERED.get(name, 1)
+        more = NOISED.get(name, 0) if sampling.temperature else 0
+        assert len(alone) == LAUNCHES[name] + more and 0 <= len(batch) - len(alone) <= GATHERED.get(name, 1)
 
 
 def at_width(folder, name):

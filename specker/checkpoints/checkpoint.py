@@ -244,7 +244,7 @@ def _read_weights(
         proof(where)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
-        check_tensors(where, pieces, c, prefix, storage)
+        check_tensors(_without_heads(where, prefix, c.num_layers), pieces, c, prefix, storage)
 
         def get(name: str) -> Tensor | None:
             return where[name].get_tensor(name) if name in where else None
@@ -345,6 +345,15 @@ def _shards(folder: Path) -> list[Path]:
     raise CheckpointError(
         f"{folder} has no model.safetensors and no model.safetensors.index.json; specker reads only safetensors"
     )
+
+
+def _without_heads(where: dict[str, Any], prefix: str, layers: int) -> dict[str, Any]:
+    """The tensors but those of MTP heads, which only strategy `mtp` reads (mtp.py)."""
+    starts = ["mtp.", f"{prefix}mtp_layers."]
+    while f"{prefix}layers.{layers}.eh_proj.weight" in where:
+        starts.append(f"{prefix}layers.{layers}.")
+        layers += 1
+    return {name: file for name, file in where.items() if not name.startswith(tuple(starts))}
 
 
 def check_tensors(

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from specker.cache import root as cache_root
 from specker.cache import write
 from specker.checkpoints import gguf_blocks as blocks
+from specker.checkpoints import gguf_heads
 from specker.checkpoints.parse import ARCHITECTURES, reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
@@ -84,7 +85,8 @@ def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
     for left in folder.parent.glob(f"{glob.escape(folder.name)}.*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     try:
-        tensors = GGUFReader(path).tensors  # takes a second for a large vocabulary
+        file = GGUFReader(path)  # takes a second for a large vocabulary
+        tensors, architecture = file.tensors, file.fields["general.architecture"].contents()
     except Exception as error:  # the reader raises many types for damaged files
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
     size = converted_size(tensors, dense)
@@ -92,7 +94,10 @@ def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
     log.info("converting %s once into %s (%.2f GB)", path.name, folder, size / 1e9)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        _convert(path, part, tensors, dense)
+        if architecture == gguf_heads.ARCHITECTURE:
+            _convert_head(path, part, file, dense)
+        else:
+            _convert(path, part, tensors, dense)
         sizes = {file.name: file.stat().st_size for file in part.iterdir()}
         (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
         if folder.exists():
@@ -186,10 +191,35 @@ def _convert(path: Path, folder: Path, tensors: Sequence[Any], dense: bool) -> N
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     settings |= {"architectures": architectures[:1], "dtype": "float32"}
+    _write_config(folder, settings, modules, restored)
+    _write_whole_tokenizer(folder)
+
+
+def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
+    """Write an EAGLE-3 head. It has no tokenizer of its own."""
+    from transformers import PretrainedConfig
+
+    settings = gguf_heads.config_of(path, {name: field.contents() for name, field in file.fields.items()})
+    maps = [tensor for tensor in file.tensors if tensor.name == "d2t"]
+    others = [tensor for tensor in file.tensors if tensor.name != "d2t"]
+    rows = [int(tensor.shape[-1]) for tensor in file.tensors if tensor.name in ("d2t", "output.weight")]
+    settings |= {"draft_vocab_size": rows[0] if rows else None, "tie_word_embeddings": False}
+    settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
+    extra = {tensor.name: gguf_heads.distances(torch.from_numpy(tensor.data.copy())) for tensor in maps}
+    config = PretrainedConfig.from_dict(settings)
+    try:
+        modules, restored = _save(path, folder, others, config, dense, gguf_heads.name_of, extra)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be converted ({reason(error)})") from error
+    _write_config(folder, settings, modules, restored)
+
+
+def _write_config(folder: Path, settings: dict[str, Any], modules: dict[str, Any], restored: list[str]) -> None:
     if modules or restored:
         settings["quantization_config"] = {"quant_method": "specker", "modules": modules, "restored": restored}
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
-    _write_whole_tokenizer(folder)
 
 
 def _write_whole_tokenizer(folder: Path) -> None:
@@ -230,6 +260,9 @@ SHARD = 1 << 30  # bytes
 TOKENIZER = 50_000_000  # bytes that a tokenizer and the other files take at most
 
 
+Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
+
+
 def _named(name: str, path: Path) -> str | None:
     """The tensor's name in a Hugging Face checkpoint; None for one that is not used. Raises CheckpointError."""
     stem, kind = name.rsplit(".", 1)
@@ -244,15 +277,21 @@ def _named(name: str, path: Path) -> str | None:
 
 
 def _save(
-    path: Path, folder: Path, tensors: Sequence[Any], config: Any, dense: bool
+    path: Path,
+    folder: Path,
+    tensors: Sequence[Any],
+    config: Any,
+    dense: bool,
+    named: Named = _named,
+    extra: dict[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the weights into shards of about SHARD bytes. Returns the quantised modules and the restored formats (see
-    quantised.OwnFormat)."""
+    """Write the weights, and the tensors `extra` as they are, into shards of about SHARD bytes. Returns the quantised
+    modules and the restored formats (see quantised.OwnFormat)."""
     from safetensors.torch import save_file
 
     modules: dict[str, Any] = {}
     restored: set[str] = set()
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, Tensor]] = [extra or {}]
     where: dict[str, str] = {}
     size = 0
 
@@ -262,7 +301,7 @@ def _save(
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    for name, kind, x in _tensors(path, tensors, config, dense):
+    for name, kind, x in _tensors(path, tensors, config, dense, named):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module = name.removesuffix(".weight")
@@ -298,7 +337,7 @@ def _with_progress(path: Path, tensors: Sequence[Any]) -> Iterator[Any]:
 
 
 def _tensors(
-    path: Path, tensors: Sequence[Any], config: Any, dense: bool
+    path: Path, tensors: Sequence[Any], config: Any, dense: bool, named: Named
 ) -> Iterator[tuple[str, str, Tensor | Numbers]]:
     """Yield the name, format and value of each tensor, with the names and the order of rows that Hugging Face uses. A
     value is in float32 or, without `dense`, holds the numbers of its blocks if gguf_blocks.py reads their format."""
@@ -306,7 +345,7 @@ def _tensors(
 
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for tensor in _with_progress(path, tensors):
-        name = _named(tensor.name, path)
+        name = named(tensor.name, path)
         if name is None:
             continue
         kind, rows = tensor.tensor_type.name, tensor.data

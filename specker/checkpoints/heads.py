@@ -2,7 +2,7 @@
 
 Two layouts are read. SafeAILab's EAGLE, SpecForge and SGLang have a flat config.json and call an EAGLE-3 head's layer
 `midlayer`. speculators, which vLLM reads, nests the layer's config under `transformer_layer_config` and calls it
-`layers.0`. EAGLE-1 and 2 have the flat config and `layers.0`. `docs/checkpoints.md` lists the tensors.
+`layers.0`. DeepSpec, EAGLE-1 and EAGLE-2 have a flat config and `layers.0`. `docs/checkpoints.md` lists the tensors.
 
 A head of the wrong format drafts badly without any error, so every tensor and every field of config.json must be known.
 """
@@ -17,14 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.buffers import Buffers, Piece, Storage
+from specker.checkpoints.buffers import Buffers, Piece, Storage, activations, part_of
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, folder_of, open_files
-from specker.checkpoints.parse import parse_config, read_json, reason
+from specker.checkpoints.parse import FULL, SLIDING, parse_config, read_json, reason
+from specker.checkpoints.quantised import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights
 from specker.model.weights import Matrix, Weights
 
-FLAT = "LlamaForCausalLMEagle3", "LlamaForCausalLM", "LlamaForCausalLMEagle"  # architectures of flat configs
+DEEPSPEC = "Qwen3Eagle3Model"
+FLAT = "LlamaForCausalLMEagle3", "LlamaForCausalLM", "LlamaForCausalLMEagle", DEEPSPEC  # architectures of flat configs
+MASK = "mask_hidden"  # P-EAGLE's, [1, 1, A * Ht]
+MASK_TOKEN = "mask_token_id", "pard_token", "ptd_token_id"  # speculators' field, and those of flat configs
+FACTORS = "rope_freqs.weight"  # [D / 2], divisors of RoPE's frequencies, in a head that was a GGUF file
+EXTRA = "d2t", "t2d", MASK, FACTORS  # tensors that are no layer's
 # Fields of config.json that say what a head computes, beside those of its layers.
 FIELDS = {
     "draft_vocab_size",
@@ -35,19 +41,29 @@ FIELDS = {
     "norm_output",
     "eagle_aux_hidden_state_layer_ids",
     "eagle_config",
+    "target_layer_ids",
+    "num_target_layers",
     "bias",
+    *MASK_TOKEN,
 }
+WINDOWS = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
 # Fields that change nothing here: how the head was trained or saved, and what transformers adds.
 IGNORED = {
     "architectures",
     "auto_map",
+    "draft_num_hidden_layers",
+    "embed_requires_grad",
     "has_no_defaults_at_init",
     "model_type",
+    "quantization_config",
     "speculators_config",
     "speculators_model_type",
     "speculators_version",
+    "step_loss_decay",
+    "target_model_name_or_path",
     "torch_dtype",
     "transformer_layer_config",
+    "ttt_length",
 }
 # safetensors' names of the dtypes that weights may have
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -101,14 +117,19 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
     raw = read_json(folder / "config.json")
     with ExitStack() as stack:
         where = _files(folder, stack)
-        maps: dict[str, Tensor] = {name: where.pop(name).get_tensor(name) for name in ("d2t", "t2d") if name in where}
+        extra = {name: where.pop(name).get_tensor(name) for name in EXTRA if name in where}
         layout = Layout.of(folder, raw, where, target.config)
+        if (factors := extra.get(FACTORS)) is not None:
+            layout = replace(layout, ropes=tuple(r._replace(inv_freq=r.inv_freq / factors) for r in layout.ropes))
         config = layout.config
-        storage = Storage(None, quantize, dtype, device)
+        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device)
         pieces = {p.name: p for p in layout.pieces()}
         check_tensors(where, pieces, config, "", storage)
         buffers = Buffers(pieces, config, storage)
         for name, p in pieces.items():
+            if storage.scheme is not None and storage.covers(name):
+                buffers.put(p, part_of(p, name, storage.scheme, lambda n: where[n].get_tensor(n)))
+                continue
             x = where[name].get_tensor(name)
             if not torch.isfinite(x).all():
                 raise CheckpointError(f"{name} of {source} holds NaN or infinity; export the head again")
@@ -116,20 +137,38 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         found = buffers.done()
     if "fc_norm" in found:
         found["fc_norm"] = found["fc_norm"].view(len(layout.spec.taps), -1)
-    ids = _ids(maps, layout.spec.rows, config.vocab_size, source)
+    ids = _ids(extra, layout.spec.rows, config.vocab_size, source)
     return HeadCheckpoint(
         config,
         _weights(found, layout, target),
         folder,
+        getattr(storage.scheme, "restored", ()),
         shared=target.tokens,
         activations=target.activations,
         spec=layout.spec,
         parts=HeadWeights(
             fc=found["fc"],
             **{name: found.get(name) for name in ("fc_bias", "hidden_norm", "input_norm", "fc_norm")},
+            mask=_mask(extra.get(MASK), layout.spec, storage, source),
             ids=None if ids is None else ids.to(device),
         ),
     )
+
+
+def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | Path) -> Tensor | None:
+    """P-EAGLE's mask_hidden as [A * Ht] on the device. Raises CheckpointError unless it fits the config."""
+    if mask is None and spec.mask is None:
+        return None
+    if mask is None:
+        raise CheckpointError(f"{source} has a mask token and lacks {MASK}, which a P-EAGLE head has")
+    if spec.mask is None:
+        raise CheckpointError(f"{source} has {MASK}, and its config.json lacks {MASK_TOKEN[0]}")
+    size = len(spec.taps) * spec.width
+    if mask.numel() != size or not mask.is_floating_point() or not torch.isfinite(mask).all():
+        raise CheckpointError(
+            f"{MASK} of {source} must hold {size} finite numbers, got {list(mask.shape)} {mask.dtype}"
+        )
+    return mask.flatten().to(storage.device, activations(storage.dtype, storage.device))
 
 
 def _weights(found: dict[str, Any], layout: "Layout", target: Checkpoint) -> Weights:
@@ -167,14 +206,23 @@ class Layout:
         _check_fields(raw, nested)
         if nested is None and (named := (raw.get("architectures") or ["LlamaForCausalLM"])[0]) not in FLAT:
             raise CheckpointError(f"{folder} is not a draft head that specker reads: its architecture is {named}")
-        if nested is not None and (kind := raw.get("speculators_model_type")) != "eagle3":
-            raise CheckpointError(f"{folder} is a speculators head of type {kind!r}; specker reads eagle3")
+        if nested is not None and (kind := raw.get("speculators_model_type")) not in ("eagle3", "peagle"):
+            raise CheckpointError(f"{folder} is a speculators head of type {kind!r}; specker reads eagle3 and peagle")
         form = "eagle3" if any(name.endswith("hidden_norm.weight") for name in where) else "eagle1"
         layers = _layers(where)
+        if DEEPSPEC in (raw.get("architectures") or ()) and len(layers) > 1:  # all of them read the embedding
+            raise CheckpointError(
+                f"{folder} is a DeepSpec head of {len(layers)} layers; specker reads those of one layer"
+            )
         width = raw.get("target_hidden_size") or given.get("hidden_size")
         if width != target.hidden_size:
             raise CheckpointError(
                 f"{folder} is a head for a target of width {width}, and the target has {target.hidden_size}: it was "
+                "trained for another model"
+            )
+        if (deep := raw.get("num_target_layers")) not in (None, target.num_layers):
+            raise CheckpointError(
+                f"{folder} is a head for a target of {deep} layers, and the target has {target.num_layers}: it was "
                 "trained for another model"
             )
         if given.get("vocab_size") != target.vocab_size:
@@ -183,8 +231,8 @@ class Layout:
                 f"{target.vocab_size}: it was trained for another model"
             )
         qwen = given.get("model_type") == "qwen3"
-        positions = max(given.get("max_position_embeddings") or 0, target.max_context)  # training does not limit it
-        plain = {name: value for name, value in given.items() if name not in FIELDS}
+        positions = max(_number(given, "max_position_embeddings", 1), target.max_context)  # training does not limit it
+        plain = {name: value for name, value in given.items() if name not in FIELDS | WINDOWS}
         plain |= {
             "architectures": ["Qwen3ForCausalLM" if qwen else "LlamaForCausalLM"],
             "model_type": "qwen3" if qwen else "llama",
@@ -192,19 +240,23 @@ class Layout:
             "max_position_embeddings": positions,
         }
         config, ropes = parse_config(folder, target.max_context, None, plain)
-        own = frozenset(name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in where)
+        own = frozenset(name for name in ("embed_tokens", "lm_head") if any(n.startswith(f"{name}.") for n in where))
         norms = frozenset(n for n in ("input_norm", "fc_norm") if any(name.startswith(f"{n}.") for name in where))
         D = raw.get("draft_vocab_size") or target.vocab_size
+        taps, other = _taps(folder, raw, where, form, target)
         spec = HeadSpec(
             form,
-            _taps(folder, raw, where, form, target),
+            taps,
             target.hidden_size,
             D,
-            residual=not raw.get("norm_before_residual", False),
+            residual=not raw.get("norm_before_residual", nested is not None),  # as vLLM reads a missing one
             # SpecForge means a norm before the LM head, which every head here has, and feeds back the rows before it.
             output=nested is not None and bool(raw.get("norm_output")),
+            mask=_mask_token(raw, target.vocab_size),
+            other=other,
         )
-        layer = replace(config.layer, first="joined" if form == "eagle3" else "bare")
+        reaches = _reaches(given, len(layers), qwen, target.max_context)
+        layer = replace(config.layer, first="joined" if form == "eagle3" else "bare", reaches=reaches)
         config = replace(config, layer=layer, tied=config.tied and "embed_tokens" in own, eos_ids=())
         made = cls(config, ropes, spec, layers, own, form == "eagle1" and bool(raw.get("bias", True)), norms)
         made._check_shared(folder, target)
@@ -297,30 +349,91 @@ def _layers(where: dict[str, Any]) -> tuple[str, ...]:
     return (*first, *(f"layers.{n}." for n in numbers))
 
 
-def _taps(folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, target: ModelConfig) -> tuple[int, ...]:
-    """The depths of the target that the head reads: depth n is the input of layer n, or the last layer's output."""
+def _mask_token(raw: dict[str, Any], vocab: int) -> int | None:
+    """The token of a P-EAGLE head's masks; None for other heads. Raises CheckpointError."""
+    token = next((raw[name] for name in MASK_TOKEN if raw.get(name) is not None), None)
+    parallel = raw.get("speculators_model_type") == "peagle"
+    if (token is None and parallel) or not (token is None or (type(token) is int and 0 <= token < vocab)):
+        raise CheckpointError(f"a P-EAGLE head needs {MASK_TOKEN[0]}, an id below {vocab}; it is {token!r}")
+    return token
+
+
+def _reaches(given: dict[str, Any], layers: int, qwen: bool, context: int) -> tuple[int, ...]:
+    """LayerSpec.reaches of the head's layers: the sliding windows of its config, and at most the positions that it was
+    trained for. A head that attends to more columns than in training drafts badly."""
+    kinds = given.get("layer_types")
+    if kinds is None:  # as Qwen3 in transformers; Llama has no window without layer_types
+        first = _number(given, "max_window_layers", 28) if qwen and given.get("use_sliding_window") else layers
+        kinds = [FULL if n < first else SLIDING for n in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) < layers or set(kinds) - {FULL, SLIDING}:
+        raise CheckpointError(
+            f"layer_types must name {FULL} or {SLIDING} for each of the head's {layers} layers, got {kinds}"
+        )
+    size = _number(given, "sliding_window", 0)
+    if SLIDING in kinds[:layers] and not size:
+        raise CheckpointError(f"layer_types names {SLIDING} layers, and the head's config has no sliding_window")
+    trained = _number(given, "max_position_embeddings", 0) or context
+    seen = [min(trained, size if kind == SLIDING else context) for kind in kinds[:layers]]
+    return tuple(n if n < context else 0 for n in seen) if min(seen) < context else ()
+
+
+def _number(given: dict[str, Any], name: str, default: int) -> int:
+    """A whole number of config.json from 0 on, or the default if it is null or missing. Raises CheckpointError."""
+    value = given.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise CheckpointError(f"{name} of a head must be a whole number from 0 on, got {value!r}")
+    return default if value is None else value
+
+
+def _taps(
+    folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, target: ModelConfig
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The depths of the target that the head reads: depth n is the input of layer n, or the last layer's output. Then
+    the depths by the other reading of the field, () if there is none."""
     total = target.num_layers
     if form == "eagle1":
-        return (total,)
-    if "fc.weight" not in where:
+        return (total,), ()
+    if not any(name.startswith("fc.") for name in where):
         raise CheckpointError(f"{folder} lacks fc.weight, which an EAGLE-3 head has")
-    columns = where["fc.weight"].get_slice("fc.weight").get_shape()[-1]
-    count, rest = divmod(columns, target.hidden_size)
     own = raw.get("eagle_config") or {}
     if own.get("use_aux_hidden_state") is False:
         raise CheckpointError(f"{folder} says use_aux_hidden_state false, and an EAGLE-3 head reads hidden states")
-    outside, inside = (c.get("eagle_aux_hidden_state_layer_ids") for c in (raw, own))
-    if outside is not None:  # vLLM and speculators: the input of layer n
-        taps, field = tuple(outside), "eagle_aux_hidden_state_layer_ids"
-    elif inside is not None:  # SGLang and SpecForge: the output of layer n
-        taps, field = tuple(n + 1 for n in inside), "eagle_config.eagle_aux_hidden_state_layer_ids"
+    name = "eagle_aux_hidden_state_layer_ids"
+    other: tuple[int, ...] = ()
+    if raw.get("target_layer_ids") is not None:  # DeepSpec: the output of layer n
+        field = "target_layer_ids"
+        taps = tuple(n + 1 for n in _numbers(raw[field], field))
+        if total in taps:  # transformers norms this one, and specker does not
+            raise CheckpointError(f"{field} names the last of the target's {total} layers, which specker does not read")
+    elif raw.get(name) is not None:  # vLLM and speculators: the input of layer n
+        field, taps = name, _numbers(raw[name], name)
+        other = tuple(n + 1 for n in taps)
+    elif own.get(name) is not None:  # SGLang and SpecForge: the output of layer n
+        field = f"eagle_config.{name}"
+        other = _numbers(own[name], field)
+        taps = tuple(n + 1 for n in other)
     else:
         taps, field = (2, total // 2, total - 3), "the default"
-    if rest or count != len(taps):
-        raise CheckpointError(f"fc.weight has {columns} columns, but {field} makes it {len(taps) * target.hidden_size}")
-    if list(taps) != sorted(set(taps)) or not all(isinstance(n, int) and 0 <= n <= total for n in taps):
+    if "fc.weight" in where:  # not quantised
+        columns = where["fc.weight"].get_slice("fc.weight").get_shape()[-1]
+        if columns != len(taps) * target.hidden_size:
+            raise CheckpointError(
+                f"fc.weight has {columns} columns, but {field} makes it {len(taps) * target.hidden_size}"
+            )
+
+    def fits(depths: tuple[int, ...]) -> bool:
+        return list(depths) == sorted(set(depths)) and all(0 <= n <= total for n in depths)
+
+    if not fits(taps):
         raise CheckpointError(f"{field} names the depths {taps}, which must ascend within the target's {total} layers")
-    return taps
+    return taps, other if fits(other) else ()
+
+
+def _numbers(ids: Any, field: str) -> tuple[int, ...]:
+    """The list `ids`. Raises CheckpointError unless it holds whole numbers."""
+    if not isinstance(ids, list) or any(type(n) is not int for n in ids):
+        raise CheckpointError(f"{field} must be a list of layers' numbers, got {ids!r}")
+    return tuple(ids)
 
 
 def _ids(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:
@@ -348,7 +461,7 @@ def _check_fields(raw: dict[str, Any], nested: dict[str, Any] | None) -> None:
 
     known = set(transformers.Qwen2Config().to_dict()) | set(transformers.Qwen3Config().to_dict())
     known |= {"mlp_bias", "pretraining_tp", "rope_theta", "rope_scaling", "num_key_value_heads", "tie_word_embeddings"}
-    known |= FIELDS | IGNORED | set(vars(transformers.PretrainedConfig())) | {"attention_bias"}
+    known |= FIELDS | WINDOWS | IGNORED | set(vars(transformers.PretrainedConfig())) | {"attention_bias"}
     for part in (raw, nested or {}):
         if unknown := sorted(name for name in part if name not in known and not name.startswith("_")):
             raise CheckpointError(

@@ -20,15 +20,17 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "mimo",
     "Gemma3ForCausalLM": "gemma3_text",
     "Olmo2ForCausalLM": "olmo2",
     "SmolLM3ForCausalLM": "smollm3",
     "DreamModel": "Dream",
 }
 # architecture -> another class of transformers with the same fields, and the defaults that differ. transformers does
-# not know Dream. LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
+# not know Dream and MiMo. LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "DreamModel": ("Qwen2Config", {}),
+    "MiMoForCausalLM": ("Qwen2Config", {}),
     "Gemma3ForCausalLM": ("Gemma3TextConfig", {}),
     "LlamaForCausalLM": (
         "Qwen2Config",
@@ -49,7 +51,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 NORMS = {"Gemma3ForCausalLM": "both", "Olmo2ForCausalLM": "after"}  # LayerSpec.norms, where not "before"
 QK_NORMS = {"Qwen3ForCausalLM": "head", "Gemma3ForCausalLM": "head", "Olmo2ForCausalLM": "projection"}
-NO_BIASES = "MistralForCausalLM", "Qwen2ForCausalLM", "DreamModel"  # the field attention_bias has no effect
+QKV_BIASES = "Qwen2ForCausalLM", "MiMoForCausalLM", "DreamModel"
+NO_BIASES = "MistralForCausalLM", *QKV_BIASES  # the field attention_bias has no effect
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -100,7 +103,7 @@ def parse_config(
         rms_norm_eps=float(hf.rms_norm_eps),
         layer=LayerSpec(
             ACTIVATIONS[act],
-            qkv_bias=attention_bias or dream or arch == "Qwen2ForCausalLM",
+            qkv_bias=attention_bias or arch in QKV_BIASES,
             o_bias=attention_bias,
             mlp_bias=arch in ("LlamaForCausalLM", "SmolLM3ForCausalLM") and bool(hf.mlp_bias),
             norms=NORMS.get(arch, "before"),

@@ -91,6 +91,8 @@ class Drafts:
         parts, where = strategies.of(o), device_of(device)
         if parts.self_drafting or not parts.drafts:
             raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
+        if parts.reads_target:
+            raise ValueError(f"strategy {strategy!r} reads hidden states of the target, which no engine hands over yet")
         if draft is not None and not parts.needs_draft:
             raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
         config = _config(target, max_context)

@@ -16,6 +16,13 @@ EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858), with the target's rows f after its
 
     r = fc([embed(x) | f]) + bias;  r = r + o(attention(r));  r = r + mlp(norm_post(r))
     logits = lm_head(r), output r, with the target's lm_head
+
+An MTP head of a target's own checkpoint (DeepSeek-V3, arXiv 2412.19437), applied again and again:
+
+    r = fc([norm(embed(x)) | norm(f)]);  an ordinary layer;  logits = lm_head(norm(r)), output r or norm(r)
+
+P-EAGLE (arXiv 2602.01469) is EAGLE-3, but a drafted token gets a mask token's embedding instead of its own, and the
+feature fc(m) with a trained m instead of the head's output.
 """
 
 from dataclasses import dataclass
@@ -30,7 +37,7 @@ from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.kernels.round.pair import start_pairs
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
-from specker.model.decoder import Final, GroupRows, Model, fuses, over_pages, run_layers
+from specker.model.decoder import Final, GroupRows, Model, Output, fuses, over_pages, run_layers
 from specker.model.rows import begin
 from specker.model.weights import Parameters
 
@@ -39,23 +46,28 @@ from specker.model.weights import Parameters
 class HeadSpec:
     """What a head computes apart from its layers."""
 
-    form: str  # "eagle3" or "eagle1"
+    form: str  # "eagle3", "eagle1" or "mtp"
     taps: tuple[int, ...]  # depths of the target whose rows it reads, low to high
     width: int  # of the target's rows
     rows: int  # of its LM head
     residual: bool = True  # the first layer's residual is h itself; False: hidden_norm(h) (`norm_before_residual`)
     output: bool = False  # it feeds back norm(r) instead of r (`norm_output` of EAGLE-3.1)
+    zeroed: bool = False  # at position 0, the embedding is 0 (MTP)
+    mask: int | None = None  # the mask token of a head that drafts in one pass (P-EAGLE)
+    other: tuple[int, ...] = ()  # the taps by the other reading of an ambiguous config.json; empty if it is clear
 
 
 class HeadWeights(NamedTuple):
     """A head's tensors that a decoder does not have. H: its width, A: its number of taps, Ht: the target's width."""
 
-    fc: Matrix  # [H, A * Ht]; EAGLE-1 [H, H + Ht]: the embedding's columns first
-    fc_bias: Tensor | None  # [H]
-    hidden_norm: Tensor | None  # [H]
-    input_norm: Tensor | None  # [A * Ht], over all taps side by side
-    fc_norm: Tensor | None  # [A, Ht], over each tap
-    ids: Tensor | None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
+    fc: Matrix  # [H, A * Ht]; EAGLE-1 and MTP [H, H + Ht]: the embedding's columns first
+    fc_bias: Tensor | None = None  # [H]
+    embed_norm: Tensor | None = None  # [H], MTP's
+    hidden_norm: Tensor | None = None  # [H]
+    input_norm: Tensor | None = None  # [A * Ht], over all taps side by side
+    fc_norm: Tensor | None = None  # [A, Ht], over each tap
+    mask: Tensor | None = None  # [A * Ht], which stands for the target's rows in a mask's pair (P-EAGLE)
+    ids: Tensor | None = None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
 
 
 class ReadingHead:
@@ -63,7 +75,7 @@ class ReadingHead:
 
     def __init__(self, parameters: Parameters, spec: HeadSpec, weights: HeadWeights, target: Model):
         self.model, self.spec, self.weights = Model(parameters), spec, weights
-        self.final_norm = target.norm, target.config.rms_norm_eps  # of the target, which EAGLE-1 applies to its rows
+        self.final_norm = target.norm, target.config.rms_norm_eps  # of the target; EAGLE-1 and MTP read normed rows
 
     @property
     def normed(self) -> bool:
@@ -73,7 +85,7 @@ class ReadingHead:
     def features(self, taps: Tensor) -> Tensor:
         """The target's rows [T, A, Ht] after each depth of `spec.taps` -> features [T, H]."""
         w, eps = self.weights, self.model.config.rms_norm_eps
-        if self.spec.form == "eagle1":
+        if self.spec.form != "eagle3":
             norm, own = self.final_norm
             return add_norm(taps[:, 0].contiguous(), None, norm, own)[1]
         if w.fc_norm is not None:
@@ -86,15 +98,18 @@ class ReadingHead:
     @property
     def norms(self) -> tuple[Tensor, Tensor] | None:
         """Of a pair's embedding and of its feature, [H] each."""
+        w = self.weights
         if self.spec.form == "eagle1":
             return None
-        norm_in, hidden_norm = self.model.layers[0].attention.norm_in, self.weights.hidden_norm
-        assert norm_in is not None and hidden_norm is not None
-        return norm_in, hidden_norm
+        embed_norm = w.embed_norm if self.spec.form == "mtp" else self.model.layers[0].attention.norm_in
+        assert embed_norm is not None and w.hidden_norm is not None
+        return embed_norm, w.hidden_norm
 
-    def pairs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [T, H] and the embeddings of the tokens after them [T, H] -> the stream that enters the first layer
-        [T, H], and both side by side, normed [T, 2 * H]."""
+    def pairs(self, features: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [T, H] of the columns at `positions` [T] and the embeddings of the tokens after them [T, H] -> the
+        stream that enters the first layer [T, H], and both side by side, normed [T, 2 * H]."""
+        if self.spec.zeroed:
+            embedded = torch.where((positions == 0).unsqueeze(1), 0, embedded)
         if (norms := self.norms) is None:
             return features, torch.cat((embedded, features), -1)
         eps = self.model.config.rms_norm_eps
@@ -115,7 +130,8 @@ class ReadingHead:
         """Place pairs first, first + 1, .. of each sequence's window, as `KVCache.place` does. tokens [n, count] int64;
         with `text`, tokens [n, C] of which a pair takes the one at its own column, and lengths on the device. features
         [n * m, H]: those of the same pairs or, with `parents`, of the m pairs before, among which are the parents.
-        Returns the rows and what `pairs` does."""
+        Returns the rows and what `pairs` does. No pair may be at position 0, whose embedding `start_pairs` would not
+        zero."""
         model = self.model
         n, count = len(lengths), len(features) // len(lengths) if text else tokens.shape[1]
         if isinstance(lengths, Tensor) and isinstance(model.embed, Tensor) and model.embed.dtype == features.dtype:
@@ -134,20 +150,32 @@ class ReadingHead:
             m = len(features) // n
             row = (parents[:, first - 1 : first - 1 + count] - (first - m)).clamp(0, m - 1)
             features = features[(row + m * torch.arange(n, device=row.device).unsqueeze(1)).view(-1)]
-        return rows, *self.pairs(features, embedded)
+        return rows, *self.pairs(features, embedded, rows.positions)
+
+    def mask(self) -> tuple[Tensor, Tensor]:
+        """The feature of a mask and the embedding of the mask token, [1, H] each (P-EAGLE)."""
+        assert self.weights.mask is not None and self.spec.mask is not None
+        token = torch.tensor([self.spec.mask], device=self.model.device)
+        taps = self.weights.mask.view(1, len(self.spec.taps), -1)
+        return self.features(taps), self.model.embed_tokens(token)
 
     def forward(self, cache: KVCache, rows: Rows, stream: Tensor, joined: Tensor) -> tuple[Tensor, Final]:
         """Run pairs (`pairs`). Writes the rows' K/V. Returns the output that a drafted token gets as its feature
         [T, H], and the rows for the LM head."""
-        model, w, eps = self.model, self.weights, self.model.config.rms_norm_eps
+        model, w = self.model, self.weights
         batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
         steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
         if self.spec.form == "eagle1":
             out = run_layers(model, steps, model.linear(joined, w.fc, w.fc_bias))
             return out.hidden, Final(out.hidden, True)
-        out = run_layers(model, steps, stream, entered=joined)
-        final = out.final
+        if self.spec.form == "mtp":
+            return self._output(run_layers(model, steps, model.linear(joined, w.fc)))
+        return self._output(run_layers(model, steps, stream, entered=joined))
+
+    def _output(self, out: Output) -> tuple[Tensor, Final]:
+        model, final = self.model, out.final
         if not self.spec.output:
             return out.hidden, final
+        eps = model.config.rms_norm_eps
         own = final.rows if final.normed else add_norm(final.rows, None, model.norm, eps)[1]
         return own, Final(own, True)

@@ -77,7 +77,8 @@ class Engine:
         alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if alone else ranks)
         self.cache = allocate(model, o)
-        context = DraftContext(o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks)
+        parts = o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks, self.notes
+        context = DraftContext(*parts)
         inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
         self.drafter = inner if alone or ranks is None else SharedDrafter(inner, ranks)
         head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)

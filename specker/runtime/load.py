@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from specker import cpu, zoo
-from specker.checkpoints import heads
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
+from specker.checkpoints.heads import HeadCheckpoint
 from specker.flags import option
 from specker.model.split import WHOLE
 from specker.options import DTYPES, Options
@@ -133,12 +133,14 @@ def drafting(
     target. Adds remarks to `notes`. Raises as `load` does."""
     parts, dummy, kept = strategies.of(opts), opts.load == "dummy", None
     side: Checkpoint | None = None
-    if source is not None and parts.reads_target:
+    if parts.reads_target:
         if ranks is not None:
             raise ValueError(f"strategy {opts.strategy!r} runs in one process: its head reads the whole target's rows")
         assert not isinstance(source, Opened)
-        side = heads.read(source, main, dtype=dtype, quantize=opts.draft_quantize)
-        if opts.trim is not None and side.parts.ids is not None:
+        side = parts.read_head(source, main, dtype, opts.draft_quantize)
+        if (sentence := stored(side, "draft")) is not None:
+            notes["draft_weights"] = sentence
+        if opts.trim is not None and isinstance(side, HeadCheckpoint) and side.parts.ids is not None:
             rows = f"{source} has {side.spec.rows} rows for ids of its own choice (d2t)"
             raise ValueError(f"{rows}: leave out +vocabtrim")
     elif source is not None and (ranks is None or ranks.drafts):

@@ -19,7 +19,7 @@ from specker.model.config import CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM"}
+NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
 
 
 def read_here(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:

@@ -207,6 +207,8 @@ def test_more_texts_than_slots_and_long_texts_get_no_draft(tiny):
     [
         ({"strategy": "del"}, "does not draft for another engine"),
         ({"strategy": "ar"}, "does not draft for another engine"),
+        ({"strategy": "eagle"}, "strategy 'eagle' reads hidden states of the target, which no engine hands over"),
+        ({"strategy": "mtp"}, "strategy 'mtp' reads hidden states of the target, which no engine hands over"),
         ({"tree": "2x2"}, "one path"),
         ({"strategy": "diffuspec", "cps": "tree"}, "one path"),
         ({"strategy": "lookup", "draft": "x"}, "uses no draft checkpoint"),

@@ -10,7 +10,8 @@ needs them lies beside it, in drafter.py or policy.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specker.options import Options
@@ -21,6 +22,7 @@ from specker.zoo import Family
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import Tensor
 
     from specker.checkpoints.checkpoint import Checkpoint
@@ -49,6 +51,7 @@ class DraftContext:
     kept: KeptRows | None  # the kept rows; None: all
     family: Family | None  # the bundled files for the target
     ranks: Ranks | None = None  # the ranks that share the target; None for one process
+    notes: dict[str, str] = field(default_factory=dict)  # the engine's remarks, to which a drafter may add its own
 
     @property
     def tokenizer_hash(self) -> str | None:
@@ -146,6 +149,16 @@ class Strategy:
 
     def check_target(self, options: Options, layers: int) -> None:
         """Raise ValueError if the strategy cannot use a target with this many layers."""
+
+    def read_head(
+        self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
+    ) -> Checkpoint:
+        """Read the head of a strategy that `reads_target`; the arguments of `checkpoints.heads.read`. `source`: None if
+        the strategy needs no draft checkpoint."""
+        from specker.checkpoints import heads
+
+        assert source is not None
+        return heads.read(source, target, dtype=dtype, quantize=quantize)
 
     def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
         """Apply the options to the draft checkpoint."""

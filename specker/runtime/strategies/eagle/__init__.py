@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Eagle(Strategy):
     name = "eagle"
     summary = "a trained head that reads the target's hidden states drafts a chain or a tree"
-    paper = "EAGLE-3 (2503.01840), EAGLE (2401.15077)"
+    paper = "EAGLE-3 (2503.01840), EAGLE (2401.15077), P-EAGLE (2602.01469)"
     needs_draft = True
     reads_target = True
 
@@ -30,15 +30,21 @@ class Eagle(Strategy):
 
     def check(self, options: Options) -> None:
         if options.load == "dummy":
-            raise ValueError(f"strategy eagle reads a trained head: {option('load', 'dummy')} does not apply")
+            raise ValueError(f"strategy {self.name} reads a trained head: {option('load', 'dummy')} does not apply")
 
     def drafter(self, context: DraftContext) -> EagleDrafter:
         from specker.checkpoints.heads import HeadCheckpoint
         from specker.model.heads import ReadingHead
+        from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.eagle.drafter import EagleDrafter
+        from specker.runtime.strategies.eagle.parallel import ParallelDrafter
 
         assert isinstance(context.draft, HeadCheckpoint) and context.model is not None
         checkpoint = context.draft
         head = ReadingHead(checkpoint, checkpoint.spec, checkpoint.parts, context.model)
+        head.spec = chosen(context.target, context.model, head, context.notes)
+        if head.spec.mask is not None and context.options.tree is not None:
+            raise ValueError(f"a P-EAGLE head drafts a chain: {option('tree')} does not apply")
+        make = EagleDrafter if head.spec.mask is None else ParallelDrafter
         own = context.head(head.model)
-        return EagleDrafter(head, context.allocate(head.model), own, context.options.width, context.depth(self))
+        return make(head, context.allocate(head.model), own, context.options.width, context.depth(self))

@@ -175,7 +175,7 @@ class EagleDrafter(AutoregressiveDrafter):
     def _forward(self, slots: slice, rows: Rows, features: Tensor, tokens: list[int]) -> None:
         """Forward pairs whose tokens the host knows."""
         ids = torch.tensor(tokens[: len(features)], device=self.model.device)
-        pairs = self.reading.pairs(features, self.model.embed_tokens(ids))
+        pairs = self.reading.pairs(features, self.model.embed_tokens(ids), rows.positions)
         output, final = self.reading.forward(self.cache, rows, *pairs)
         self._note(slots, output, final, rows.cu_rows[1:].long() - 1)
 

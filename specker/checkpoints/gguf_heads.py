@@ -1,0 +1,108 @@
+"""An EAGLE-3 head in a GGUF file (llama.cpp's architecture `eagle3`) as a head in SafeAILab's layout.
+
+llama.cpp stores the head's own settings under `eagle3.` and its tokenizer is the target's. `target_layers` (earlier
+`extract_layers`) names the inputs of layers, and `d2t` holds the target's ids instead of their distances.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specker.model.config import CheckpointError
+
+ARCHITECTURE = "eagle3"
+# Names in GGUF -> in the checkpoint.
+OUTER = {
+    "fc": "fc",
+    "token_embd": "embed_tokens",
+    "enc.output_norm": "input_norm",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "rope_freqs": "rope_freqs",
+}
+LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "attn_norm_2": "hidden_norm",
+    "ffn_norm": "post_attention_layernorm",
+}
+# Keys after `eagle3.` -> fields of config.json.
+REQUIRED = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "target_hidden_size": "target_hidden_size",
+}
+OPTIONAL = {
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.freq_base": "rope_theta",
+    "norm_before_residual": "norm_before_residual",
+    "norm_before_fc": "norm_before_fc",
+}
+LAYERS = "target_layers", "extract_layers"
+OTHERS = {  # read by their names below, or without effect
+    *LAYERS,
+    "attention.key_length",
+    "attention.value_length",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+}
+
+
+def config_of(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the head. `fields`: the file's keys and values. Raises CheckpointError for keys that are missing,
+    or that specker does not know."""
+    start = f"{ARCHITECTURE}."
+    own = {name.removeprefix(start): value for name, value in fields.items() if name.startswith(start)}
+    if unknown := sorted(own.keys() - REQUIRED.keys() - OPTIONAL.keys() - OTHERS):
+        raise CheckpointError(
+            f"{path} has the key {start}{unknown[0]}, which specker does not know; the head may need it"
+        )
+    ids = next((own[name] for name in LAYERS if name in own), None)
+    if missing := [name for name in REQUIRED if name not in own] or ([] if ids is not None else [LAYERS[0]]):
+        raise CheckpointError(f"{path} lacks the key {start}{missing[0]}, which an EAGLE-3 head has; convert it again")
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    config |= {field: own[name] for name, field in (REQUIRED | OPTIONAL).items() if name in own}
+    config["eagle_aux_hidden_state_layer_ids"] = list(ids or ())
+    config.setdefault("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())))
+    if (width := own.get("attention.key_length") or own.get("rope.dimension_count")) is not None:
+        config["head_dim"] = width
+    if window := own.get("attention.sliding_window"):
+        config |= {"sliding_window": window, "layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
+    if (kind := own.get("rope.scaling.type", "none")) != "none":
+        config["rope_scaling"] = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
+        if (original := own.get("rope.scaling.original_context_length")) is not None:
+            config["rope_scaling"]["original_max_position_embeddings"] = original
+    return config
+
+
+def name_of(name: str, path: Path) -> str:
+    """The name of a tensor in the checkpoint. Raises CheckpointError for an unknown one."""
+    stem, _, kind = name.rpartition(".")
+    found, layer = OUTER.get(stem), stem.split(".")
+    if found is None and layer[0] == "blk" and len(layer) == 3 and layer[2] in LAYER:
+        found = f"layers.{layer[1]}.{LAYER[layer[2]]}"
+    if found is None:
+        raise CheckpointError(f"{path} has the tensor {name}, which specker does not know; the head may need it")
+    return f"{found}.{kind}"
+
+
+def distances(ids: Tensor) -> Tensor:
+    """The target's id of each row of the LM head [D] -> `d2t` [D] int64, as in safetensors."""
+    return ids.long() - torch.arange(len(ids))

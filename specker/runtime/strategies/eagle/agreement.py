@@ -1,0 +1,129 @@
+"""How often a head's first guess is the target's own token, over a short text, measured when the head is loaded.
+
+A head that reads the wrong hidden states, or that was trained for another finetune of the target, makes no error: it
+only drafts badly. So both models read a short text once, and the share of its positions at which they agree is
+reported. Where config.json can be read in two ways, this share decides between them.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specker.checkpoints.checkpoint import Checkpoint
+from specker.model.cache import KVCache
+from specker.model.decoder import Final, Model, prefill
+from specker.model.heads import HeadSpec, ReadingHead
+from specker.model.sampling import Draws
+from specker.options import Sampling
+from specker.runtime.head import Head
+from specker.runtime.text import encode, encode_chat
+
+ROWS = 256  # most tokens of the text, its prompt included: one chunk of a prompt
+LEAST = 32  # fewer positions say too little
+LOGITS = 64  # rows of logits to hold at once
+IMPLAUSIBLE = 0.15
+"""A share below this is called implausible. Of published heads, the target accepts the first draft token in half of the
+rounds or more; of one that read the wrong hidden states it accepted 4% (vLLM's pull request 50170)."""
+
+QUESTION = "Why do leaves change colour in autumn? Explain it, and then write a Python function that counts words."
+ANSWER = """\
+Leaves look green in summer because they are full of chlorophyll, the pigment that captures sunlight. In autumn the \
+days become shorter and the nights become colder. The tree stops making chlorophyll, and the green colour fades. \
+Other pigments, which were there all the time, can now be seen: carotenoids are yellow and orange. Some trees also \
+make anthocyanins, which are red. Finally, the tree closes the veins between the leaf and the branch, and the leaf \
+falls to the ground.
+
+Here is a Python function that counts how often each word occurs in a text:
+
+```python
+def count_words(text):
+    \"\"\"Return a dictionary with the number of times each word occurs.\"\"\"
+    counts = {}
+    for word in text.lower().split():
+        if word in counts:
+            counts[word] += 1
+        else:
+            counts[word] = 1
+    return counts
+```
+
+The function first converts the text to lower case, so that the same word is counted once, and then splits it at the \
+spaces. For example, `count_words("the cat and the dog")` returns a dictionary in which "the" has the value 2.
+"""
+
+
+class Text(NamedTuple):
+    tokens: list[int]
+    first: int  # the first token of the answer
+
+
+def text_of(target: Checkpoint) -> Text | None:
+    """The question and its answer in the target's tokens, with its chat template if it has one. None if the target has
+    no tokenizer, or its context no room for LEAST tokens of the answer."""
+    if target.tokenizer_or_none is None:
+        return None
+    answer = list(target.tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
+    prompt = encode(target, f"{QUESTION}\n\n")
+    if getattr(target.tokenizer, "chat_template", None):
+        with suppress(ValueError):  # a template that needs more than a question
+            prompt = encode_chat(target, "the target", [{"role": "user", "content": QUESTION}])
+    most = min(ROWS, target.config.max_context)
+    text = Text((prompt + answer)[:most], len(prompt))
+    whole = text.tokens and max(text.tokens) < target.config.vocab_size
+    return text if whole and len(text.tokens) - text.first >= LEAST else None
+
+
+def chosen(target: Checkpoint, model: Model, head: ReadingHead, notes: dict[str, str]) -> HeadSpec:
+    """The head's spec with the reading of its config that agrees with the target more often. Adds a remark to
+    `notes` unless the target has no tokenizer."""
+    spec = head.spec
+    if (text := text_of(target)) is None:
+        return spec
+    readings = [spec.taps, spec.other] if spec.other else [spec.taps]
+    found = shares(model, head, text, readings)
+    best = max(range(len(found)), key=found.__getitem__)
+    count = len(text.tokens) - max(1, text.first - 1)
+    said = f"the head's first guess is the target's own token at {found[best]:.0%} of {count} positions of a test text"
+    if spec.other:
+        taps, others = (", ".join(map(str, readings[n])) for n in (best, 1 - best))
+        said += (
+            f", reading the inputs of layers {taps}; the layer ids of its config.json can also mean {others}, which "
+            f"gave {found[1 - best]:.0%}"
+        )
+    if found[best] < IMPLAUSIBLE:
+        said += "; that is implausibly rare, so it may belong to another model or read the wrong hidden states"
+    notes["head"] = said
+    return replace(spec, taps=readings[best], other=())
+
+
+@torch.inference_mode()
+def shares(model: Model, head: ReadingHead, text: Text, readings: Sequence[tuple[int, ...]]) -> list[float]:
+    """For each reading of the head's config, which is a tuple of the target's depths, the share of the answer's tokens
+    that the head would guess as the target does, if it knew all tokens before and the target's true hidden states."""
+    tokens, first = text
+    top = model.config.num_layers
+    depths = sorted({top}.union(*readings))
+    cache = KVCache(model.config, len(tokens), dtype=model.dtype, device=model.device)
+    rows = prefill(model, cache, tokens, tuple(depths), len(tokens))
+    own = torch.cat([model.logits(Final(part)).argmax(-1) for part in rows[top].split(LOGITS)])
+    found = [_guesses(head, tokens, torch.stack([rows[depth] for depth in depths], 1)) for depths in readings]
+    # The pair of column t guesses the token of column t + 2, and so does the target's row t + 1.
+    return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
+
+
+def _guesses(head: ReadingHead, tokens: list[int], taps: Tensor) -> Tensor:
+    """The head's first guess after each pair of the text's columns, [T - 1] int64. taps: [T, A, Ht]."""
+    model, T = head.model, len(tokens) - 1
+    cache = KVCache(model.config, T, dtype=model.dtype, device=model.device)
+    embedded = model.embed_tokens(torch.tensor(tokens[1:], device=model.device))
+    rows = cache.after([0], [T])
+    _, final = head.forward(cache, rows, *head.pairs(head.features(taps[:-1]), embedded, rows.positions))
+    lm_head = Head(model.head, model.norm, model.config.rms_norm_eps, model.activations)
+    lm_head.token_ids = head.weights.ids
+    greedy = Draws.one(Sampling())
+    parts = [slice(n, n + LOGITS) for n in range(0, T, LOGITS)]
+    return torch.cat([lm_head.best(final.at(part), greedy, rows.positions[part]) for part in parts])

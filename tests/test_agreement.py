@@ -1,0 +1,101 @@
+"""At load, the share of a text's tokens that a head guesses as the target does; it decides between two readings."""
+
+import json
+
+import pytest
+import torch
+from make_checkpoint import make
+from make_head import Formula, make_head
+from transformers import AutoModelForCausalLM
+
+import specker
+from specker.runtime.strategies.eagle import agreement
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("agreement") / "target", layers=8, max_context=512, seed=2, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def oracle(target):
+    """The target's hidden states and tokens after the test text, by transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+    text = agreement.text_of(specker.load(str(target), strategy="ar", device="cpu").target)
+    out = model(torch.tensor([text.tokens]), output_hidden_states=True)
+    return model, text, [x[0].detach() for x in out.hidden_states], out.logits[0].argmax(-1)
+
+
+def expected(head, oracle, taps):
+    """The share by the formula."""
+    model, (tokens, first), states, own = oracle
+    inner = model.model
+    formula = Formula(head, inner.embed_tokens.weight, model.lm_head.weight, inner.norm.weight, 1e-5)
+    features = formula.features([states[n][:-1] for n in taps])
+    _, logits = formula.outputs(features, torch.tensor(tokens[1:]))
+    guesses = formula.ids()[logits.argmax(-1)]
+    agree = [int(guesses[t] == own[t + 1]) for t in range(len(tokens) - 1) if t + 2 >= first]
+    return sum(agree) / len(agree), len(agree)
+
+
+def load(target, head):
+    return specker.load(str(target), str(head), strategy="eagle", device="cpu", dtype="float64")
+
+
+def head_of(target, folder, oracle, **how):
+    """A head whose rows are the two tokens that the target writes most often after the text."""
+    often = sorted(oracle[3].bincount().topk(2).indices.tolist())
+    long = {"max_position_embeddings": 512}  # no window
+    return make_head(folder, json.loads((target / "config.json").read_text()), ids=often, layer=long, **how)
+
+
+def test_the_share_is_that_of_the_formula(target, oracle, tmp_path):
+    for layout in ("flat", "nested"):
+        head = head_of(target, tmp_path / layout, oracle, layout=layout)
+        share, count = expected(head, oracle, (2, 4, 5))
+        said = load(target, head).remarks["head"]
+        assert f"at {share:.0%} of {count} positions" in said and count > 60
+        assert share > 0.05 and ("implausibly rare" in said) == (share < 0.15)
+
+
+def test_of_two_readings_the_better_one_is_taken(target, oracle, tmp_path):
+    """Both readings win with some of these heads, at the top level and within eagle_config."""
+    taken = set()
+    for seed in range(6):
+        for where in ("outside", "inside"):
+            ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+            fields = ids if where == "outside" else {"eagle_config": ids}
+            head = head_of(target, tmp_path / f"{where}{seed}", oracle, seed=seed, **fields)
+            shares = {taps: expected(head, oracle, taps)[0] for taps in ((1, 3, 5), (2, 4, 6))}
+            documented = (1, 3, 5) if where == "outside" else (2, 4, 6)
+            best = max(shares, key=lambda taps: (shares[taps], taps == documented))
+            engine = load(target, head)
+            assert engine.drafter.taps == best
+            other = {(1, 3, 5): "2, 4, 6", (2, 4, 6): "1, 3, 5"}[best]
+            assert f"inputs of layers {', '.join(map(str, best))}; the layer ids of" in engine.remarks["head"]
+            assert f"can also mean {other}, which gave {min(shares.values()):.0%}" in engine.remarks["head"]
+            taken.add((where, best))
+    assert len(taken) == 4
+
+
+def test_a_head_for_another_finetune_is_implausible(target, oracle, tmp_path):
+    head = make_head(tmp_path / "head", json.loads((target / "config.json").read_text()), ids=[5, 6, 7])
+    assert expected(head, oracle, (2, 4, 5))[0] < 0.05
+    assert "it may belong to another model or read the wrong hidden states" in load(target, head).remarks["head"]
+
+
+def test_a_reading_beyond_the_target_is_none(target, oracle, tmp_path):
+    """The outputs of layers 6, 7 and 8 of eight layers do not exist, counted from 0."""
+    head = head_of(target, tmp_path / "head", oracle, eagle_aux_hidden_state_layer_ids=[6, 7, 8])
+    engine = load(target, head)
+    assert engine.drafter.taps == (6, 7, 8) and "can also mean" not in engine.remarks["head"]
+
+
+@pytest.mark.parametrize("more", [None, 31, 32])
+def test_nothing_is_measured_without_a_text(tmp_path, oracle, more):
+    """A target without a tokenizer, and one whose context has room for the prompt and `more` tokens."""
+    room = 64 if more is None else oracle[1].first + more
+    folder = make(tmp_path / "bare", layers=8, max_context=room, tokenizer=more is not None)
+    config = json.loads((folder / "config.json").read_text())
+    head = make_head(tmp_path / "head", config, eagle_aux_hidden_state_layer_ids=[1, 3, 5])
+    assert ("head" in load(folder, head).remarks) == (more == 32)
