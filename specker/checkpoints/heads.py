@@ -8,7 +8,7 @@ A head of the wrong format drafts badly without any error, so every tensor and e
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,19 +104,10 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         maps: dict[str, Tensor] = {name: where.pop(name).get_tensor(name) for name in ("d2t", "t2d") if name in where}
         layout = Layout.of(folder, raw, where, target.config)
         config = layout.config
-        storage = Storage(None, quantize, dtype, device)
-        pieces = {p.name: p for p in layout.pieces()}
-        check_tensors(where, pieces, config, "", storage)
-        buffers = Buffers(pieces, config, storage)
-        for name, p in pieces.items():
-            x = where[name].get_tensor(name)
-            if not torch.isfinite(x).all():
-                raise CheckpointError(f"{name} of {source} holds NaN or infinity; export the head again")
-            buffers.put(p, x)
-        found = buffers.done()
+        found = read_tensors(where, layout.pieces(), config, Storage(None, quantize, dtype, device), source)
     if "fc_norm" in found:
         found["fc_norm"] = found["fc_norm"].view(len(layout.spec.taps), -1)
-    ids = _ids(maps, layout.spec.rows, config.vocab_size, source)
+    ids = ids_of(maps, layout.spec.rows, config.vocab_size, source)
     return HeadCheckpoint(
         config,
         _weights(found, layout, target),
@@ -130,6 +121,21 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
             ids=None if ids is None else ids.to(device),
         ),
     )
+
+
+def read_tensors(
+    where: dict[str, Any], pieces: Iterable[Piece], config: ModelConfig, storage: Storage, source: str | Path
+) -> dict[str, Any]:
+    """Read `pieces`, which must be all tensors of the open files, into buffers by name. Raises CheckpointError."""
+    named = {p.name: p for p in pieces}
+    check_tensors(where, named, config, "", storage)
+    buffers = Buffers(named, config, storage)
+    for name, p in named.items():
+        x = where[name].get_tensor(name)
+        if not torch.isfinite(x).all():
+            raise CheckpointError(f"{name} of {source} holds NaN or infinity; export the head again")
+        buffers.put(p, x)
+    return buffers.done()
 
 
 def _weights(found: dict[str, Any], layout: "Layout", target: Checkpoint) -> Weights:
@@ -323,7 +329,7 @@ def _taps(folder: Path, raw: dict[str, Any], where: dict[str, Any], form: str, t
     return taps
 
 
-def _ids(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:
+def ids_of(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:
     """The target's id of each row of the LM head, by d2t, which holds their distances. Raises CheckpointError."""
     if "d2t" not in maps:
         if rows != vocab:

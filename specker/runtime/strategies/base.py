@@ -11,6 +11,7 @@ needs them lies beside it, in drafter.py or policy.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specker.options import Options
@@ -21,6 +22,7 @@ from specker.zoo import Family
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import Tensor
 
     from specker.checkpoints.checkpoint import Checkpoint
@@ -147,9 +149,19 @@ class Strategy:
     def check_target(self, options: Options, layers: int) -> None:
         """Raise ValueError if the strategy cannot use a target with this many layers."""
 
+    def read_head(self, source: str | Path, target: Checkpoint, dtype: torch.dtype, quantize: str | None) -> Checkpoint:
+        """Read the checkpoint of a strategy that `reads_target`; the arguments of `checkpoints.heads.read`."""
+        from specker.checkpoints import heads
+
+        return heads.read(source, target, dtype=dtype, quantize=quantize)
+
     def adapt(self, options: Options, draft: Checkpoint) -> Checkpoint:
         """Apply the options to the draft checkpoint."""
         return draft
+
+    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+        """The options with the defaults that depend on the draft checkpoint."""
+        return options
 
     def chains(self, options: Options) -> bool:
         """Whether every draft is a chain."""
