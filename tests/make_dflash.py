@@ -35,8 +35,8 @@ def make_dflash(
     outer: dict | None = None,
 ) -> Path:
     """`target`: config.json of the target. `ids`: of the LM head's rows. `own`: of embed_tokens and lm_head. `markov`:
-    the Markov head's rank. `confidence`: "", "rows" or "rows and markov". `mask_file`: "", "tensor" or "table". `layer`,
-    `outer`: further fields of the layers' config and of the outer one, None for fields to leave out."""
+    the Markov head's rank. `confidence`: "", "rows" or "rows and markov". `mask_file`: "", "tensor" or "table".
+    `layer`, `outer`: further fields of the layers' config and of the outer one, None for fields to leave out."""
     generator = torch.Generator().manual_seed(seed)
     Ht, V = target["hidden_size"], target["vocab_size"]
     H, (Hq, Hkv, D) = width or Ht, heads

@@ -1,9 +1,9 @@
 """Read a drafter of blocks that reads the target's hidden states: DFlash, and DSpark.
 
-Three layouts are read. z-lab's DFlash has a flat config.json with `dflash_config` and uses the target's embedding and
-LM head. DeepSpec's DSpark has a flat one, its own embedding and head, and perhaps a Markov and a confidence head.
-speculators, which vLLM reads, nests the layers' config under `transformer_layer_config`. `docs/checkpoints.md` lists the
-tensors.
+Three layouts are read. z-lab's DFlash has a flat config.json with `dflash_config`, and uses the target's embedding and
+LM head. DeepSpec's DSpark has a flat config.json, its own embedding and head, and perhaps a Markov and a confidence
+head. speculators, which vLLM reads, nests the config of the layers under `transformer_layer_config`.
+`docs/checkpoints.md` lists the tensors.
 
 A drafter of the wrong format drafts badly without any error, so every tensor and every field of config.json must be
 known.
@@ -60,6 +60,10 @@ class BlockCheckpoint(Checkpoint):
 
     spec: BlockSpec = field(kw_only=True)
     parts: BlockWeights = field(kw_only=True)
+
+    @property
+    def head_ids(self) -> Tensor | None:
+        return self.parts.ids
 
 
 def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> BlockCheckpoint:

@@ -60,6 +60,10 @@ class HeadCheckpoint(Checkpoint):
     spec: HeadSpec = field(kw_only=True)
     parts: HeadWeights = field(kw_only=True)
 
+    @property
+    def head_ids(self) -> Tensor | None:
+        return self.parts.ids
+
 
 class _Bin:
     """pytorch_model.bin, with the interface of a safetensors file."""

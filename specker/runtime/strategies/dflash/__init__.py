@@ -1,10 +1,10 @@
 """Strategy `dflash`: a trained drafter that reads the target's hidden states guesses a block of tokens in one pass
 (DFlash, arXiv 2602.06036; DSpark). model/dflash.py has the equations.
 
-A committed token costs the drafter one product and no attention. A draft of k tokens runs a block of k + 1 rows (DSpark:
-k rows), even if the checkpoint was trained with longer blocks. DSpark's Markov head then chooses the tokens one after
-another. A policy that ends drafts by confidence uses the checkpoint's confidence head, or without one the probability
-of each token.
+A committed token costs the drafter one product and no attention. A draft of k tokens runs a block of k + 1 rows, with
+DSpark of k rows, even if the checkpoint was trained with longer blocks. DSpark's Markov head then chooses the tokens
+one after another. A policy that ends drafts by confidence uses the checkpoint's confidence head, or without one the
+probability of each token.
 """
 
 from __future__ import annotations
