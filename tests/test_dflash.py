@@ -140,6 +140,11 @@ def test_sampled_drafts_are_ranked_under_the_noise_of_the_targets_draws(target, 
         engine.trace = seen.append
         out = engine.generate(TEXT, 24, temperature=0.7, seed=5)
         assert engine.check(TEXT, out, 24, temperature=0.7, seed=5).identical
+        engine.trace = None  # drafts without their probabilities take another way
+        assert (
+            out.stats.accepted
+            and engine.generate(TEXT, 24, temperature=0.7, seed=5).stats.accepted == out.stats.accepted
+        )
         text, every = TEXT + out.tokens, torch.arange(128)
         for row in seen:
             before, size = text[: row["position"]], len(row["draft"])
@@ -171,6 +176,24 @@ def test_confidence_ends_drafts(target, usual, spark, taps_of, kind):
                 assert row["confidence"] == pytest.approx(confidence[:size], rel=1e-5)
                 sizes.add(size)
     assert len(sizes) > 1
+
+
+def test_a_scaled_embedding_of_the_target(tmp_path):
+    """Gemma multiplies the rows of its embedding, also for a drafter that uses them."""
+    target = make(tmp_path / "target", arch="gemma3", tied=True, layers=4, max_context=128)
+    drafter = drafter_of(target, tmp_path / "drafter", layout="zlab", layer_ids=[0, 1, 2])
+    engine, seen = load(target, drafter), []
+    engine.trace = seen.append
+    out = engine.generate(TEXT, 12)
+    model = engine.model
+    formula = Formula(drafter, model.embed * model.embed_scale, model.head)
+
+    def taps_of(text, depths):
+        cache = KVCache(model.config, 128, dtype=model.dtype, device="cpu")
+        return list(prefill(model, cache, text[:-1], depths, len(text)).values())
+
+    assert model.embed_scale > 2
+    assert_drafts(seen, TEXT + out.tokens, formula, taps_of, engine.drafter.taps, 4)
 
 
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 4, "top_k": 20}}
@@ -283,18 +306,25 @@ def test_a_tree_holds_the_best_paths_through_the_block(target, usual, taps_of, t
         assert drafted == {tuple(ids[n] for n in path[:m]) for path in best for m in range(depth + 1)}
 
 
-def test_the_measured_policy_drafts_after_a_warm_up(target, usual, spark):
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_measured_policy_drafts_after_a_warm_up(target, usual, spark, monkeypatch, kind):
     """Policy auto chooses lengths up to the block's, and the warm-up measures what blocks cost."""
-    for drafter in (usual, spark):
-        engine = load(target, drafter, policy=None)
-        engine.warmup()
-        most = engine.drafter.spec.most
-        assert engine.plan.largest.depth == engine.options.draft_tokens == most
-        assert engine.policy().budgets()[-1].depth == most and not engine.policy().confident
-        costs = engine.policies.known.costs
-        assert costs.round(1, engine.plan.largest, most) > costs.round(1, engine.plan.largest, 0)
-        out = engine.generate(TEXT, 40)
-        assert engine.check(TEXT, out, 40).identical
+    engine = load(target, usual if kind == "dflash" else spark, policy=None)
+    sizes, draft = [], engine.drafter.draft
+
+    def watched(r):
+        made = draft(r)
+        sizes.append((made.size, min(r.budget.nodes, r.budget.depth)))
+        return made
+
+    monkeypatch.setattr(engine.drafter, "draft", watched)
+    engine.warmup()
+    assert len(sizes) > 8 and all(size == asked for size, asked in sizes)
+    most = engine.drafter.spec.most
+    assert engine.plan.largest.depth == engine.options.draft_tokens == most
+    assert engine.policy().budgets()[-1].depth == most and not engine.policy().confident
+    out = engine.generate(TEXT, 40)
+    assert engine.check(TEXT, out, 40).identical
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
