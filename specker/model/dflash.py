@@ -81,10 +81,10 @@ class BlockModel:
 
     def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, taps: Tensor) -> None:
         """Write K and V of T committed tokens at `positions` [T] int64 to the rows `slots` [T] int64 of every layer.
-        `taps` [A, T, Ht]: the target's rows of these tokens."""
+        `taps` [T, A, Ht]: the target's rows of these tokens."""
         model, w, L, T = self.model, self.weights, len(self.model.layers), len(positions)
         eps = model.config.rms_norm_eps
-        rows = model.linear(taps.transpose(0, 1).flatten(1).contiguous(), w.fc)
+        rows = model.linear(taps.flatten(1).contiguous(), w.fc)
         kv = model.linear(add_norm(rows, None, w.hidden_norm, eps)[1], self._kv, self._kv_bias)
         kv = kv.view(T, L, -1).transpose(0, 1).reshape(L * T, -1)
         layer = torch.arange(L, device=slots.device).unsqueeze(1) * (cache.k.shape[1] * cache.page_size)
