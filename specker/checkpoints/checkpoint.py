@@ -76,6 +76,11 @@ class Checkpoint(Parameters):
             return None
 
     @property
+    def head_ids(self) -> Tensor | None:
+        """The target's id of each row of the LM head, [rows] int64, if a head chooses its ids; None: row i is id i."""
+        return None
+
+    @property
     def vocabulary(self) -> dict[str, int] | None:
         """The tokenizer's tokens with their ids; None without a tokenizer."""
         return None if self.tokenizer_or_none is None else self.tokens.vocabulary

@@ -8,7 +8,7 @@ A head of the wrong format drafts badly without any error, so every tensor and e
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,6 +76,10 @@ class HeadCheckpoint(Checkpoint):
     spec: HeadSpec = field(kw_only=True)
     parts: HeadWeights = field(kw_only=True)
 
+    @property
+    def head_ids(self) -> Tensor | None:
+        return self.parts.ids
+
 
 class _Bin:
     """pytorch_model.bin, with the interface of a safetensors file."""
@@ -123,21 +127,10 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
             layout = replace(layout, ropes=tuple(r._replace(inv_freq=r.inv_freq / factors) for r in layout.ropes))
         config = layout.config
         storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device)
-        pieces = {p.name: p for p in layout.pieces()}
-        check_tensors(where, pieces, config, "", storage)
-        buffers = Buffers(pieces, config, storage)
-        for name, p in pieces.items():
-            if storage.scheme is not None and storage.covers(name):
-                buffers.put(p, part_of(p, name, storage.scheme, lambda n: where[n].get_tensor(n)))
-                continue
-            x = where[name].get_tensor(name)
-            if not torch.isfinite(x).all():
-                raise CheckpointError(f"{name} of {source} holds NaN or infinity; export the head again")
-            buffers.put(p, x)
-        found = buffers.done()
+        found = read_tensors(where, layout.pieces(), config, storage, source)
     if "fc_norm" in found:
         found["fc_norm"] = found["fc_norm"].view(len(layout.spec.taps), -1)
-    ids = _ids(extra, layout.spec.rows, config.vocab_size, source)
+    ids = ids_of(extra, layout.spec.rows, config.vocab_size, source)
     return HeadCheckpoint(
         config,
         _weights(found, layout, target),
@@ -169,6 +162,24 @@ def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | P
             f"{MASK} of {source} must hold {size} finite numbers, got {list(mask.shape)} {mask.dtype}"
         )
     return mask.flatten().to(storage.device, activations(storage.dtype, storage.device))
+
+
+def read_tensors(
+    where: dict[str, Any], pieces: Iterable[Piece], config: ModelConfig, storage: Storage, source: str | Path
+) -> dict[str, Any]:
+    """Read `pieces`, which must be all tensors of the open files, into buffers by name. Raises CheckpointError."""
+    named = {p.name: p for p in pieces}
+    check_tensors(where, named, config, "", storage)
+    buffers = Buffers(named, config, storage)
+    for name, p in named.items():
+        if storage.scheme is not None and storage.covers(name):
+            buffers.put(p, part_of(p, name, storage.scheme, lambda n: where[n].get_tensor(n)))
+            continue
+        x = where[name].get_tensor(name)
+        if not torch.isfinite(x).all():
+            raise CheckpointError(f"{name} of {source} holds NaN or infinity; export the head again")
+        buffers.put(p, x)
+    return buffers.done()
 
 
 def _weights(found: dict[str, Any], layout: "Layout", target: Checkpoint) -> Weights:
@@ -436,7 +447,7 @@ def _numbers(ids: Any, field: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _ids(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:
+def ids_of(maps: dict[str, Tensor], rows: int, vocab: int, source: str | Path) -> Tensor | None:
     """The target's id of each row of the LM head, by d2t, which holds their distances. Raises CheckpointError."""
     if "d2t" not in maps:
         if rows != vocab:

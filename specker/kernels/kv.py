@@ -32,10 +32,10 @@ def kv_calibrate(
 
     for each head x of q and k, with the sign of RoPE folded into the table. With norms, a head is first RMS-normalised
     over D (Qwen3). The kernel rounds once; the reference also rounds after the norm. A row's bits depend on that row
-    alone. Memory moves qkv, q, k and v once.
+    alone. Memory moves qkv, q, k and v once. Rows without query heads only write K and V.
 
     Args:
-        qkv: [T, (Hq + 2 Hkv) * D]: query heads, then keys, then values.
+        qkv: [T, (Hq + 2 Hkv) * D]: query heads (perhaps none), then keys, then values.
         positions: [T] int64, rows of `rope`.
         slots: [T] int64, page * page_size + offset.
         rope: [C, 2, D], see `rope_table`.
@@ -331,7 +331,7 @@ def _check(
 ) -> None:
     T = qkv.shape[0] if qkv.dim() else 0
     Hkv, D = check_rows(qkv, T, positions, slots, rope, k_cache, v_cache, q_norm, k_norm, eps)
-    if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] <= 2 * Hkv * D:
+    if qkv.dim() != 2 or qkv.shape[1] % D or qkv.shape[1] < 2 * Hkv * D:
         raise ValueError(f"qkv must be [T, (Hq + 2*{Hkv}) * {D}], got {tuple(qkv.shape)}")
 
 

@@ -121,6 +121,9 @@ class Drafter:
     taps: tuple[int, ...] = ()
     """Depths of the target whose hidden rows this drafter may read, of prompts (`prefilled`) and rounds (`reads`)."""
 
+    ahead: int = 1
+    """With `taps`: a column of this drafter's cache depends on so many tokens after it."""
+
     model: Model | None = None
     cache: KVCache | None = None  # the target's cache if the target drafts; None without a model
     head: Head | None = None

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from specker.cpu.packed import Packed
 from specker.kernels.cpu import native
+from specker.kernels.linear import row_linear
+from specker.kernels.residual import add_norm
 from specker.kernels.topk import largest_of, vocab_topk
 from specker.model.decoder import Final
 from specker.model.sampling import Draws
@@ -59,12 +61,19 @@ class Head:
         rows."""
         return self._topk(final, k, draws, positions)
 
+    def logits(self, final: Final) -> Tensor:
+        """The rows [T, E] -> their logits [T, K] float32 (float64 in float64 runs)."""
+        norm = None if final.normed else (self.norm, self.eps)
+        if isinstance(self.weight, Packed):
+            return native().product(final.rows, self.weight, self.activations, *(norm or ()))
+        rows = final.rows if norm is None else add_norm(final.rows, None, *norm)[1]
+        return row_linear(rows, self.weight, epilogue="float32")
+
     def _topk(
         self, final: Final, k: int, draws: Draws, positions: Tensor, with_lse: bool = True, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         norm, noise = None if final.normed else (self.norm, self.eps), draws.noise(positions)
         if isinstance(self.weight, Packed):
-            z = native().product(final.rows, self.weight, self.activations, *(norm or ()))
-            ids, values, lse = largest_of(z, self.token_ids, k, noise, with_lse)
+            ids, values, lse = largest_of(self.logits(final), self.token_ids, k, noise, with_lse)
             return (ids if out is None else out.copy_(ids)), values, lse
         return vocab_topk(final.rows, self.weight, self.token_ids, k, norm, noise, with_lse, out=out)

@@ -12,7 +12,6 @@ from specker import cpu, zoo
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
-from specker.checkpoints.heads import HeadCheckpoint
 from specker.flags import option
 from specker.model.split import WHOLE
 from specker.options import DTYPES, Options
@@ -97,6 +96,7 @@ def load(
     opts = parts.with_defaults(opts, family)
     parts.check_target(opts, main.config.num_layers)
     side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, tell)
+    opts = opts if side is None else parts.with_draft(opts, side)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = cache_memory(main, side, opts).sized(opts.max_context)
     if ranks is not None:
@@ -140,8 +140,8 @@ def drafting(
         side = parts.read_head(source, main, dtype, opts.draft_quantize)
         if (sentence := stored(side, "draft")) is not None:
             notes["draft_weights"] = sentence
-        if opts.trim is not None and isinstance(side, HeadCheckpoint) and side.parts.ids is not None:
-            rows = f"{source} has {side.spec.rows} rows for ids of its own choice (d2t)"
+        if opts.trim is not None and side.head_ids is not None:
+            rows = f"{source} has {len(side.head_ids)} rows for ids of its own choice (d2t)"
             raise ValueError(f"{rows}: leave out +vocabtrim")
     elif source is not None and (ranks is None or ranks.drafts):
         side = read_checkpoint(

@@ -134,9 +134,9 @@ class Slots:
         own = self.caches[1].prefixes.match(text)
         if not self.drafter.taps:
             return [target, own]
-        # The drafter's column depends on the next token, too, and it can compute none without the target's rows, which
-        # only a prefill has: both caches take over the same columns.
-        common = min(target.columns, max(0, own.columns - 1))
+        # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
+        # on later tokens, too: both caches take over the same columns.
+        common = min(target.columns, max(0, own.columns - self.drafter.ahead))
         target = self.cache.prefixes.match(text[:common], 1 if prefixes == "all" else self.grain)
         return [target, self.caches[1].prefixes.match(text[: target.columns])]
 

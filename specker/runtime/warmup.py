@@ -142,7 +142,9 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     fixed = loop.fixed and (not budget.nodes or drafter.fixed(MEASURED, budget))
     rounds, began = [], time.perf_counter()
     for repeat in range(MANY + 1):
-        if own is not None:  # as before a first draft; then as after a round of which nothing was accepted
+        # As before a first draft; then as after a round of which nothing was accepted. A drafter that reads the target
+        # never lacks the prompt.
+        if own is not None and not drafter.taps:
             own.exact_len[:n] = [0 if repeat < 2 else MEASURED - 1] * n
         r = loop.new_round(budget, fixed)
         r.confident = confident and not budget.part

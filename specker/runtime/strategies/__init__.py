@@ -14,7 +14,7 @@ from specker.flags import Parser, flag, make, option
 from specker.options import Common, Options, refuse_unknown
 from specker.runtime.drafter import Drafter
 from specker.runtime.policy import AUTO, GENERAL, Policy
-from specker.runtime.strategies import ar, diffuspec, draft, dynamic_exit, eagle, easyspec, lookup, mtp
+from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exit, eagle, easyspec, lookup, mtp
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
@@ -25,6 +25,7 @@ _ALL: tuple[Strategy, ...] = (
     easyspec.EasySpec(),
     eagle.Eagle(),
     mtp.MultiTokenPrediction(),
+    dflash.DFlash(),
     dynamic_exit.SelfDrafting(),
     diffuspec.DiffuSpec(),
     lookup.Lookup(),

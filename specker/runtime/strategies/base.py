@@ -164,6 +164,10 @@ class Strategy:
         """Apply the options to the draft checkpoint."""
         return draft
 
+    def with_draft(self, options: Options, draft: Checkpoint) -> Options:
+        """The options with the defaults that depend on the draft checkpoint."""
+        return options
+
     def chains(self, options: Options) -> bool:
         """Whether every draft is a chain."""
         return options.tree is None

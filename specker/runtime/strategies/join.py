@@ -77,7 +77,8 @@ class JoinedDrafter(Drafter):
 
     def __init__(self, inner: Drafter, copying: LookupDrafter):
         self.inner, self.copying = inner, copying
-        self.model, self.cache, self.head, self.taps = inner.model, inner.cache, inner.head, inner.taps
+        self.model, self.cache, self.head = inner.model, inner.cache, inner.head
+        self.taps, self.ahead = inner.taps, inner.ahead
 
     def _of(self, budget: Budget) -> Drafter:
         return self.copying if budget.part else self.inner

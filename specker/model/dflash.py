@@ -1,0 +1,167 @@
+"""Drafters that guess a block in one pass and read the target's hidden states (DFlash, arXiv 2602.06036, and DSpark).
+
+A column of the drafter's cache belongs to a committed token. Its K and V come from the target's rows of that token at
+several depths, side by side in g, without a pass through the drafter's layers:
+
+    c = hidden_norm(fc(g));  k = rope(k_norm(k_proj(c))), v = v_proj(c) in every layer
+
+A block is the root and masks. Its rows run through the layers, which are Qwen3's, and see all columns and the whole
+block; a causal layer's rows see the block up to themselves. The block's own K and V are dropped after the round.
+
+Row i of a DFlash block predicts its own position, so the root's row predicts nothing. Row i of a DSpark block predicts
+the position after it. DSpark adds to the logits of a draft token a bias that depends on the token x before it, and
+estimates how likely the target is to accept the token:
+
+    logits = lm_head(h) + w2(w1[x]),  p = sigmoid(proj([h | w1[x]])),  h = norm(row)
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specker.kernels import quant
+from specker.kernels.ancestors import chain_words, pack_bits
+from specker.kernels.kv import kv_calibrate
+from specker.kernels.quant import Matrix
+from specker.kernels.residual import add_norm
+from specker.model.cache import KVCache, Rows
+from specker.model.decoder import Final, GroupRows, Model, Output, forward, in_blocks, over_pages, run_layers
+from specker.model.weights import Parameters
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What a drafter of blocks computes apart from its layers."""
+
+    taps: tuple[int, ...]  # depths of the target whose rows it reads, low to high
+    width: int  # of the target's rows
+    rows: int  # of its LM head
+    size: int  # rows of the longest block, the root included
+    following: bool  # a row predicts the position after its own (DSpark); False: its own position
+    causal: tuple[bool, ...]  # for each layer, whether a row of the block sees only the rows up to itself
+
+    @property
+    def most(self) -> int:
+        """The most draft tokens of a block."""
+        return self.size if self.following else self.size - 1
+
+
+class BlockWeights(NamedTuple):
+    """The tensors that a decoder does not have. H: the drafter's width, A: its number of taps, Ht: the target's
+    width, r: the Markov head's rank."""
+
+    fc: Matrix  # [H, A * Ht]
+    hidden_norm: Tensor  # [H]
+    mask: Tensor | None  # [H], the embedding of a mask; None: that of the id `mask_token_id`
+    ids: Tensor | None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
+    markov: tuple[Tensor, Tensor] | None  # w1 [V, r] by the target's ids, w2 [rows, r]
+    confidence: tuple[Tensor, Tensor] | None  # proj [1, H + r] and its bias [1]; [1, H] if it does not read w1
+
+
+class BlockModel:
+    """A drafter of blocks ready to run."""
+
+    def __init__(self, parameters: Parameters, spec: BlockSpec, weights: BlockWeights):
+        self.model, self.spec, self.weights = Model(parameters), spec, weights
+        model, config = self.model, self.model.config
+        layers = [layer.attention for layer in model.layers]
+        first = config.num_heads * config.head_dim  # the row of qkv at which the keys begin
+        # One product makes K and V of a column in all layers, so these rows are kept together, a second time.
+        self._kv = _joined([w.qkv[first:] for w in layers])  # [L * 2 * Hkv * D, H]
+        biases = [w.qkv_bias[first:] for w in layers if w.qkv_bias is not None]
+        self._kv_bias = torch.cat(biases) if biases else None
+        self._k_norm = torch.cat([w.k_norm for w in layers if w.k_norm is not None])  # [L, D]
+        self._mask = weights.mask
+        if self._mask is None:
+            assert config.mask_token_id is not None
+            self._mask = model.embed_tokens(torch.tensor([config.mask_token_id], device=model.device))[0]
+
+    def keep(self, cache: KVCache, positions: Tensor, slots: Tensor, taps: Tensor) -> None:
+        """Write K and V of T committed tokens at `positions` [T] int64 to the rows `slots` [T] int64 of every layer.
+        `taps` [T, A, Ht]: the target's rows of these tokens."""
+        model, w, L, T = self.model, self.weights, len(self.model.layers), len(positions)
+        eps = model.config.rms_norm_eps
+        rows = model.linear(taps.flatten(1).contiguous(), w.fc)
+        kv = model.linear(add_norm(rows, None, w.hidden_norm, eps)[1], self._kv, self._kv_bias)
+        kv = kv.view(T, L, -1).transpose(0, 1).reshape(L * T, -1)
+        layer = torch.arange(L, device=slots.device).unsqueeze(1) * (cache.k.shape[1] * cache.page_size)
+        k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
+        places = positions.repeat(L), (slots + layer).view(-1), model.ropes[0]
+        kv_calibrate(kv, *places, k, v, self._k_norm, self._k_norm, eps)
+
+    def block(self, cache: KVCache, rows: Rows, roots: Tensor, count: int) -> Final:
+        """Run blocks of `count` rows, roots [n] int64 and masks, one for each sequence of `rows`. Returns their rows
+        for the LM head [n * count, H]."""
+        model, n, causal = self.model, len(roots), self.spec.causal
+        assert self._mask is not None
+        masks = self._mask.expand(n, count - 1, -1)
+        embedded = torch.cat((model.embed_tokens(roots).unsqueeze(1), masks), 1).flatten(0, 1)
+        if all(causal):
+            return forward(model, cache, rows, embedded).final
+        chain, full = (words(count, str(model.device)) for words in (_chain, _full))
+        rows = rows._replace(ancestors=full.repeat(n, 1))
+        if not any(causal):
+            return forward(model, cache, rows, embedded).final
+
+        def run(rows: Rows, hidden: Tensor) -> Output:
+            each = [rows, rows._replace(ancestors=chain.repeat(len(hidden) // count, 1))]
+            batches = [GroupRows(x.positions, x.slots, over_pages(model, x), model.summed) for x in each]
+            steps = zip(model.layers, cache.layers, [batches[own] for own in causal], strict=False)
+            return run_layers(model, steps, hidden)
+
+        return in_blocks(model, rows, embedded, run).final
+
+    def predicting(self, final: Final, n: int, drafts: int) -> Final:
+        """The rows of n blocks that predict the first `drafts` tokens after the root, [n * drafts, H]."""
+        first = 0 if self.spec.following else 1
+        rows = final.rows.view(n, -1, final.rows.shape[-1])[:, first : first + drafts]
+        return Final(rows.flatten(0, 1), final.normed)
+
+    def normed(self, final: Final) -> Tensor:
+        """The final norm of rows [T, H]."""
+        return final.rows if final.normed else add_norm(final.rows, None, self.model.norm, self._eps)[1]
+
+    @property
+    def _eps(self) -> float:
+        return self.model.config.rms_norm_eps
+
+    def latent(self, tokens: Tensor) -> Tensor:
+        """The Markov head's row of each token [n] int64 -> [n, r]."""
+        assert self.weights.markov is not None
+        return self.weights.markov[0][tokens].to(self.model.dtype)
+
+    def bias(self, latent: Tensor, ids: Tensor | None) -> Tensor:
+        """[n, r] -> what the Markov head adds to the logits [n, rows] float32. `ids` [K] int64: only of these rows."""
+        assert self.weights.markov is not None
+        rows = self.weights.markov[1]
+        return self.model.linear(latent, rows if ids is None else rows[ids], epilogue="float32")
+
+    def confidence(self, normed: Tensor, latent: Tensor | None) -> Tensor:
+        """How likely the target is to accept the tokens that rows [n, H] predict, [n] float32. `latent` [n, r]: of the
+        tokens before them."""
+        assert self.weights.confidence is not None
+        weight, bias = self.weights.confidence
+        x = normed if latent is None or weight.shape[1] == normed.shape[1] else torch.cat((normed, latent), -1)
+        return torch.sigmoid(x.float() @ weight[0].float() + bias.float())
+
+
+def _joined(parts: list[Matrix]) -> Matrix:
+    """Concatenate matrices along their rows."""
+    if all(isinstance(x, Tensor) for x in parts):
+        return torch.cat(parts)  # type: ignore[arg-type]
+    return quant.joined(parts)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _full(count: int, device: str) -> Tensor:
+    """Ancestor words [count, W] of rows that all see each other."""
+    return pack_bits([(1 << count) - 1] * count, count).to(device)
+
+
+@lru_cache(maxsize=64)
+def _chain(count: int, device: str) -> Tensor:
+    """Ancestor words [count, W] of rows that see the rows up to themselves."""
+    return chain_words(count, 0).to(device)
