@@ -456,7 +456,6 @@ def test_a_large_batch_runs_in_the_kernels(tmp_path, name, size, blocks, samplin
     assert seen.count("_kv_project_kernel") == blocks * 3
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_only_long_chunks_of_a_prompt_use_cublas(tmp_path):
     world = Recorded(tmp_path, **RECORDED["ar"])
     for rows, dense in ((256, False), (257, True), (512, True)):
@@ -504,7 +503,6 @@ def at_width(folder, name):
     return Model(checkpoint.read(str(folder / name), dtype=torch.bfloat16, device="cpu", random=0))
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(("kind", "outside"), [(DRAWS[0], 2), (DRAWS[1], 2), (DRAWS[2], 4)])
 @pytest.mark.parametrize("n", [1, 4])
 def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
