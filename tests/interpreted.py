@@ -9,10 +9,33 @@ from triton.runtime import interpreter
 
 
 def patch() -> None:
+    _call_directly()
     _patch_once_a_launch()
     _skip_checks()
     _share_shapes()
+    _keep_operands()
     _sum_in_one_order()
+
+
+def _call_directly() -> None:
+    """Triton's interpreter calls each function of triton.language through two others, which pass the semantics on, and
+    each unwraps its arguments. Use one call, and return at once what is not wrapped."""
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    checked = core.builtin(lambda: None).__code__
+    unwrap = core._unwrap_if_constexpr
+    bare = core.tensor, int, float, bool, core.dtype
+
+    def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = patch_attr
+    core._unwrap_if_constexpr = lambda x: x if type(x) in bare else unwrap(x)
 
 
 def _patch_once_a_launch() -> None:
@@ -45,7 +68,8 @@ def _patch_once_a_launch() -> None:
 
 
 def _skip_checks() -> None:
-    """Look dtypes up once, and leave out the check of every integer sum for overflow, which a GPU does not do."""
+    """Look dtypes up once, and leave out the checks of every integer sum for overflow, which a GPU does not do, and of
+    the size of every array's numbers."""
     look_up = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
@@ -53,7 +77,21 @@ def _skip_checks() -> None:
         name = kind.scalar.name if isinstance(kind, interpreter.tl.block_type) else kind.name
         return known[name] if name in known else known.setdefault(name, look_up(kind))
 
+    def handle(self: Any, data: Any, dtype: Any) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {}
+
+    compute, boolean = interpreter.InterpreterBuilder.binary_op, np.dtype(bool)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if lhs.data.dtype is not boolean:
+            output = op(lhs.data, rhs.data)
+            if output.itemsize <= lhs.data.itemsize:
+                return interpreter.TensorHandle(output, lhs.dtype.scalar)
+        return compute(self, lhs, rhs, op)
+
     interpreter._get_np_dtype = np_dtype
+    interpreter.TensorHandle.__init__ = handle
+    interpreter.InterpreterBuilder.binary_op = binary_op
     interpreter.interpreter_builder.options = dataclasses.replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
@@ -66,16 +104,20 @@ def _share_shapes() -> None:
     make_type, broadcast = core.block_type.__init__, type(semantic).broadcast_impl_value
     promote = type(semantic).computation_type_impl
     shapes: dict[tuple[int, ...], tuple[Any, int, tuple[Any, Any]]] = {}
+    made: dict[int, tuple[Any, int, tuple[Any, Any]]] = {}  # the same by the identity of a shape that was made here
     promoted: dict[tuple[str | bool, ...], Any] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = tuple([n.value if isinstance(n, core.constexpr) else n for n in shape])
-        if key not in shapes:
-            make_type(self, element_ty, shape)
-            of_tensors = core.tuple([core.constexpr(n) for n in key]), core.constexpr(self.numel)
-            shapes[key] = self.shape, self.numel, of_tensors
+        known = made.get(id(shape))
+        if known is None:
+            key = tuple([n.value if isinstance(n, core.constexpr) else n for n in shape])
+            if key not in shapes:
+                make_type(self, element_ty, shape)
+                of_tensors = core.tuple([core.constexpr(n) for n in key]), core.constexpr(self.numel)
+                shapes[key] = made[id(self.shape)] = self.shape, self.numel, of_tensors
+            known = shapes[key]
         self.element_ty = element_ty
-        self.shape, self.numel, self.of_tensors = shapes[key]
+        self.shape, self.numel, self.of_tensors = known
 
     scalar = core.tuple([]), core.constexpr(1)
 
@@ -104,6 +146,53 @@ def _share_shapes() -> None:
     core.tensor.__init__ = tensor
     type(semantic).broadcast_impl_value = of_one_shape
     type(semantic).computation_type_impl = promotion
+
+
+def _keep_operands() -> None:
+    """Operands of most operations need no conversion; whether they do depends on their dtypes alone. Of two shapes the
+    result's one is known after the first time, and numpy broadcasts the values. A number next to a tensor becomes the
+    same constant each time."""
+    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+    convert, cast, equal = semantic.binary_op_type_checking_impl, semantic.cast, core.dtype.__eq__
+    kept: dict[tuple[Any, ...], bool] = {}
+    types: dict[tuple[int, int], Any] = {}
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def alike(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = id(lhs.shape), id(rhs.shape)
+        if key not in types:
+            types[key] = self.broadcast_impl_value(lhs, rhs)[0].type
+        of = types[key].with_element_ty
+        return core.tensor(lhs.handle, of(lhs.dtype)), core.tensor(rhs.handle, of(rhs.dtype))
+
+    def operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **more: Any) -> tuple[Any, Any]:
+        """`flags` and `more` say which operation it is: whether it takes pointers, computes, or divides."""
+        left, right = type(lhs), type(rhs)
+        if left is right is core.tensor:
+            key: tuple[Any, ...] = lhs.dtype.name, rhs.dtype.name, *flags, *more.items()
+            if kept.get(key):
+                return alike(self, lhs, rhs)
+            a, b = convert(self, lhs, rhs, *flags, **more)
+            kept[key] = a.dtype == lhs.dtype and b.dtype == rhs.dtype
+            return a, b
+        if left is core.tensor and right in (int, float):
+            key = lhs.dtype.name, id(lhs.shape), repr(rhs), *flags, *more.items()
+            if key in constants:
+                return lhs, constants[key]
+            a, b = convert(self, lhs, rhs, *flags, **more)
+            if a is lhs:
+                constants[key] = b
+            return a, b
+        return convert(self, lhs, rhs, *flags, **more)
+
+    def cast_unless_equal(self: Any, x: Any, dtype: Any, *rounding: Any, **more: Any) -> Any:
+        return x if x.dtype is dtype else cast(self, x, dtype, *rounding, **more)
+
+    semantic.binary_op_type_checking_impl = operands
+    semantic.cast = cast_unless_equal
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
 def _sum_in_one_order() -> None:

@@ -174,7 +174,6 @@ def test_row_counts_limited_by_flops_are_refused():
         latency.verify(H200, SHAPES["8b"], 129, 1)
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", ["8B", "1B"])
 def test_launches_equal_the_recorded_ones(tmp_path, name):
     """Of layers in sequence and of groups, at true widths, on fake tensors: seven a layer."""

@@ -49,7 +49,6 @@ def test_residual_merge(op, dtype, P, Q):
         assert residual_merge_cost(*apart(*args)) == residual_merge_cost(*args, EPS)
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_who_reads_the_norms_weight_early():
     """A decoder layer, whose weight is its model's; not vocab_topk, which may have just cast it."""
     with recording() as log:

@@ -253,7 +253,6 @@ def test_views_surrounded_by_nan(E):
     assert torch.equal(_launch(strided, weight.T.contiguous().T, every_second, "none"), want)
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_rows_per_layer_choose_kernel_or_bmm():
     """The number of layers does not matter; the kernel takes up to 1,024 rows."""
     with recording() as log:

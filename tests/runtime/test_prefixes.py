@@ -30,7 +30,7 @@ TURN = [99, 5, 9, 40]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    target = make(folder / "target", "qwen2", layers=4, max_context=400)
+    target = make(folder / "target", "qwen2", layers=3, max_context=400)
     return {"": target, "draft": perturbed(target, folder / "draft"), "dream": make(folder / "dream", "dream")}
 
 

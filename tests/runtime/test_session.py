@@ -33,7 +33,7 @@ WAYS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    target = make(folder / "target", "qwen2", layers=4, max_context=400, tokenizer=True)
+    target = make(folder / "target", "qwen2", layers=3, max_context=400, tokenizer=True)
     draft = perturbed(target, folder / "draft", amount=0.05)
     return {"target": target, "draft": draft, "dream": make(folder / "dream", "dream", tokenizer=True)}
 
