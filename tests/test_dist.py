@@ -12,6 +12,8 @@ import caches
 import pytest
 import torch
 from make_checkpoint import GEMMA3, make
+from make_dflash import make_dflash
+from make_head import make_head
 from pairs import perturbed
 
 import specker
@@ -30,6 +32,9 @@ ALIKE = (
     "easyspec-one",
     "del-fixed",
     "ordered",
+    "eagle-tree",
+    "eagle",
+    "dflash",
     "lookup",
     "static",
     "gemma3",
@@ -54,7 +59,11 @@ def models(tmp_path_factory):
     draft = perturbed(target, folder / "draft")
     dream = make(folder / "dream", "dream", layers=2, max_context=192, vocab=129)
     gemma = make(folder / "gemma3", max_context=192, vocab=129, **GEMMA3 | {"tied": False})
-    return {"target": str(target), "draft": str(draft), "dream": str(dream), "gemma3": str(gemma)}
+    like, often = json.loads((target / "config.json").read_text()), [28, 125]
+    eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])
+    names = {"target": target, "draft": draft, "dream": dream, "gemma3": gemma, "eagle": eagle, "dflash": dflash}
+    return {name: str(path) for name, path in names.items()}
 
 
 def cases_of(models):
@@ -75,6 +84,9 @@ def cases_of(models):
         "batch": (pair, {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3", "batch_size": 2}),
         "del-batch": (alone, {"strategy": "del", "batch_size": 3}),
         "gemma3": ([models["gemma3"]], {"strategy": "lookup", "tree": "2x3"}),
+        "eagle": ([models["target"], models["eagle"]], {"strategy": "eagle", "draft_tokens": 3, "batch_size": 2}),
+        "eagle-tree": ([models["target"], models["eagle"]], {"strategy": "eagle", "tree": "2x2", "graphs": "on"}),
+        "dflash": ([models["target"], models["dflash"]], {"strategy": "dflash", "draft_tokens": 3}),
         "vocabtrim": ([], {"strategy": "vocabtrim"}),
         "del+vocabtrim": ([], {"strategy": "del+vocabtrim", "vocab_keep": "2048"}),
     }

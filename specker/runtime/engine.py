@@ -74,7 +74,7 @@ class Engine:
         strategy = strategies.of(o)
         self.model = model = Model(self.target, linear=linear(o), ranks=ranks)
         gpu = model.device.type == "cuda"
-        alone = ranks is None or not strategy.drafts or strategy.self_drafting  # else rank 0's drafts are shared
+        alone = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if alone else ranks)
         self.cache = allocate(model, o)
         parts = o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks, self.notes
@@ -86,7 +86,7 @@ class Engine:
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
         known = Experience(Costs(memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
-        reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.self_drafting))
+        reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.every_rank))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, known, head_cost, reads)
         self.plan = strategies.plan(self.policies)
         self.loop = Loop(

@@ -79,7 +79,7 @@ def load(
         device=where,
         random=0 if dummy else None,
         part=WHOLE if ranks is None else ranks.part,
-        whole_head=parts.self_drafting or shares_head,
+        whole_head=parts.every_rank or shares_head,
         quantize=opts.quantize,
         activations=opts.activations,
         pack=ranks is None and opts.linear != "cublas",
@@ -134,10 +134,10 @@ def drafting(
     parts, dummy, kept = strategies.of(opts), opts.load == "dummy", None
     side: Checkpoint | None = None
     if parts.reads_target:
-        if ranks is not None:
-            raise ValueError(f"strategy {opts.strategy!r} runs in one process: its head reads the whole target's rows")
         assert not isinstance(source, Opened)
         side = parts.read_head(source, main, dtype, opts.draft_quantize)
+        if ranks is not None:
+            ranks.same("draft", dist.fingerprint(side.folder))
         if (sentence := stored(side, "draft")) is not None:
             notes["draft_weights"] = sentence
         if opts.trim is not None and side.head_ids is not None:
@@ -170,8 +170,8 @@ def drafting(
         if opts.width > ids:
             raise ValueError(f"{option('tree', opts.tree)} is wider than the vocabulary")
         side = _same_vocabulary(main, side, dummy, (target or main.folder, called))
-    if opts.trim is not None and (ranks is None or ranks.drafts or parts.self_drafting):
-        side, kept = trim.trimmed(main, side or main, opts, family, notes, ranks, parts.self_drafting)
+    if opts.trim is not None and (ranks is None or ranks.drafts or parts.every_rank):
+        side, kept = trim.trimmed(main, side or main, opts, family, notes, ranks, parts.every_rank)
     return side, kept
 
 

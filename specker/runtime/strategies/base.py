@@ -131,6 +131,12 @@ class Strategy:
             return "nothing"
         return "a draft model" if self.causal else "a diffusion model"
 
+    @property
+    def every_rank(self) -> bool:
+        """Whether all ranks that share a target draft the same: with its weights, or from its hidden rows, of which
+        each rank has all."""
+        return self.self_drafting or self.reads_target
+
     # --- options and models: raise ValueError with a sentence for the user
 
     def check(self, options: Options) -> None:

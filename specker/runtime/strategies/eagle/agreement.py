@@ -109,7 +109,9 @@ def shares(model: Model, head: ReadingHead, text: Text, readings: Sequence[tuple
     depths = sorted({top}.union(*readings))
     cache = KVCache(model.config, len(tokens), dtype=model.dtype, device=model.device)
     rows = prefill(model, cache, tokens, tuple(depths), len(tokens))
-    own = torch.cat([model.logits(Final(part)).argmax(-1) for part in rows[top].split(LOGITS)])
+    parts = zip(rows[top].split(LOGITS), model.positions[: len(tokens)].split(LOGITS), strict=True)
+    greedy = Draws.one(Sampling())
+    own = torch.cat([model.draw(greedy, model.logits(Final(part)), positions) for part, positions in parts])
     found = [_guesses(head, tokens, torch.stack([rows[depth] for depth in depths], 1)) for depths in readings]
     # The pair of column t guesses the token of column t + 2, and so does the target's row t + 1.
     return [float((guesses == own[1:])[max(0, first - 2) :].float().mean()) for guesses in found]
