@@ -12,7 +12,7 @@ import pytest
 
 import specker
 from scripts import pages
-from specker import calibrate, run
+from specker import calibrate, drafts, run
 from specker.view import __main__ as view
 from specker.zoo import real
 
@@ -61,6 +61,8 @@ def test_command(line: str) -> None:
             view.parse(flags)
         case ["python", "-m", "specker.zoo.real", *flags]:
             real.parse(flags)
+        case ["specker", "drafts", *flags]:
+            drafts.parse(flags)
         case ["specker" | "specker-calibrate" as name, *flags]:
             module = {"specker": run, "specker-calibrate": calibrate}[name]
             with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print
@@ -146,7 +148,7 @@ def test_a_generated_part_is_replaced() -> None:
     table = pages.options("lookup")
     assert "| `ngram_most` | `8` | " in table
     assert pages.filled(text.split("b <!--")[0]) == f"a\n<!-- generated options lookup -->\n{table}\n<!-- end -->\n"
-    with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only flags, "):
+    with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only drafts, "):
         pages.filled("<!-- generated nothing -->\n<!-- end -->")
 
 
