@@ -26,6 +26,7 @@ from bench import plot  # noqa: E402
 from specker import calibrate, kernels, run  # noqa: E402
 from specker import options as config  # noqa: E402
 from specker.runtime import strategies  # noqa: E402
+from specker.zoo import catalogue  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "adr" / "README.md")
 MARK = re.compile(r"(<!-- generated (\w+)(?: ([^>]+?))? -->)(\n?).*?<!-- end -->", re.DOTALL)
@@ -168,6 +169,16 @@ def strategies_with_flags() -> str:
     return table(("strategy", "how it drafts", "needs", "its own flags"), rows)
 
 
+def drafts() -> str:
+    """What `specker drafts` lists."""
+    rows = []
+    for known in catalogue.KNOWN:
+        place = known.source if known.source.startswith("https:") else f"../{known.source}".replace("../docs/", "")
+        draft = f"`{known.draft}`, {known.kind}"
+        rows.append((f"`{known.target}`", draft, "yes" if known.tried else "", f"[source]({place})"))
+    return table(("target", "draft", "run here", ""), rows)
+
+
 def ops() -> str:
     """The ops by the first sentences of their contracts, and the list that the site replaces by these contracts."""
     rows = [
@@ -262,6 +273,7 @@ def first_sentence(text: str) -> str:
 
 
 PARTS: dict[str, Callable[..., str]] = {
+    "drafts": drafts,
     "flags": flags,
     "ops": ops,
     "options": options,

@@ -44,9 +44,11 @@ def load(
 
     Args:
         target: a local folder, a GGUF file or a hub id. None: the bundled model of Python code.
-        draft: the same for the model that drafts. None: the bundled one for the target.
+        draft: the same for the model or head that drafts; "auto": a known one for the target, as `specker drafts`
+            lists them. None: the bundled one for the target.
         strategy: a name such as `draft+lookup`, with its own options in `options`; or an `Options` with all of
-            them. None: `vocabtrim+lookup` with a draft model, otherwise `lookup`.
+            them. None: `vocabtrim+lookup` with a draft model, `eagle` with a head that draft "auto" chose, otherwise
+            `lookup`.
         device: "cpu" or "cuda". None: cuda if available.
         dtype: a torch dtype, or one of float32, bfloat16, float16, float64. None: bfloat16, but float32 on a CPU that
             has no compiled kernels for the target.

@@ -1,4 +1,5 @@
-"""`python -m specker` and the command `specker` are `python -m specker.run`; `specker cache` is storage.py."""
+"""`python -m specker` and the command `specker` are `python -m specker.run`; `specker cache` is storage.py, `specker
+drafts` is drafts.py."""
 
 import sys
 from typing import NoReturn
@@ -12,6 +13,10 @@ def cli() -> NoReturn:
         from specker import storage
 
         sys.exit(storage.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["drafts"]:
+        from specker import drafts
+
+        sys.exit(drafts.main(sys.argv[2:]))
     from specker import run
 
     run.cli()

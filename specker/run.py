@@ -39,7 +39,12 @@ class Job:
     """What to decode, on which device, and where to write the results."""
 
     target: str | None = opt(None, "the model to decode (default: the bundled code-target)", "DIR|HUB_ID")
-    draft: str | None = opt(None, "the model that drafts (default without --target: the bundled one)", "DIR|HUB_ID")
+    draft: str | None = opt(
+        None,
+        "the model or head that drafts; auto chooses a known one for the target (default without --target: the bundled "
+        "one); see specker drafts",
+        "DIR|HUB_ID|auto",
+    )
     prompt: str | None = opt(None, "one prompt; - reads it from stdin, without its last newline", "TEXT|-")
     prompts: str | None = opt(
         None,

@@ -58,24 +58,29 @@ def test_the_share_is_that_of_the_formula(target, oracle, tmp_path):
         assert share > 0.05 and ("implausibly rare" in said) == (share < 0.15)
 
 
-def test_of_two_readings_the_better_one_is_taken(target, oracle, tmp_path):
-    """Both readings win with some of these heads, at the top level and within eagle_config."""
-    taken = set()
-    for seed in range(6):
+def test_of_two_readings_the_better_one_is_taken(target, oracle, tmp_path, monkeypatch):
+    """Both readings win with some of these heads, at the top level and within eagle_config. The one that is not the
+    documented meaning must be better by a margin."""
+    monkeypatch.setattr(agreement, "MARGIN", 0.02)
+    taken, closer = set(), 0
+    for seed in range(10):
         for where in ("outside", "inside"):
             ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
             fields = ids if where == "outside" else {"eagle_config": ids}
             head = head_of(target, tmp_path / f"{where}{seed}", oracle, seed=seed, **fields)
             shares = {taps: expected(head, oracle, taps)[0] for taps in ((1, 3, 5), (2, 4, 6))}
             documented = (1, 3, 5) if where == "outside" else (2, 4, 6)
-            best = max(shares, key=lambda taps: (shares[taps], taps == documented))
+            [another] = shares.keys() - {documented}
+            best = another if shares[another] > shares[documented] + 0.02 else documented
+            closer += best == documented and shares[another] > shares[documented]
             engine = load(target, head)
             assert engine.drafter.taps == best
             other = {(1, 3, 5): "2, 4, 6", (2, 4, 6): "1, 3, 5"}[best]
             assert f"inputs of layers {', '.join(map(str, best))}; the layer ids of" in engine.remarks["head"]
-            assert f"can also mean {other}, which gave {min(shares.values()):.0%}" in engine.remarks["head"]
+            gave = shares[another if best == documented else documented]
+            assert f"can also mean {other}, which gave {gave:.0%}" in engine.remarks["head"]
             taken.add((where, best))
-    assert len(taken) == 4
+    assert len(taken) == 4 and closer
 
 
 def test_a_head_for_another_finetune_is_implausible(target, oracle, tmp_path):

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 import specker
 from scripts import pages
-from specker import calibrate, run
+from specker import calibrate, drafts, run
 from specker.view import __main__ as view
 from specker.zoo import real
+from train.head import __main__ as head
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -61,6 +63,10 @@ def test_command(line: str) -> None:
             view.parse(flags)
         case ["python", "-m", "specker.zoo.real", *flags]:
             real.parse(flags)
+        case ["python", "-m", "train.head", *flags]:
+            HfArgumentParser(head.Args).parse_args_into_dataclasses(flags)
+        case ["specker", "drafts", *flags]:
+            drafts.parse(flags)
         case ["specker" | "specker-calibrate" as name, *flags]:
             module = {"specker": run, "specker-calibrate": calibrate}[name]
             with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print
@@ -146,7 +152,7 @@ def test_a_generated_part_is_replaced() -> None:
     table = pages.options("lookup")
     assert "| `ngram_most` | `8` | " in table
     assert pages.filled(text.split("b <!--")[0]) == f"a\n<!-- generated options lookup -->\n{table}\n<!-- end -->\n"
-    with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only flags, "):
+    with pytest.raises(ValueError, match=r"a page asks for 'nothing'; scripts/pages\.py has only drafts, "):
         pages.filled("<!-- generated nothing -->\n<!-- end -->")
 
 

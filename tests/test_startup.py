@@ -39,6 +39,8 @@ finally:
         (0, ["specker", "--version"]),
         (0, ["specker", "--list-strategies"]),
         (0, ["specker", "--print-completion", "bash"]),
+        (0, ["specker", "drafts"]),
+        (0, ["specker", "drafts", "Qwen/Qwen3-8B"]),
         (0, ["specker.calibrate", "--help"]),
         (2, ["specker", "--nonsense"]),
         (2, ["specker", "--strategy", "nonsense"]),
@@ -48,6 +50,8 @@ finally:
         (2, ["specker", "--strategy", "lookup", "--ngram-least", "9"]),
         (2, ["specker", "--strategy", "vocabtrim", "--vocab-keep", "x"]),
         (2, ["specker", "--prompts", "missing.jsonl"]),
+        (2, ["specker", "--target", "my/model", "--draft", "auto"]),
+        (2, ["specker", "drafts", "my/model"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

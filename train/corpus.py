@@ -4,11 +4,12 @@
 
 Half of the conversations start from a question of the training split (`training`), the other half from a question that
 the target wrote: given the chat template up to the user's turn, it continues with a plausible one (Magpie, arXiv
-2406.08464). Answers are drawn at temperatures 0, 0.7 and 1 in turn. Conversation k depends on k alone, so the script
-may be stopped at any time: it continues with the conversations that no shard holds.
+2406.08464). Without questions, the target writes all of them. Answers are drawn at temperatures 0, 0.7 and 1 in turn.
+Conversation k depends on k alone, so the script may be stopped at any time: it continues with the conversations that no
+shard holds.
 
-A shard is a .npz file: ids [n] uint16 of all its conversations, ends [m] int64, answers [m] int64 (index within the
-conversation at which the answer starts), index [m] int64 (k).
+A shard is a .npz file: ids [n] of all its conversations, uint16 or, for a larger vocabulary, int32; ends [m] int64,
+answers [m] int64 (index within the conversation at which the answer starts), index [m] int64 (k).
 """
 
 import json
@@ -34,8 +35,10 @@ USER_TOKENS = 96  # longest question that the target writes
 @dataclass
 class Args:
     target: str = field(metadata={"help": "checkpoint of the chat model"})
-    questions: str = field(metadata={"help": "Spec-Bench's questions, one JSON object with `turns` a line"})
     out: str = field(metadata={"help": "folder of the shards"})
+    questions: str = field(
+        default="", metadata={"help": "Spec-Bench's questions, one JSON object with `turns` a line; default: none"}
+    )
     tokens: int = field(default=1_000_000, metadata={"help": "stop at this many answer tokens"})
     max_new_tokens: int = 256
     batch_size: int = 16
@@ -79,7 +82,7 @@ class Writer:
 
     def answer(self, k: int, prompt: list[int]) -> Any:
         prompt = prompt[-(self.args.max_context - self.args.max_new_tokens) :]
-        temperature = TEMPERATURES[(k // 2 + k // (2 * len(self.questions))) % len(TEMPERATURES)]
+        temperature = TEMPERATURES[(k // 2 + k // (2 * max(1, len(self.questions)))) % len(TEMPERATURES)]
         return self.made(k, prompt, max_new_tokens=self.args.max_new_tokens, temperature=temperature)
 
     def made(self, k: int, prompt: list[int], **options: Any) -> Any:
@@ -99,7 +102,8 @@ class Writer:
 
 def save(out: Path, kept: dict[int, tuple[list[int], int]]) -> None:
     index = sorted(kept)
-    ids = np.concatenate([np.array(kept[k][0], np.uint16) for k in index])
+    ids = np.concatenate([np.array(kept[k][0], np.int32) for k in index])
+    ids = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids
     ends = np.cumsum([len(kept[k][0]) for k in index])
     path = out / f"{index[0]:07d}.npz"
     part = path.with_suffix(".part")
@@ -119,17 +123,16 @@ def read(out: Path) -> list[tuple[int, list[int], int]]:
     return found
 
 
-def main() -> None:
-    (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
-    torch.set_num_threads(args.threads)
+def write(engine: Engine, questions: list[dict[str, Any]], args: Args) -> None:
+    """Write conversations until the shards in `args.out` hold `args.tokens` tokens of answers. `questions`: objects
+    with `turns`, of which the first one is asked."""
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    lines = Path(args.questions).read_text(encoding="utf-8").splitlines()
-    questions = training([json.loads(line) for line in lines])
-    engine = specker.load(args.target, strategy="ar", batch_size=args.batch_size, max_context=args.max_context)
     done = read(out)
     seen = {k for k, _, _ in done}
     tokens = sum(len(ids) - start for _, ids, start in done)
+    if tokens >= args.tokens:
+        return
     writer = Writer(engine, questions, args)
     k = 0
 
@@ -166,6 +169,15 @@ def main() -> None:
             print(f"{tokens:,} answer tokens, {speed:.0f} a second", flush=True)
     if writer.kept:
         save(out, writer.kept)
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
+    torch.set_num_threads(args.threads)
+    lines = Path(args.questions).read_text(encoding="utf-8").splitlines() if args.questions else []
+    questions = training([json.loads(line) for line in lines])
+    engine = specker.load(args.target, strategy="ar", batch_size=args.batch_size, max_context=args.max_context)
+    write(engine, questions, args)
 
 
 if __name__ == "__main__":

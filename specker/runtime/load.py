@@ -20,6 +20,7 @@ from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows
+from specker.zoo import catalogue
 
 
 def load(
@@ -44,12 +45,16 @@ def load(
         raise ValueError(f"strategy {opts.strategy!r} uses no draft checkpoint: leave out {option('draft')}")
     dummy = opts.load == "dummy"
     notes: dict[str, str] = {}
-    if dummy and target is not None and draft is None and parts.needs_draft:
-        draft = target
-        notes["draft_shape"] = f"without {option('draft')}, the draft has the shape of {_name(target)}"
     for name, source in (("target", target), ("draft", draft)):
         if not isinstance(source, str | os.PathLike | None):
             raise ValueError(f"{option(name)} must be a folder, a GGUF file or a hub id, got {source!r}")
+    if draft == catalogue.AUTO:
+        chosen = catalogue.choose(target, parts.name)
+        notes["draft_choice"] = catalogue.reason(chosen, parts.name)
+        draft = None if chosen.bundled else chosen.draft
+    if dummy and target is not None and draft is None and parts.needs_draft:
+        draft = target
+        notes["draft_shape"] = f"without {option('draft')}, the draft has the shape of {_name(target)}"
     if target is None and draft is not None:
         raise ValueError(f"{option('draft')} needs {option('target')}: the bundled target has its own draft")
     target_source = zoo.path("code-target") if target is None else target

@@ -18,6 +18,7 @@ from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exi
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
+from specker.zoo import catalogue
 
 _ALL: tuple[Strategy, ...] = (
     ar.PlainDecoding(),
@@ -71,11 +72,18 @@ def plan(context: PolicyContext) -> Plan:
 
 
 def usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
-    """The default strategy, which depends on whether the caller named a target and a draft. Sizing runs with stand-ins
-    for the models produce no meaningful text to count or to copy."""
+    """The default strategy, which depends on whether the caller named a target and a draft, and on what draft "auto"
+    chooses. Sizing runs with stand-ins for the models produce no meaningful text to count or to copy. Raises ValueError
+    if no draft is known."""
     if options.get("load") == "dummy" or options.get("acceptance") is not None:
         return PLAIN
+    if draft == catalogue.AUTO and (strategy := catalogue.choose(_source(target)).strategy) != PLAIN:
+        return strategy
     return COPY if draft is None and target is not None else Common.strategy
+
+
+def _source(target: object) -> str | None:
+    return None if target is None else str(target)
 
 
 def options(**flat: Any) -> Options:

@@ -28,6 +28,9 @@ LOGITS = 64  # rows of logits to hold at once
 IMPLAUSIBLE = 0.15
 """A share below this is called implausible. Of published heads, the target accepts the first draft token in half of the
 rounds or more; of one that read the wrong hidden states it accepted 4% (vLLM's pull request 50170)."""
+MARGIN = 0.05
+"""The documented reading is taken unless the other one is better by more: two deviations of a share of 250 positions
+are 0.03 to 0.06."""
 
 QUESTION = "Why do leaves change colour in autumn? Explain it, and then write a Python function that counts words."
 ANSWER = """\
@@ -85,7 +88,7 @@ def chosen(target: Checkpoint, model: Model, head: ReadingHead, notes: dict[str,
         return spec
     readings = [spec.taps, spec.other] if spec.other else [spec.taps]
     found = shares(model, head, text, readings)
-    best = max(range(len(found)), key=found.__getitem__)
+    best = int(len(found) > 1 and found[1] > found[0] + MARGIN)
     count = len(text.tokens) - max(1, text.first - 1)
     said = f"the head's first guess is the target's own token at {found[best]:.0%} of {count} positions of a test text"
     if spec.other:

@@ -1,0 +1,406 @@
+"""train/head: a tiny head learns from a tiny target, goes on where it stopped, and drafts in the engine as it did in
+training."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from make_checkpoint import make
+from make_head import Formula
+from safetensors.torch import load_file
+
+import specker
+from specker.checkpoints.checkpoint import opened
+from specker.checkpoints.checkpoint import read as read_checkpoint
+from specker.model.cache import KVCache
+from specker.model.decoder import prefill
+from train import corpus
+from train.head import __main__ as command
+from train.head import fit, taps
+from train.head.export import LAYOUTS, export
+from train.head.fit import Recipe, Training, loss_of
+from train.head.net import Head
+
+DEPTHS = (2, 4, 5)
+STEPS = 3
+TEXTS = 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The tensors are small, and torch's threads would wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("target") / "chatty", tokenizer=True, tied=True, layers=8, max_context=256)
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory, one_thread):
+    """A folder with texts of the target and its rows, as the stages answers and taps write them."""
+    engine = specker.load(target, strategy="ar", dtype="float32", device="cpu", batch_size=8)
+    prompts = [[n, 7 * n % 256] for n in range(TEXTS)]
+    seeds, heats = [*range(TEXTS)], [0.7 * (n % 3 == 0) for n in range(TEXTS)]
+    texts = engine.generate(prompts, 90, temperature=heats, seed=seeds)
+    made = tmp_path_factory.mktemp("lessons")
+    (made / "answers").mkdir()
+    for part in np.split(np.arange(TEXTS), 2):
+        corpus.save(made / "answers", {int(n): ([*prompts[n], *texts[n].tokens], 2) for n in part})
+    taps.write(shards(made), made / "taps", opened(target), DEPTHS, torch.float32)
+    return made
+
+
+def shards(folder):
+    return sorted((folder / "answers").glob("*.npz"))
+
+
+@pytest.fixture(scope="module")
+def lessons(folder):
+    return taps.Lessons(shards(folder), folder / "taps", 64, STEPS)
+
+
+@pytest.fixture(scope="module")
+def dense(target):
+    return read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False)
+
+
+def new(dense, lessons, folder, visits, rows=200, **how):
+    folder.mkdir(exist_ok=True)
+    ids = fit.kept_ids(folder / "state.pt", lessons.counts(dense.config.vocab_size), rows)
+    recipe = Recipe(**{"visits": visits, "batch": 512, "length": 64, "steps": STEPS, **how})
+    return Training(Head(dense, DEPTHS, ids), lessons, recipe, folder)
+
+
+@pytest.fixture(scope="module")
+def learnt(dense, lessons, tmp_path_factory):
+    """(a finished training with its best weights, rounded as in its exported folders; its agreement before)"""
+    training = new(dense, lessons, tmp_path_factory.mktemp("learnt") / "head", 100_000)
+    before = training.judge()
+    training.fit()
+    training.net.load_state_dict(torch.load(training.folder / "best.pt", weights_only=True))
+    return training, before
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def exported(request, learnt, target, tmp_path_factory):
+    """(the folder of the learnt head, and the net with the weights that the folder has)"""
+    out = tmp_path_factory.mktemp("exported") / request.param
+    export(learnt[0].net, target, out, request.param, "org/chatty")
+    net = Head(read_checkpoint(target, dtype=torch.float64, device="cpu", pack=False), DEPTHS, learnt[0].net.ids)
+    net.load_state_dict({name: x.to(torch.bfloat16).double() for name, x in learnt[0].net.state_dict().items()})
+    net.head = net.head.to(torch.bfloat16).double()
+    return out, net
+
+
+@pytest.fixture(scope="module")
+def rows_of(target):
+    """A function of a text and depths: the target's rows [1, T, A, H] in float64."""
+    model = specker.load(target, strategy="ar", device="cpu", dtype="float64").model
+
+    def rows_of(text, depths=DEPTHS):
+        cache = KVCache(model.config, 256, dtype=model.dtype, device="cpu")
+        kept = prefill(model, cache, list(text), depths, len(text))
+        return torch.stack([kept[depth] for depth in depths], 1)[None]
+
+    rows_of.model = model
+    return rows_of
+
+
+def chains(net, rows, text, steps=STEPS):
+    """The net's tokens and rows for its head from each position that has `steps` true tokens after it."""
+    T = len(text) - steps
+    tokens, places = torch.tensor(text)[None, 1:], torch.arange(T)[None]
+    finals = net.chains(rows[:, :T], tokens, places, torch.zeros_like(places), steps)
+    return [net.ids[net.logits(final)[0].argmax(-1)] for final in finals], finals
+
+
+def test_a_head_learns(learnt):
+    """The agreement with the target rises at every step of a chain, and the best judged weights are kept."""
+    training, before = learnt
+    after = training.judge()
+    assert all(b > a + 0.1 for a, b in zip(before, after, strict=True)) and after[2] > before[2] + 0.15
+    log = [json.loads(line) for line in (training.folder / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["visits"] == training.done >= 100_000 > log[-1]["visits"] - 512
+    assert max(log, key=lambda row: fit.expected(row["agreement"]))["agreement"] == after
+    assert log[-1]["kl"] < 0.7 * log[0]["kl"]
+
+
+def test_a_chain_sees_what_it_sees_in_an_engine(exported, rows_of):
+    """Step k of the chain from position t, by an independent formula over the pairs of one draft alone, up to the
+    float32 angles of RoPE."""
+    folder, net = exported
+    model, text = rows_of.model, [7, 49, 5, 60, 61, 7, 8, 30, 200, 3, 3, 9, 14]
+    formula = Formula(folder, model.embed, model.head, model.norm, model.config.rms_norm_eps)
+    rows = rows_of(text)
+    with torch.no_grad():
+        _, finals = chains(net, rows, text)
+    for t in range(len(text) - STEPS):
+        features = formula.features(list(rows[0, : t + 1].unbind(1)))
+        for step in range(STEPS):
+            out, logits = formula.outputs(features, torch.tensor(text[1 : len(features) + 1]))
+            assert torch.allclose(net.logits(finals[step][0, t]), logits[-1], atol=1e-4), (t, step)
+            features = torch.cat((features, out[-1:]))
+
+
+def test_texts_of_a_window_do_not_see_each_other(exported, rows_of):
+    _, net = exported
+    a, b = [7, 49, 5, 60, 61, 7, 8, 30, 200], [3, 3, 9, 14, 9, 9, 1]
+    with torch.no_grad():
+        rows, T = torch.cat([rows_of(a), rows_of(b)], 1), len(a) + len(b) - STEPS
+        text = torch.tensor([0] * len(a) + [1] * len(b))[None, :T]
+        places = torch.tensor([*range(len(a)), *range(len(b))])[None, :T]
+        both = net.chains(rows[:, :T], torch.tensor([(a + b)[1:]]), places, text, STEPS)
+        alone = chains(net, rows_of(b), b)[1]
+    for one, other in zip(both, alone, strict=True):
+        assert torch.allclose(one[0, len(a) :], other[0], atol=1e-12)
+
+
+def test_the_engine_drafts_as_the_trained_head_does(exported, target, rows_of):
+    """Strategy eagle loads the folder, drafts the net's token in every round, and so agrees equally often."""
+    folder, net = exported
+    how = {"strategy": "eagle", "device": "cpu", "dtype": "float64", "policy": "fixed", "draft_tokens": 1}
+    engine = specker.load(target, folder, **how)
+    assert engine.drafter.taps == DEPTHS
+    accepted = agreed = drafted = 0
+    for n in range(6):
+        seen, prompt = [], [n + 3, 7 * n + 21]
+        engine.trace = seen.append
+        out = engine.generate(prompt, 60)
+        assert out.tokens == engine.generate_ar(prompt, 60).tokens
+        text = prompt + out.tokens
+        with torch.no_grad():
+            (wanted,), _ = chains(net, rows_of(text[:-1]), text, 1)
+        for row in seen:
+            if row["draft"]:
+                at = row["position"]  # of the token after the root
+                assert row["draft"] == [int(wanted[at - 2])]
+                agreed += int(wanted[at - 2]) == text[at]
+                drafted += 1
+        accepted += out.stats.accepted
+    assert accepted == agreed and 0.2 * drafted < agreed < drafted
+
+
+def test_the_best_judged_weights_are_kept(dense, lessons, tmp_path, monkeypatch):
+    """Not the last ones, nor those with the best first step alone."""
+    shares = iter([[0.1, 0.1, 0.1], [0.5, 0.5, 0.5], [0.6, 0.1, 0.1], [0.2, 0.9, 0.9]])
+    kept = []
+    training = new(dense, lessons, tmp_path / "head", 4 * fit.EVERY * 64, batch=64)
+
+    def judge():
+        kept.append({name: x.clone() for name, x in training.net.state_dict().items()})
+        return next(shares)
+
+    monkeypatch.setattr(training, "judge", judge)
+    training.fit()
+    best = torch.load(tmp_path / "head" / "best.pt", weights_only=True)
+    assert len(kept) == 4 and all(torch.equal(x, kept[1][name]) for name, x in best.items())
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("killed", [7, 60])
+def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, monkeypatch, killed):
+    """In the middle of an epoch, before and after the first line of the log; with a last save before the kill."""
+    whole = new(dense, lessons, tmp_path / "whole", 40_000)
+    whole.fit()
+    monkeypatch.setattr(fit, "SAVED", 0.0)
+    first, step = new(dense, lessons, tmp_path / "parts", 40_000), Training.step
+
+    def dies(self):
+        if self.done >= killed * 512:
+            raise Killed
+        step(self)
+
+    monkeypatch.setattr(Training, "step", dies)
+    with pytest.raises(Killed):
+        first.fit()
+    monkeypatch.setattr(Training, "step", step)
+    parts = new(dense, lessons, tmp_path / "parts", 40_000)
+    parts.fit()
+    assert parts.done == whole.done and parts.log == whole.log
+    for name, x in whole.net.state_dict().items():
+        assert torch.equal(parts.net.state_dict()[name], x), name
+    for name in ("best.pt", "log.jsonl"):
+        assert (tmp_path / "whole" / name).exists() and (tmp_path / "parts" / name).exists()
+    kept = [torch.load(tmp_path / way / "best.pt", weights_only=True) for way in ("whole", "parts")]
+    assert all(torch.equal(x, kept[1][name]) for name, x in kept[0].items())
+
+
+def test_a_finished_training_goes_on_with_more_visits(dense, lessons, tmp_path):
+    first = new(dense, lessons, tmp_path / "head", 4_000, rows=40)
+    first.fit()
+    more = new(dense, lessons, tmp_path / "head", 8_000, rows=50)
+    assert torch.equal(more.net.ids, first.net.ids)  # the rows of the LM head stay
+    more.fit()
+    assert more.done >= 8_000 and more.log[: len(first.log)] == first.log
+
+
+def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
+    """In float64, by position and step: kept tokens only, prompts weigh less, and no chain leaves its text."""
+    net = new(dense, lessons, tmp_path / "head", 1, rows=60).net
+    batch = lessons.batch(lessons.trained[:3])
+    assert {round(w, 6) for w in batch.weight.flatten().tolist()} == {0.0, taps.PROMPT, 1.0}
+    T, total, sums = 64, 0.0, 0.0
+    with torch.no_grad():
+        got = float(loss_of(net, batch, STEPS, 0.7))
+        finals = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], STEPS)
+        for b in range(3):
+            for t in range(T):
+                for step in range(STEPS):
+                    at = t + 1 + step
+                    if batch.text[b, at] != batch.text[b, t] or int(batch.best[b, at]) not in net.ids.tolist():
+                        continue
+                    p = ((net.head.double() @ batch.last[b, at].double()) / 0.7).softmax(-1)
+                    q = ((net.head.double() @ finals[step][b, t].double()) / 0.7).softmax(-1)
+                    weight = 0.8**step * float(batch.weight[b, at])
+                    total += weight * float((p * (p / q).log()).sum())
+                    sums += weight
+    assert got == pytest.approx(total / sums, rel=1e-4)
+
+
+def test_the_rows_are_the_target_s(folder, lessons, rows_of):
+    """Those that an engine hands to a head, within bfloat16's rounding; and the target's best token."""
+    model, near = rows_of.model, 0
+    for path in shards(folder):
+        rows = torch.from_numpy(np.load(folder / "taps" / f"{path.stem}.rows.npy")).view(torch.bfloat16).double()
+        best, texts = np.load(folder / "taps" / f"{path.stem}.best.npy"), taps.Texts.read(path)
+        for start, ids in list(zip(texts.starts, texts, strict=True))[:3]:
+            own, wanted = rows[start : start + len(ids)], rows_of(ids.tolist(), (*DEPTHS, 8))[0]
+            assert torch.allclose(own[:, :-1], wanted[:, :-1], rtol=2**-7, atol=2**-6 * float(wanted.std()))
+            last = torch.nn.functional.rms_norm(wanted[:, -1], (64,), model.norm, model.config.rms_norm_eps)
+            assert torch.allclose(own[:, -1], last, rtol=2**-7, atol=2**-6)
+            logits, its = last @ model.head.T, torch.from_numpy(best[start : start + len(ids)].astype(np.int64))
+            mine = logits.gather(1, its[:, None])[:, 0]
+            assert bool((logits.max(-1).values - mine < 1e-3 * logits.std()).all())
+            near += int((best[start + 2 : start + len(ids) - 1] == ids[3:]).sum())
+    assert near > 100  # most of these texts are greedy
+
+
+def test_kept_rows_are_the_most_frequent_tokens_of_answers(lessons, folder, tmp_path):
+    counts = lessons.counts(320)
+    tokens = np.zeros(320, np.int64)
+    for path in shards(folder):
+        texts, best = taps.Texts.read(path), np.load(folder / "taps" / f"{path.stem}.best.npy")
+        for start, ids in zip(texts.starts, texts, strict=True):
+            np.add.at(tokens, ids[2:].astype(np.int64), 1)
+            np.add.at(tokens, best[start + 1 : start + len(ids) - 1], 1)
+    assert counts.tolist() == tokens.tolist()
+    ids = fit.kept_ids(tmp_path / "none", counts, 30)
+    assert len(ids) == 30 and ids.tolist() == sorted(ids.tolist())
+    assert int(counts[ids].min()) >= int(counts.sort(descending=True).values[30])
+
+
+def test_the_exported_layouts(learnt, target, tmp_path):
+    net = learnt[0].net
+    for layout in LAYOUTS:
+        export(net, target, tmp_path / layout, layout, "org/chatty")
+    flat, nested = (json.loads((tmp_path / layout / "config.json").read_text()) for layout in LAYOUTS)
+    assert flat["architectures"] == ["LlamaForCausalLMEagle3"] and "eagle_config" not in flat
+    assert nested["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert nested["speculators_config"]["verifier"]["name_or_path"] == "org/chatty"
+    one, other = (load_file(tmp_path / layout / "model.safetensors") for layout in LAYOUTS)
+    assert {name.replace("midlayer.", "layers.0.") for name in one} == set(other)
+    ids = net.ids
+    assert torch.equal(one["d2t"] + torch.arange(len(ids)), ids) and one["t2d"].nonzero()[:, 0].equal(ids)
+    assert torch.equal(one["lm_head.weight"], net.head.to(torch.bfloat16))
+    net.taps = (1, 4, 6)
+    try:
+        export(net, target, tmp_path / "other", "flat", "org/chatty")
+    finally:
+        net.taps = DEPTHS
+    engine = specker.load(target, tmp_path / "other", "eagle", device="cpu", dtype="float64")
+    assert engine.drafter.taps == (1, 4, 6)
+
+
+# --- the command
+
+
+def main(monkeypatch, *argv):
+    monkeypatch.setattr("sys.argv", ["train.head", *map(str, argv), "--threads", "1"])
+    return command.main()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Flags of a small run, in which a shard holds few conversations."""
+    monkeypatch.setattr(corpus, "SHARD", 8)
+    sizes = {"tokens": 1500, "visits": 2000, "length": 32, "batch": 64, "rows": 100, "max_new_tokens": 40}
+    return [word for name, n in {**sizes, "max_context": 256}.items() for word in (f"--{name}", n)]
+
+
+def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, monkeypatch, small, capsys):
+    out = tmp_path / "out"
+    assert main(monkeypatch, "--target", target, "--out", out, *small) == 0
+    assert "the head is in" in capsys.readouterr().out
+    engine = specker.load(target, out / "head", "eagle", device="cpu", dtype="float64")
+    assert engine.generate([9, 4], 20).tokens == engine.generate_ar([9, 4], 20).tokens
+    written = {path: path.stat().st_mtime_ns for part in ("answers", "taps") for path in (out / part).iterdir()}
+    state = torch.load(out / "state.pt", weights_only=True)
+    again = ["--target", target, "--out", out, *small, "--layout", "speculators"]
+    assert main(monkeypatch, *again) == 0 and (out / "head-speculators" / "config.json").exists()
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert torch.load(out / "state.pt", weights_only=True)["log"] == state["log"]
+    assert main(monkeypatch, *again, "--stages", "answers", "taps", "--tokens", 2500) == 0
+    assert len(list((out / "taps").iterdir())) > len([path for path in written if path.parent.name == "taps"])
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatch, small, capsys, folder):
+    def says(sentence, *argv, out=tmp_path / "new"):
+        assert main(monkeypatch, "--target", target, "--out", out, *small, *argv) == 2
+        assert sentence in capsys.readouterr().err
+
+    says("--stages must be of answers, taps, train, export, got 'fit'", "--stages", "fit")
+    says("--layout must be flat or speculators, got 'gguf'", "--layout", "gguf")
+    says("--steps must be at most 8, got 9", "--steps", 9)
+    says("--rows must be at least 1, got 0", "--rows", 0)
+    says("has no texts: run the stage answers first", "--stages", "taps")
+    says("--taps must ascend within 1 to 8", "--stages", "taps", "--taps", 4, 2, out=folder)
+    says("holds rows of", "--stages", "train", "--taps", 1, 2, 3, out=folder)
+    says("has no trained head: run the stage train first", "--stages", "export", out=folder)
+    says("windows of 100003 tokens, and training needs two", "--stages", "train", "--length", 100000, out=folder)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "answers").symlink_to(folder / "answers")
+    says("lacks the target's rows of 0000000: run the stage taps first", "--stages", "train", out=tmp_path / "part")
+    monkeypatch.setattr(taps.shutil, "disk_usage", lambda path: taps.shutil._ntuple_diskusage(1, 1, 5))
+    says("lower --tokens or name another folder", "--stages", "taps", out=tmp_path / "part")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n[]\n')
+    says("bad.jsonl line 2: expected a JSON object", "--prompts", tmp_path / "bad.jsonl")
+
+
+def test_questions_of_the_test_are_left_out(tmp_path):
+    test = json.loads(corpus.HELD_OUT.read_text("utf-8").splitlines()[0])["turns"][0]
+    rows = [{"prompt": test}, {"turns": [test, "b"]}, {"prompt": "What is 1?"}, {"turns": ["Why?", "And?"]}]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["turns"] for row in command.questions(str(tmp_path / "q.jsonl"))] == [["What is 1?"], ["Why?"]]
+    assert command.questions("") == []
+
+
+def test_shards_hold_the_ids_of_large_vocabularies(tmp_path):
+    corpus.save(tmp_path, {3: ([5, 65535, 70000, 151000], 1)})
+    assert corpus.read(tmp_path) == [(3, [5, 65535, 70000, 151000], 1)]
+    corpus.save(tmp_path, {3: ([5, 65535], 1)})
+    assert taps.Texts.read(tmp_path / "0000003.npz").ids.dtype == np.uint16
+
+
+def test_a_layer_that_is_not_llama_s_is_refused(tmp_path):
+    target = make(tmp_path / "target", "olmo2", layers=8)
+    with pytest.raises(ValueError, match="cannot start as one of Olmo2ForCausalLM"):
+        Head(read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False), DEPTHS, torch.arange(9))
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_a_head_for_other_families_is_loaded(arch, tmp_path):
+    """Without the biases and the q and k norms of the target's layer."""
+    target = make(tmp_path / "target", arch, layers=8)
+    net = Head(read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False), DEPTHS, torch.arange(9))
+    export(net, target, tmp_path / "head", "flat", "a")
+    engine = specker.load(target, tmp_path / "head", "eagle", device="cpu", dtype="float64")
+    assert engine.generate([9, 4], 12).tokens == engine.generate_ar([9, 4], 12).tokens

@@ -1,0 +1,121 @@
+"""Write a trained head as a folder for engines: SafeAILab's flat layout (SpecForge, SGLang), or speculators' (vLLM)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specker.checkpoints.parse import read_json
+from train.head.net import Head
+
+LAYOUTS = ("flat", "speculators")
+# Head's parameters -> their names in files, where LAYER is midlayer. (flat) or layers.0. (speculators)
+NAMES = {
+    "fc": "fc.weight",
+    "q": "LAYER.self_attn.q_proj.weight",
+    "k": "LAYER.self_attn.k_proj.weight",
+    "v": "LAYER.self_attn.v_proj.weight",
+    "o": "LAYER.self_attn.o_proj.weight",
+    "gate": "LAYER.mlp.gate_proj.weight",
+    "up": "LAYER.mlp.up_proj.weight",
+    "down": "LAYER.mlp.down_proj.weight",
+    "embedding_norm": "LAYER.input_layernorm.weight",
+    "hidden_norm": "LAYER.hidden_norm.weight",
+    "post_norm": "LAYER.post_attention_layernorm.weight",
+    "norm": "norm.weight",
+    "head": "lm_head.weight",
+}
+
+
+def export(net: Head, target: Path, folder: Path, layout: str, name: str) -> None:
+    """Write the head in bfloat16, without the embedding, which is the target's. `target`: its folder. `name`: its name
+    for readers of config.json."""
+    layer = "midlayer" if layout == "flat" else "layers.0"
+    tensors = {
+        file.replace("LAYER", layer): getattr(net, own).detach().to(torch.bfloat16).contiguous()
+        for own, file in NAMES.items()
+    }
+    tensors |= maps(net.ids, net.config.vocab_size)
+    part = folder.with_name(f"{folder.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    config = flat(net, target) if layout == "flat" else speculators(net, target, name)
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    folder.mkdir(exist_ok=True)
+    for file in part.iterdir():
+        file.replace(folder / file.name)
+    part.rmdir()
+
+
+def maps(ids: Tensor, vocab: int) -> dict[str, Tensor]:
+    """d2t, the distance from a row's number to its token, and t2d, which tokens are kept; {} if all are."""
+    if len(ids) == vocab:
+        return {}
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)}
+
+
+def layer_config(net: Head, target: Path) -> dict[str, Any]:
+    """The fields of a Llama layer of the head's sizes. RoPE as engines of all ages read it."""
+    c, raw = net.config, read_json(target / "config.json")
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return {
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": c.vocab_size,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": rope if scaled else None,
+        "max_position_embeddings": c.max_context,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def flat(net: Head, target: Path) -> dict[str, Any]:
+    config = {"architectures": ["LlamaForCausalLMEagle3"], **layer_config(net, target)}
+    config |= {"draft_vocab_size": len(net.ids), "torch_dtype": "bfloat16"}
+    if net.taps != default_taps(net.config.num_layers):  # engines read the nested ids as the outputs of layers
+        ids = [depth - 1 for depth in net.taps]
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
+    return config
+
+
+def speculators(net: Head, target: Path, name: str) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    architectures = read_json(target / "config.json").get("architectures") or []
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": len(net.ids),
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": list(net.taps),
+        "transformer_layer_config": layer_config(net, target),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": name, "architectures": architectures},
+        },
+    }
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """The depths that a head reads if its config names none."""
+    return 2, layers // 2, layers - 3
