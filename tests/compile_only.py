@@ -10,27 +10,26 @@ import hashlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import warm
 
 ROOT = Path(__file__).parents[1]
 
 
 def python(*command: str) -> str:
     """The output of `python command...` without the interpreter; AssertionError with stdout and stderr if it fails."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=ROOT)
+    done = warm.run(*command, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def compilations(test_file: str) -> dict[str, int]:
     """{kernel: number of compilations}."""
-    return _of_all_files()[str(Path(test_file).resolve().relative_to(ROOT))]
+    return _of_all_files(90)[str(Path(test_file).resolve().relative_to(ROOT))]
 
 
 def keys(arch: int) -> dict[str, list[tuple[str, str]]]:
@@ -40,7 +39,7 @@ def keys(arch: int) -> dict[str, list[tuple[str, str]]]:
 
 
 @cache
-def _of_all_files(arch: int = 90) -> dict[str, Any]:
+def _of_all_files(arch: int) -> dict[str, Any]:
     """In one process, whose imports take longer than all the launches."""
     files = [path for path in sorted(ROOT.glob("tests/**/*.py")) if "\ndef launches(" in path.read_text("utf-8")]
     return json.loads(python(__file__, str(arch), *(str(path.relative_to(ROOT)) for path in files)).splitlines()[-1])

@@ -19,18 +19,16 @@ def main(cases: Path, out: Path) -> None:
     found = []
     for case in json.loads(cases.read_text()):
         engine = specker.load(*case["models"], **case["options"])
-        each = []
+        each, prompts = [], [case["prompt"], *case.get("beside", [])]
         for how in case["sampling"]:
-            prompts = [case["prompt"], *case.get("beside", [])]
             fast = engine.generate(prompts, case["count"], **how)
-            plain = engine.generate_ar(prompts, case["count"], **how)
-            tokens = {"tokens": fast[0].tokens, "ar": plain[0].tokens, "accepted": fast[0].stats.accepted}
-            each.append({**tokens, "beside": [[f.tokens, p.tokens] for f, p in zip(fast[1:], plain[1:], strict=True)]})
+            each.append({"tokens": [f.tokens for f in fast], "accepted": fast[0].stats.accepted})
+        plain = engine.generate_ar(prompts, case["count"], **case["sampling"][0])
         ranks = engine.ranks
         parts = [part for layer in engine.model.layers for part in (layer.attention, *layer.mlps)]
         weights = sum(w.numel() for part in parts for w in part if w is not None)
         here = {"rank": ranks.rank, "drafts": ranks.drafts, "layer_elements": weights} if ranks else {}
-        found.append({"runs": each, "head_rows": engine.model.head.shape[0], **here})
+        found.append({"runs": each, "ar": [p.tokens for p in plain], "head_rows": engine.model.head.shape[0], **here})
     rank = here.get("rank", 0)
     found.append(rows_apart(engine.ranks))
     out.with_suffix(f".{rank}.json").write_text(json.dumps(found))

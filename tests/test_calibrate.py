@@ -1,15 +1,13 @@
 """`python -m specker.calibrate`: the same counts after any interruption, and the commands that it refuses."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 
 import specker
 from specker import calibrate
@@ -191,8 +189,7 @@ sys.exit(calibrate.main())
 def test_a_run_killed_while_it_saves_resumes_to_the_same_file(pair, prompts, tmp_path):
     """From its last whole save, as does one that is killed between two saves."""
     argv = models(pair, "--prompts", prompts, "--out", str(tmp_path / "s.safetensors"))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run([sys.executable, "-c", KILLED, *argv], env=env, capture_output=True, text=True)
+    killed = warm.run("-c", KILLED, *argv)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "s.safetensors.part").exists() and not (tmp_path / "s.safetensors").exists()
     assert calibrate.main(argv) == 0

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import warm
 from make_checkpoint import edit, make
 
 import specker
@@ -537,8 +538,7 @@ def test_json_file_and_pipe(capsys: pytest.CaptureFixture[str], pair: tuple[str,
 def test_a_folder_named_like_the_package(pair: tuple[str, str], tmp_path: Path) -> None:
     """Such a folder in the working directory hides the package's own attributes, not its modules."""
     (tmp_path / "specker").mkdir()
-    command = [sys.executable, "-m", "specker.run", *models(pair, "--prompt", "x")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = warm.run("-m", "specker.run", *models(pair, "--prompt", "x"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,13 +1,12 @@
 """train/code_family: exports load in transformers, training survives a kill, the corpus excludes held-out files."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 
 from train.code_family import corpus, distill, sample
 from train.code_family.export import export, hf_state, load
@@ -39,8 +38,7 @@ def tokenizer(tmp_path_factory) -> Path:
 
 
 def run(*args: object) -> str:
-    command = [sys.executable, "-m", "train.code_family.train", "--preset", "tiny", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = warm.run("-m", "train.code_family.train", "--preset", "tiny", *map(str, args))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

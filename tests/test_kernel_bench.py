@@ -2,13 +2,11 @@
 
 import collections
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from bench.harness import Timing
 from bench.kernels import common
@@ -84,10 +82,7 @@ def test_pytest_runs_the_benches(tmp_path):
     named = "residual_merge or (accept and walk) or start_rows or settle or grow"
     only = ["-k", named, "-p", "no:cacheprovider", "-p", "no:xdist"]
     quick = ["--benchmark-only", "--benchmark-min-rounds=1", "--benchmark-max-time=0.01", f"--benchmark-json={out}"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # not a worker of this run
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "bench", "-q", *only, *quick]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = warm.run("-m", "pytest", "bench", "-q", *only, *quick, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     timed = json.loads(out.read_text())["benchmarks"]
     assert collections.Counter(row["name"].split("[")[0] for row in timed) == {

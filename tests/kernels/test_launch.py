@@ -4,11 +4,10 @@ device and arguments."""
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["first", "a", "b", "none", "wide", "device", "again", "hook"]
@@ -17,10 +16,8 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compile
 
 @pytest.fixture(scope="module")
 def found():
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, ROOT / "tests" / "launch_worker.py", *NAMES]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = warm.run(str(ROOT / "tests" / "launch_worker.py"), *NAMES, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

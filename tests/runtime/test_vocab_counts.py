@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from specker.runtime.strategies.vocabtrim import counts as vocab_counts
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
@@ -164,9 +165,8 @@ counts = vocab_counts.VocabCounts({NAME!r}, {{}})
 for n in range(30):
     counts.add([int(sys.argv[1]), 9])
 """
-    where = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    jobs = [subprocess.Popen([sys.executable, "-c", code, str(n)], env=where) for n in range(3)]
-    assert [job.wait() for job in jobs] == [0, 0, 0]
+    jobs = warm.beside(*((["-c", code, str(n)], {}) for n in range(3)))
+    assert [job.returncode for job in jobs] == [0, 0, 0]
     assert opened().earlier == {0: 30, 1: 30, 2: 30, 9: 90}
 
 
