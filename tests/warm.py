@@ -10,7 +10,6 @@ import atexit
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
@@ -87,7 +86,6 @@ def _serve() -> dict[str, Any]:
 
 def _become(job: dict[str, Any]) -> None:
     """Run the job as a fresh interpreter would."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(job["paths"], 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
