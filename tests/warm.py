@@ -62,9 +62,10 @@ def beside(
 def _server() -> subprocess.Popen[str]:
     """It ends with this process, which holds its standard input."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(WITHOUT)} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, __file__], env=env, **pipes)
+    atexit.register(server.communicate)
+    return server
 
 
 def _serve() -> dict[str, Any]:
