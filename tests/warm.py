@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WITHOUT = ("TRITON_INTERPRET", "PYTEST_")
+LIMIT = 600  # seconds until a command is ended
 _one_at_a_time = threading.Lock()
 
 
@@ -87,6 +89,7 @@ def _serve() -> dict[str, Any]:
 
 def _become(job: dict[str, Any]) -> None:
     """Run the job as a fresh interpreter would."""
+    signal.alarm(LIMIT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(job["paths"], 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
