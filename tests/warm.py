@@ -24,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WITHOUT = ("TRITON_INTERPRET", "PYTEST_")
+LIMIT = 600  # seconds until a command is ended
 _one_at_a_time = threading.Lock()
 
 
@@ -63,9 +64,10 @@ def beside(
 def _server() -> subprocess.Popen[str]:
     """It ends with this process, which holds its standard input."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(WITHOUT)} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, __file__], env=env, **pipes)
+    atexit.register(server.communicate)
+    return server
 
 
 def _serve() -> dict[str, Any]:
@@ -87,7 +89,7 @@ def _serve() -> dict[str, Any]:
 
 def _become(job: dict[str, Any]) -> None:
     """Run the job as a fresh interpreter would."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.alarm(LIMIT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(job["paths"], 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)

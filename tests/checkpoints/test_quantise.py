@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 from make_checkpoint import make, oracle
@@ -75,20 +76,17 @@ def test_the_run_keeps_the_bits(target, kind, pack, matrix):
     assert 0.6 * elements < kept.layer_bytes < 1.3 * elements
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"strategy": "draft", "draft_tokens": 3},
-        {"strategy": "draft", "tree": "3x3"},
-        {"strategy": "vocabtrim", "vocab_keep": "64"},
-        {"strategy": "easyspec", "layer_parallel": 2},
-        {"strategy": "del"},
-        {"strategy": "lookup"},
-    ],
-    ids=str,
+HOW = (
+    {"strategy": "draft", "draft_tokens": 3},
+    {"strategy": "draft", "tree": "3x3"},
+    {"strategy": "vocabtrim", "vocab_keep": "64"},
+    {"strategy": "easyspec", "layer_parallel": 2},
+    {"strategy": "del"},
+    {"strategy": "lookup"},
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+
+
+@pytest.mark.parametrize(("kind", "how", "temperature"), cases.one_in(2, ["int8", "int4"], HOW, [0.0, 0.7]))
 def test_every_strategy_has_the_tokens_of_plain_decoding(target, draft, tmp_path, kind, how, temperature):
     """In float64, where the rounded weights are restored, and through the kernels, which are batch-invariant for
     chains."""

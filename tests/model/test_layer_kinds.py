@@ -56,7 +56,7 @@ def texts(pairs):
     def of(kind):
         if kind not in known:
             engine = specker.load(pairs[kind][0], strategy="ar", dtype="float64")
-            known[kind] = [engine.generate(prompt, max_new_tokens=60).tokens for prompt in (PROMPT, *OTHERS)]
+            known[kind] = [engine.generate(prompt, max_new_tokens=40).tokens for prompt in (PROMPT, *OTHERS)]
         return known[kind]
 
     return of
@@ -67,7 +67,7 @@ def test_plain_decoding_has_the_text_of_transformers(pairs, texts, kind, monkeyp
     exact_oracle(monkeypatch)
     model = oracle(pairs[kind][0], torch.float64)
     for prompt, text in zip((PROMPT, *OTHERS), texts(kind), strict=True):
-        how = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        how = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         assert text == model.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist()
         assert len(set(text)) > 3
 
@@ -77,11 +77,11 @@ def test_every_strategy_has_the_text_of_plain_decoding(pairs, texts, kind, how):
     target, draft = pairs[kind]
     side = draft if HOW[how]["strategy"] == "draft" else None
     one = specker.load(target, side, dtype="float64", page_size=16, **HOW[how])
-    out = one.generate(PROMPT, max_new_tokens=60)
+    out = one.generate(PROMPT, max_new_tokens=40)
     assert out.tokens == texts(kind)[0]
     assert 0 < out.stats.accepted < out.stats.drafted or how in ("lookup", "exit")
     three = specker.load(target, side, dtype="float64", page_size=16, batch_size=3, **HOW[how])
-    assert [out.tokens for out in three.generate([PROMPT, *OTHERS], max_new_tokens=60)] == texts(kind)
+    assert [out.tokens for out in three.generate([PROMPT, *OTHERS], max_new_tokens=40)] == texts(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +100,7 @@ def test_layers_side_by_side(pairs, texts, kind):
     target, draft = pairs[kind]
     for shape in ({"draft_tokens": 4}, {"tree": "2x3", "batch_size": 3}):
         engine = specker.load(target, draft, "easyspec", dtype="float64", layer_parallel=GROUPS[kind], **shape)
-        outs = engine.generate([PROMPT, *OTHERS], max_new_tokens=60)
+        outs = engine.generate([PROMPT, *OTHERS], max_new_tokens=40)
         assert [out.tokens for out in outs] == texts(kind)
         assert sum(out.stats.accepted for out in outs) > 10
 
@@ -208,7 +208,7 @@ def test_a_rope_of_its_own_for_each_kind_changes_the_text(pairs, texts, tmp_path
     folder = make(tmp_path, max_context=160, **KINDS["gemma3"])
     same = dict.fromkeys((SLIDING, FULL), KINDS["gemma3"]["rope"][FULL])
     edit(folder, rope_parameters=same)
-    changed = specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, max_new_tokens=60)
+    changed = specker.load(folder, strategy="ar", dtype="float64").generate(PROMPT, max_new_tokens=40)
     assert changed.tokens != texts("gemma3")[0]
 
 
