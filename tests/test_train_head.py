@@ -284,6 +284,17 @@ def test_the_rows_are_the_target_s(folder, lessons, rows_of):
     assert near > 100  # most of these texts are greedy
 
 
+def test_no_text_is_both_trained_on_and_judged(folder, lessons):
+    for n, path in enumerate(shards(folder)):
+        ends = taps.Texts.read(path).ends
+        spans = [
+            {int(np.searchsorted(ends, at, side="right")) for m, start in ws if m == n for at in (start, start + 66)}
+            for ws in (lessons.trained, lessons.held)
+        ]
+        assert spans[0] and spans[1] and max(spans[0]) < min(spans[1])
+        assert sum(m == n for m, _ in lessons.trained) > 8 * sum(m == n for m, _ in lessons.held)
+
+
 def test_kept_rows_are_the_most_frequent_tokens_of_answers(lessons, folder, tmp_path):
     counts = lessons.counts(320)
     tokens = np.zeros(320, np.int64)
@@ -365,7 +376,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatc
     says("--taps must ascend within 1 to 8", "--stages", "taps", "--taps", 4, 2, out=folder)
     says("holds rows of", "--stages", "train", "--taps", 1, 2, 3, out=folder)
     says("has no trained head: run the stage train first", "--stages", "export", out=folder)
-    says("windows of 100003 tokens, and training needs two", "--stages", "train", "--length", 100000, out=folder)
+    says("no shard has texts for two windows of 100003 tokens", "--stages", "train", "--length", 100000, out=folder)
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "answers").symlink_to(folder / "answers")
     says("lacks the target's rows of 0000000: run the stage taps first", "--stages", "train", out=tmp_path / "part")

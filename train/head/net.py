@@ -65,7 +65,7 @@ class Head(nn.Module):
         after position 0; places, text [B, T]. Returns rows for the LM head [B, T, H], one tensor a step."""
         T = taps.shape[1]
         seen = (text[:, :, None] == text[:, None]) & torch.ones(T, T, dtype=torch.bool).tril()
-        hidden = F.linear(taps.flatten(2), self.fc)
+        hidden = F.linear(taps.flatten(2), self.fc).to(self.norm.dtype)  # the stream keeps it under autocast, too
         pairs: list[tuple[Tensor, Tensor]] = []
         finals = []
         for step in range(steps):
@@ -101,9 +101,9 @@ class Head(nn.Module):
         mixed = weights[..., : k.shape[2]] @ v
         for i, (_, v) in enumerate(own):
             mixed = mixed + weights[..., k.shape[2] + i, None] * v
-        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), self.o)
+        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), self.o).to(hidden.dtype)
         x = self._norm(hidden, self.post_norm)
-        return hidden + F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+        return hidden + F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down).to(hidden.dtype)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)

@@ -143,25 +143,27 @@ class Shard:
 
 
 class Lessons:
-    """All shards, cut into windows. Every HELD-th window is only judged."""
+    """All shards, cut into windows. The windows of each shard's last texts, 1 / HELD of its tokens, are only judged."""
 
-    HELD = 40
+    HELD = 32
 
     def __init__(self, shards: Sequence[Path], out: Path, length: int, beyond: int):
         """`length`: positions at which a window's chains start; `beyond`: further positions that chains reach."""
         self.shards = [Shard(path, out) for path in shards]
         self.size = length + beyond
-        windows = [
-            (n, start)
-            for n, shard in enumerate(self.shards)
-            for start in range(0, len(shard.ids) - self.size + 1, length)
-        ]
-        self.held = windows[:: self.HELD]
-        self.trained = [window for i, window in enumerate(windows) if i % self.HELD]
+        self.trained: list[tuple[int, int]] = []  # (shard, start)
+        self.held: list[tuple[int, int]] = []
+        for n, shard in enumerate(self.shards):
+            total = len(shard.ids)
+            begins = np.flatnonzero(shard.place == 0)
+            before = begins[begins <= total - max(self.size, total // self.HELD)]
+            split = int(before[-1]) if len(before) else 0
+            self.trained += [(n, start) for start in range(0, split - self.size + 1, length)]
+            self.held += [(n, start) for start in range(split, total - self.size + 1, length)]
         if not self.trained:
             raise ValueError(
-                f"the texts make {len(windows)} windows of {self.size} tokens, and training needs two: raise --tokens "
-                "or lower --length"
+                f"no shard has texts for two windows of {self.size} tokens, one to train on and one to judge: raise "
+                "--tokens or lower --length"
             )
 
     @property
