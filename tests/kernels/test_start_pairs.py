@@ -2,6 +2,7 @@
 
 import random
 
+import cases
 import pytest
 import torch
 from compile_only import compilations
@@ -27,13 +28,15 @@ def near(got, want):
 SIZES = [(1, torch.float32), (17, torch.bfloat16)]
 
 
+OPS = [*((op, *size) for op in (start_pairs, _launch) for size in SIZES), (start_pairs, 64, torch.float64)]
+FORMS = "norms", "normed stream", "plain"
+
+
 @pytest.mark.parametrize(
-    ("op", "E", "dtype"),
-    [*((op, *size) for op in (start_pairs, _launch) for size in SIZES), (start_pairs, 64, torch.float64)],
+    ("case", "kind", "form"), cases.one_in(2, OPS, ["chain", "first level", "level", "text"], FORMS)
 )
-@pytest.mark.parametrize("kind", ["chain", "first level", "level", "text"])
-@pytest.mark.parametrize("form", ["norms", "normed stream", "plain"])
-def test_rows_join_their_tokens_and_their_parents_features(op, E, dtype, kind, form):
+def test_rows_join_their_tokens_and_their_parents_features(case, kind, form):
+    op, E, dtype = case
     rng, page, count, lengths = random.Random(E), 16, 4, [40, 17]
     tree, text, m = "level" in kind, kind == "text", 1 if kind == "first level" else count
     first = {"first level": 1, "level": 5}.get(kind, 3)
