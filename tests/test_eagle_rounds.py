@@ -125,6 +125,19 @@ def test_rounds_of_either_kind_follow_each_other(target, heads, taps_of, order):
     assert sum(len(row["draft"]) == 3 for row in seen) > 10
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_request_that_moves_to_another_slot_keeps_its_state(target, heads, taps_of, graphs):
+    """The first text ends early, and the last slot's request takes its slot."""
+    engine, seen = load(target, heads["few rows"], graphs=graphs, batch_size=3, policy="fixed", draft_tokens=3), []
+    own, prompts = engine.model, PROMPTS[::2] + PROMPTS[3:]
+    formula = Formula(heads["few rows"], own.embed, own.head, own.norm, own.config.rms_norm_eps)
+    engine.trace = seen.append
+    out = engine.generate(prompts, [6, 16, 16])
+    for row in seen:
+        before = (prompts[row["prompt"]] + out[row["prompt"]].tokens)[: row["position"]]
+        assert row["draft"] == formula.chain(taps_of(before, engine.drafter.taps), before, len(row["draft"]))[0]
+
+
 def test_a_trimmed_head_drafts_kept_ids_alone(target, heads):
     engine, seen = load(target, heads["every id"], "eagle+vocabtrim", vocab_keep="16", vocab_text=0), []
     engine.trace = seen.append
