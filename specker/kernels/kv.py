@@ -561,6 +561,7 @@ def variants(arch: int) -> Iterator[Variant]:
         yield _variant(torch.bfloat16, 14, 2, 64, norm)
     for Hq, Hkv, D in ((32, 32, 128), (8, 1, 256), (6, 3, 96)):
         yield _variant(torch.bfloat16, Hq, Hkv, D, False)
+    yield _variant(torch.bfloat16, 0, 8, 128, True)  # `dflash` keeps K and V of the target's rows
     yield _variant(torch.float16, 32, 8, 128, True)
     yield _variant(torch.float32, 32, 8, 128, True)
     for BM in (16, 64, 256):
