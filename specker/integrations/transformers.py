@@ -231,7 +231,7 @@ class Generate:
                 )
             parts.check_target(o, main.config.num_layers)
             side, kept = drafting(main, draft, o, model.dtype, folder, family, notes)
-        memory = cache_memory(main, side, o)
+        memory = cache_memory(main, side, o, family)
         memory.sized(context)  # raises ValueError if the K/V does not fit
         o = replace(o, kv_tokens=memory.pool(o.batch_size, o.kv_tokens)[0])
         with memory.allocating():

@@ -16,7 +16,7 @@ from specker.flags import option
 from specker.model.config import ModelConfig
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: decoder.PREFILL_CHUNK
-LOGIT_ROWS = 256  # rows of the largest verify pass
+LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
 KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured graphs: an assumption
 MEMINFO = Path("/proc/meminfo")
 
@@ -38,15 +38,16 @@ class Cost:
         return cls(kv + rope + 8 + 8 + 4, PREFILL_ROWS * (1 + scores), config.max_context)
 
 
-def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
+def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, rows: int = 0) -> int:
     """Bytes to leave free beside weights and K/V: twice the widest activations of a prefill chunk, four copies of the
-    logits of 256 rows (one in the dtype, three in float32: raw, divided by the temperature, with noise), and on a GPU
-    KERNELS. If the warm-up needs more, it ends with the error of `CacheMemory.running`, which names a shorter
-    context."""
+    logits of a verify pass (one in the dtype, three in float32: raw, divided by the temperature, with noise), and on a
+    GPU KERNELS. `rows`: of the largest verify pass, all sequences together. The layers run many rows in blocks, but the
+    logits of all rows are held at once. If the warm-up needs more, it ends with the error of `CacheMemory.running`,
+    which names a shorter context."""
     wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
     activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
     kernels = KERNELS if device.type == "cuda" else 0
-    return activations + LOGIT_ROWS * vocab * (dtype.itemsize + 3 * 4) + kernels
+    return activations + max(rows, LOGIT_ROWS) * vocab * (dtype.itemsize + 3 * 4) + kernels
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
@@ -127,6 +128,7 @@ class CacheMemory:
     device: torch.device
     page_size: int
     scratch: int  # columns of each cache beyond the context
+    rows: int = 0  # of the largest verify pass, all sequences together; 0 if another engine verifies
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -170,7 +172,7 @@ class CacheMemory:
 
     @property
     def _spare(self) -> int:
-        return reserve(self.configs, self.dtype, self.device)
+        return reserve(self.configs, self.dtype, self.device, self.rows)
 
     def _too_long(self, in_caches: int) -> str:
         available, context = (free(self.device) or 0) + in_caches, self.configs[0].max_context

@@ -104,7 +104,7 @@ class Engine:
             ranks,
         )
         stop_ids = () if o.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
-        guard = cache_memory(self.target, self.draft, o).running
+        guard = cache_memory(self.target, self.draft, o, self.family).running
         self.session = Session(self.loop, self.target, self.target_name, self.policy, stop_ids, guard)
         for sentence in self.remarks.values():
             log.warning(sentence)
@@ -339,8 +339,12 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
     return passes * own / whole
 
 
-def cache_memory(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.CacheMemory:
-    """The memory that the caches of target and draft must fit into."""
+def cache_memory(
+    target: Checkpoint, draft: Checkpoint | None, options: Options, family: Family | None
+) -> memory.CacheMemory:
+    """The memory that the caches of target and draft must fit into. `family`: the bundled files for the target."""
     own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
     norm = target.weights.norm  # has the dtype of the K/V
-    return memory.CacheMemory(tuple(c.local for c in own), norm.dtype, norm.device, options.page_size, SCRATCH)
+    largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
+    rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
+    return memory.CacheMemory(configs, norm.dtype, norm.device, options.page_size, SCRATCH, rows)

@@ -103,7 +103,7 @@ def load(
     side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, tell)
     opts = opts if side is None else parts.with_draft(opts, side)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
-    context, lowered = cache_memory(main, side, opts).sized(opts.max_context)
+    context, lowered = cache_memory(main, side, opts, family).sized(opts.max_context)
     if ranks is not None:
         context = ranks.least(context)
         if context < main.config.max_context:
@@ -112,13 +112,13 @@ def load(
     if lowered is not None:
         notes["context"] = lowered
         main, side = _within(main, context), None if side is None else _within(side, context)
-    pool, note = cache_memory(main, side, opts).pool(opts.batch_size, opts.kv_tokens)
+    pool, note = cache_memory(main, side, opts, family).pool(opts.batch_size, opts.kv_tokens)
     if ranks is not None and opts.batch_size > 1:
         pool = ranks.least(pool or opts.batch_size * (main.config.max_context + SCRATCH))
     if note is not None:
         notes["kv_pool"] = note
     opts = replace(opts, kv_tokens=pool)
-    with cache_memory(main, side, opts).allocating():
+    with cache_memory(main, side, opts, family).allocating():
         return Engine(main, side, opts, where, kind, names[0] or "", names[1], kept, notes, ranks, family)
 
 

@@ -9,6 +9,7 @@ from specker import run
 from specker.checkpoints import checkpoint
 from specker.model import memory
 from specker.model.memory import Cost, gib, largest, needed, sized
+from specker.runtime.engine import cache_memory
 from specker.runtime.strategies.base import SCRATCH
 
 EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # an 8B model in bfloat16
@@ -125,6 +126,17 @@ def test_the_reserve_covers_kernels_on_a_gpu(pair):
     common = 2 * memory.PREFILL_ROWS * 3 * c.intermediate_size * 4 + 256 * c.vocab_size * 16
     assert memory.reserve([c], torch.float32, torch.device("cuda")) == common + (512 << 20)
     assert memory.reserve([c, c], torch.float32, torch.device("cpu")) == common
+    assert memory.reserve([c], torch.float32, torch.device("cpu"), 320) == common + 64 * c.vocab_size * 16
+
+
+@pytest.mark.parametrize(
+    "how", [{"strategy": "draft", "draft_tokens": 4}, {"tree": "2x2"}, {"policy": "plus-minus-one"}, {"policy": "auto"}]
+)
+def test_the_reserve_counts_the_rows_of_every_sequence(pair, how):
+    """The layers run at most 256 rows at once, but a round holds the logits of all its rows."""
+    engine = specker.load(*pair, device="cpu", page_size=16, max_context=16, batch_size=64, **how)
+    counted = cache_memory(engine.target, engine.draft, engine.options, engine.family).rows
+    assert counted == len(engine.loop.state.logits) >= 64 * 5
 
 
 # --- an engine with made-up memory
@@ -150,6 +162,16 @@ def test_a_lowered_context_is_reported(pair, monkeypatch):
     with pytest.raises(ValueError, match=f"the largest max_context that fits is {most}"):
         specker.load(*pair, device="cpu", page_size=16, max_context=300)
     assert specker.load(*pair, device="cpu", page_size=16, max_context=most).remarks == {}
+
+
+def test_a_large_batch_leaves_less_for_its_context(pair, monkeypatch):
+    """64 chains of 4 are 320 rows; with the reserve of 256 the longest context would be longer."""
+    contexts = []
+    for size in (32, 64):
+        room_for(pair, 100, monkeypatch)
+        how = {"strategy": "draft", "batch_size": size, "draft_tokens": 4, "policy": "fixed"}
+        contexts.append(specker.load(*pair, device="cpu", page_size=16, **how).max_context)
+    assert 100 <= contexts[0] < 116 and contexts[1] < 100
 
 
 def test_a_draft_has_no_more_positions_than_its_target(pair):
