@@ -385,7 +385,7 @@ def _tree_attention_kernel(
         # disable_licm: values that the compiler hoists out of the loop take up to 60 registers.
         for i_item in tl.range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0), disable_licm=True):
             i_b = tl.sum((ends <= i_item).to(tl.int32), axis=0)
-            i_first = tl.sum(tl.where(o_b < i_b, items, 0), axis=0)
+            i_first = tl.max(tl.where(ends <= i_item, ends, 0), axis=0)
             _attend(
                 pointers,
                 numbers,
@@ -463,11 +463,16 @@ def _attend(
     i_slot = first * G // M + i_b + i_m // M
     o_m = i_m + tl.arange(0, M)
     m_m = o_m < pairs
-    o_t = (first + o_m // G).to(tl.int64)
-    o_th = o_t * HQ + i_kv * G + o_m % G  # index into [T, HQ]
+    # Rows and pairs count from the tile's first: with one 64-bit address a tensor, 32 bits a row pass through the loop.
+    i_t = (first + i_m // G).to(tl.int64)
+    i_th = i_t * HQ + i_kv * G  # index into [T, HQ]
+    o_r = tl.arange(0, M) + (i_m % G if M % G else 0)
+    o_t = o_r // G
+    o_th = o_t * HQ + o_r % G
+    words_ptr += i_t * W
     o_d = tl.arange(0, D_PAD)
     m_md = m_m[:, None] & (o_d < D)[None, :]
-    b_q = tl.load(q_ptr + o_th[:, None] * D + o_d[None, :], mask=m_md, other=0.0)
+    b_q = tl.load(q_ptr + i_th * D + (o_th[:, None] * D + o_d[None, :]), mask=m_md, other=0.0)
 
     p_table = table_ptr + i_b.to(tl.int64) * table_stride
     o_n = tl.arange(0, N)
@@ -546,10 +551,10 @@ def _attend(
 
     if splits == 1:
         b_sum = tl.where(m_m, b_sum, 1.0)
-        _finish(out_ptr, lse_ptr, o_th, m_m, b_acc, b_max, b_sum, valid, D, D_PAD)
+        _finish(out_ptr + i_th * D, lse_ptr + i_th, o_th, m_m, b_acc, b_max, b_sum, valid, D, D_PAD)
     else:
         stats = max_splits.to(tl.int64) * T * HQ
-        o_p = o_th * max_splits + i_split
+        o_p = (i_th + o_th) * max_splits + i_split
         tl.store(partial_ptr + o_p[:, None] * D + o_d[None, :], b_acc, mask=m_md)
         tl.store(stats_ptr + o_p, b_max, mask=m_m)
         tl.store(stats_ptr + stats + o_p, b_sum, mask=m_m)
