@@ -279,6 +279,7 @@ def kv_calibrate(dtype: torch.dtype) -> Iterator[Case]:
         (1, 32, 32, 128, 0),
         (2, 8, 1, 256, 1),
         (3, 4, 2, 20, 1),
+        (6, 0, 2, 64, 3),
     ):
         qkv = randn(T, (Hq + 2 * Hkv) * D, dtype=dtype)
         table = kv.rope_table(1e4 ** -(torch.arange(0, D, 2).float() / D), 1.0, 64, dtype)
