@@ -207,7 +207,7 @@ def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how)
     """It runs in blocks of sequences; each sequence has the bits that it has alone."""
     model, n = model_of(tmp_path, dtype=dtype), 70
     calls, run, counts = [], model.stack.run, [5] * n
-    model.stack.run = lambda x, *rest: (calls.append(len(x)), run(x, *rest))[1]
+    model.stack.run = lambda x, *rest, **more: (calls.append(len(x)), run(x, *rest, **more))[1]
     cache, texts = cache_of(model, n), [[*range(1, 3 + slot % 19)] for slot in range(n)]
     for slot, text in enumerate(texts):
         prefill(model, cache, text, slot=slot)
