@@ -48,13 +48,13 @@ def draft(
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
-    begin: tokens [T] int64, the committed ones that the cache lacks, each sequence's root last; or of a stack that reads
-    pairs, the outputs [n, E] float32 for the roots' pairs. rows: the places of these tokens, or of the first draft
-    tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and for
-    draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed of each sequence; the draft ranks its
-    candidates under the noise of the target's draws. rules: one per chain; drafting ends for all chains when most rules
-    say so. Without rules it ends after `steps` tokens. Returns numpy ids [done, n] int64 and their probabilities among
-    the candidates [done, n] float32."""
+    begin: tokens [T] int64, the committed ones that the cache lacks, each sequence's root last; for a stack that reads
+    pairs instead the outputs [n, E] float32 of the roots' pairs. rows: the places of these tokens, or of the first
+    draft tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and
+    for draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed
+    of each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain;
+    drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens. Returns numpy ids
+    [done, n] int64 and their probabilities among the candidates [done, n] float32."""
     n, begin, pairs = len(columns), begin.contiguous(), stack.pairs is not None
     tokens, output = (None, begin.data_ptr()) if pairs else (begin.data_ptr(), None)
     first, more = placed(*rows)
