@@ -105,27 +105,28 @@ def assert_best(seen, text, formula, rows_of, depths, temperature=0.0, seed=0):
 
 @pytest.mark.parametrize(("way", "quantize"), [*((way, None) for way in LAYOUTS), ("3.1", "int8"), ("3.1", "int4")])
 def test_rows_are_those_of_torchs_operators(target, tmp_path, way, quantize):
-    """Several pairs of two sequences, then two levels of a tree: outputs, rows for the LM head, K and V."""
+    """Many pairs of two sequences, then two levels of a tree, few enough for every thread to keep them all: outputs,
+    rows for the LM head, K and V."""
     how = {"draft_quantize": quantize, "activations": "float32"} if quantize else {}
     head = load(target, head_of(target, tmp_path / "head", **LAYOUTS[way]), **how).drafter.reading
     model, found = head.model, []
     assert model.stack.packed == (quantize is not None)
-    taps = torch.randn(40, len(head.spec.taps), SIZES["hidden"], generator=torch.Generator().manual_seed(1))
+    taps = torch.randn(160, len(head.spec.taps), SIZES["hidden"], generator=torch.Generator().manual_seed(1))
     parents, children = torch.tensor([[0, 0, 1, 2]] * 2), torch.tensor([[7, 8], [9, 1]])
     for prepare in (lambda model: None, restored):
         prepare(model)
-        cache = KVCache(model.config, 64, dtype=torch.float32, device="cpu", page_size=16, sequences=2)
+        cache = KVCache(model.config, 128, dtype=torch.float32, device="cpu", page_size=16, sequences=2)
         cache.k.zero_(), cache.v.zero_()
         for slot in range(2):
-            cache.take(slot, 64)
+            cache.take(slot, 128)
         with torch.inference_mode():
-            rows, features = cache.after([0, 0], [25, 15]), head.features(taps)
-            pairs = head.pairs(features, model.embed_tokens(torch.arange(40) * 3), rows.positions)
+            rows, features = cache.after([0, 0], [100, 60]), head.features(taps)
+            pairs = head.pairs(features, model.embed_tokens(torch.arange(160) * 3 % 128), rows.positions)
             output, final = head.forward(cache, rows, *pairs)
-            results, level = [output, final.rows], output[[24, 39]]
+            results, level = [output, final.rows], output[[99, 159]]
             for first in (1, 3):
                 up = parents[:, : first + 1]
-                placed = head.begin(cache, [26, 16], 2, first, children, level, up)
+                placed = head.begin(cache, [101, 61], 2, first, children, level, up)
                 level, final = head.forward(cache, *placed)
                 results += [level, final.rows]
         found.append([*results, cache.k, cache.v])
