@@ -35,6 +35,11 @@ def served(c: ModelConfig) -> bool:
     return kernels.Stack.takes_sizes(*sizes)
 
 
+def packs(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether quantised matrices of such layers are stored for the compiled CPU kernels, as `Packed`."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and served(c)
+
+
 def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the residual stream and the K/V for weights of `dtype`. On a CPU only matrix products are fast in
     bfloat16, so everything else there is float32."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints import gguf
-from specker.checkpoints.buffers import Buffers, Piece, Storage, part_of, pieces_of, random_weights, served
+from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of, random_weights
 from specker.checkpoints.parse import parse_config, read_json, reason
 from specker.checkpoints.quantised import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
@@ -151,8 +151,7 @@ def read(
     part.check(config)
     if config.shares:
         _check_owner(source, config, owner)
-    packs = pack and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and served(config)
-    storage = Storage(scheme, quantize, dtype, device, packs)
+    storage = Storage(scheme, quantize, dtype, device, pack and packs(config, dtype, device))
     pieces = [p for p in pieces_of(config, part, whole_head) if layers or p.layer is None]
     elements = sum(math.prod(p.shape) for p in pieces)
     size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints.buffers import Buffers, Piece, Storage, activations, part_of
+from specker.checkpoints.buffers import Buffers, Piece, Storage, activations, packs, part_of
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, folder_of, open_files
 from specker.checkpoints.parse import FULL, SLIDING, parse_config, read_json, reason
 from specker.checkpoints.quantised import scheme_of
@@ -126,7 +126,8 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         if (factors := extra.get(FACTORS)) is not None:
             layout = replace(layout, ropes=tuple(r._replace(inv_freq=r.inv_freq / factors) for r in layout.ropes))
         config = layout.config
-        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device)
+        packed = packs(config, dtype, device)
+        storage = Storage(scheme_of(raw, str(source)), quantize, dtype, device, packed)
         found = read_tensors(where, layout.pieces(), config, storage, source)
     if "fc_norm" in found:
         found["fc_norm"] = found["fc_norm"].view(len(layout.spec.taps), -1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specker.checkpoints.buffers import Buffers, Piece, Storage, part_of, pieces_of
+from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, open_files
 from specker.checkpoints.heads import HeadCheckpoint
 from specker.checkpoints.parse import read_json
@@ -92,7 +92,8 @@ def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None)
             )
         layout = fitting[0]
         where = {n: x for n, x in every.items() if n.startswith(layout.start) and not FURTHER.match(n)}
-        storage = Storage(scheme_of(read_json(folder / "config.json"), str(folder)), quantize, dtype, device)
+        scheme = scheme_of(read_json(folder / "config.json"), str(folder))
+        storage = Storage(scheme, quantize, dtype, device, packs(config, dtype, device))
         pieces = {p.name: p for p in _pieces(layout, config, where)}
         check_tensors(where, pieces, config, "", storage)
         buffers = Buffers(pieces, config, storage)

@@ -10,7 +10,7 @@ The package computes the same functions as the ops in kernels/, which do not dep
 """
 
 from specker.cpu.chain import Candidates, draft
-from specker.cpu.layers import BLOCK, Stack, fits, gumbel, product, restored, sample, serves, takes
+from specker.cpu.layers import BLOCK, Pairs, Stack, fits, gumbel, product, restored, sample, serves, takes
 from specker.cpu.library import ACTIVATIONS, available, on_compile, one_torch_thread, problem, team
 from specker.cpu.packed import Packed
 
@@ -19,6 +19,7 @@ __all__ = [
     "BLOCK",
     "Candidates",
     "Packed",
+    "Pairs",
     "Stack",
     "available",
     "draft",

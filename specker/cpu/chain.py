@@ -30,14 +30,14 @@ class Candidates:
     embed: Any  # [V, E], a matrix that `Matrix.of` accepts
     head: Any  # [K, E]
     ids: Tensor | None  # [K] int64, token ids of the head's rows
-    norm: Tensor  # [E], weight of the final norm
+    norm: Tensor | None  # [E], weight of the final norm; None: the layers' outputs are normed
     activations: str
 
 
 def draft(
     stack: Stack,
     candidates: Candidates,
-    tokens: Tensor,
+    begin: Tensor,
     rows: tuple[Any, ...],
     groups: tuple[Sequence[int], Sequence[int]],
     columns: Sequence[int],
@@ -48,13 +48,15 @@ def draft(
 ) -> tuple[Any, Any]:
     """Draft up to `steps` tokens of n sequences.
 
-    tokens [T] int64: the committed tokens that the cache lacks, each sequence's root last. rows: their places, as
-    arguments of `placed`. groups: the groups of layers (`Stack.run`) for these rows, and for draft tokens. columns: the
-    column of each sequence's first draft token. sampling: temperature and seed of each sequence; the draft ranks its
-    candidates under the noise of the target's draws. rules: one per chain; drafting ends for all chains when most rules
-    say so. Without rules it ends after `steps` tokens. Returns numpy ids [done, n] int64 and their probabilities among
-    the candidates [done, n] float32."""
-    n, held = len(columns), [tokens.contiguous()]
+    begin: tokens [T] int64, the committed ones that the cache lacks, each sequence's root last; for a stack that reads
+    pairs instead the outputs [n, E] float32 of the roots' pairs. rows: the places of these tokens, or of the first
+    draft tokens' pairs, as arguments of `placed`. groups: the groups of layers (`Stack.run`) for committed tokens, and
+    for draft tokens. columns: the cache's column of each sequence's first draft token. sampling: temperature and seed
+    of each sequence; the draft ranks its candidates under the noise of the target's draws. rules: one per chain;
+    drafting ends for all chains when most rules say so. Without rules it ends after `steps` tokens. Returns numpy ids
+    [done, n] int64 and their probabilities among the candidates [done, n] float32."""
+    n, begin, pairs = len(columns), begin.contiguous(), stack.pairs is not None
+    tokens, output = (None, begin.data_ptr()) if pairs else (begin.data_ptr(), None)
     first, more = placed(*rows)
     groups_ = [np.array(each, np.int64) for each in groups]
     at = np.array(columns, np.int64)
@@ -76,10 +78,11 @@ def draft(
         ctypes.pointer(stack.struct),
         ctypes.pointer(embed),
         ctypes.pointer(head),
-        candidates.norm.data_ptr(),
+        None if candidates.norm is None else candidates.norm.data_ptr(),
         None if candidates.ids is None else candidates.ids.data_ptr(),
         ctypes.pointer(first),
-        held[0].data_ptr(),
+        output,
+        tokens,
         *(each.ctypes.data for each in groups_),
         *map(len, groups_),
         at.ctypes.data,

@@ -6,7 +6,7 @@ in any batch.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from specker.cpu.library import (
     MATRICES,
     VECTORS,
+    Entry,
     Forward,
     Layer,
     Layers,
@@ -57,11 +58,26 @@ class Spec(Protocol):
     @property
     def qk_norm(self) -> str: ...
     @property
-    def reaches(self) -> tuple[int, ...]: ...
-    @property
     def ropes(self) -> tuple[int, ...]: ...
+
+
+class Pairs(NamedTuple):
+    """How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target's hidden
+    states (model/heads.py). E: the head's width. Vectors are float32, `fc` is float32, bfloat16 or `Packed`."""
+
+    embed_norm: Tensor | None  # [E]
+    hidden_norm: Tensor | None  # [E]
+    fc: Any = None  # [E, 2 E], makes the stream of both, the embedding first; None: the first layer's qkv reads both
+    fc_bias: Tensor | None = None  # [E]
+    residual: bool = True  # without fc, the stream begins as the feature; False: as its norm
+    norm_out: Tensor | None = None  # [E], of the rows after the last layer
+
     @property
-    def first(self) -> str: ...
+    def served(self) -> bool:
+        """Whether the library supports these sizes and dtypes."""
+        vectors = self.embed_norm, self.hidden_norm, self.fc_bias, self.norm_out
+        plain = all(w is None or (fits(w) and w.dtype == torch.float32) for w in vectors)
+        return plain and (self.fc is None or (takes(self.fc) and self.fc.shape[1] == 2 * self.fc.shape[0]))
 
 
 class Stack:
@@ -75,14 +91,16 @@ class Stack:
         eps: float,
         scale: float,
         activations: str = "float32",
+        reaches: Sequence[int] = (),
     ):
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], k_norm, o [E, Hq D], its bias,
         norm_post, gate_up [2 F, E], its bias, down [E, F], its bias; None where it is absent. heads: Hq, Hkv; rope [C,
         2, D]; scale: factor of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else float32.
-        activations: see `Matrix.of`."""
-        self.layers, self.rope, self.heads = layers, rope, heads
+        activations: see `Matrix.of`. reaches: each layer's sliding window, 0 for none; empty if no layer has one."""
+        self.layers, self.rope, self.heads, self.activations = layers, rope, heads, activations
         self._layers = (Layer * len(layers))()
-        for struct, layer in zip(self._layers, layers, strict=True):
+        for struct, layer, reach in zip(self._layers, layers, reaches or [0] * len(layers), strict=True):
+            struct.reach = reach
             by = dict(zip(NAMES, layer, strict=True))
             for name in VECTORS:
                 setattr(struct, name, None if by[name] is None else by[name].data_ptr())
@@ -92,9 +110,22 @@ class Stack:
         # With 8 to 32 rows it is up to ten times slower, because its threads and the team's threads wake in turn.
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
         self.most = 1 << 30 if self.packed else MAX_ROWS
-        E, D, F = len(layers[0][0]), rope.shape[2], layers[0][NAMES.index("down")].shape[1]
+        (E, F), D = layers[0][NAMES.index("down")].shape, rope.shape[2]
         address = ctypes.addressof(self._layers)
-        self.struct = Layers(E, *heads, D, F, rope.data_ptr(), address, eps, scale)
+        self.struct = Layers(E, *heads, D, F, rope.data_ptr(), address, None, eps, scale)
+        self.pairs: Pairs | None = None
+
+    def read(self, pairs: Pairs) -> None:
+        """From now on, run over pairs."""
+        *vectors, fc = pairs.embed_norm, pairs.hidden_norm, pairs.fc_bias, pairs.norm_out, pairs.fc
+        self.pairs = pairs  # the struct holds addresses
+        self._fc = None if fc is None else Matrix.of(fc, self.activations)
+        self._entry = Entry(
+            *(None if w is None else w.data_ptr() for w in vectors),
+            None if self._fc is None else ctypes.pointer(self._fc),
+            int(pairs.residual),
+        )
+        self.struct.entry = ctypes.pointer(self._entry)
 
     @staticmethod
     def lacks(layer: Spec) -> str:
@@ -103,10 +134,7 @@ class Stack:
             (layer.activation != "silu", f"the activation {layer.activation}"),
             (layer.norms != "before", "norms after attention and the feed-forward"),
             (layer.qk_norm == "projection", "norms over all heads of q and k"),
-            (any(layer.reaches), "sliding windows"),
             (bool(layer.ropes), "RoPE that differs by layer"),
-            (layer.first == "joined", "a first layer that also reads the next token's embedding"),
-            (layer.first == "bare", "a first layer without a norm"),
         ]
         *most, last = [name for missing, name in found if missing] or [""]
         return f"{', '.join(most)} and {last}" if most else last
@@ -140,13 +168,17 @@ class Stack:
         words: Tensor | None,
         table: Tensor,
         full: bool = False,
+        features: Tensor | None = None,
     ) -> Tensor:
-        """Run groups of layers, as decoder.run_layers does, over x [T, E]. kv: K and V [L, pages, page size, Hkv, D],
+        """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
+        holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
         written at the rows' slots. groups: the first layer of each group, then the end. places: positions and slots [T]
         int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. Returns
         [1 + taps, T, E]: the residual stream after the last layer, and at the depths `taps`."""
         x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(taps, np.int64)
+        features = None if features is None else features.contiguous()
+        assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(depths), *x.shape)
         rows, held = placed(kv, places, sequences, words, table, full)
         call = Forward(
@@ -157,6 +189,7 @@ class Stack:
             depths.ctypes.data,
             len(depths),
             x.data_ptr(),
+            None if features is None else features.data_ptr(),
             out.data_ptr(),
         )
         crew = team()

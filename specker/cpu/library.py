@@ -42,7 +42,19 @@ MATRICES = "qkv", "o", "gate_up", "down"
 
 
 class Layer(Structure):
-    _fields_ = [*((name, c_void_p) for name in VECTORS), *((name, Matrix) for name in MATRICES)]
+    _fields_ = [
+        *((name, c_void_p) for name in VECTORS),
+        *((name, Matrix) for name in MATRICES),
+        ("reach", c_int64),
+    ]
+
+
+class Entry(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "fc_bias", "norm_out")),
+        ("fc", POINTER(Matrix)),
+        ("residual", c_int64),
+    ]
 
 
 class Layers(Structure):
@@ -50,6 +62,7 @@ class Layers(Structure):
         *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F")),
         ("rope", c_void_p),
         ("layers", c_void_p),
+        ("entry", POINTER(Entry)),
         ("eps", c_double),
         ("scale", c_double),
     ]
@@ -75,8 +88,7 @@ class Forward(Structure):
         ("group_count", c_int64),
         ("taps", c_void_p),
         ("tap_count", c_int64),
-        ("x", c_void_p),
-        ("out", c_void_p),
+        *((name, c_void_p) for name in ("x", "features", "out")),
     ]
 
 
@@ -115,7 +127,7 @@ class ChainCall(Structure):
         *((name, POINTER(Matrix)) for name in ("embed", "head")),
         *((name, c_void_p) for name in ("norm", "ids")),
         ("first", POINTER(Places)),
-        *((name, c_void_p) for name in ("tokens", "groups", "later_groups")),
+        *((name, c_void_p) for name in ("output", "tokens", "groups", "later_groups")),
         *((name, c_int64) for name in ("group_count", "later_count")),
         ("columns", c_void_p),
         *((name, c_int64) for name in ("last_position", "steps")),

@@ -143,7 +143,8 @@ class Model:
         if not kernels.Stack.takes(layers, self.ropes[0]):
             return None
         heads = c.num_heads, c.num_kv_heads
-        return kernels.Stack(layers, heads, self.ropes[0], c.rms_norm_eps, self.scale, self.activations)
+        how = self.ropes[0], c.rms_norm_eps, self.scale, self.activations
+        return kernels.Stack(layers, heads, *how, c.layer.reaches)
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -362,12 +363,20 @@ def in_blocks(model: Model, rows: Rows, hidden: Tensor, run: Callable[[Rows, Ten
 
 
 def compiled(
-    model: Model, cache: KVCache, rows: Rows, hidden: Tensor, groups: Sequence[int], taps: tuple[int, ...] = ()
+    model: Model,
+    cache: KVCache,
+    rows: Rows,
+    hidden: Tensor,
+    groups: Sequence[int],
+    taps: tuple[int, ...] = (),
+    features: Tensor | None = None,
 ) -> Output:
-    """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end."""
+    """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end. `features`: of
+    pairs, whose embeddings are `hidden`."""
     sequences = rows.cu_rows, rows.kv_len, rows.window
     places, kv = (rows.positions, rows.slots), (cache.k, cache.v)
-    out = model.stack.run(hidden, kv, groups, taps, places, sequences, rows.ancestors, rows.table)
+    masks = rows.ancestors, rows.table
+    out = model.stack.run(hidden, kv, groups, taps, places, sequences, *masks, features=features)
     return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)))
 
 

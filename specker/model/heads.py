@@ -33,11 +33,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.kernels.cpu import native
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm
 from specker.kernels.round.pair import start_pairs
 from specker.model.cache import KVCache, Lengths, Rows, sequence_bounds, window_sizes
-from specker.model.decoder import Final, GroupRows, Model, Output, fuses, over_pages, run_layers
+from specker.model.decoder import Final, GroupRows, Model, Output, compiled, fuses, over_pages, run_layers
 from specker.model.rows import begin
 from specker.model.weights import Parameters
 
@@ -76,6 +77,19 @@ class ReadingHead:
     def __init__(self, parameters: Parameters, spec: HeadSpec, weights: HeadWeights, target: Model):
         self.model, self.spec, self.weights = Model(parameters), spec, weights
         self.final_norm = target.norm, target.config.rms_norm_eps  # of the target; EAGLE-1 and MTP read normed rows
+        if self.model.stack is not None:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Let the compiled CPU layers read pairs, or do without these layers if they cannot."""
+        model, w, spec = self.model, self.weights, self.spec
+        product = (None, None) if spec.form == "eagle3" else (w.fc, w.fc_bias)
+        norm_out = model.norm if spec.output else None
+        pairs = native().Pairs(*(self.norms or (None, None)), *product, spec.residual, norm_out)
+        if pairs.served:
+            model.stack.read(pairs)
+        else:
+            model.stack = None
 
     @property
     def normed(self) -> bool:
@@ -107,9 +121,12 @@ class ReadingHead:
 
     def pairs(self, features: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Features [T, H] of the columns at `positions` [T] and the embeddings of the tokens after them [T, H] -> the
-        stream that enters the first layer [T, H], and both side by side, normed [T, 2 * H]."""
+        stream that enters the first layer [T, H], and both side by side, normed [T, 2 * H]. Compiled layers do that
+        themselves and take the features and the embeddings."""
         if self.spec.zeroed:
             embedded = torch.where((positions == 0).unsqueeze(1), 0, embedded)
+        if self.model.stack is not None:
+            return features, embedded
         if (norms := self.norms) is None:
             return features, torch.cat((embedded, features), -1)
         eps = self.model.config.rms_norm_eps
@@ -134,7 +151,8 @@ class ReadingHead:
         zero."""
         model = self.model
         n, count = len(lengths), len(features) // len(lengths) if text else tokens.shape[1]
-        if isinstance(lengths, Tensor) and isinstance(model.embed, Tensor) and model.embed.dtype == features.dtype:
+        device = isinstance(lengths, Tensor) and model.stack is None
+        if device and isinstance(model.embed, Tensor) and model.embed.dtype == features.dtype:
             place = lengths, back, first, count, parents, cache.table[:n], cache.page_size, cache.last_position
             how = self.norms, model.config.rms_norm_eps, not self.spec.residual
             stream, joined, *placed = start_pairs(model.embed, tokens, text, features, *how, *place)  # type: ignore[arg-type]
@@ -163,6 +181,9 @@ class ReadingHead:
         """Run pairs (`pairs`). Writes the rows' K/V. Returns the output that a drafted token gets as its feature
         [T, H], and the rows for the LM head."""
         model, w = self.model, self.weights
+        if model.stack is not None:
+            rows_of = compiled(model, cache, rows, joined, range(len(model.layers) + 1), features=stream)
+            return rows_of.hidden, Final(rows_of.hidden, self.normed)
         batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
         steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
         if self.spec.form == "eagle1":

@@ -81,6 +81,39 @@ def test_a_tree_and_a_batch_of_unequal_sequences(tmp_path):
     assert near(got, want)
 
 
+@pytest.mark.parametrize("window", [1, 4, 20, 33])
+def test_windows_are_those_of_run_layers(tmp_path, window):
+    """Three layers of four see the last columns of a prompt, of a chain and of a tree, whose rows see few of its own. A
+    row's bits do not depend on the rows beside it."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    windows = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    model = model_of(tmp_path, "qwen3", **windows)
+    assert model.config.layer.reaches == (window, 0, window, window)
+    texts = tuple(tuple(range(1, n)) for n in (4, 40, 18))
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4, 3]] * 3)
+
+    def tree(cache):
+        rows = cache.place(torch.tensor([len(t) for t in texts]), 0, 0, 7, parents)
+        return forward(model, cache, rows, model.embed_tokens(torch.arange(21))).hidden
+
+    def chain(cache):
+        rows = cache.after([len(t) for t in texts], [20, 3, 7])
+        return forward(model, cache, rows, model.embed_tokens(torch.arange(30))).hidden
+
+    for call in (tree, chain):
+        (got, *kv), (want, *kv_) = both(model, call, 3, texts)
+        assert near(got, want) and all(near(a, b) for a, b in zip(kv, kv_, strict=True))
+    cache = cache_of(model, 3)
+    for slot, text in enumerate(texts):
+        prefill(model, cache, list(text), slot=slot)
+    together = chain(cache)
+    for n in range(20):
+        rows = cache.after([len(texts[0]) + n], [1])
+        assert torch.equal(
+            forward(model, cache, rows, model.embed_tokens(torch.arange(n, n + 1))).hidden[0], together[n]
+        )
+
+
 def test_slices_of_layers_and_groups(tmp_path):
     """DEL runs the layers in two parts, EasySpec several side by side."""
     model = model_of(tmp_path, layers=6)
@@ -207,7 +240,7 @@ def test_a_round_of_more_rows_than_the_layers_take_at_once(tmp_path, dtype, how)
     """It runs in blocks of sequences; each sequence has the bits that it has alone."""
     model, n = model_of(tmp_path, dtype=dtype), 70
     calls, run, counts = [], model.stack.run, [5] * n
-    model.stack.run = lambda x, *rest: (calls.append(len(x)), run(x, *rest))[1]
+    model.stack.run = lambda x, *rest, **more: (calls.append(len(x)), run(x, *rest, **more))[1]
     cache, texts = cache_of(model, n), [[*range(1, 3 + slot % 19)] for slot in range(n)]
     for slot, text in enumerate(texts):
         prefill(model, cache, text, slot=slot)

@@ -1,5 +1,6 @@
-// A draft chain in one call: for each token a forward, the final norm, the (trimmed) head, the best candidate under the
-// target's noise, and the rule that ends the draft.
+// A draft chain in one call: for each token a forward, the final norm, the (trimmed) LM head, the best candidate under the
+// target's noise, and the rule that ends the draft. A model's first forward is that of the committed tokens which its
+// cache lacks. A head that reads a target begins with its own outputs, and gets the last one as its next feature.
 #include "layers.h"
 #include "noise.h"
 #include "vector.h"
@@ -14,13 +15,14 @@ typedef struct { // runtime/policy.py, StopRule
 typedef struct {
     const stack *model;
     const matrix *embed, *head;
-    const float *norm;   // the final norm
+    const float *norm;   // the final norm; 0: `forward` has applied it
     const int64_t *ids;  // token ids of the head's rows; 0: the rows' numbers
-    const places *first; // the committed tokens that the cache lacks, the root of each sequence last
-    const int64_t *tokens;                  // token ids of `first`
+    const places *first; // the rows of the first forward, those of each sequence together
+    const float *output;                    // [B, E], a head's outputs of the last pairs; 0: `first` holds tokens
+    const int64_t *tokens;                  // token ids of `first`, the root of each sequence last; 0 for a head
     const int64_t *groups, *later_groups;   // groups of layers, for the first forward and for later ones
     int64_t group_count, later_count;
-    const int64_t *columns;                 // [B], column of each sequence's first draft token
+    const int64_t *columns;                 // [B], cache column of each sequence's first draft token
     int64_t last_position, steps;           // at most `steps` tokens
     const double *temperature;              // [B]; 0: greedy
     const uint64_t *seed;                   // [B]
@@ -139,6 +141,8 @@ static int64_t settle(const chain *c, const memory *s, int size, int64_t n) {
     return n + 1 < c->steps && (!c->rules || 2 * votes >= B);
 }
 
+static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static void run_chain(const member *m, void *arg) {
     chain *c = arg;
     memory s;
@@ -150,26 +154,29 @@ static void run_chain(const member *m, void *arg) {
     if (m->me == 0)
         for (int64_t b = 0; b < B; b++) s.reach[b] = 1;
     for (int64_t n = 0;; n++) {
+        const int known = c->output && !n; // the rows for the LM head
         const places *at = n ? &later : c->first;
         const int64_t *tokens = n ? s.tokens : c->tokens;
         if (n && m->me == 0)
             for (int64_t b = 0; b < B; b++) {
                 const int64_t column = c->columns[b] + n - 1;
-                s.positions[b] = column < c->last_position ? column : c->last_position;
+                s.positions[b] = at_most(column, c->last_position);
                 s.slots[b] = (int64_t)later.table[b * later.pages + column / later.page] * later.page + column % later.page;
                 s.lengths[b] = (int32_t)(column + 1);
                 s.bounds[b] = (int32_t)b, s.bounds[b + 1] = (int32_t)(b + 1);
             }
-        for (int64_t t = m->me; t < at->T; t += m->size) restore_row(c->embed, tokens[t], s.x + t * E);
-        meet(m);
-        forward f = {.model = c->model, .rows = at, .x = s.x, .out = s.out};
-        f.groups = n ? c->later_groups : c->groups, f.group_count = n ? c->later_count : c->group_count;
-        run_forward(m, &f, s.forward);
-        meet(m);
+        if (!known) {
+            for (int64_t t = m->me; t < at->T; t += m->size) restore_row(c->embed, tokens[t], s.x + t * E);
+            meet(m);
+            forward f = {.model = c->model, .rows = at, .x = s.x, .features = n == 1 ? c->output : s.out, .out = s.out};
+            f.groups = n ? c->later_groups : c->groups, f.group_count = n ? c->later_count : c->group_count;
+            run_forward(m, &f, s.forward);
+            meet(m);
+        }
         rows h = rows_at(s.normed, E, s.forms, B, E);
         for (int64_t b = m->me; b < B; b += m->size) {
-            const int64_t last = at->cu_rows[b + 1] - 1;
-            normalise(s.out + last * E, c->norm, s.normed + b * E, E, (float)c->model->eps);
+            const float *row = known ? c->output + b * E : s.out + (at->cu_rows[b + 1] - 1) * E;
+            normalise(row, c->norm, s.normed + b * E, E, (float)c->model->eps);
             round_row(c->head, &h, b);
         }
         meet(m);
@@ -177,8 +184,10 @@ static void run_chain(const member *m, void *arg) {
         meet(m);
         const int64_t each = (K / m->size + 3) / 4 * 4, first = m->me * each < K ? m->me * each : K;
         const int64_t count = m->me + 1 < m->size && each < K - first ? each : K - first;
-        for (int64_t b = 0; b < B; b++)
-            s.parts[b * m->size + m->me] = search(c, s.logits + b * K + first, first, count, b, at->positions[at->cu_rows[b + 1] - 1]);
+        for (int64_t b = 0; b < B; b++) {
+            const int64_t position = at_most(c->columns[b] + n - !c->output, c->last_position); // of the target's row
+            s.parts[b * m->size + m->me] = search(c, s.logits + b * K + first, first, count, b, position);
+        }
         meet(m);
         if (m->me == 0) {
             *s.more = settle(c, &s, m->size, n);

@@ -15,7 +15,7 @@ typedef struct {
     int few;
     int64_t wide;  // the longest sequence, rounded up to 16
     float *stream; // [T, E]
-    float *normed; // [T, E]
+    float *normed; // [T, E], with an entry [T, 2 E]
     char *forms;   // rounded copies of a product's rows
     float *room;   // attention's work space
     float *qkv;    // [N, T, (Hq + 2 Hkv) D]
@@ -32,21 +32,21 @@ static int64_t longest(const places *p) {
 
 static int64_t layout(const forward *f, int size, int me, char *base, state *s) {
     const stack *d = f->model;
-    const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, heads = d->Hq / d->Hkv;
-    int64_t N = 1, at = 0, most = E > Q ? E : Q;
+    const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, heads = d->Hq / d->Hkv, wide = d->entry ? 2 * E : E;
+    int64_t N = 1, at = 0, most = wide > Q ? wide : Q;
     for (int64_t g = 0; g + 1 < f->group_count; g++)
         if (f->groups[g + 1] - f->groups[g] > N) N = f->groups[g + 1] - f->groups[g];
     most = most > d->F ? most : d->F;
     state r = {.f = f, .few = T == 1 || T * most <= FEW, .wide = longest(f->rows)};
     const int64_t rows = T < BLOCK_ROWS ? T : BLOCK_ROWS;
     const int64_t own = (rows * heads * (2 * d->D + r.wide + 32) * 4 + 63) / 64 * 64;
-    const int64_t each = (2 * T * E * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
+    const int64_t each = (T * (E + wide) * 4 + rows_bytes(T, most) + 191) / 64 * 64; // stream, normed, forms
 #define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
     char *private = TAKE(size * own), *copies = TAKE((r.few ? size : 1) * each);
     r.room = (float *)(private + me * own);
     r.stream = (float *)(copies + (r.few ? me * each : 0));
     r.normed = r.stream + T * E;
-    r.forms = (char *)(r.normed + T * E);
+    r.forms = (char *)(r.normed + T * wide);
     r.qkv = (float *)TAKE(N * T * (Q + 2 * d->Hkv * d->D) * 4);
     r.mixed = (float *)TAKE(N * T * Q * 4);
     r.added = (float *)TAKE(N * T * E * 4);
@@ -72,8 +72,12 @@ static float squares(const float *x, int64_t E) { // E is a multiple of 16
     return total16(sum);
 }
 
-// y = RMSNorm(x) weight.
+// y = RMSNorm(x) weight, or x itself without a weight.
 void normalise(const float *x, const float *weight, float *y, int64_t E, float eps) {
+    if (!weight) {
+        memcpy(y, x, E * 4);
+        return;
+    }
     const float factor = 1.0f / sqrtf(squares(x, E) / (float)E + eps);
     for (int64_t e = 0; e < E; e++) y[e] = x[e] * factor * weight[e];
 }
@@ -131,6 +135,31 @@ static void mix(int64_t T, const float *p, int64_t row_p, const float *v, int64_
     for (; T; T--, p += row_p, y += row_y) mixture(1, p, row_p, v, row_v, y, row_y, S);
 }
 
+// Where column c of sequence b stands in a layer's K or V, in rows.
+static int64_t column(const places *p, int64_t b, int64_t c) {
+    return (int64_t)p->table[b * p->pages + c / p->page] * p->page + c % p->page;
+}
+
+// The columns from c on that lie in its page and before S.
+static int64_t in_page(const places *p, int64_t c, int64_t S) {
+    const int64_t left = p->page - c % p->page;
+    return left < S - c ? left : S - c;
+}
+
+// The first of the last `reach` columns that row i of sequence b sees (kernels/attention.py); 0 without a reach.
+static int64_t first_seen(const places *p, int64_t b, int64_t i, int64_t reach) {
+    const int64_t length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
+    int64_t end = p->full ? length : length - own + i + 1;
+    if (!reach) return 0;
+    if (p->words) {
+        const int64_t *bits = p->words + (p->cu_rows[b] + i) * p->W;
+        for (int64_t j = w - 1; j >= 0; j--)
+            if (bits[j / 64] >> (j % 64) & 1 && --reach == 0) return length - w + j;
+        end = length - w;
+    }
+    return end > reach ? end - reach : 0;
+}
+
 // Attention of rows first .. first + count - 1 of sequence b, for the query heads of KV head h in layer n of a group.
 //
 // A row's sums run over the columns in order, and masked columns add 0. So a row of a tree has the same bits as the same
@@ -141,16 +170,22 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
     const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv, heads = d->Hq / d->Hkv, rows = count * heads, wide = s->wide;
     const int64_t row_k = d->Hkv * D, length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
     const int64_t base = at * p->stride + h * D, t0 = p->cu_rows[b] + first;
-    const int64_t S = p->words || p->full ? length : length - own + first + count; // columns that any row sees
+    const int64_t S = p->words || p->full ? length : length - own + first + count; // columns that any row sees end here
+    int64_t start = S, seen[BLOCK_ROWS]; // where those of any and of each row begin; `start` is a multiple of 16
+    for (int64_t i = 0; i < count; i++) {
+        seen[i] = first_seen(p, b, first + i, d->layers[at].reach);
+        start = seen[i] < start ? seen[i] / 16 * 16 : start;
+    }
     float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;
     for (int64_t i = 0; i < rows; i++) {
         const float *from = s->qkv + ((n * T + t0 + i / heads) * H + h * heads + i % heads) * D;
         memcpy(q + i * D, from, D * 4);
         memset(sums + i * D, 0, D * 4);
     }
-    for (int64_t c = 0; c < S; c += p->page) {
-        const float *k = p->k + base + (int64_t)p->table[b * p->pages + c / p->page] * p->page * row_k;
-        plain_rows((const uint8_t *)k, 0, row_k, q, D, S - c < p->page ? S - c : p->page, rows, D, scores + c, wide);
+    for (int64_t c = start, width; c < S; c += width) {
+        const float *k = p->k + base + column(p, b, c) * row_k;
+        width = in_page(p, c, S);
+        plain_rows((const uint8_t *)k, 0, row_k, q, D, width, rows, D, scores + c, wide);
     }
     const float scale = (float)d->scale;
     for (int64_t i = 0; i < rows; i++) {
@@ -163,22 +198,24 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         } else if (!p->full) {
             end = length - own + first + i / heads + 1;
         }
+        for (int64_t j = start; j < seen[i / heads]; j++) a[j] = -INFINITY;
         for (int64_t j = end; j < (S + 15) / 16 * 16; j++) a[j] = -INFINITY;
         vf top = splat(-INFINITY);
-        for (int64_t j = 0; j < end; j += LANES) top = largest(load(a + j), top);
+        for (int64_t j = start; j < end; j += LANES) top = largest(load(a + j), top);
         const float most = highest(top);
-        for (int64_t j = 0; j < (S + 15) / 16 * 16; j += LANES) store(a + j, power((load(a + j) - most) * scale));
+        for (int64_t j = start; j < (S + 15) / 16 * 16; j += LANES) store(a + j, power((load(a + j) - most) * scale));
     }
     for (int64_t i = 0; i < rows; i += 8) { // adds in column order, like `mixture`; eight rows at once hide the latency
         float one[8] = {0};
         const int64_t n = rows - i < 8 ? rows - i : 8;
-        for (int64_t j = 0; j < S; j++)
+        for (int64_t j = start; j < S; j++)
             for (int64_t r = 0; r < 8; r++) one[r] += scores[(i + (r < n ? r : 0)) * wide + j];
         memcpy(ends + i, one, n * 4);
     }
-    for (int64_t c = 0; c < S; c += p->page) {
-        const float *v = p->v + base + (int64_t)p->table[b * p->pages + c / p->page] * p->page * row_k;
-        for (int64_t i = 0; i < D; i += 32) mix(rows, scores + c, wide, v + i, row_k, sums + i, D, S - c < p->page ? S - c : p->page);
+    for (int64_t c = start, width; c < S; c += width) {
+        const float *v = p->v + base + column(p, b, c) * row_k;
+        width = in_page(p, c, S);
+        for (int64_t i = 0; i < D; i += 32) mix(rows, scores + c, wide, v + i, row_k, sums + i, D, width);
     }
     for (int64_t i = 0; i < rows; i++) {
         float *to = s->mixed + ((n * T + t0 + i / heads) * d->Hq + h * heads + i % heads) * D, factor = 1.0f / ends[i];
@@ -222,6 +259,34 @@ static void normalise_all(const state *s, const float *weight) {
         normalise(s->stream + t * E, weight, s->normed + t * E, E, (float)s->f->model->eps);
 }
 
+// Begins the stream. With an entry, the pairs' embeddings and features stand side by side in `normed`.
+static void begin(const state *s) {
+    const forward *f = s->f;
+    const stack *d = f->model;
+    const entry *in = d->entry;
+    const int64_t T = f->rows->T, E = d->E, step = s->few ? 1 : s->m->size;
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += step) {
+        const float *from = f->x + t * E;
+        if (in) {
+            float *pair = s->normed + t * 2 * E;
+            normalise(from, in->embed_norm, pair, E, (float)d->eps);
+            from = f->features + t * E;
+            normalise(from, in->hidden_norm, pair + E, E, (float)d->eps);
+            if (!in->residual) from = pair + E;
+        }
+        memcpy(s->stream + t * E, from, E * 4);
+    }
+    if (in && in->fc) {
+        rows x = prepared(s, in->fc, s->normed);
+        share(s->m, in->fc, &x, T, s->added, E);
+        meet(s->m);
+        for (int64_t t = s->few ? 0 : s->m->me; t < T; t += step) {
+            memset(s->stream + t * E, 0, E * 4);
+            grow(s->stream + t * E, s->added + t * E, in->fc_bias, E);
+        }
+    }
+}
+
 // gate = silu(gate(x)) up(x). The matrix holds the gate's rows, then those of up.
 static void gate_up(const state *s, const layer *l, const rows *x) {
     const int64_t T = s->f->rows->T, F = s->f->model->F, size = s->m->size;
@@ -262,10 +327,11 @@ static void place(const state *s, int64_t first, int64_t N) {
     }
 }
 
-static void keep(const state *s, float *out) {
+static void keep(const state *s, float *out, const float *norm) {
     const int64_t T = s->f->rows->T, E = s->f->model->E;
     if (s->few && s->m->me) return;
-    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size) memcpy(out + t * E, s->stream + t * E, E * 4);
+    for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size)
+        normalise(s->stream + t * E, norm, out + t * E, E, (float)s->f->model->eps);
 }
 
 void run_forward(const member *m, const forward *f, char *scratch) {
@@ -274,14 +340,15 @@ void run_forward(const member *m, const forward *f, char *scratch) {
     s->m = m;
     const stack *d = f->model;
     const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, H = Q + 2 * d->Hkv * d->D;
-    for (int64_t t = s->few ? 0 : m->me; t < T; t += s->few ? 1 : m->size) memcpy(s->stream + t * E, f->x + t * E, E * 4);
+    const int joined = d->entry && !d->entry->fc; // the first layer reads the pairs
+    begin(s);
     for (int64_t g = 0; g + 1 < f->group_count; g++) {
         const int64_t first = f->groups[g], N = f->groups[g + 1] - first;
         const layer *l = d->layers + first;
         for (int64_t i = 0; i < f->tap_count; i++)
-            if (f->taps[i] == first) keep(s, f->out + (1 + i) * T * E);
+            if (f->taps[i] == first) keep(s, f->out + (1 + i) * T * E, 0);
         for (int64_t n = 0; n < N; n++) {
-            normalise_all(s, l[n].norm_in);
+            if (!joined || first + n) normalise_all(s, l[n].norm_in);
             rows x = prepared(s, &l[n].qkv, s->normed);
             share(m, &l[n].qkv, &x, T, s->qkv + n * T * H, H);
             meet(m);
@@ -311,7 +378,7 @@ void run_forward(const member *m, const forward *f, char *scratch) {
             grow_all(s, s->added + n * T * E, l[n].down_bias);
         }
     }
-    keep(s, f->out);
+    keep(s, f->out, d->entry ? d->entry->norm_out : 0);
     for (int64_t i = 0; i < f->tap_count; i++)
-        if (f->taps[i] == f->groups[f->group_count - 1]) keep(s, f->out + (1 + i) * T * E);
+        if (f->taps[i] == f->groups[f->group_count - 1]) keep(s, f->out + (1 + i) * T * E, 0);
 }

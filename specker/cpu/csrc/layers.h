@@ -5,13 +5,23 @@
 typedef struct {
     const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
     matrix qkv, o, gate_up, down;
+    int64_t reach; // a row sees the last `reach` of its columns; 0: all
 } layer;
+
+// How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target (model/heads.py).
+typedef struct {
+    const float *embed_norm, *hidden_norm; // [E]; 0: absent
+    const float *fc_bias, *norm_out;       // [E]; 0: absent. norm_out: of the rows that `forward` returns
+    const matrix *fc;                      // [E, 2 E], makes the stream of both side by side; 0: the first qkv reads both
+    int64_t residual;                      // without fc, the stream is the feature itself; 0: its norm
+} entry;
 
 typedef struct {
     int64_t E, Hq, Hkv, D, F;
     const float *rope; // [C, 2, D]
     const layer *layers;
-    double eps, scale; // epsilon of the norms; factor of attention's scores
+    const entry *entry; // 0: the stream begins as `forward.x`
+    double eps, scale;  // epsilon of the norms; factor of attention's scores
 } stack;
 
 typedef struct { // T rows of B sequences
@@ -33,8 +43,8 @@ typedef struct {
     int64_t group_count;
     const int64_t *taps; // depths whose residual stream is returned
     int64_t tap_count;
-    const float *x; // [T, E]
-    float *out;     // [1 + taps, T, E]
+    const float *x, *features; // [T, E]; with an entry x holds the embeddings, else there are no features
+    float *out;                // [1 + taps, T, E]
 } forward;
 
 int64_t forward_bytes(const forward *f, int size); // scratch of a team of `size`

@@ -83,19 +83,31 @@ class AutoregressiveDrafter(ModelDrafter):
     def compiles(self, r: Round) -> bool:
         """Whether the compiled library drafts the whole chain."""
         stack = self.model.stack
-        few = stack is not None and len(r.requests) * CATCH_UP_ROWS <= stack.most
-        return few and all(native().takes(w) for w in (self.model.embed, self.head.weight))
+        return stack is not None and len(r.requests) * CATCH_UP_ROWS <= stack.most and self._readable
+
+    @property
+    def _readable(self) -> bool:
+        """Whether the compiled library can read the embedding and the LM head."""
+        return all(native().takes(w) for w in (self.model.embed, self.head.weight))
 
     def _compiled_chain(self, r: Round, draft: Draft) -> None:
-        model, cache, head = self.model, self.cache, self.head
         tokens, rows = self._missing_rows(r)
+        self._compiled_steps(r, draft, tokens, rows, self._lengths(r), False)
+
+    def _compiled_steps(
+        self, r: Round, draft: Draft, begin: Tensor, rows: Rows, columns: Lengths, normed: bool
+    ) -> None:
+        """Draft by the compiled library. begin, rows, columns: see cpu/chain.py. `normed`: whether the layers' outputs
+        are."""
+        model, cache, head = self.model, self.cache, self.head
+        norm = None if normed else head.norm
         drafted, probability = native().draft(
             model.stack,
-            native().Candidates(model.embed, head.weight, head.token_ids, head.norm, head.activations),
-            tokens,
+            native().Candidates(model.embed, head.weight, head.token_ids, norm, head.activations),
+            begin,
             ((cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table),
             ([*range(len(model.layers) + 1)], self.groups),
-            self._lengths(r),
+            columns,
             cache.last_position,
             draft.depth,
             [(s.sampling.temperature, s.sampling.seed) for s in r.requests],

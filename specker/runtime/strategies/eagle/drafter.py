@@ -56,7 +56,13 @@ class EagleDrafter(AutoregressiveDrafter):
         """The target's rows are needed: see `prefilled`."""
 
     def compiles(self, r: Round) -> bool:
-        return False
+        return self.model.stack is not None and self._readable
+
+    def _compiled_chain(self, r: Round, draft: Draft) -> None:
+        self._run_all(r.requests)
+        columns = [length - 1 for length in r.lengths]  # a pair's column is the one before its token's
+        rows = self.cache.after(columns, [1] * r.n)
+        self._compiled_steps(r, draft, self.output[: r.n], rows, columns, self.reading.normed)
 
     def catch_up(self, r: Round, slot: int) -> int:
         if r.fixed:
