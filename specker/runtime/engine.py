@@ -341,6 +341,6 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
 
 def cache_memory(target: Checkpoint, draft: Checkpoint | None, options: Options) -> memory.CacheMemory:
     """The memory that the caches of target and draft must fit into."""
-    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
+    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft, *draft.further]
     norm = target.weights.norm  # has the dtype of the K/V
     return memory.CacheMemory(tuple(c.local for c in own), norm.dtype, norm.device, options.page_size, SCRATCH)
