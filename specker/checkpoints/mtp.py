@@ -187,9 +187,7 @@ def _head(
     )
 
 
-def _shared(
-    where: dict[str, Any], every: dict[str, Any], names: Layout, first: Layout, n: int
-) -> dict[str, Any]:
+def _shared(where: dict[str, Any], every: dict[str, Any], names: Layout, first: Layout, n: int) -> dict[str, Any]:
     """The tensors of head n without its copies of the first head's embedding and LM head. Raises CheckpointError if
     they differ: the heads share them (DeepSeek-V3's paper, section 2.2)."""
     rest = dict(where)

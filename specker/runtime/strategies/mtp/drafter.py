@@ -49,7 +49,7 @@ class HeadsInTurn(EagleDrafter):
         self.features: list[list[Tensor]] = [[] for _ in cache.exact_len]
         for slot in range(len(cache.exact_len)):
             self.reset(slot)
-        # Of the draft at hand: its steps so far, their tokens [n, count], and what the last step passed on [n, rows, H].
+        # Of the draft at hand: its steps so far, their tokens [n, count], what the last step passed on [n, rows, H].
         self._steps, self._tokens, self._passed = 0, torch.empty(0), torch.empty(0)
 
     def fixed(self, length: int, budget: Budget) -> bool:
@@ -157,8 +157,7 @@ class HeadsInTurn(EagleDrafter):
             torch.index_select(final.rows, 0, ends, out=self.last[first : first + len(texts)])
 
     def move(self, source: int, target: int) -> None:
-        for by_slot in (self.done, self.features):
-            by_slot[target] = by_slot[source]  # type: ignore[index, assignment]
+        self.done[target], self.features[target] = self.done[source], self.features[source]
         self.last[target] = self.last[source]
         self.reset(source)
 
