@@ -219,8 +219,10 @@ def assert_drafts(engine, formula, seen, text):
 
 
 @pytest.mark.parametrize(("layout", "shape"), cases.one_in(2, ["deepseek", "mimo"], SHAPES))
-def test_heads_take_turns(three, layout, shape):
-    """Texts of unequal length in three slots: the first ones end early, and others take their slots."""
+def test_heads_take_turns(three, monkeypatch, layout, shape):
+    """Texts of unequal length in three slots: the first ones end early, and others take their slots. Rows are forwarded
+    in blocks."""
+    monkeypatch.setattr(drafter, "BLOCK", 9)
     target, formula = three[layout]
     engine, seen = load(target, batch_size=3, page_size=16, **{"draft_tokens": None, **SHAPES[shape]}), []
     prompts, counts = [TEXT[:9], [7], [5, 6], TEXT], [4, 12, 14, 11]
@@ -262,15 +264,16 @@ def test_rows_wait_while_nothing_is_drafted(three, monkeypatch, graphs):
     assert (engine.loop.launched >= 12) == (graphs == "on")
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("strategy", ["mtp", "mtp+lookup"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 4, "top_k": 20}])
-def test_batches_change_no_token(mimo, three, strategy, sampling, heads):
+SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 4, "top_k": 20}}
+
+
+@pytest.mark.parametrize(("heads", "strategy", "how"), cases.one_in(2, [1, 3], ["mtp", "mtp+lookup"], SAMPLING))
+def test_batches_change_no_token(mimo, three, heads, strategy, how):
     prompts, counts = [TEXT, [7], TEXT[:5] * 2, [n % 100 for n in range(90)], [5, 6]], [20, 9, 30, 12, 25]
     target = mimo if heads == 1 else three["deepseek"][0]
     engine = load(target, strategy, batch_size=3, max_context=256, page_size=16)
-    plain = [cases.plain(target, p, n, **sampling) for p, n in zip(prompts, counts, strict=True)]
-    assert [each.tokens for each in engine.generate(prompts, counts, **sampling)] == plain
+    plain = [cases.plain(target, p, n, **SAMPLING[how]) for p, n in zip(prompts, counts, strict=True)]
+    assert [each.tokens for each in engine.generate(prompts, counts, **SAMPLING[how])] == plain
 
 
 def test_a_draft_that_ends_by_confidence(three):

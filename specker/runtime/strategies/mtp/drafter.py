@@ -55,6 +55,9 @@ class HeadsInTurn(EagleDrafter):
     def fixed(self, length: int, budget: Budget) -> bool:
         return False
 
+    def compiles(self, r: Round) -> bool:
+        return False
+
     # --- drafts
 
     def _catch_up(self, r: Round) -> tuple[Final, Tensor]:
@@ -86,8 +89,13 @@ class HeadsInTurn(EagleDrafter):
         return final, positions if r.shape.draws == "greedy" else positions + k + 1
 
     def _through(self, k: int, rows: Rows, features: Tensor, embedded: Tensor) -> tuple[Tensor, Final]:
-        """Forward pairs through head k. Returns its output, and the rows for the LM head, which has head 0's norm."""
+        """Forward pairs through head k, at most BLOCK at once, or those of one sequence. Returns its output, and the
+        rows for the LM head, which has head 0's norm."""
         head = self.heads[k]
+        if len(features) > BLOCK and len(rows.kv_len) > 1:
+            parts = [self._through(k, block, features[at], embedded[at]) for at, block in rows.blocks(BLOCK)]
+            finals = torch.cat([final.rows for _, final in parts])
+            return torch.cat([output for output, _ in parts]), Final(finals, parts[0][1].normed)
         output, final = head.forward(self.layers[k], rows, *head.pairs(features, embedded, rows.positions))
         if k and not final.normed:
             final = Final(add_norm(final.rows, None, head.model.norm, head.model.config.rms_norm_eps)[1], True)
