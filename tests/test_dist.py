@@ -17,6 +17,7 @@ from make_checkpoint import GEMMA3, make
 from make_dflash import make_dflash
 from make_head import make_head
 from pairs import perturbed
+from test_mtp import make_target
 
 import specker
 from specker import run
@@ -36,6 +37,7 @@ ALIKE = (
     "ordered",
     "eagle-tree",
     "eagle",
+    "mtp",
     "dflash",
     "lookup",
     "static",
@@ -74,7 +76,16 @@ def models(tmp_path_factory):
     like, often = json.loads((target / "config.json").read_text()), [28, 125]
     eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])
-    names = {"target": target, "draft": draft, "dream": dream, "gemma3": gemma, "eagle": eagle, "dflash": dflash}
+    mtp = make_target(folder / "mtp", "mimo", heads=2, arch="mimo", vocab=129)
+    names = {
+        "mtp": mtp,
+        "target": target,
+        "draft": draft,
+        "dream": dream,
+        "gemma3": gemma,
+        "eagle": eagle,
+        "dflash": dflash,
+    }
     return {name: str(path) for name, path in names.items()}
 
 
@@ -98,6 +109,7 @@ def cases_of(models):
         "gemma3": ([models["gemma3"]], {"strategy": "lookup", "tree": "2x3"}),
         "eagle": ([models["target"], models["eagle"]], {"strategy": "eagle", "draft_tokens": 3, "batch_size": 2}),
         "eagle-tree": ([models["target"], models["eagle"]], {"strategy": "eagle", "tree": "2x2", "graphs": "on"}),
+        "mtp": ([models["mtp"]], {"strategy": "mtp", "draft_tokens": 3, "batch_size": 2}),
         "dflash": ([models["target"], models["dflash"]], {"strategy": "dflash", "draft_tokens": 3}),
         "vocabtrim": ([], {"strategy": "vocabtrim"}),
         "del+vocabtrim": ([], {"strategy": "del+vocabtrim", "vocab_keep": "2048"}),

@@ -76,6 +76,11 @@ class Checkpoint(Parameters):
             return None
 
     @property
+    def further(self) -> "tuple[Checkpoint, ...]":
+        """Other models of the checkpoint that draft in turn with this one: further MTP heads."""
+        return ()
+
+    @property
     def head_ids(self) -> Tensor | None:
         """The target's id of each row of the LM head, [rows] int64, if a head chooses its ids; None: row i is id i."""
         return None

@@ -75,6 +75,9 @@ class HeadCheckpoint(Checkpoint):
 
     spec: HeadSpec = field(kw_only=True)
     parts: HeadWeights = field(kw_only=True)
+    further: tuple["HeadCheckpoint", ...] = field(
+        default=(), kw_only=True
+    )  # MTP heads that draft in turn with this one
 
     @property
     def head_ids(self) -> Tensor | None:

@@ -10,6 +10,7 @@ every layer.
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -95,6 +96,13 @@ class KVCache:
             self.k[:, self.spare], self.v[:, self.spare] = 0, 0
         else:
             self.take(0, self.capacity)
+
+    def layer(self, n: int) -> "KVCache":
+        """The K/V of layer n alone, for the forward pass of a model of one layer. Rows are placed by the whole cache,
+        which keeps the books."""
+        part = copy(self)
+        part.k, part.v, part.layers = self.k[n : n + 1], self.v[n : n + 1], self.layers[n : n + 1]
+        return part
 
     @property
     def slot_of(self) -> Tensor:

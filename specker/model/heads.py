@@ -17,7 +17,8 @@ EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858), with the target's rows f after its
     r = fc([embed(x) | f]) + bias;  r = r + o(attention(r));  r = r + mlp(norm_post(r))
     logits = lm_head(r), output r, with the target's lm_head
 
-An MTP head of a target's own checkpoint (DeepSeek-V3, arXiv 2412.19437), applied again and again:
+An MTP head of a target's own checkpoint (DeepSeek-V3, arXiv 2412.19437), applied again and again, or in turn with
+others; f before or after the target's final norm (checkpoints/mtp.py):
 
     r = fc([norm(embed(x)) | norm(f)]);  an ordinary layer;  logits = lm_head(norm(r)), output r or norm(r)
 
@@ -53,6 +54,8 @@ class HeadSpec:
     rows: int  # of its LM head
     residual: bool = True  # the first layer's residual is h itself; False: hidden_norm(h) (`norm_before_residual`)
     output: bool = False  # it feeds back norm(r) instead of r (`norm_output` of EAGLE-3.1)
+    before_norm: bool = False  # it reads the target's last rows before their final norm (MiMo)
+    chained: bool = True  # a further MTP head reads the output of the head before; False: the target's rows (MiMo)
     zeroed: bool = False  # at position 0, the embedding is 0 (MTP)
     mask: int | None = None  # the mask token of a head that drafts in one pass (P-EAGLE)
     other: tuple[int, ...] = ()  # the taps by the other reading of an ambiguous config.json; empty if it is clear
@@ -76,7 +79,7 @@ class ReadingHead:
 
     def __init__(self, parameters: Parameters, spec: HeadSpec, weights: HeadWeights, target: Model):
         self.model, self.spec, self.weights = Model(parameters), spec, weights
-        self.final_norm = target.norm, target.config.rms_norm_eps  # of the target; EAGLE-1 and MTP read normed rows
+        self.final_norm = target.norm, target.config.rms_norm_eps  # of the target, for heads that read normed rows
         if self.model.stack is not None:
             self._compile()
 
@@ -100,8 +103,8 @@ class ReadingHead:
         """The target's rows [T, A, Ht] after each depth of `spec.taps` -> features [T, H]."""
         w, eps = self.weights, self.model.config.rms_norm_eps
         if self.spec.form != "eagle3":
-            norm, own = self.final_norm
-            return add_norm(taps[:, 0].contiguous(), None, norm, own)[1]
+            rows, (norm, own) = taps[:, 0].contiguous(), self.final_norm
+            return rows if self.spec.before_norm else add_norm(rows, None, norm, own)[1]
         if w.fc_norm is not None:
             taps = F.rms_norm(taps, taps.shape[-1:], None, eps) * w.fc_norm
         rows = taps.flatten(1)

@@ -343,7 +343,7 @@ def cache_memory(
     target: Checkpoint, draft: Checkpoint | None, options: Options, family: Family | None
 ) -> memory.CacheMemory:
     """The memory that the caches of target and draft must fit into. `family`: the bundled files for the target."""
-    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft]
+    own = [target] if draft is None or strategies.of(options).self_drafting else [target, draft, *draft.further]
     norm = target.weights.norm  # has the dtype of the K/V
     largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
     rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)

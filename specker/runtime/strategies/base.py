@@ -10,7 +10,7 @@ needs them lies beside it, in drafter.py or policy.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,9 +75,9 @@ class DraftContext:
         make = Head if self.kept is None else self.kept.head
         return make(rows, model.norm, eps, model.activations)
 
-    def allocate(self, model: Model) -> KVCache:
-        """A cache for a draft model."""
-        return allocate(model, self.options)
+    def allocate(self, model: Model, layers: int | None = None) -> KVCache:
+        """A cache for a draft model, or for `layers` layers like its own."""
+        return allocate(model, self.options, layers)
 
     def depth(self, strategy: Strategy) -> int:
         """The length of the longest draft path, in tokens."""
@@ -227,15 +227,15 @@ def linear(options: Options) -> Callable[..., Tensor]:
     return row_linear_ref if options.linear == "cublas" else row_linear
 
 
-def allocate(model: Model, options: Options) -> KVCache:
+def allocate(model: Model, options: Options, layers: int | None = None) -> KVCache:
     """A cache for `--batch-size` sequences, each with the model's whole context and the scratch columns, or with a pool
-    of `--kv-tokens` positions."""
+    of `--kv-tokens` positions. `layers`: the number of layers; None: the model's."""
     from specker.model.cache import KVCache
 
     page, size, columns = options.page_size, options.batch_size, model.config.max_context + SCRATCH
     pool = size * columns if options.kv_tokens is None or size == 1 else options.kv_tokens
     return KVCache(
-        model.config,
+        model.config if layers is None else replace(model.config, num_layers=layers),
         columns,
         dtype=model.dtype,
         device=model.device,

@@ -71,7 +71,7 @@ class EagleDrafter(AutoregressiveDrafter):
 
     def draft(self, r: Round) -> Draft:
         """Draft for all sequences; nothing if one has no pair yet, as after a prompt of one token."""
-        if not r.fixed and any(len(request.text) < 2 for request in r.requests):
+        if not r.fixed and any(len(request.text) <= self.ahead for request in r.requests):
             return Draft()
         return super().draft(r)
 

@@ -1,0 +1,55 @@
+"""Strategy `mtp`: the multi-token prediction heads in the target's own checkpoint draft (DeepSeek-V3, arXiv
+2412.19437). model/heads.py has the equations.
+
+A target that was trained with such heads needs no draft checkpoint. A head drafts as an EAGLE head does, with the
+target's embedding, LM head and last hidden states. Several heads take turns (drafter.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specker.runtime.strategies.eagle import Eagle
+
+if TYPE_CHECKING:
+    import torch
+
+    from specker.checkpoints.checkpoint import Checkpoint
+    from specker.runtime.strategies.base import DraftContext
+    from specker.runtime.strategies.eagle.drafter import EagleDrafter
+
+
+class MultiTokenPrediction(Eagle):
+    name = "mtp"
+    summary = "the multi-token prediction heads of the target's own checkpoint draft a chain or a tree"
+    paper = "DeepSeek-V3 (2412.19437)"
+    needs_draft = False
+
+    @property
+    def needs(self) -> str:
+        return "a target with such heads"
+
+    def read_head(
+        self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
+    ) -> Checkpoint:
+        from specker.checkpoints import mtp
+
+        return mtp.read(target, dtype=dtype, quantize=quantize)
+
+    def drafter(self, context: DraftContext) -> EagleDrafter:
+        from specker.checkpoints.heads import HeadCheckpoint
+        from specker.model.heads import ReadingHead
+        from specker.runtime.strategies.eagle.agreement import chosen
+        from specker.runtime.strategies.mtp.drafter import HeadsInTurn
+
+        first = context.draft
+        assert isinstance(first, HeadCheckpoint) and context.model is not None
+        if not first.further:
+            return super().drafter(context)
+        each = [first, *(replace(head, config=first.config) for head in first.further)]  # of the run's context
+        heads = [ReadingHead(head, head.spec, head.parts, context.model) for head in each]
+        chosen(context.target, context.model, heads[0], context.notes)
+        cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)
+        return HeadsInTurn(heads, cache, own, context.options.width, context.depth(self))
