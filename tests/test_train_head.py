@@ -1,5 +1,5 @@
-"""train/head: a tiny head learns from a tiny target, goes on where it stopped, and drafts in the engine as it did in
-training."""
+"""train/head: tiny heads of both kinds learn from a tiny target, go on where they stopped, and draft in the engine as
+they did in training."""
 
 import json
 
@@ -18,9 +18,10 @@ from specker.model.decoder import prefill
 from train import corpus
 from train.head import __main__ as command
 from train.head import fit, taps
-from train.head.export import LAYOUTS, export
-from train.head.fit import Recipe, Training, loss_of
-from train.head.net import Head
+from train.head.blocks import Blocks
+from train.head.eagle import Head
+from train.head.export import LAYOUTS, export, export_blocks
+from train.head.fit import Recipe, Training
 
 DEPTHS = (2, 4, 5)
 STEPS = 3
@@ -70,11 +71,12 @@ def dense(target):
     return read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False)
 
 
-def new(dense, lessons, folder, visits, rows=200, **how):
+def new(dense, lessons, folder, visits, rows=200, kind="eagle3", **how):
+    """A training of a head of STEPS tokens a draft."""
     folder.mkdir(exist_ok=True)
     ids = fit.kept_ids(folder / "state.pt", lessons.counts(dense.config.vocab_size), rows)
-    recipe = Recipe(**{"visits": visits, "batch": 512, "length": 64, "steps": STEPS, **how})
-    return Training(Head(dense, DEPTHS, ids), lessons, recipe, folder)
+    net = Head(dense, DEPTHS, ids, STEPS) if kind == "eagle3" else Blocks(dense, DEPTHS, 319, STEPS + 1, 2)
+    return Training(net, lessons, Recipe(**{"visits": visits, "batch": 512, "length": 64, **how}), folder)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +252,7 @@ def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
     assert {round(w, 6) for w in batch.weight.flatten().tolist()} == {0.0, taps.PROMPT, 1.0}
     T, total, sums = 64, 0.0, 0.0
     with torch.no_grad():
-        got = float(loss_of(net, batch, STEPS, 0.7))
+        got = float(net.loss(batch, 1.0, 0.7, 0))
         finals = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], STEPS)
         for b in range(3):
             for t in range(T):
@@ -403,7 +405,7 @@ def test_shards_hold_the_ids_of_large_vocabularies(tmp_path):
 
 def test_a_layer_that_is_not_llama_s_is_refused(tmp_path):
     target = make(tmp_path / "target", "olmo2", layers=8)
-    with pytest.raises(ValueError, match="cannot start as one of Olmo2ForCausalLM"):
+    with pytest.raises(ValueError, match="cannot start as those of Olmo2ForCausalLM"):
         Head(read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False), DEPTHS, torch.arange(9))
 
 
