@@ -18,9 +18,9 @@ from specker import run
 from specker.options import Sampling
 from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
-from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))

@@ -12,7 +12,7 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker.runtime.strategies.diffuspec import ngram
+from specker.runtime.strategies.blocks import ngram
 from specker.runtime.strategies.vocabtrim.scores import read
 
 ROOT = Path(__file__).parents[1]

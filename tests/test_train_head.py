@@ -20,7 +20,7 @@ from train.head import __main__ as command
 from train.head import fit, taps
 from train.head.blocks import Blocks
 from train.head.eagle import Head
-from train.head.export import LAYOUTS, export, export_blocks
+from train.head.export import LAYOUTS, export
 from train.head.fit import Recipe, Training
 
 DEPTHS = (2, 4, 5)

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from specker.runtime.strategies.diffuspec.lattice import Lattice, Path, Search, best_paths, lattice, trie
-from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
+from specker.runtime.strategies.blocks.lattice import Lattice, Path, Search, best_paths, lattice, trie
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 
 V, STOP = 12, 0
 

@@ -92,7 +92,7 @@ class Blocks(Net):
         """Rows for the LM head of blocks at `roots` [B, N], positions of their windows: [B, N, size - 1, H]."""
         c, (B, N), S = self.config, roots.shape, self.size
         context = F.linear(batch.taps.flatten(2), self.fc)
-        context = self._norm(context.to(self.norm.dtype), self.hidden_norm)
+        context = self._norm(context, self.hidden_norm)
         W = context.shape[1]
         own = batch.text.gather(1, roots)
         seen = (batch.text[:, None] == own[..., None]) & (torch.arange(W) < roots[..., None])

@@ -56,7 +56,7 @@ class Net(nn.Module):
         return torch.cat([like.new_zeros(H, (taps - 1) * H), torch.eye(H, dtype=like.dtype)], 1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
+        return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, self.config.rms_norm_eps)
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
         """RoPE over x [B, heads, T, D] at `places` [B, T]."""
