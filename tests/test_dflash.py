@@ -61,6 +61,8 @@ LAYOUTS = {
         "outer": {"sample_from_anchor": False},
     },
     "DeepSpec": {"layout": "deepspec", "markov": 6, "confidence": "rows and markov"},
+    "DeepSpec, gated": {"layout": "deepspec", "markov": 6, "markov_kind": "gated", "confidence": "rows and markov"},
+    "speculators, recurrent": {"layout": "dspark", "ids": OFTEN, "markov": 6, "markov_kind": "rnn"},
     "DeepSpec without heads": {"layout": "deepspec", "layer_ids": [-1, 3, 5]},
     "DeepSpec, confidence alone": {"layout": "deepspec", "confidence": "rows"},
 }
@@ -447,7 +449,10 @@ BAD = {
     "no block": ({"block_size": None}, "block_size of .* must be a whole number, got None"),
     "an empty block": ({"block_size": 1}, "block_size 1, which leaves no token to draft"),
     "no mask": ({"mask_token_id": 128}, "must name mask_token_id, an id below 128; it is 128"),
-    "a Markov head of another type": ({"markov_rank": 4, "markov_head_type": "rnn"}, "type 'rnn'; specker runs"),
+    "a Markov head of another type": (
+        {"markov_rank": 4, "markov_head_type": "gru"},
+        "type 'gru'; specker runs vanilla, gated",
+    ),
     "a Markov head that is missing": ({"markov_rank": 4}, "lacks markov_head.markov_w1.weight"),
     "a confidence head that is missing": ({"enable_confidence_head": True}, "lacks confidence_head.proj.weight"),
     "confidence without Markov": (

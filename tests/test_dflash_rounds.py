@@ -17,7 +17,7 @@ DRAFTERS = {
     "z-lab": {"layout": "zlab"},
     "dflash": {"layout": "dflash", "ids": OFTEN},
     "dspark": {"layout": "dspark", "ids": OFTEN, "markov": 6, "confidence": "rows and markov"},
-    "DeepSpec": {"layout": "deepspec", "markov": 6, "layer": WINDOWS},
+    "DeepSpec": {"layout": "deepspec", "markov": 6, "markov_kind": "rnn", "layer": WINDOWS},
 }
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 4, "top_k": 20}}
 

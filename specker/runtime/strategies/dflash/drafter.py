@@ -115,10 +115,11 @@ class BlockDrafter(Drafter):
         kept = self.head.token_ids if block.weights.ids is None else None
         ids = torch.empty_like(positions)
         scores, sure = logits.new_empty(n, k), logits.new_empty(n, k)
-        before = r.window[:, 0]
+        before, state = r.window[:, 0], None
         for step in range(k):
             latent = block.latent(before)
-            z = logits[:, step] + block.bias(latent, kept)
+            bias, state = block.bias(latent, normed[:, step], state, kept)
+            z = logits[:, step] + bias
             at = positions[:, step].contiguous()
             if r.fixed and not scored:
                 ids[:, step] = before = self._drawn(r, z, at)
