@@ -18,8 +18,9 @@ from specker import run
 from specker.options import Sampling
 from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
+from specker.runtime.strategies.blocks import AdaptiveLength
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
-from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
+from specker.runtime.strategies.diffuspec import Chunks
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
