@@ -5,7 +5,8 @@
 
 Compared are the argmax of each position, the path that the search finds, trees of the most probable beginnings of paths
 with as many tokens as the chain and with more, each by the drafter alone (lambda 1) and with the n-gram model, and the
-adaptive length. Nothing is timed: acceptance does not depend on the machine. Rounds without a draft do not count.
+adaptive length. Nothing is timed: acceptance does not depend on the machine. Rounds draft whether it pays or not; those
+that cannot are not counted.
 """
 
 import json
@@ -17,6 +18,7 @@ from transformers import HfArgumentParser
 
 import specker
 from bench.harness import table_of
+from specker.runtime.strategies.blocks import AdaptiveLength
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Args:
     prompts: int = field(default=16, metadata={"help": "held-out prompts"})
     max_new_tokens: int = 64
     temperatures: str = "0,0.7"
+    only: str = field(default="", metadata={"help": "the ways whose names begin with this"})
     dtype: str = "float32"
 
 
@@ -45,9 +48,9 @@ def ways(args: Args) -> dict[str, dict[str, Any]]:
 
 def measure(args: Args, options: dict[str, Any], texts: list[str], temperature: float) -> dict[str, float]:
     """Tokens and verified rows of a round that drafts, over all texts."""
-    engine = specker.load(
-        args.target or None, args.draft or None, args.strategy, device="cpu", dtype=args.dtype, **options
-    )
+    AdaptiveLength.rests = False
+    target = args.target or (specker.zoo.path("code-target") if args.draft else None)
+    engine = specker.load(target, args.draft or None, args.strategy, device="cpu", dtype=args.dtype, **options)
     done = [engine.generate(text, args.max_new_tokens, temperature=temperature, seed=n) for n, text in enumerate(texts)]
     stats = [each.stats for each in done]
     rounds = sum(each.rounds - each.lengths.get(0, 0) for each in stats)
@@ -61,6 +64,8 @@ def main() -> None:
     for temperature in map(float, args.temperatures.split(",")):
         table = table_of(temperature, ("way", "tokens a round", "verified rows a round", "rounds"))
         for name, options in ways(args).items():
+            if not name.startswith(args.only):
+                continue
             found = measure(args, options, texts, temperature)
             table.add_row(name, f"{found['tokens']:.2f}", f"{found['rows']:.1f}", str(found["rounds"]))
         Console(width=100).print(table)

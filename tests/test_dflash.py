@@ -95,19 +95,6 @@ def load(target, drafter, strategy="dflash", **options):
     return specker.load(str(target), str(drafter), strategy=strategy, device="cpu", dtype="float64", **options)
 
 
-@pytest.fixture(scope="module")
-def taps_of(target):
-    """A function of (text, depths): the target's rows of all tokens but the last, at each depth."""
-    model = specker.load(str(target), strategy="ar", device="cpu", dtype="float64").model
-
-    def taps_of(text, depths):
-        cache = KVCache(model.config, 256, dtype=model.dtype, device="cpu")
-        rows = prefill(model, cache, text[:-1], depths, len(text))
-        return [rows[depth] for depth in depths]
-
-    return taps_of
-
-
 def formula_of(engine, drafter):
     return Formula(drafter, engine.model.embed, engine.model.head)
 

@@ -206,7 +206,7 @@ def _check_policy(options: Options, strategy: Strategy) -> None:
     if policy not in POLICIES:
         raise ValueError(f"{option('policy')} must be one of {', '.join(POLICIES)}, got {policy!r}")
     if policy not in (AUTO, *GENERAL, *strategy.policies):
-        owner = next(s.name for s in _ALL if policy in s.policies)
-        raise ValueError(f"{option('policy', policy)} is for strategy {owner}, not {options.strategy!r}")
+        owners = " or ".join(s.name for s in _ALL if policy in s.policies)
+        raise ValueError(f"{option('policy', policy)} is for strategy {owners}, not {options.strategy!r}")
     if policy != "fixed" and options.tree is not None:
         raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('tree')}")
