@@ -341,7 +341,7 @@ def test_the_exported_layouts(learnt, target, tmp_path):
 def blocks(dense, lessons, target, tmp_path_factory):
     """(a finished training of a drafter of blocks; its agreement before; the folder of the drafter; in float64 the net
     with the weights that the folder has)"""
-    training = new(dense, lessons, tmp_path_factory.mktemp("blocks") / "training", 40_000, kind="dflash")
+    training = new(dense, lessons, tmp_path_factory.mktemp("blocks") / "training", 30_000, kind="dflash")
     before = training.judge()
     training.fit()
     training.net.load_state_dict(torch.load(training.folder / "best.pt", weights_only=True))
