@@ -497,6 +497,17 @@ def test_questions_of_the_test_are_left_out(tmp_path):
     assert command.questions("") == []
 
 
+def test_a_target_without_a_chat_template_continues_prompts(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus.Writer, "chats", False)
+    engine = specker.load(target, strategy="ar", device="cpu", batch_size=2)
+    args = corpus.Args(str(target), str(tmp_path), tokens=40, max_new_tokens=8, max_context=64)
+    corpus.write(engine, [{"turns": ["one"]}, {"turns": ["two"]}], args)
+    starts = {k: ids[:start] for k, ids, start in corpus.read(tmp_path)}
+    assert len(starts) > 2 and all(ids == engine.encode(("one", "two")[k % 2]) for k, ids in starts.items())
+    with pytest.raises(ValueError, match="has no chat template, so it writes no questions"):
+        corpus.write(engine, [], corpus.Args(str(target), str(tmp_path / "none")))
+
+
 def test_shards_hold_the_ids_of_large_vocabularies(tmp_path):
     corpus.save(tmp_path, {3: ([5, 65535, 70000, 151000], 1)})
     assert corpus.read(tmp_path) == [(3, [5, 65535, 70000, 151000], 1)]
