@@ -36,15 +36,17 @@ class LoadOptions(TypedDict, total=False):
     # del
     exit_layer: int | None
     exit_cost: Literal["layers", "bytes", "measured"]
-    # diffuspec
+    # dflash, diffuspec
     cps: Literal["off", "chain", "tree"] | None
     cps_paths: int | None
+    cps_nodes: int | None
     cps_candidates: int | None
     cps_mass: float | None
     cps_lambda: float | None
     ngram: str | None
-    shifted_logits: Literal["yes", "no"] | None
     adl: tuple[int, int] | str | None
+    # diffuspec
+    shifted_logits: Literal["yes", "no"] | None
     chunk: tuple[int, float] | str | None
     # lookup
     ngram_most: int

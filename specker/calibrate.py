@@ -159,7 +159,7 @@ def count(job: Calibration, sampling: Sampling) -> tuple[Any, Any]:
     """Count the job's text: (VocabScores, NGram or None without --ngram). Resumes an earlier run of the same job."""
     import torch
 
-    from specker.runtime.strategies.diffuspec.ngram import NGram
+    from specker.runtime.strategies.blocks.ngram import NGram
     from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
     texts, vocab_size, tokenizer, fingerprint = _texts(job, sampling)
@@ -276,7 +276,7 @@ def _resume(part: Path, key: str, vocab_size: int) -> tuple[int, Any, Any, Any]:
     import torch
     from safetensors import safe_open
 
-    from specker.runtime.strategies.diffuspec.ngram import NGramCounts
+    from specker.runtime.strategies.blocks.ngram import NGramCounts
 
     if not part.exists():
         counts, held = torch.zeros(2, vocab_size, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Shared fixtures. Tests use one thread: tiny models gain nothing from two, and sums keep one order."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,23 @@ def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specker.runtime.engine.draft_cost", lambda budget, *_: 0.001 * budget.depth)
     for name in ("AGAIN", "START", "WAIT"):
         monkeypatch.setattr(f"specker.runtime.choose.{name}", 1)
+
+
+@pytest.fixture(scope="module")
+def taps_of(target: Path) -> Callable[[list[int], Sequence[int]], list[torch.Tensor]]:
+    """A function of (text, depths): the rows of all tokens but the last, at each depth, of the test's own `target`."""
+    import specker
+    from specker.model.cache import KVCache
+    from specker.model.decoder import prefill
+
+    model = specker.load(str(target), strategy="ar", device="cpu", dtype="float64").model
+
+    def taps_of(text: list[int], depths: Sequence[int]) -> list[torch.Tensor]:
+        cache = KVCache(model.config, model.config.max_context, dtype=model.dtype, device="cpu")
+        rows = prefill(model, cache, text[:-1], tuple(depths), len(text))
+        return [rows[depth] for depth in depths]
+
+    return taps_of
 
 
 @pytest.fixture(scope="session")

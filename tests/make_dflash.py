@@ -28,6 +28,7 @@ def make_dflash(
     layer_ids: list[int] | None = None,
     bias: bool = False,
     markov: int = 0,
+    markov_kind: str = "vanilla",
     confidence: str = "",
     mask_file: str = "",
     seed: int = 0,
@@ -35,8 +36,9 @@ def make_dflash(
     outer: dict | None = None,
 ) -> Path:
     """`target`: config.json of the target. `ids`: of the LM head's rows. `own`: of embed_tokens and lm_head. `markov`:
-    the Markov head's rank. `confidence`: "", "rows" or "rows and markov". `mask_file`: "", "tensor" or "table".
-    `layer`, `outer`: further fields of the layers' config and of the outer one, None for fields to leave out."""
+    the Markov head's rank, `markov_kind`: vanilla, gated or rnn. `confidence`: "", "rows" or "rows and markov".
+    `mask_file`: "", "tensor" or "table". `layer`, `outer`: further fields of the layers' config and of the outer one,
+    None for fields to leave out."""
     generator = torch.Generator().manual_seed(seed)
     Ht, V = target["hidden_size"], target["vocab_size"]
     H, (Hq, Hkv, D) = width or Ht, heads
@@ -72,6 +74,11 @@ def make_dflash(
     if markov:
         x["markov_head.markov_w1.weight"] = torch.randn((V, markov), generator=generator)
         x["markov_head.markov_w2.weight"] = 2 * matrix(rows, markov)
+        joint = {"gated": ("gate_proj", markov, H + markov), "rnn": ("joint_proj", 3 * markov, 2 * markov + H)}
+        if markov_kind in joint:
+            name, out, inputs = joint[markov_kind]
+            x[f"markov_head.{name}.weight"] = 2 * matrix(out, inputs)
+            x[f"markov_head.{name}.bias"] = torch.randn(out, generator=generator)
     if confidence:
         x["confidence_head.proj.weight"] = matrix(1, H + markov * (confidence == "rows and markov"))
         x["confidence_head.proj.bias"] = torch.randn(1, generator=generator)
@@ -105,7 +112,7 @@ def make_dflash(
         raw |= {"architectures": ["DFlashSpeculator"], "block_size": size, "mask_token_id": mask}
         raw |= {"aux_hidden_state_layer_ids": [n + 1 for n in layer_ids], "sample_from_anchor": layout == "dspark"}
     if layout in ("deepspec", "dspark"):
-        raw |= {"markov_rank": markov, "enable_confidence_head": bool(confidence), "markov_head_type": "vanilla"}
+        raw |= {"markov_rank": markov, "enable_confidence_head": bool(confidence), "markov_head_type": markov_kind}
         raw["confidence_head_with_markov"] = confidence == "rows and markov"
     raw = {name: value for name, value in {**raw, **(outer or {})}.items() if value is not None}
     if width is not None and layout in NESTED:
@@ -204,11 +211,13 @@ class Formula:
         `taps`: the target's rows of all tokens of the text but the last. `noise` [drafts, V]: of the target's draws."""
         h, x, before = self.rows(taps, text[-1], drafts), self.x, text[-1]
         tokens, scores, sure = [], [], []
+        state = None
         for row, normed in enumerate(h):
             z = self.head @ normed
             latent = x["markov_head.markov_w1.weight"][before] if "markov_head.markov_w1.weight" in x else None
             if latent is not None:
-                z = z + x["markov_head.markov_w2.weight"] @ latent
+                found, state = self.markov(normed, latent, torch.zeros_like(latent) if state is None else state)
+                z = z + x["markov_head.markov_w2.weight"] @ found
             if "confidence_head.proj.weight" in x:
                 w = x["confidence_head.proj.weight"][0]
                 features = normed if len(w) == len(normed) else torch.cat((normed, latent))
@@ -220,3 +229,18 @@ class Formula:
             before = int(self.ids()[best])
             tokens.append(before)
         return tokens, scores, sure
+
+    def markov(self, row: Tensor, latent: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What w2 is applied to, and the next state, both [r]. `row` [H]: the block's normed row; `latent` [r]: w1 of
+        the token before."""
+        kind, x = self.raw["markov_head_type"], self.x
+        if kind == "vanilla":
+            return latent, state
+        name = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}[kind]
+        weight, bias = x[f"{name}.weight"], x[f"{name}.bias"]
+        if kind == "gated":
+            return torch.sigmoid(weight @ torch.cat((row, latent)) + bias) * latent, state
+        r = len(latent)
+        y = weight @ torch.cat((state, latent, row)) + bias
+        gate = torch.sigmoid(y[:r])
+        return torch.tanh(y[2 * r :]), gate * state + (1 - gate) * torch.tanh(y[r : 2 * r])

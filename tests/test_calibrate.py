@@ -11,7 +11,7 @@ import warm
 
 import specker
 from specker import calibrate
-from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
 ROOT = Path(__file__).parents[1]

@@ -212,7 +212,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag once, with its values."""
     out = shown(capsys, run.main, "--help-all")
-    names = [f.name for cls in (run.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)]
+    names = {f.name for cls in (run.Job, Common, *OWN_OPTIONS, Sampling) for f in dataclasses.fields(cls)}
     listed = [flag for flag in flags_in(out) if flag not in MORE_HELP]
     assert sorted(listed) == sorted("--" + name.replace("_", "-") for name in names)
     for cls in (run.Job, Common, *OWN_OPTIONS):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from make_checkpoint import edit, make
@@ -15,6 +16,9 @@ from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
 from specker.model.decoder import prefill
 from specker.options import Params
+from specker.runtime.drafter import path_length
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
+from specker.runtime.strategies.blocks.ngram import read as read_ngram
 
 OFTEN = [35, 74, 119]  # ids that the target writes often, so that a random drafter with these rows is often right
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -57,6 +61,8 @@ LAYOUTS = {
         "outer": {"sample_from_anchor": False},
     },
     "DeepSpec": {"layout": "deepspec", "markov": 6, "confidence": "rows and markov"},
+    "DeepSpec, gated": {"layout": "deepspec", "markov": 6, "markov_kind": "gated", "confidence": "rows and markov"},
+    "speculators, recurrent": {"layout": "dspark", "ids": OFTEN, "markov": 6, "markov_kind": "rnn"},
     "DeepSpec without heads": {"layout": "deepspec", "layer_ids": [-1, 3, 5]},
     "DeepSpec, confidence alone": {"layout": "deepspec", "confidence": "rows"},
 }
@@ -87,19 +93,6 @@ def drafter_of(target, folder, **how):
 def load(target, drafter, strategy="dflash", **options):
     options = {"policy": "fixed", **options}
     return specker.load(str(target), str(drafter), strategy=strategy, device="cpu", dtype="float64", **options)
-
-
-@pytest.fixture(scope="module")
-def taps_of(target):
-    """A function of (text, depths): the target's rows of all tokens but the last, at each depth."""
-    model = specker.load(str(target), strategy="ar", device="cpu", dtype="float64").model
-
-    def taps_of(text, depths):
-        cache = KVCache(model.config, 256, dtype=model.dtype, device="cpu")
-        rows = prefill(model, cache, text[:-1], depths, len(text))
-        return [rows[depth] for depth in depths]
-
-    return taps_of
 
 
 def formula_of(engine, drafter):
@@ -278,32 +271,107 @@ def test_a_trimmed_head_drafts_the_best_of_its_rows(target, tmp_path, taps_of, m
             assert row["draft"] == want[0]
 
 
-@pytest.mark.parametrize("tree", ["2x3", "3x4"])
-def test_a_tree_holds_the_best_paths_through_the_block(target, usual, taps_of, tree):
+def block_scores(formula, taps_of, depths, before, size, heat=1.0):
+    """The formula's log-probabilities [size, rows] of a block's tokens at a temperature."""
+    rows = formula.rows(taps_of(before, depths), before[-1], size)
+    return (rows @ formula.head.T / heat).log_softmax(-1)
+
+
+@pytest.mark.parametrize(("length", "nodes"), [(3, 6), (4, 9)])
+def test_a_tree_holds_the_most_probable_beginnings_of_paths(target, usual, taps_of, length, nodes):
     """Tokens of a block are guessed independently, so a path's probability is the product of theirs."""
-    engine = load(target, usual, tree=tree)
-    width, depth = map(int, tree.split("x"))
+    how = {"cps": "tree", "cps_nodes": nodes, "cps_mass": 1.0, "cps_lambda": 1.0, "draft_tokens": length}
+    engine = load(target, usual, policy=None, **how)
     formula, seen = formula_of(engine, usual), []
     engine.trace = seen.append
     out = engine.generate(TEXT, 24)
-    assert engine.check(TEXT, out, 24).identical
-    text = TEXT + out.tokens
+    assert engine.check(TEXT, out, 24).identical and out.stats.accepted
+    text, ids = TEXT + out.tokens, formula.ids().tolist()
     for row in seen:
         before = text[: row["position"]]
-        if len(text) - len(before) <= depth:
+        if len(text) - len(before) <= nodes:  # the end of a text cuts the tree
             continue
-        h = formula.rows(taps_of(before, engine.drafter.taps), before[-1], depth)
-        scores = (h @ formula.head.T).log_softmax(-1)
-        ids = formula.ids().tolist()
-        every = itertools.product(range(len(ids)), repeat=depth)
-        total = {path: float(sum(scores[i, n] for i, n in enumerate(path))) for path in every}
-        best = sorted(total, key=lambda path: -total[path])[:width]
-        drafted = {()}
+        scores = block_scores(formula, taps_of, engine.drafter.taps, before, length)
+        total = {}
+        for depth in range(1, length + 1):
+            for path in itertools.product(range(len(ids)), repeat=depth):
+                total[tuple(ids[n] for n in path)] = float(sum(scores[i, n] for i, n in enumerate(path)))
         paths = [()]
         for token, parent in zip(row["draft"], row["parents"], strict=True):
             paths.append((*paths[parent], token))
-            drafted.add(paths[-1])
-        assert drafted == {tuple(ids[n] for n in path[:m]) for path in best for m in range(depth + 1)}
+        best = sorted(total, key=lambda path: -total[path])
+        assert paths[1:] == best[:nodes]
+
+
+@pytest.fixture(scope="module")
+def ngram(target, tmp_path_factory):
+    """A file with the trigrams of texts of the target, and what it reads as."""
+    plain, counts = specker.load(str(target), strategy="ar", device="cpu", dtype="float64"), NGramCounts(128)
+    for seed in range(3):
+        counts.add(plain.generate([seed], 120, temperature=1.0, seed=seed).tokens)
+    path = tmp_path_factory.mktemp("ngram") / "ngram"
+    path.write_bytes(NGram.fit(counts, totals={"texts": 3}).to_bytes())
+    return path
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_searched_path_is_the_best_one_by_both_models_and_the_noise(target, usual, taps_of, ngram, temperature):
+    """lambda log p + (1 - lambda) log p_ngram / T + g, with lambda 1 at the first position."""
+    how = {"cps": "chain", "cps_paths": 64, "cps_mass": 1.0, "cps_lambda": 0.3, "draft_tokens": 3, "ngram": str(ngram)}
+    engine = load(target, usual, **how)
+    formula, model, seen = formula_of(engine, usual), read_ngram(ngram), []
+    engine.trace = seen.append
+    out = engine.generate(TEXT, 24, temperature=temperature, seed=5)
+    assert engine.check(TEXT, out, 24, temperature=temperature, seed=5).identical and out.stats.accepted
+    text, ids, heat = TEXT + out.tokens, formula.ids().numpy(), temperature or 1.0
+    differs = 0
+    for row in seen:
+        before, size = text[: row["position"]], len(row["draft"])
+        if size < 3:
+            continue
+        scores = block_scores(formula, taps_of, engine.drafter.taps, before, size, heat).numpy()
+        noise = np.zeros_like(scores)
+        if temperature:
+            at = len(before) - 1 + torch.arange(size)
+            noise = gumbel_at(5, at, torch.from_numpy(ids).expand(size, -1)).double().numpy()
+        total = {}
+        for path in itertools.product(range(len(ids)), repeat=size):
+            tokens, score = [*before, *ids[list(path)].tolist()], 0.0
+            for i, n in enumerate(path):
+                tail = np.array([tokens[len(before) + i - 2 : len(before) + i]])
+                share = 0.7 * float(model.log_p(tail, ids[n : n + 1])[0, 0]) / heat if i else 0.0
+                score += (0.3 if i else 1.0) * scores[i, n] + share + noise[i, n]
+            total[tuple(tokens[len(before) :])] = score
+        best = max(total, key=total.get)
+        assert tuple(row["draft"]) == best
+        differs += list(best) != ids[(scores + noise).argmax(1)].tolist()
+    assert differs  # from the best token of each position
+
+
+@pytest.mark.usefixtures("cheap")  # the rule does not depend on the clock
+@pytest.mark.parametrize(("cps", "graphs"), [("off", "off"), ("off", "on"), ("chain", "off"), ("tree", "off")])
+def test_the_adaptive_length_follows_its_rule(target, usual, cps, graphs):
+    """k of every round, by ADL's formula, from the guesses before a stop token and the accepted ones. A round of fixed
+    shape starts before the one before it is known, so its k is a round late."""
+    more = {} if cps == "off" else {"cps_lambda": 1.0}
+    engine = load(target, usual, policy=None, adl="1-4", cps=cps, graphs=graphs, **more)
+    assert engine.options.policy == "adl"
+    seen = []
+    engine.trace = seen.append
+    out = engine.generate(TEXT, 40)
+    assert engine.check(TEXT, out, 40).identical and out.stats.accepted
+    generated = accepted = 0.0
+    rule = [4, 4] if graphs == "on" else [4]
+    for row in seen:
+        if not row["draft"] or len(TEXT) + 40 - row["position"] <= 12:  # the end of a text cuts drafts
+            continue
+        length = rule.pop(0)
+        assert row["diffusion"]["generated"] == length  # none of OFTEN is a stop token
+        assert path_length(row["parents"] if cps == "tree" else range(len(row["draft"]))) <= length
+        generated += 0.5 * (length - generated)
+        accepted += 0.5 * (len(row["path"]) - 1 - accepted)
+        rule.append(min(max(int(generated) + 10 * (accepted >= generated), 1), 4))
+    assert generated < 3
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -368,7 +436,10 @@ BAD = {
     "no block": ({"block_size": None}, "block_size of .* must be a whole number, got None"),
     "an empty block": ({"block_size": 1}, "block_size 1, which leaves no token to draft"),
     "no mask": ({"mask_token_id": 128}, "must name mask_token_id, an id below 128; it is 128"),
-    "a Markov head of another type": ({"markov_rank": 4, "markov_head_type": "rnn"}, "type 'rnn'; specker runs"),
+    "a Markov head of another type": (
+        {"markov_rank": 4, "markov_head_type": "gru"},
+        "type 'gru'; specker runs vanilla, gated",
+    ),
     "a Markov head that is missing": ({"markov_rank": 4}, "lacks markov_head.markov_w1.weight"),
     "a confidence head that is missing": ({"enable_confidence_head": True}, "lacks confidence_head.proj.weight"),
     "confidence without Markov": (
@@ -446,7 +517,13 @@ def test_a_mask_that_does_not_fit_is_refused(target, tmp_path, way):
 OPTIONS = {
     "random weights": ({"load": "dummy"}, "reads a trained drafter"),
     "too long": ({"draft_tokens": 5}, "draft_tokens=5 is more than this drafter's blocks have: at most 4 tokens"),
-    "too deep": ({"tree": "2x5"}, "tree='2x5' is more than this drafter's blocks have"),
+    "too long at most": ({"policy": "adl", "adl": "2-5"}, "adl='2-5' is more than this drafter's blocks have"),
+    "another tree": ({"tree": "2x3"}, "strategy dflash drafts a block: tree does not apply, but cps='tree' does"),
+    "a path token by token": (
+        {"policy": "draft-and-verify", "cps": "chain", "cps_lambda": 1.0},
+        "ends a draft token by token, but cps='chain' drafts a whole path",
+    ),
+    "no n-gram model": ({"cps": "chain"}, "cps='chain' needs ngram for"),
     "ids of its own": ({"strategy": "dflash+vocabtrim"}, r"has 3 rows for ids of its own choice \(d2t\)"),
 }
 
@@ -458,9 +535,10 @@ def test_options_that_do_not_apply_are_refused(target, usual, way):
         load(target, usual, **options)
 
 
-def test_a_markov_head_drafts_no_tree(target, spark):
-    with pytest.raises(ValueError, match="the drafter's Markov head guesses one token after another"):
-        load(target, spark, tree="2x3")
+@pytest.mark.parametrize("cps", ["chain", "tree"])
+def test_a_markov_head_is_not_searched(target, spark, cps):
+    with pytest.raises(ValueError, match=f"cps='{cps}' does not apply: the drafter's Markov head guesses one token"):
+        load(target, spark, cps=cps, cps_lambda=1.0)
 
 
 def test_a_plain_draft_is_no_drafter_of_blocks(target):

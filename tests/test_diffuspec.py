@@ -18,9 +18,10 @@ from specker import run
 from specker.options import Sampling
 from specker.runtime.policy import Budget
 from specker.runtime.stats import DiffusionStats, Stats
-from specker.runtime.strategies.diffuspec import AdaptiveLength, Chunks
+from specker.runtime.strategies.blocks import AdaptiveLength
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
+from specker.runtime.strategies.diffuspec import Chunks
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
-from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 PROMPTS = ([5, 9, 40], [1], list(range(3, 90)))
@@ -365,7 +366,7 @@ def test_caches_are_sound_after_every_round(family, monkeypatch, graphs):
     for more in ({"policy": "chunk", "chunk": "3:0.1", "cps": "tree"}, {"draft_tokens": 3, "cps": "tree"}):
         with after_every_round(monkeypatch, sound) as sizes:
             load(family, graphs=graphs, **more).generate([5, 9, 40], 40, temperature=0.7)
-        assert len(sizes) > 10 and max(sizes) > 3
+        assert len(sizes) > 5 and max(sizes) > 3
 
 
 # --- vocabularies
@@ -414,8 +415,8 @@ def test_another_tokenizer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strategy": "draft", "cps": "chain"}, "cps is for strategy diffuspec, not 'draft'"),
-        ({"strategy": "draft", "policy": "adl"}, "policy='adl' is for strategy diffuspec, not 'draft'"),
+        ({"strategy": "draft", "cps": "chain"}, "cps is for strategy dflash or diffuspec, not 'draft'"),
+        ({"strategy": "draft", "policy": "adl"}, "policy='adl' is for strategy dflash or diffuspec, not 'draft'"),
         ({"strategy": "del", "policy": "chunk"}, "policy='chunk' is for strategy diffuspec"),
         ({"cps": "all"}, "cps must be one of off, chain, tree, got 'all'"),
         ({"shifted_logits": "maybe"}, "shifted_logits must be one of yes, no"),

@@ -10,8 +10,6 @@ from make_head import Formula, make_head
 from safetensors.torch import load_file, save_file
 
 import specker
-from specker.model.cache import KVCache
-from specker.model.decoder import prefill
 from specker.options import Params
 from specker.runtime.choose import NONE
 from specker.runtime.policy import Fixed
@@ -79,19 +77,6 @@ def head_of(target, folder, **how):
 def load(target, head, strategy="eagle", **options):
     options = {"policy": "fixed", "draft_tokens": 3, **options}
     return specker.load(str(target), str(head), strategy=strategy, device="cpu", dtype="float64", **options)
-
-
-@pytest.fixture(scope="module")
-def taps_of(target):
-    """A function of (text, depths): the target's rows of all tokens but the last, at each depth."""
-    model = specker.load(str(target), strategy="ar", device="cpu", dtype="float64").model
-
-    def taps_of(text, depths):
-        cache = KVCache(model.config, 256, dtype=model.dtype, device="cpu")
-        rows = prefill(model, cache, text[:-1], depths, len(text))
-        return [rows[depth] for depth in depths]
-
-    return taps_of
 
 
 def assert_drafts(seen, text, formula, taps_of, depths):

@@ -8,8 +8,6 @@ from make_checkpoint import make
 from make_head import Formula, make_head
 
 import specker
-from specker.model.cache import KVCache
-from specker.model.decoder import prefill
 
 OFTEN = [74, 89, 119]  # ids that the target writes often, so that a random head with these rows is often right
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [7], [n % 100 for n in range(40)], [5, 6]]
@@ -44,19 +42,6 @@ def heads(target, tmp_path_factory):
 
 def load(target, head, strategy="eagle", **options):
     return specker.load(str(target), str(head), strategy=strategy, device="cpu", dtype="float64", **options)
-
-
-@pytest.fixture(scope="module")
-def taps_of(target):
-    """A function of (text, depths): the target's rows of all tokens but the last, at each depth."""
-    model = specker.load(str(target), strategy="ar", device="cpu", dtype="float64").model
-
-    def taps_of(text, depths):
-        cache = KVCache(model.config, 256, dtype=model.dtype, device="cpu")
-        rows = prefill(model, cache, text[:-1], depths, len(text))
-        return [rows[depth] for depth in depths]
-
-    return taps_of
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,11 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_keep": "some"}, "vocab_keep must be rows", "--vocab-keep must be rows"),
     ({"exit_layer": 2}, "exit_layer is for strategy del, not", "--exit-layer is for strategy del, not"),
     ({"policy": "best"}, "policy must be one of auto, ", "--policy must be one of auto, "),
-    ({"policy": "adl"}, "policy='adl' is for strategy diffuspec", "--policy adl is for strategy diffuspec"),
+    (
+        {"policy": "adl"},
+        "policy='adl' is for strategy dflash or diffuspec",
+        "--policy adl is for strategy dflash or diffuspec",
+    ),
     ({"policy": "auto", "tree": "2x2"}, "policy='auto' is for chains: leave out tree", "--policy auto is for"),
     (
         {"strategy": "ar", "draft_tokens": 2},

@@ -12,7 +12,7 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker.runtime.strategies.diffuspec import ngram
+from specker.runtime.strategies.blocks import ngram
 from specker.runtime.strategies.vocabtrim.scores import read
 
 ROOT = Path(__file__).parents[1]
@@ -182,3 +182,11 @@ def test_prompts_for_a_code_model(tmp_path, monkeypatch):
     assert not {turn for turns in bench for turn in turns} & set(texts)
     names = {name for name, *_ in prompts.functions()}
     assert "quoteattr" in names and not {"fill", "indent", "dedent"} & names  # of textwrap, which is held out
+
+
+def test_plain_prompts_are_beginnings_of_functions(monkeypatch):
+    *rest, files = prompts.library_files(only_stdlib=True)["python"]
+    monkeypatch.setattr(prompts, "library_files", lambda only_stdlib: {"python": (*rest, files[::16])})
+    texts = prompts.beginnings(40, 0)
+    assert texts == prompts.beginnings(40, 0) and len(set(texts)) == 40
+    assert all(text.split()[0] in ("def", "class", "async") and len(text.splitlines()) < 16 for text in texts)

@@ -1,5 +1,5 @@
-"""train/head: a tiny head learns from a tiny target, goes on where it stopped, and drafts in the engine as it did in
-training."""
+"""train/head: tiny heads of both kinds learn from a tiny target, go on where they stopped, and draft in the engine as
+they did in training."""
 
 import json
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from make_checkpoint import make
+from make_dflash import Formula as BlockFormula
 from make_head import Formula
 from safetensors.torch import load_file
 
@@ -18,9 +19,10 @@ from specker.model.decoder import prefill
 from train import corpus
 from train.head import __main__ as command
 from train.head import fit, taps
-from train.head.export import LAYOUTS, export
-from train.head.fit import Recipe, Training, loss_of
-from train.head.net import Head
+from train.head.blocks import Blocks
+from train.head.eagle import Head
+from train.head.export import LAYOUTS, export, export_blocks
+from train.head.fit import Recipe, Training
 
 DEPTHS = (2, 4, 5)
 STEPS = 3
@@ -70,11 +72,12 @@ def dense(target):
     return read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False)
 
 
-def new(dense, lessons, folder, visits, rows=200, **how):
+def new(dense, lessons, folder, visits, rows=200, kind="eagle3", **how):
+    """A training of a head of STEPS tokens a draft."""
     folder.mkdir(exist_ok=True)
     ids = fit.kept_ids(folder / "state.pt", lessons.counts(dense.config.vocab_size), rows)
-    recipe = Recipe(**{"visits": visits, "batch": 512, "length": 64, "steps": STEPS, **how})
-    return Training(Head(dense, DEPTHS, ids), lessons, recipe, folder)
+    net = Head(dense, DEPTHS, ids, STEPS) if kind == "eagle3" else Blocks(dense, DEPTHS, 319, STEPS + 1, 2)
+    return Training(net, lessons, Recipe(**{"visits": visits, "batch": 512, "length": 64, **how}), folder)
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +209,13 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("killed", [7, 60])
-def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, monkeypatch, killed):
+@pytest.mark.parametrize(("kind", "killed"), [("eagle3", 7), ("dflash", 60)])
+def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, monkeypatch, kind, killed):
     """In the middle of an epoch, before and after the first line of the log; with a last save before the kill."""
-    whole = new(dense, lessons, tmp_path / "whole", 40_000)
+    whole = new(dense, lessons, tmp_path / "whole", 40_000, kind=kind)
     whole.fit()
     monkeypatch.setattr(fit, "SAVED", 0.0)
-    first, step = new(dense, lessons, tmp_path / "parts", 40_000), Training.step
+    first, step = new(dense, lessons, tmp_path / "parts", 40_000, kind=kind), Training.step
 
     def dies(self):
         if self.done >= killed * 512:
@@ -223,7 +226,7 @@ def test_a_killed_training_ends_with_the_same_weights(dense, lessons, tmp_path, 
     with pytest.raises(Killed):
         first.fit()
     monkeypatch.setattr(Training, "step", step)
-    parts = new(dense, lessons, tmp_path / "parts", 40_000)
+    parts = new(dense, lessons, tmp_path / "parts", 40_000, kind=kind)
     parts.fit()
     assert parts.done == whole.done and parts.log == whole.log
     for name, x in whole.net.state_dict().items():
@@ -250,7 +253,7 @@ def test_the_loss_is_the_divergence_of_every_step(dense, lessons, tmp_path):
     assert {round(w, 6) for w in batch.weight.flatten().tolist()} == {0.0, taps.PROMPT, 1.0}
     T, total, sums = 64, 0.0, 0.0
     with torch.no_grad():
-        got = float(loss_of(net, batch, STEPS, 0.7))
+        got = float(net.loss(batch, 1.0, 0.7, 0))
         finals = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], STEPS)
         for b in range(3):
             for t in range(T):
@@ -331,6 +334,93 @@ def test_the_exported_layouts(learnt, target, tmp_path):
     assert engine.drafter.taps == (1, 4, 6)
 
 
+# --- drafters of blocks
+
+
+@pytest.fixture(scope="module")
+def blocks(dense, lessons, target, tmp_path_factory):
+    """(a finished training of a drafter of blocks; its agreement before; the folder of the drafter; in float64 the net
+    with the weights that the folder has)"""
+    training = new(dense, lessons, tmp_path_factory.mktemp("blocks") / "training", 30_000, kind="dflash")
+    before = training.judge()
+    training.fit()
+    training.net.load_state_dict(torch.load(training.folder / "best.pt", weights_only=True))
+    folder = training.folder.parent / "drafter"
+    export_blocks(training.net, target, folder)
+    whole = read_checkpoint(target, dtype=torch.float64, device="cpu", pack=False)
+    net = Blocks(whole, DEPTHS, 319, STEPS + 1, 2)
+    kept = training.net.state_dict().items()
+    net.load_state_dict({n: x.to(torch.bfloat16).double() if x.is_floating_point() else x for n, x in kept})
+    return training, before, folder, net
+
+
+def test_a_drafter_of_blocks_learns(blocks):
+    """Later tokens of a block are judged where those before it are right."""
+    training, before, *_ = blocks
+    after = training.judge()
+    assert after[0] > before[0] + 0.2 and fit.expected(after) > fit.expected(before) + 0.3
+    log = [json.loads(line) for line in (training.folder / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["kl"] < 0.8 * log[0]["kl"]
+
+
+def window(*texts, rows):
+    """A batch of one window of texts, with the target's rows [1, T, A, H]."""
+    ids = torch.tensor([[token for text in texts for token in text]])
+    text = torch.tensor([[n for n, text in enumerate(texts) for _ in text]])
+    place = torch.tensor([[n for text in texts for n in range(len(text))]])
+    return taps.Batch(ids, text, place, torch.ones(ids.shape), rows, rows[:, :, -1], ids)
+
+
+def test_a_block_sees_what_it_sees_in_an_engine(blocks, rows_of):
+    """Blocks of all roots at once against an independent formula of one block after its text alone, up to the float32
+    angles of RoPE; texts of a window do not see each other."""
+    *_, folder, net = blocks
+    formula = BlockFormula(folder, rows_of.model.embed, rows_of.model.head)
+    a, b = [7, 49, 5, 60, 61, 7, 8, 30, 200], [3, 3, 9, 14, 9, 9, 1]
+    batch = window(a, b, rows=torch.cat([rows_of(a), rows_of(b)], 1))
+    roots = torch.tensor([[5, 1, 8, 10, 12]])
+    with torch.no_grad():
+        got = net.blocks(batch, roots)[0]
+    for root, rows in zip(roots[0].tolist(), got, strict=True):
+        text, at = (a, root) if root < len(a) else (b, root - len(a))
+        before = list(rows_of(text)[0, :at].unbind(1))
+        assert torch.allclose(rows, formula.rows(before, text[at], STEPS), atol=1e-4), root
+
+
+def test_the_engine_runs_the_trained_drafter(blocks, target):
+    _, _, folder, net = blocks
+    engine = specker.load(target, folder, "dflash", device="cpu", dtype="float64", policy="fixed")
+    assert engine.drafter.taps == DEPTHS and engine.options.draft_tokens == STEPS and engine.drafter.spec.size == 4
+    out = [engine.generate([n + 3, 7 * n + 21], 60) for n in range(3)]
+    assert [each.tokens for each in out] == [engine.generate_ar([n + 3, 7 * n + 21], 60).tokens for n in range(3)]
+    assert sum(each.stats.accepted for each in out) > 0.2 * sum(each.stats.rounds for each in out)
+    assert int(net.mask) == 319
+
+
+def test_the_loss_of_blocks_is_the_divergence_of_every_token(dense, lessons, tmp_path):
+    """In float64: token k counts exp(-(k - 1) / 2) for blocks of 4 rows, and nothing behind the end of a text."""
+    net = new(dense, lessons, tmp_path / "head", 1, kind="dflash").net
+    batch = lessons.batch(lessons.trained[:2])
+    roots = torch.rand(2, 64, generator=torch.Generator().manual_seed(5)).topk(16).indices  # the blocks of step 5
+    total = sums = 0.0
+    with torch.no_grad():
+        got, other = (float(net.loss(batch, 0.5, 0.7, turn)) for turn in (5, 6))
+        finals = net.blocks(batch, roots)
+        for b in range(2):
+            for n, root in enumerate(roots[b].tolist()):
+                for k in range(STEPS):
+                    at = root + k
+                    if batch.text[b, at] != batch.text[b, root]:
+                        continue
+                    p = ((net.head.double() @ batch.last[b, at].double()) / 0.7).softmax(-1)
+                    q = ((net.head.double() @ finals[b, n, k].double()) / 0.7).softmax(-1)
+                    weight = np.exp(-k / 2) * float(batch.weight[b, at])
+                    total += weight * float((p * (p / q).log()).sum())
+                    sums += weight
+    assert got == pytest.approx(total / sums, rel=1e-4)
+    assert got != pytest.approx(other, rel=1e-3)  # at other roots
+
+
 # --- the command
 
 
@@ -363,6 +453,16 @@ def test_the_stages_make_a_head_and_are_done_once(target, tmp_path, monkeypatch,
     assert len(list((out / "taps").iterdir())) > len([path for path in written if path.parent.name == "taps"])
 
 
+def test_a_drafter_of_blocks_learns_from_the_same_answers(folder, target, tmp_path, monkeypatch, small):
+    for part in ("answers", "taps"):
+        (tmp_path / part).symlink_to(folder / part)
+    own = ("--taps", *DEPTHS, "--kind", "dflash", "--block", 5, "--layers", 1, "--stages", "train", "export")
+    assert main(monkeypatch, "--target", target, "--out", tmp_path, *small, *own) == 0
+    engine = specker.load(target, tmp_path / "dflash" / "head", "dflash", device="cpu", dtype="float64")
+    assert len(engine.drafter.model.layers) == 1 and engine.drafter.spec.most == 4
+    assert not (tmp_path / "state.pt").exists()
+
+
 def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatch, small, capsys, folder):
     def says(sentence, *argv, out=tmp_path / "new"):
         assert main(monkeypatch, "--target", target, "--out", out, *small, *argv) == 2
@@ -372,6 +472,9 @@ def test_what_does_not_fit_is_refused_in_a_sentence(target, tmp_path, monkeypatc
     says("--layout must be flat or speculators, got 'gguf'", "--layout", "gguf")
     says("--steps must be at most 8, got 9", "--steps", 9)
     says("--rows must be at least 1, got 0", "--rows", 0)
+    says("--kind must be eagle3 or dflash, got 'mtp'", "--kind", "mtp")
+    says("--block must be between 2 and 64, got 1", "--block", 1)
+    says("--layout speculators is for --kind eagle3", "--kind", "dflash", "--layout", "speculators")
     says("has no texts: run the stage answers first", "--stages", "taps")
     says("--taps must ascend within 1 to 8", "--stages", "taps", "--taps", 4, 2, out=folder)
     says("holds rows of", "--stages", "train", "--taps", 1, 2, 3, out=folder)
@@ -394,6 +497,17 @@ def test_questions_of_the_test_are_left_out(tmp_path):
     assert command.questions("") == []
 
 
+def test_a_target_without_a_chat_template_continues_prompts(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus.Writer, "chats", False)
+    engine = specker.load(target, strategy="ar", device="cpu", batch_size=2)
+    args = corpus.Args(str(target), str(tmp_path), tokens=40, max_new_tokens=8, max_context=64)
+    corpus.write(engine, [{"turns": ["one"]}, {"turns": ["two"]}], args)
+    starts = {k: ids[:start] for k, ids, start in corpus.read(tmp_path)}
+    assert len(starts) > 2 and all(ids == engine.encode(("one", "two")[k % 2]) for k, ids in starts.items())
+    with pytest.raises(ValueError, match="has no chat template, so it writes no questions"):
+        corpus.write(engine, [], corpus.Args(str(target), str(tmp_path / "none")))
+
+
 def test_shards_hold_the_ids_of_large_vocabularies(tmp_path):
     corpus.save(tmp_path, {3: ([5, 65535, 70000, 151000], 1)})
     assert corpus.read(tmp_path) == [(3, [5, 65535, 70000, 151000], 1)]
@@ -403,7 +517,7 @@ def test_shards_hold_the_ids_of_large_vocabularies(tmp_path):
 
 def test_a_layer_that_is_not_llama_s_is_refused(tmp_path):
     target = make(tmp_path / "target", "olmo2", layers=8)
-    with pytest.raises(ValueError, match="cannot start as one of Olmo2ForCausalLM"):
+    with pytest.raises(ValueError, match="cannot start as those of Olmo2ForCausalLM"):
         Head(read_checkpoint(target, dtype=torch.float32, device="cpu", pack=False), DEPTHS, torch.arange(9))
 
 

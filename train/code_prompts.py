@@ -1,16 +1,19 @@
 """Prompts for a model that writes code, to count the tokens of its answers (python -m specker.calibrate).
 
     python -m train.code_prompts --out prompts.jsonl
+    python -m train.code_prompts --out beginnings.jsonl --plain --count 4000
 
 Two thirds are requests about functions of Python's standard library: complete, edit, explain or test one, or write it
 from its description. The others are general questions. Modules whose functions are in the bundled held-out prompts are
-left out, and no question is one of bench/spec_bench.jsonl, so a bench on those measures other text. The order and the
-choice depend on the Python version alone.
+left out, and no question is one of bench/spec_bench.jsonl, so a bench on those measures other text. `--plain` prompts
+are beginnings of functions and classes, which a model without a chat template continues. The order and the choice
+depend on the Python version alone.
 """
 
 import ast
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +23,7 @@ from specker.report import write_file
 from train.code_family.corpus import is_held_out, library_files, readable
 
 LINES = range(8, 40)  # of a function
+BEGINNING = range(5, 16)  # lines of a plain prompt
 REQUESTS = (  # {code}: the function; {head}: its signature and docstring; {name}, {about}: its name, its docstring
     "Complete this Python function:\n\n```python\n{head}\n```",
     "Write a Python function `{name}`. {about}",
@@ -50,6 +54,7 @@ TOPICS = (
 class Args:
     out: str = field(metadata={"help": "JSON lines to write, one `prompt` each"})
     count: int = field(default=450, metadata={"help": "number of prompts"})
+    plain: bool = field(default=False, metadata={"help": "beginnings of functions and classes alone"})
     seed: int = 0
 
 
@@ -85,9 +90,27 @@ def prompts(count: int, seed: int) -> list[str]:
     return mixed[:count]
 
 
+def beginnings(count: int, seed: int) -> list[str]:
+    """`count` beginnings of functions and classes of the standard library, in as many files as possible."""
+    order = random.Random(seed)
+    _, _, files = library_files(only_stdlib=True)["python"]
+    found = []
+    for rel, path in files:
+        if (text := None if is_held_out(rel) else readable(rel, path)) is None:
+            continue
+        lines = text.splitlines()
+        starts = [n for n, line in enumerate(lines) if re.match(r"\s*(async )?(def|class) \w", line)]
+        order.shuffle(starts)
+        sizes = [order.choice(BEGINNING) for _ in starts]
+        own = ["\n".join(lines[n : n + size]).rstrip() for n, size in zip(starts, sizes, strict=True)]
+        found += enumerate(own)  # a file's first choice, its second one ..
+    order.shuffle(found)
+    return list(dict.fromkeys(text for _, text in sorted(found, key=lambda pair: pair[0])))[:count]
+
+
 def main() -> None:
     (args,) = HfArgumentParser(Args).parse_args_into_dataclasses()
-    made = prompts(args.count, args.seed)
+    made = (beginnings if args.plain else prompts)(args.count, args.seed)
     write_file(args.out, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in made))
     print(f"{len(made)} prompts in {args.out}")
 

@@ -4,7 +4,8 @@
 
 Half of the conversations start from a question of the training split (`training`), the other half from a question that
 the target wrote: given the chat template up to the user's turn, it continues with a plausible one (Magpie, arXiv
-2406.08464). Without questions, the target writes all of them. Answers are drawn at temperatures 0, 0.7 and 1 in turn.
+2406.08464). Without questions, the target writes all of them. A target without a chat template continues the questions,
+and writes none. Answers are drawn at temperatures 0, 0.7 and 1 in turn.
 Conversation k depends on k alone, so the script may be stopped at any time: it continues with the conversations that no
 shard holds.
 
@@ -61,6 +62,10 @@ class Writer:
     starts: dict[Any, int] = field(default_factory=dict)  # request -> length of its prompt
     asks: set[Any] = field(default_factory=set)  # requests that write a question
 
+    @property
+    def chats(self) -> bool:
+        return bool(getattr(self.engine.tokenizer, "chat_template", None))
+
     def chat(self, question: str) -> list[int]:
         return self.engine.encode_chat([{"role": "user", "content": question}])
 
@@ -72,6 +77,8 @@ class Writer:
 
     def request(self, k: int) -> Any:
         """The first request of conversation k."""
+        if not self.chats:
+            return self.answer(k, self.engine.encode(self.questions[k % len(self.questions)]["turns"][0]))
         n, of = divmod(k, 2)
         if of == 0 and n < 3 * len(self.questions):
             question = self.questions[n % len(self.questions)]["turns"][0]
@@ -125,7 +132,8 @@ def read(out: Path) -> list[tuple[int, list[int], int]]:
 
 def write(engine: Engine, questions: list[dict[str, Any]], args: Args) -> None:
     """Write conversations until the shards in `args.out` hold `args.tokens` tokens of answers. `questions`: objects
-    with `turns`, of which the first one is asked."""
+    with `turns`, of which the first one is asked. Raises ValueError for a target without a chat template if there are
+    none."""
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     done = read(out)
@@ -134,6 +142,8 @@ def write(engine: Engine, questions: list[dict[str, Any]], args: Args) -> None:
     if tokens >= args.tokens:
         return
     writer = Writer(engine, questions, args)
+    if not writer.chats and not questions:
+        raise ValueError(f"{args.target} has no chat template, so it writes no questions: give some to continue")
     k = 0
 
     def more() -> Any:

@@ -23,7 +23,7 @@ from specker.checkpoints.checkpoint import Checkpoint, folder_of, open_files
 from specker.checkpoints.heads import IGNORED, ids_of, read_tensors
 from specker.checkpoints.parse import LAYER_TYPES, SHARED, SLIDING, parse_config, read_json, reason
 from specker.model.config import CheckpointError, ModelConfig
-from specker.model.dflash import BlockSpec, BlockWeights
+from specker.model.dflash import BlockSpec, BlockWeights, Markov
 from specker.model.split import WHOLE
 from specker.model.weights import Weights
 
@@ -51,6 +51,8 @@ INNER |= {"target_layer_ids"}  # fields of `dflash_config`
 # Fields that change nothing here: how it was trained, and what transformers or speculators may add to an outer config.
 TRAINING = {"max_anchors", "num_anchors"}
 OUTER = {"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "use_cache"}
+MARKOV = "w1", "w2", "joint", "joint_bias"
+JOINT = {"vanilla": None, "gated": "gate_proj", "rnn": "joint_proj"}  # W of a Markov head in the files, by its kind
 SIZES = "block_size", "markov_rank", "mask_token_id", "num_target_layers"  # whole numbers
 
 
@@ -85,7 +87,7 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
         hidden_norm=found.pop("hidden_norm"),
         mask=_mask(folder, config, own.norm),
         ids=None if ids is None else ids.to(device),
-        markov=(found.pop("w1"), found.pop("w2")) if layout.rank else None,
+        markov=Markov(layout.markov, *(found.pop(name, None) for name in MARKOV)) if layout.rank else None,
         confidence=(found.pop("confidence"), found.pop("confidence_bias")) if layout.confident else None,
     )
     usual: dict[str, Any] = {"embed": own.embed, "head": own.head, "qkv_bias": None, "o_bias": None}
@@ -111,6 +113,7 @@ class Layout:
     spec: BlockSpec
     own: frozenset[str]  # embed_tokens and lm_head, as far as the drafter has its own
     rank: int  # of the Markov head; 0: there is none
+    markov: str  # its kind, of JOINT
     confident: bool  # it has a confidence head
     joined: bool  # the confidence head also reads the Markov head's w1
 
@@ -163,12 +166,13 @@ class Layout:
             embed_scale=scale,
         )
         rank, confident = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
-        if rank and (form := raw.get("markov_head_type", "vanilla")) != "vanilla":
-            raise CheckpointError(f"{folder} has a Markov head of type {form!r}; specker runs 'vanilla' ones")
+        markov = raw.get("markov_head_type", "vanilla")
+        if rank and markov not in JOINT:
+            raise CheckpointError(f"{folder} has a Markov head of type {markov!r}; specker runs {', '.join(JOINT)}")
         joined = confident and bool(raw.get("confidence_head_with_markov"))
         if joined and not rank:
             raise CheckpointError(f"{folder} says confidence_head_with_markov, and has no Markov head")
-        made = cls(config, ropes, spec, own, rank, confident, joined)
+        made = cls(config, ropes, spec, own, rank, markov, confident, joined)
         made._check_shared(folder, target)
         return made
 
@@ -205,6 +209,10 @@ class Layout:
         if r:
             yield whole("markov_head.markov_w1.weight", "w1", V, r)
             yield whole("markov_head.markov_w2.weight", "w2", spec.rows, r)
+        if r and (joint := JOINT[self.markov]):
+            out, inputs = (r, H + r) if self.markov == "gated" else (3 * r, 2 * r + H)
+            yield whole(f"markov_head.{joint}.weight", "joint", out, inputs)
+            yield whole(f"markov_head.{joint}.bias", "joint_bias", out)
         if self.confident:
             yield whole("confidence_head.proj.weight", "confidence", 1, H + r * self.joined)
             yield whole("confidence_head.proj.bias", "confidence_bias", 1)

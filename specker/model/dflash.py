@@ -12,7 +12,13 @@ Row i of a DFlash block predicts its own position, so the root's row predicts no
 the position after it. DSpark adds to the logits of a draft token a bias that depends on the token x before it, and
 estimates how likely the target is to accept the token:
 
-    logits = lm_head(h) + w2(w1[x]),  p = sigmoid(proj([h | w1[x]])),  h = norm(row)
+    logits = lm_head(h) + w2(b),  p = sigmoid(proj([h | e])),  h = norm(row), e = w1[x]
+
+    vanilla  b = e
+    gated    b = sigmoid(W [h | e]) e
+    rnn      b = tanh(o),  s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c),  g, c, o = W [s | e | h],  s = 0 at the root
+
+W has a bias (deepseek-ai/DeepSpec, deepspec/modeling/dspark/markov_head.py).
 """
 
 from dataclasses import dataclass
@@ -49,6 +55,16 @@ class BlockSpec:
         return self.size if self.following else self.size - 1
 
 
+class Markov(NamedTuple):
+    """A Markov head of rank r. Its kinds and their equations are at the top."""
+
+    kind: str  # vanilla, gated or rnn
+    w1: Tensor  # [V, r] by the target's ids
+    w2: Tensor  # [rows, r]
+    joint: Tensor | None = None  # W: gated [r, H + r], rnn [3 r, 2 r + H]
+    joint_bias: Tensor | None = None  # [r] or [3 r]
+
+
 class BlockWeights(NamedTuple):
     """The tensors that a decoder does not have. H: the drafter's width, A: its number of taps, Ht: the target's
     width, r: the Markov head's rank."""
@@ -57,7 +73,7 @@ class BlockWeights(NamedTuple):
     hidden_norm: Tensor  # [H]
     mask: Tensor | None  # [H], the embedding of a mask; None: that of the id `mask_token_id`
     ids: Tensor | None  # [rows] int64, the target's id of each row of the LM head; None: row i is id i
-    markov: tuple[Tensor, Tensor] | None  # w1 [V, r] by the target's ids, w2 [rows, r]
+    markov: Markov | None
     confidence: tuple[Tensor, Tensor] | None  # proj [1, H + r] and its bias [1]; [1, H] if it does not read w1
 
 
@@ -129,15 +145,32 @@ class BlockModel:
         return self.model.config.rms_norm_eps
 
     def latent(self, tokens: Tensor) -> Tensor:
-        """The Markov head's row of each token [n] int64 -> [n, r]."""
+        """The Markov head's row e of each token [n] int64 -> [n, r]."""
         assert self.weights.markov is not None
-        return self.weights.markov[0][tokens].to(self.model.dtype)
+        return self.weights.markov.w1[tokens].to(self.model.dtype)
 
-    def bias(self, latent: Tensor, ids: Tensor | None) -> Tensor:
-        """[n, r] -> what the Markov head adds to the logits [n, rows] float32. `ids` [K] int64: only of these rows."""
-        assert self.weights.markov is not None
-        rows = self.weights.markov[1]
-        return self.model.linear(latent, rows if ids is None else rows[ids], epilogue="float32")
+    def bias(
+        self, latent: Tensor, normed: Tensor, state: Tensor | None, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the Markov head adds to the logits [n, rows] float32 after tokens with rows `latent` [n, r], and its
+        next state [n, r]. `normed` [n, H]: the block's rows that predict; `state`: None at the root and for heads that
+        have none; `ids` [K] int64: only of these rows."""
+        head = self.weights.markov
+        assert head is not None
+        found = latent
+        if head.kind == "gated":
+            found = torch.sigmoid(self._joint(head, normed, latent)) * latent
+        elif head.kind == "rnn":
+            state = torch.zeros_like(latent) if state is None else state
+            gate, candidate, out = self._joint(head, state, latent, normed).chunk(3, -1)
+            gate, found = torch.sigmoid(gate), torch.tanh(out)
+            state = gate * state + (1 - gate) * torch.tanh(candidate)
+        rows = head.w2 if ids is None else head.w2[ids]
+        return self.model.linear(found, rows, epilogue="float32"), state
+
+    def _joint(self, head: Markov, *parts: Tensor) -> Tensor:
+        """W of the parts side by side."""
+        return self.model.linear(torch.cat(parts, -1), head.joint, head.joint_bias)
 
     def confidence(self, normed: Tensor, latent: Tensor | None) -> Tensor:
         """How likely the target is to accept the tokens that rows [n, H] predict, [n] float32. `latent` [n, r]: of the

@@ -64,7 +64,7 @@ class Family:
     sizes: Mapping[str, int]  # fields of the target's ModelConfig, by which it is recognised
     vocab_scores: Path  # counts of tokens that the target wrote; see strategies/vocabtrim/scores.py
     drafts: Mapping[str, Path] = field(default_factory=dict)  # strategy -> the draft's checkpoint folder
-    ngram: Path | None = None  # trigrams of tokens that the target wrote; see strategies/diffuspec/ngram.py
+    ngram: Path | None = None  # trigrams of tokens that the target wrote; see strategies/blocks/ngram.py
     adl: tuple[int, int] | None = None  # shortest and longest block of diffuspec's policy adl; None: as for any target
     vocab_keep: float | None = None  # fraction of the head's rows that vocabtrim keeps; None: as for any target
     target: Path | None = None  # None: not bundled; the user brings it

@@ -1,12 +1,10 @@
-"""The path search: candidates against their definition, paths against all paths, the trie against its paths."""
-
-import itertools
+"""The path search: candidates, paths and trees against their definitions over all paths."""
 
 import numpy as np
 import pytest
 
-from specker.runtime.strategies.diffuspec.lattice import Lattice, Path, Search, best_paths, lattice, trie
-from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
+from specker.runtime.strategies.blocks.lattice import Lattice, Path, Search, best_paths, best_tree, lattice
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 
 V, STOP = 12, 0
 
@@ -124,22 +122,49 @@ def test_candidates_are_the_smallest_set_with_the_mass_plus_stop_ids():
     assert np.allclose(lattice(ids_, ranks, noise, 0.8, 1).log_p, ranks - noise)
 
 
-def test_the_trie_holds_each_path_once():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        paths = [Path(tuple(rng.integers(0, 3, rng.integers(1, 6)).tolist()), 0.0) for _ in range(4)]
-        tokens, parents = trie(paths, 255, 99)
-        told = [()]
-        for token, parent in zip(tokens, parents, strict=True):
-            told.append((*told[parent], token))  # a parent's row comes before its children's
-        prefixes = {p.tokens[:n] for p in paths for n in range(len(p.tokens) + 1)}
-        assert set(told) == prefixes and len(told) == len(prefixes)
-    for nodes, depth in itertools.product((1, 3, 5), (1, 2, 9)):
-        tokens, parents = trie(paths, nodes, depth)
-        assert len(tokens) <= nodes
-        told = [()]
-        for token, parent in zip(tokens, parents, strict=True):
-            told.append((*told[parent], token))
-        assert max(map(len, told)) <= depth
-        first = min(nodes, depth, len(paths[0].tokens))  # the best path comes first, cut to the available room
-        assert told[1 : first + 1] == [paths[0].tokens[: n + 1] for n in range(first)]
+def every_beginning(found: Lattice, how: Search, before: tuple[int, int], heat: float) -> dict[tuple[int, ...], float]:
+    """The log-probability of each beginning of a path, by definition."""
+    said, living = {}, {(): 0.0}
+    for i, kept in enumerate(found.kept):
+        noise = 0.0 if found.noise is None else found.noise[i, kept]
+        weight = how.weight if how.ngram and i else 1.0
+        grown = {}
+        for prefix, score in living.items():
+            terms = weight * found.log_p[i, kept] + noise
+            if weight < 1:
+                tail = np.array([((*before, *prefix))[-2:]])
+                terms = terms + (1 - weight) / heat * how.ngram.log_p(tail, found.ids[i, kept])[0]
+            share = np.exp(terms) / np.exp(terms).sum() * min(1.0, np.exp(found.log_p[i, kept] + noise).sum())
+            tokens = found.ids[i, kept].tolist()
+            grown |= {(*prefix, token): score + np.log(p) for token, p in zip(tokens, share, strict=True)}
+        said |= grown
+        living = {path: score for path, score in grown.items() if path[-1] != STOP}
+    return said
+
+
+@pytest.mark.parametrize("noisy", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+@pytest.mark.parametrize("nodes", [1, 5, 40])
+def test_a_tree_holds_the_most_probable_beginnings(nodes, weight, noisy):
+    """As many as asked for, each once, and behind its parent."""
+    for seed in range(4):
+        found, heat = random_lattice(seed, k=4, M=3, noisy=noisy), 0.7 if noisy else 1.0
+        how = Search(ngram() if weight < 1 else None, True, weight=weight)
+        want = every_beginning(found, how, (3, 5), heat)
+        paths, parents = best_tree(found, how, (3, 5), frozenset({STOP}), nodes, heat if noisy else 0.0)
+        assert len(paths) == len({path.tokens for path in paths}) == min(nodes, len(want))
+        for path in paths:
+            assert path.score == pytest.approx(want[path.tokens], abs=1e-5)
+            assert path.ended == (path.tokens[-1] == STOP)
+        most = sorted(want.values(), reverse=True)[: len(paths)]
+        assert sum(path.score for path in paths) == pytest.approx(sum(most), abs=1e-4)
+        told = [(), *(path.tokens for path in paths)]
+        for n, (path, up) in enumerate(zip(paths, parents, strict=True)):
+            assert up <= n and told[up] == path.tokens[:-1]
+
+
+def test_a_tree_of_a_small_lattice_is_whole():
+    ids = np.array([[STOP, 2], [3, 4]])
+    found = Lattice(ids, np.log([[0.6, 0.4], [0.9, 0.1]]), None, np.ones((2, 2), bool))
+    paths, parents = best_tree(found, Search(tree=True), (1, 1), frozenset({STOP}), 99)
+    assert [path.tokens for path in paths] == [(STOP,), (2,), (2, 3), (2, 4)] and parents == [0, 0, 2, 2]

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts, read
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts, read
 
 V = 23
 
@@ -94,7 +94,7 @@ def test_it_learns(model):
 
 
 def test_counting_in_parts_equals_counting_at_once(monkeypatch):
-    monkeypatch.setattr("specker.runtime.strategies.diffuspec.ngram._MERGE", 50)
+    monkeypatch.setattr("specker.runtime.strategies.blocks.ngram._MERGE", 50)
     texts = [text(n, 100) for n in range(6)]
     many = counted(*texts)
     tri = Counter(t for ids in texts for t in zip(ids, ids[1:], ids[2:], strict=False))

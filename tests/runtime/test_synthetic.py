@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specker
 from specker.kernels.accept import accept_walk
+from specker.runtime.drafter import path_length
 from specker.runtime.synthetic import agreements, synthetic
 
 BASE = 7  # the root's position in tests without an engine
@@ -146,7 +147,6 @@ WAYS = {
     "easyspec": ({"strategy": "easyspec", "draft_tokens": K, "layer_parallel": "[[0,1]]"}, K),
     "del": ({"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": K}, K),
     "diffuspec": ({"strategy": "diffuspec", "draft_tokens": K}, K),
-    "diffuspec-tree": ({"strategy": "diffuspec", "draft_tokens": K, "cps": "tree", "cps_lambda": 1.0}, K),
 }
 
 
@@ -167,6 +167,17 @@ def test_every_strategy(pair, name):
             mean, variance = expected(p, k)
             n = len(whole)
             assert out.stats.accepted / n == pytest.approx(mean, abs=3.5 * (variance / n) ** 0.5)
+
+
+def test_a_searched_tree_is_accepted_to_its_end_or_not_at_all(pair):
+    """Its depth depends on the guesses."""
+    options = {"strategy": "diffuspec", "draft_tokens": K, "cps": "tree", "cps_lambda": 1.0}
+    for p in (0, 1):
+        fast, seen = engine(pair, p, **options), []
+        fast.trace = seen.append
+        out = fast.generate([3, 1, 4], 60)
+        assert len(out.tokens) == 60 and out.stats.drafted and out.finished == "length"
+        assert all(len(row["path"]) - 1 == p * path_length(row["parents"]) for row in seen if row["draft"])
 
 
 def test_acceptance_depends_on_the_seed_and_not_on_the_temperature(pair):

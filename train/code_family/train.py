@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 
 from specker.checkpoints.checkpoint import read_tokenizer
-from specker.runtime.strategies.diffuspec.ngram import NGram, NGramCounts
+from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.vocabtrim.scores import VocabScores, tokenizer_hash
 
 from . import corpus, distill

@@ -1,1 +1,2 @@
-"""Train an EAGLE-3 head (arXiv 2503.01840) for a target on a machine with a few cores: `python -m train.head`."""
+"""Train heads that read a target's hidden states on a machine with a few cores, with `python -m train.head`: EAGLE-3
+(arXiv 2503.01840) and DFlash (arXiv 2602.06036)."""

@@ -1,19 +1,21 @@
-"""Train an EAGLE-3 head for a target, in four stages:
+"""Train a head that reads a target's hidden states, in four stages:
 
-    python -m train.head --target DIR --out FOLDER
+    python -m train.head --target DIR --out FOLDER                 # an EAGLE-3 head
+    python -m train.head --target DIR --out FOLDER --kind dflash   # a DFlash drafter of blocks
     python -m train.head --target DIR --out FOLDER --stages answers taps   # the text alone
     python -m train.head --target DIR --out FOLDER --stages export --layout speculators
 
 * answers: the target writes conversations (train/corpus.py) into FOLDER/answers until they hold --tokens tokens of
-  answers. It writes the questions itself, and every second one comes from --prompts if there are some. Spec-Bench is
-  the test, so its questions are left out.
+  answers. It writes the questions itself, and every second one comes from --prompts if there are some; a target
+  without a chat template continues --prompts. Spec-Bench is the test, so its questions are left out.
 * taps: one pass of the target over these texts keeps its hidden rows in FOLDER/taps (taps.py says how large).
-* train: --visits positions (fit.py). FOLDER/log.jsonl has a line every 50 steps, with the held-out agreement at each
-  step of a chain; FOLDER/best.pt is the best judged head.
+* train: --visits positions (fit.py) of a head of eagle.py or blocks.py. FOLDER/log.jsonl has a line every 50 steps,
+  with the held-out agreement at each token of a draft; FOLDER/best.pt is the best judged head.
 * export: FOLDER/head, for `--strategy eagle --draft FOLDER/head`; FOLDER/head-speculators with --layout speculators.
 
-Every stage goes on where it was stopped, and does nothing if it is done. More --tokens or --visits continue a finished
-one. A head for Llama-like targets with SwiGLU; biases and q/k norms of the target's layer are left out.
+A drafter of blocks learns from the same answers and taps, and is in FOLDER/dflash, for `--strategy dflash`. Every stage
+goes on where it was stopped, and does nothing if it is done. More --tokens or --visits continue a finished one. Heads
+are for Llama-like targets with SwiGLU; biases and q/k norms of the target's layers are left out.
 """
 
 import json
@@ -32,10 +34,14 @@ from specker.checkpoints.checkpoint import read as read_checkpoint
 from specker.flags import ended
 from train import corpus
 from train.head import taps
-from train.head.export import LAYOUTS, default_taps, export
+from train.head.blocks import Blocks
+from train.head.eagle import MOST, Head
+from train.head.export import LAYOUTS, default_taps, export, export_blocks
 from train.head.fit import Recipe, Training, kept_ids
-from train.head.net import MOST, Head
+from train.head.net import Net
 
+KINDS = ("eagle3", "dflash")
+LONGEST = 64  # rows of a block
 STAGES = ("answers", "taps", "train", "export")
 
 
@@ -44,17 +50,20 @@ class Args:
     target: str = field(metadata={"help": "checkpoint of the target: a folder, a GGUF file or a hub id"})
     out: str = field(metadata={"help": "folder of all that is written"})
     stages: list[str] = field(default_factory=lambda: [*STAGES], metadata={"help": f"of {', '.join(STAGES)}"})
+    kind: str = field(default=KINDS[0], metadata={"help": f"of head: {' or '.join(KINDS)}"})
     prompts: str = field(default="", metadata={"help": "JSON lines with `prompt` or `turns`: questions to answer"})
     tokens: int = field(default=2_000_000, metadata={"help": "tokens of answers to write"})
     visits: int = field(default=8_000_000, metadata={"help": "positions to train on, over all epochs"})
     taps: list[int] = field(
         default_factory=list, metadata={"help": "depths of the target that the head reads (default: 2, n / 2, n - 3)"}
     )
-    rows: int = field(default=8192, metadata={"help": "rows of the head's LM head"})
+    rows: int = field(default=8192, metadata={"help": "rows of an EAGLE-3 head's LM head"})
     layout: str = field(default="flat", metadata={"help": f"of the exported folder: {' or '.join(LAYOUTS)}"})
     batch: int = field(default=1024, metadata={"help": "positions of a training step"})
     length: int = field(default=512, metadata={"help": "positions of a window"})
-    steps: int = field(default=3, metadata={"help": "unrolled steps"})
+    steps: int = field(default=3, metadata={"help": "unrolled steps of an EAGLE-3 head"})
+    block: int = field(default=8, metadata={"help": "rows of a DFlash block, one more than it drafts tokens"})
+    layers: int = field(default=2, metadata={"help": "layers of a DFlash drafter"})
     lr: float = field(default=3e-3, metadata={"help": "learning rate of the norms"})
     muon: float = field(default=6e-3, metadata={"help": "learning rate of the matrices"})
     bfloat16: bool = field(
@@ -70,17 +79,28 @@ class Args:
         for stage in self.stages:
             if stage not in STAGES:
                 raise ValueError(f"--stages must be of {', '.join(STAGES)}, got {stage!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"--kind must be {' or '.join(KINDS)}, got {self.kind!r}")
+        if self.kind == "dflash" and self.layout != LAYOUTS[0]:
+            raise ValueError(f"--layout {self.layout} is for --kind eagle3: a DFlash drafter is exported as z-lab's")
         if self.layout not in LAYOUTS:
             raise ValueError(f"--layout must be {' or '.join(LAYOUTS)}, got {self.layout!r}")
-        for name in ("tokens", "visits", "rows", "batch", "length", "steps", "threads"):
+        for name in ("tokens", "visits", "rows", "batch", "length", "steps", "layers", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if self.steps > MOST:
             raise ValueError(f"--steps must be at most {MOST}, got {self.steps}")
+        if not 2 <= self.block <= LONGEST:
+            raise ValueError(f"--block must be between 2 and {LONGEST}, got {self.block}")
 
     @property
     def folder(self) -> Path:
         return Path(self.out)
+
+    @property
+    def own(self) -> Path:
+        """The folder of the head, its training and its log."""
+        return self.folder if self.kind == "eagle3" else self.folder / self.kind
 
     @property
     def shards(self) -> list[Path]:
@@ -126,24 +146,28 @@ def depths(args: Args, target: Opened) -> tuple[int, ...]:
     return found
 
 
-def trained(args: Args, target: Opened) -> tuple[Head, taps.Lessons]:
+def trained(args: Args, target: Opened) -> tuple[Net, taps.Lessons]:
     """The head as it starts, and its lessons. Raises ValueError if the target's rows are not there."""
     folder, shards = args.folder / "taps", args.shards
     if missing := [path.stem for path in shards if not (folder / f"{path.stem}.rows.npy").exists()]:
         raise ValueError(f"{folder} lacks the target's rows of {missing[0]}: run the stage taps first")
     read = depths(args, target)
     taps.check(folder, target, read)
-    lessons = taps.Lessons(shards, folder, args.length, args.steps)
+    beyond = args.steps if args.kind == "eagle3" else args.block - 1
+    lessons = taps.Lessons(shards, folder, args.length, beyond)
     dense = read_checkpoint(target, dtype=torch.float32, device="cpu", quantize="none", pack=False)
-    ids = kept_ids(args.folder / "state.pt", lessons.counts(target.config.vocab_size), args.rows)
-    return Head(dense, read, ids), lessons
+    counts = lessons.counts(target.config.vocab_size)
+    if args.kind == "eagle3":
+        ids = kept_ids(args.own / "state.pt", counts, args.rows)
+        return Head(dense, read, ids, args.steps), lessons
+    return Blocks(dense, read, int(counts.argmin()), args.block, args.layers), lessons
 
 
 def run(args: Args) -> int:
     """Run the stages. Raises ValueError with a sentence for the user."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    args.folder.mkdir(parents=True, exist_ok=True)
+    args.own.mkdir(parents=True, exist_ok=True)
     if "answers" in args.stages:
         write_answers(args)
     target = opened(args.target, max_context=args.max_context)
@@ -156,15 +180,19 @@ def run(args: Args) -> int:
     if "train" in args.stages:
         size = sum(p.numel() for p in head.parameters())
         print(f"{size:,} parameters, {lessons.tokens:,} tokens of text", flush=True)
-        own = ("visits", "batch", "length", "steps", "lr", "muon", "bfloat16", "seed")
-        Training(head, lessons, Recipe(**{name: getattr(args, name) for name in own}), args.folder).fit()
+        own = ("visits", "batch", "length", "lr", "muon", "bfloat16", "seed")
+        Training(head, lessons, Recipe(**{name: getattr(args, name) for name in own}), args.own).fit()
     if "export" in args.stages:
-        best = args.folder / "best.pt"
+        best = args.own / "best.pt"
         if not best.exists():
-            raise ValueError(f"{args.folder} has no trained head: run the stage train first")
+            raise ValueError(f"{args.own} has no trained head: run the stage train first")
         head.load_state_dict(torch.load(best, weights_only=True))
-        out = args.folder / ("head" if args.layout == "flat" else f"head-{args.layout}")
-        export(head, target.folder, out, args.layout, args.target)
+        out = args.own / ("head" if args.layout == "flat" else f"head-{args.layout}")
+        if isinstance(head, Head):
+            export(head, target.folder, out, args.layout, args.target)
+        else:
+            assert isinstance(head, Blocks)
+            export_blocks(head, target.folder, out)
         print(f"the head is in {out}", flush=True)
     return 0
 

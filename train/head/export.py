@@ -1,4 +1,5 @@
-"""Write a trained head as a folder for engines: SafeAILab's flat layout (SpecForge, SGLang), or speculators' (vLLM)."""
+"""Write a trained head as a folder for engines: an EAGLE-3 head in SafeAILab's flat layout (SpecForge, SGLang) or in
+speculators' (vLLM), a DFlash drafter in z-lab's."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specker.checkpoints.parse import read_json
-from train.head.net import Head
+from train.head.blocks import Blocks
+from train.head.eagle import Head
+from train.head.net import Net
 
 LAYOUTS = ("flat", "speculators")
 # Head's parameters -> their names in files, where LAYER is midlayer. (flat) or layers.0. (speculators)
@@ -28,6 +31,13 @@ NAMES = {
     "norm": "norm.weight",
     "head": "lm_head.weight",
 }
+BLOCK_NAMES = {  # a layer's parameters of Blocks -> their names in files
+    **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
+    **{name: f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")},
+    **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    "norm_in": "input_layernorm.weight",
+    "norm_post": "post_attention_layernorm.weight",
+}
 
 
 def export(net: Head, target: Path, folder: Path, layout: str, name: str) -> None:
@@ -39,10 +49,30 @@ def export(net: Head, target: Path, folder: Path, layout: str, name: str) -> Non
         for own, file in NAMES.items()
     }
     tensors |= maps(net.ids, net.config.vocab_size)
+    _write(folder, tensors, flat(net, target) if layout == "flat" else speculators(net, target, name))
+
+
+def export_blocks(net: Blocks, target: Path, folder: Path) -> None:
+    """Write a drafter of blocks in bfloat16, without embedding and LM head, which are the target's. `target`: its
+    folder."""
+    tensors = {f"{name}.weight": getattr(net, name) for name in ("fc", "hidden_norm", "norm")}
+    for n, layer in enumerate(net.layers):
+        tensors |= {f"layers.{n}.{file}": getattr(layer, own) for own, file in BLOCK_NAMES.items()}
+    tensors = {name: x.detach().to(torch.bfloat16).contiguous() for name, x in tensors.items()}
+    config = {"architectures": ["DFlashDraftModel"], **layer_config(net, target, "qwen3")}
+    config |= {"num_hidden_layers": len(net.layers), "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+    config |= {"block_size": net.size, "num_target_layers": net.config.num_layers}
+    config["dflash_config"] = {
+        "mask_token_id": int(net.mask),
+        "target_layer_ids": [depth - 1 for depth in net.taps],  # the outputs of layers
+    }
+    _write(folder, tensors, config)
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    config = flat(net, target) if layout == "flat" else speculators(net, target, name)
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     folder.mkdir(exist_ok=True)
     for file in part.iterdir():
@@ -57,14 +87,14 @@ def maps(ids: Tensor, vocab: int) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)}
 
 
-def layer_config(net: Head, target: Path) -> dict[str, Any]:
-    """The fields of a Llama layer of the head's sizes. RoPE as engines of all ages read it."""
+def layer_config(net: Net, target: Path, model_type: str = "llama") -> dict[str, Any]:
+    """The fields of layers of the head's sizes. RoPE as engines of all ages read it."""
     c, raw = net.config, read_json(target / "config.json")
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     return {
-        "model_type": "llama",
+        "model_type": model_type,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
         "num_attention_heads": c.num_heads,
@@ -78,13 +108,12 @@ def layer_config(net: Head, target: Path) -> dict[str, Any]:
         "max_position_embeddings": c.max_context,
         "hidden_act": "silu",
         "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
     }
 
 
 def flat(net: Head, target: Path) -> dict[str, Any]:
-    config = {"architectures": ["LlamaForCausalLMEagle3"], **layer_config(net, target)}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], **layer_config(net, target), "mlp_bias": False}
     config |= {"draft_vocab_size": len(net.ids), "torch_dtype": "bfloat16"}
     if net.taps != default_taps(net.config.num_layers):  # engines read the nested ids as the outputs of layers
         ids = [depth - 1 for depth in net.taps]
@@ -106,7 +135,7 @@ def speculators(net: Head, target: Path, name: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "eagle_aux_hidden_state_layer_ids": list(net.taps),
-        "transformer_layer_config": layer_config(net, target),
+        "transformer_layer_config": {**layer_config(net, target), "mlp_bias": False},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

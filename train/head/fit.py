@@ -1,4 +1,4 @@
-"""Train a head on the target's rows (taps.py): KL from the target over unrolled steps, checkpoints, a log."""
+"""Train a head on the target's rows (taps.py): the loop, checkpoints, a log."""
 
 import json
 import math
@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.head.net import MATRICES, NORMS, Head
-from train.head.taps import Batch, Lessons
+from train.head.net import Net
+from train.head.taps import Lessons
 
 HEATS = (1.0, 0.7)  # temperatures of the target, in turn
-STEP_WEIGHT = 0.8  # step k of a chain counts 0.8 ** k
-FIRST = 0.1  # this share of training has chains of one step
 DECAY = 0.3  # the learning rates fall linearly over this last share
 JUDGED = 48  # held-out windows that are judged
 EVERY = 50  # steps between two lines of the log
@@ -29,56 +27,15 @@ class Recipe:
     visits: int  # positions to train on, counted again in every epoch
     batch: int = 1024  # positions of a step
     length: int = 512  # positions of a window
-    steps: int = 3  # unrolled steps
     lr: float = 3e-3  # learning rate of the norms
     muon: float = 6e-3  # learning rate of the matrices
     bfloat16: bool = False  # multiply in bfloat16
     seed: int = 0
 
 
-def loss_of(net: Head, batch: Batch, steps: int, heat: float) -> Tensor:
-    """Mean KL(target || head) at temperature `heat` over the kept tokens, positions and steps, weighted. A position
-    whose most probable token is not kept does not count."""
-    T = batch.ids.shape[1] - steps
-    chains = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], steps)
-    with torch.no_grad():
-        teacher = (net.logits(batch.last[:, 1:]).float() / heat).log_softmax(-1)  # [B, T + steps - 1, rows]
-        weights = counted(net, batch)
-    total = sums = torch.zeros(())
-    for step, final in enumerate(chains):
-        at, p = slice(step, step + T), teacher[:, step : step + T]
-        q = (net.logits(final).float() / heat).log_softmax(-1)
-        weight = STEP_WEIGHT**step * weights[:, at] * (batch.text[:, :T] == batch.text[:, 1:][:, at])
-        total = total + ((p.exp() * (p - q)).sum(-1) * weight).sum()
-        sums = sums + weight.sum()
-    return total / sums.clamp(min=1)
-
-
-def counted(net: Head, batch: Batch) -> Tensor:
-    """The weight of what is predicted after each position but the first one, [B, W - 1]; 0 where the target's most
-    probable token is not kept."""
-    return (batch.weight * (net.row[batch.best] >= 0))[:, 1:]
-
-
-@torch.no_grad()
-def agreement(net: Head, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
-    """How often the head's best token is the target's, at each step of chains over the true tokens, for the answers'
-    tokens: (right [steps], of how many [steps])."""
-    T = batch.ids.shape[1] - steps
-    chains = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], steps)
-    right, of = [], []
-    for step, final in enumerate(chains):
-        at = slice(step + 1, step + 1 + T)
-        counts = (batch.weight[:, at] == 1) & (batch.text[:, :T] == batch.text[:, at])
-        drafted = net.ids[net.logits(final).argmax(-1)]
-        right.append((drafted == batch.best[:, at])[counts].sum())
-        of.append(counts.sum())
-    return torch.stack(right), torch.stack(of)
-
-
 @dataclass(eq=False)
 class Training:
-    net: Head
+    net: Net
     lessons: Lessons
     recipe: Recipe
     folder: Path
@@ -90,8 +47,7 @@ class Training:
     best: float = -1.0  # the longest expected draft of a judgement so far
 
     def __post_init__(self) -> None:
-        matrices = [getattr(self.net, name) for name in MATRICES]
-        norms = [getattr(self.net, name) for name in NORMS]
+        matrices, norms = ([p for p in self.net.parameters() if p.ndim == n] for n in (2, 1))
         self.optimisers = (
             torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(norms, weight_decay=0.0),
@@ -126,9 +82,9 @@ class Training:
                 group["lr"] = rate * min(1.0, (1 - share) / DECAY)
         windows = self._next(max(1, recipe.batch // recipe.length))
         batch = self.lessons.batch([self.lessons.trained[n] for n in windows])
-        heat = HEATS[self.done // (len(windows) * recipe.length) % len(HEATS)]
+        turn = self.done // (len(windows) * recipe.length)
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
-            loss = loss_of(net, batch, 1 if share < FIRST else recipe.steps, heat)
+            loss = net.loss(batch, share, HEATS[turn % len(HEATS)], turn)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         for optimiser in self.optimisers:
@@ -138,11 +94,11 @@ class Training:
         self.done += len(windows) * recipe.length
 
     def judge(self) -> list[float]:
-        """The agreement on held-out windows at each step."""
-        right = of = torch.zeros(self.recipe.steps, dtype=torch.int64)
+        """The agreement on held-out windows at each token of a draft."""
+        right = of = torch.zeros(self.net.beyond, dtype=torch.int64)
         for window in self.lessons.held[:JUDGED]:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bfloat16):
-                some, total = agreement(self.net, self.lessons.batch([window]), self.recipe.steps)
+                some, total = self.net.agreement(self.lessons.batch([window]))
             right, of = right + some, of + total
         return (right / of.clamp(min=1)).tolist()
 
@@ -187,7 +143,7 @@ class Training:
 
 
 def expected(shares: Sequence[float]) -> float:
-    """The expected number of accepted tokens of a chain with these agreements: a_1 + a_1 a_2 + .."""
+    """The expected number of accepted tokens of a draft with these agreements: a_1 + a_1 a_2 + .."""
     return sum(math.prod(shares[: n + 1]) for n in range(len(shares)))
 
 

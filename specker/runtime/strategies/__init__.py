@@ -16,6 +16,7 @@ from specker.runtime.drafter import Drafter
 from specker.runtime.policy import AUTO, GENERAL, Policy
 from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exit, eagle, easyspec, lookup, mtp
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+from specker.runtime.strategies.blocks import SHARED
 from specker.runtime.strategies.join import COPIED, JoinedDrafter, JoinedPolicy, joined_plan
 from specker.runtime.strategies.vocabtrim import NEEDS, PAPER, SUMMARY, TRIM, TrimOptions
 from specker.zoo import catalogue
@@ -35,7 +36,7 @@ STRATEGIES = {strategy.name: strategy for strategy in _ALL}
 COPY = lookup.Lookup.name
 PLAIN = draft.SmallModel.name  # the strategy that drafts if the name is only `vocabtrim`
 NAMES = (*STRATEGIES, TRIM)
-POLICIES = (AUTO, *GENERAL, *(name for strategy in _ALL for name in strategy.policies))
+POLICIES = tuple(dict.fromkeys((AUTO, *GENERAL, *(name for strategy in _ALL for name in strategy.policies))))
 COLUMNS = {
     "strategy": 9,
     "how it drafts": 26,
@@ -95,17 +96,17 @@ def options(**flat: Any) -> Options:
     asked = flat.get("strategy", Common.strategy)
     base, trimmed, copies = _parts(asked)
     for name in flat:
-        owner = owners.get(name)
-        if owner == TRIM and not trimmed:
+        own = owners.get(name, ())
+        if TRIM in own and not trimmed:
             raise ValueError(f"{option(name)} is for strategy {TRIM} or a combination with it, not {asked!r}")
-        if owner not in (None, TRIM, base) and not (copies and owner == COPY):
-            raise ValueError(f"{option(name)} is for strategy {owner}, not {asked!r}")
+        if own and TRIM not in own and base not in own and not (copies and COPY in own):
+            raise ValueError(f"{option(name)} is for strategy {' or '.join(own)}, not {asked!r}")
     strategy, common = STRATEGIES[base], make(Common, flat)
-    own = None if strategy.options is None else make(strategy.options, flat)
+    chosen = None if strategy.options is None else make(strategy.options, flat)
     trim = make(TrimOptions, flat) if trimmed else None
     copy = make(lookup.LookupOptions, flat) if copies else None
     shared = {f.name: getattr(common, f.name) for f in fields(Common)}
-    made = Options(**shared, base=base, own=own, copy=copy, trim=trim)
+    made = Options(**shared, base=base, own=chosen, copy=copy, trim=trim)
     _check_policy(made, strategy)
     strategy.check(made)
     return replace(made, policy=made.policy or strategy.default_policy(made))
@@ -113,7 +114,7 @@ def options(**flat: Any) -> Options:
 
 def words() -> dict[str, str]:
     """The {names} in the help texts of `Common`."""
-    defaults = ", ".join(f"{s.policies[0]} for {s.name}" for s in _ALL if s.policies)
+    defaults = ", ".join(f"{s.usual} for {s.name}" for s in _ALL if s.usual != AUTO)
     names = f"{{{','.join(NAMES)}}}"
     return {"strategies": names, "trim": TRIM, "policies": ", ".join(POLICIES), "defaults": defaults}
 
@@ -158,14 +159,23 @@ def own_options() -> dict[str, Any]:
 
 
 def add_flags(parser: Parser) -> None:
-    """Add a group for each strategy that has its own flags."""
+    """Add a group for each strategy that has its own flags, and for strategies that share some."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, owners in _owners().items():
+        groups.setdefault(owners, []).append(name)
+    for owners, names in groups.items():
+        title = f"{'strategy' if len(owners) == 1 else 'strategies'} {' and '.join(owners)}"
+        about = {TRIM: SUMMARY, **{s.name: s.summary for s in _ALL}}[owners[0]] if len(owners) == 1 else SHARED
+        parser.add(own_options()[owners[0]], title, about, only=names)
+
+
+def _owners() -> dict[str, tuple[str, ...]]:
+    """Map each strategy-specific option to its strategies' names."""
+    owners: dict[str, tuple[str, ...]] = {}
     for name, cls in own_options().items():
-        parser.add(cls, f"strategy {name}", STRATEGIES[name].summary if name in STRATEGIES else SUMMARY)
-
-
-def _owners() -> dict[str, str]:
-    """Map each strategy-specific option to its strategy's name."""
-    return {f.name: name for name, cls in own_options().items() for f in fields(cls)}
+        for f in fields(cls):
+            owners[f.name] = (*owners.get(f.name, ()), name)
+    return owners
 
 
 def _parts(asked: Any) -> tuple[str, bool, bool]:
@@ -196,7 +206,7 @@ def _check_policy(options: Options, strategy: Strategy) -> None:
     if policy not in POLICIES:
         raise ValueError(f"{option('policy')} must be one of {', '.join(POLICIES)}, got {policy!r}")
     if policy not in (AUTO, *GENERAL, *strategy.policies):
-        owner = next(s.name for s in _ALL if policy in s.policies)
-        raise ValueError(f"{option('policy', policy)} is for strategy {owner}, not {options.strategy!r}")
+        owners = " or ".join(s.name for s in _ALL if policy in s.policies)
+        raise ValueError(f"{option('policy', policy)} is for strategy {owners}, not {options.strategy!r}")
     if policy != "fixed" and options.tree is not None:
         raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('tree')}")

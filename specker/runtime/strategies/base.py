@@ -115,7 +115,8 @@ class Strategy:
     summary: str = ""  # one sentence for --help
     paper: str = ""  # for --list-strategies, with arXiv numbers in brackets
     options: type | None = None  # the strategy's own flags, a frozen dataclass whose fields are made by `opt`
-    policies: tuple[str, ...] = ()  # its own policies, besides `policy.GENERAL`; the first is the default
+    policies: tuple[str, ...] = ()  # its own policies, besides `policy.GENERAL`
+    usual: str = AUTO  # the policy of those, if the user chose no length
     drafts: bool = True
     self_drafting: bool = False  # the target drafts with its own weights and cache, on every rank
     divides: bool = False  # the ranks of --tp divide the work of a draft among them
@@ -147,7 +148,7 @@ class Strategy:
         because these say nothing about which length is best."""
         if options.draft_tokens is not None or options.tree is not None or options.stand_ins:
             return "fixed"
-        return self.policies[0] if self.policies else AUTO
+        return self.usual
 
     def with_defaults(self, options: Options, family: Family | None) -> Options:
         """The options with the defaults that depend on the target. `family`: the bundled files for it."""

@@ -2,9 +2,10 @@
 (DFlash, arXiv 2602.06036; DSpark). model/dflash.py has the equations.
 
 A committed token costs the drafter one product and no attention. A draft of k tokens runs a block of k + 1 rows, with
-DSpark of k rows, even if the checkpoint was trained with longer blocks. DSpark's Markov head then chooses the tokens
-one after another. A policy that ends drafts by confidence uses the checkpoint's confidence head, or without one the
-probability of each token.
+DSpark of k rows, even if the checkpoint was trained with longer blocks. DSpark's Markov head chooses the tokens one
+after another. Without it, DiffuSpec's path search through the block's candidates applies (strategies/blocks/), and its
+adaptive length in any case. A policy that ends drafts by confidence uses the checkpoint's confidence head, or without
+one the probability of each token.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from specker.flags import option
 from specker.options import Options
-from specker.runtime.policy import Policy
-from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
+from specker.runtime.policy import CONFIDENT, MAX_NODES
+from specker.runtime.strategies.base import DraftContext, PolicyContext
+from specker.runtime.strategies.blocks import BlockStrategy
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from specker.runtime.strategies.dflash.drafter import BlockDrafter
 
 
-class DFlash(Strategy):
+class DFlash(BlockStrategy):
     name = "dflash"
     summary = "a trained drafter that reads the target's hidden states guesses a block in one pass"
     paper = "DFlash (2602.06036), DSpark"
@@ -37,8 +39,18 @@ class DFlash(Strategy):
         return "a trained drafter of blocks"
 
     def check(self, options: Options) -> None:
+        super().check(options)
         if options.load == "dummy":
             raise ValueError(f"strategy dflash reads a trained drafter: {option('load', 'dummy')} does not apply")
+        policy = options.policy or self.default_policy(options)
+        if policy in CONFIDENT and options.own.search != "off":
+            other = f"{option('cps', options.own.search)} drafts a whole path"
+            raise ValueError(f"{option('policy', policy)} ends a draft token by token, but {other}")
+
+    def default_policy(self, options: Options) -> str | None:
+        if options.own.adl is not None:
+            return "adl"
+        return "fixed" if options.own.search == "tree" else super().default_policy(options)
 
     def read_head(
         self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
@@ -50,33 +62,37 @@ class DFlash(Strategy):
 
     def with_draft(self, options: Options, draft: Checkpoint) -> Options:
         """By default a draft is as long as the checkpoint's block allows. Raises ValueError for longer ones, and for
-        trees where a Markov head makes tokens depend on one another."""
+        path searches where a Markov head makes tokens depend on one another."""
         from specker.checkpoints.dflash import BlockCheckpoint
 
         assert isinstance(draft, BlockCheckpoint)
-        most, tree = draft.spec.most, options.tree
-        length = (options.draft_tokens or most) if tree is None else tree.depth
-        if length > most:
-            asked = option("draft_tokens", length) if tree is None else option("tree", tree)
-            raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
-        if tree is not None and draft.parts.markov is not None:
+        most, own = draft.spec.most, options.own
+        longest = {"draft_tokens": options.draft_tokens or 0, "adl": 0 if own.adl is None else own.adl[1]}
+        for name, length in longest.items():
+            if length > most:
+                asked = option(name, options.draft_tokens if name == "draft_tokens" else "{}-{}".format(*own.adl))
+                raise ValueError(f"{asked} is more than this drafter's blocks have: at most {most} tokens in a row")
+        if own.search != "off" and draft.parts.markov is not None:
             raise ValueError(
-                f"{option('tree', tree)} does not apply: the drafter's Markov head guesses one token after another"
+                f"{option('cps', own.search)} does not apply: the drafter's Markov head guesses one token after another"
             )
-        return options if tree is not None else replace(options, draft_tokens=length)
+        return replace(options, draft_tokens=options.draft_tokens or most)
+
+    def length(self, options: Options) -> int:
+        return options.draft_tokens or MAX_NODES  # `with_draft` names the block's
+
+    def lengths(self, context: PolicyContext) -> tuple[int, int]:
+        longest = self.length(context.options)
+        return context.options.own.adl or (max(1, longest // 2), longest)
 
     def drafter(self, context: DraftContext) -> BlockDrafter:
         from specker.checkpoints.dflash import BlockCheckpoint
         from specker.model.dflash import BlockModel
+        from specker.runtime.strategies.blocks.search import read
         from specker.runtime.strategies.dflash.drafter import BlockDrafter
 
         checkpoint = context.draft
         assert isinstance(checkpoint, BlockCheckpoint)
         block = BlockModel(checkpoint, checkpoint.spec, checkpoint.parts)
-        return BlockDrafter(block, context.allocate(block.model), context.head(block.model), context.options.width)
-
-    def policy(self, context: PolicyContext) -> Policy:
-        return super().policy(replace(context, confident=False))  # a block is guessed at once: auto takes its length
-
-    def plan(self, context: PolicyContext) -> Plan:
-        return super().plan(replace(context, confident=False))
+        stop_ids = frozenset(context.target.config.eos_ids)
+        return BlockDrafter(block, context.allocate(block.model), context.head(block.model), read(context), stop_ids)

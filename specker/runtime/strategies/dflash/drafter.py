@@ -14,7 +14,9 @@ from specker.runtime.head import Head
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.state import Request
-from specker.runtime.strategies.diffuspec.lattice import Search, best_paths, lattice, trie
+from specker.runtime.stats import DiffusionStats
+from specker.runtime.strategies.blocks.lattice import Search
+from specker.runtime.strategies.blocks.search import before_stop, candidates, searched
 
 
 class BlockDrafter(Drafter):
@@ -26,11 +28,12 @@ class BlockDrafter(Drafter):
     head: Head
     ahead = 0
 
-    def __init__(self, block: BlockModel, cache: KVCache, head: Head, width: int = 1):
-        """`width`: paths through a block that are drafted as one tree; 1 drafts a chain."""
-        self.block, self.model, self.cache, self.head, self.width = block, block.model, cache, head, width
+    def __init__(self, block: BlockModel, cache: KVCache, head: Head, search: Search | None, stop_ids: frozenset[int]):
+        """`search`: None takes the best token of each position. `stop_ids`: the target's."""
+        self.block, self.model, self.cache, self.head = block, block.model, cache, head
+        self.search, self.stop_ids = search, stop_ids
         self.taps, self.spec = block.spec.taps, block.spec
-        self.synchronous = width > 1
+        self.synchronous = search is not None
         if (ids := block.weights.ids) is not None:
             head.token_ids, head.known = ids, set(ids.tolist())
 
@@ -42,7 +45,7 @@ class BlockDrafter(Drafter):
         return min(self.spec.most, self.cache.capacity - length)
 
     def fixed(self, length: int, budget: Budget) -> bool:
-        return self.width == 1
+        return self.search is None
 
     def draft(self, r: Round) -> Draft:
         """Draft for all sequences; nothing if one has no columns, such as one that did not draft from its beginning."""
@@ -50,9 +53,12 @@ class BlockDrafter(Drafter):
         if any(self.cache.exact_len[slot] != len(request.text) - 1 for slot, request in enumerate(r.requests)):
             return Draft()
         self.head.follow(r.requests)
-        if self.width > 1:
-            return self._tree(r, depth)
-        draft = Draft(depth, depth=depth)
+        if self.search is not None:
+            final, positions = self._rows(r, depth)
+            guesses, blocks, _ = candidates(r, final, positions.view(-1), self.head, self.search)
+            return searched(r, guesses, [[block] for block in blocks], self.search, self.stop_ids)
+        found = [DiffusionStats(0)] * len(r.requests)
+        draft = Draft(depth, depth=depth, found=found, observed=True)
         if not r.confident and (r.fixed or not r.traced):
             r.run(("block", depth), lambda: self._write(r, depth))
             return draft
@@ -109,10 +115,11 @@ class BlockDrafter(Drafter):
         kept = self.head.token_ids if block.weights.ids is None else None
         ids = torch.empty_like(positions)
         scores, sure = logits.new_empty(n, k), logits.new_empty(n, k)
-        before = r.window[:, 0]
+        before, state = r.window[:, 0], None
         for step in range(k):
             latent = block.latent(before)
-            z = logits[:, step] + block.bias(latent, kept)
+            bias, state = block.bias(latent, normed[:, step], state, kept)
+            z = logits[:, step] + bias
             at = positions[:, step].contiguous()
             if r.fixed and not scored:
                 ids[:, step] = before = self._drawn(r, z, at)
@@ -131,20 +138,10 @@ class BlockDrafter(Drafter):
             z = z.new_full((len(z), self.model.config.vocab_size), -math.inf).index_copy_(1, ids, z)
         return r.draws.tokens(z, positions)
 
-    def _tree(self, r: Round, depth: int) -> Draft:
-        """The most probable paths through a block's candidates, as one tree. Above temperature 0 the candidates are
-        ranked under the noise of the target's draws."""
-        final, positions = self._rows(r, depth)
-        how, width = Search(paths=self.width, tree=True), min(self.width, self.head.weight.shape[0])
-        ids, scores = self.head.candidates(final, width, r.draws, positions.view(-1))
-        tokens: list[list[int]] = []
-        parents: list[list[int]] = []
-        for own, ranks in zip(ids.cpu().split(depth), scores.cpu().split(depth), strict=True):
-            paths = best_paths(lattice(own.numpy(), ranks.numpy(), None, 1.0), how, (-1, -1), frozenset())
-            found = trie(paths, r.budget.nodes, depth)
-            tokens.append(found[0])
-            parents.append(found[1])
-        return Draft.of(r, tokens, parents)
+    def observe(self, r: Round, slot: int, path: list[int]) -> None:
+        if r.draft.observed:
+            draft = r.host["draft"][slot].tolist()
+            r.draft.found[slot] = DiffusionStats(before_stop(draft, self.stop_ids))
 
     def accepted(self, r: Round) -> None:
         if r.fixed:

@@ -1,30 +1,23 @@
 """The drafter that guesses blocks with a diffusion language model, and searches paths through its candidates."""
 
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from specker.flags import option
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
-from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
-from specker.options import Sampling
-from specker.runtime import state as states
 from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
 from specker.runtime.head import Head
 from specker.runtime.policy import Budget
 from specker.runtime.round import Round
 from specker.runtime.stats import DiffusionStats
 from specker.runtime.strategies.base import DraftContext, Strategy
-from specker.runtime.strategies.diffuspec import CPS_LAMBDA, DiffuSpecOptions, ngram
-from specker.runtime.strategies.diffuspec.lattice import Lattice, Search, best_paths, lattice, trie
+from specker.runtime.strategies.blocks.lattice import Lattice, Search
+from specker.runtime.strategies.blocks.search import before_stop, candidates, read, searched
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 WINDOW = 64 * MAX_WORDS  # maximum rows of one pass
@@ -68,7 +61,7 @@ class DiffusionDrafter(ModelDrafter):
                 return Draft(depth, depth=depth, found=found, observed=True)
             lengths = [len(s.text) for s in r.requests]
             new, blocks, _ = self._candidates(r, Final(r.memory.get("hidden", r.n * depth)), lengths)
-            return self._searched(r, new, [[block] for block in blocks], 1)
+            return searched(r, new, [[block] for block in blocks], self.search, self.stop_ids)
         texts = [s.text[: self.limit] for s in r.requests]
         guesses: list[list[int]] = [[] for _ in texts]
         lattices: list[list[Lattice]] = [[] for _ in texts]
@@ -93,7 +86,9 @@ class DiffusionDrafter(ModelDrafter):
             if done == depth or not more or all(self.stopped(g) < done for g in guesses):
                 break
         if self.search is not None:
-            return self._searched(r, guesses, lattices, passes)  # a searched path may differ from the guesses
+            return searched(
+                r, guesses, lattices, self.search, self.stop_ids, passes
+            )  # a searched path may differ from the guesses
         kept = [g[: self.stopped(g) + 1] for g in guesses]
         draft = Draft.of(r, kept, [list(range(len(k))) for k in kept])
         draft.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.confident else []
@@ -171,79 +166,13 @@ class DiffusionDrafter(ModelDrafter):
     def _candidates(
         self, r: Round, final: Final, lengths: list[int]
     ) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
-        """final [n * k, E], the rows that predict the tokens after texts of `lengths` -> per sequence the best guesses
-        [k], the candidates of each position, and the guesses' probabilities [k]. Waits for the device."""
-        how, n = self.search, len(r.requests)
+        """`search.candidates` of the rows [n * k, E] that predict the tokens after texts of `lengths`."""
         k = len(final.rows) // r.n
-        positions = self._positions(lengths + [1] * (r.n - n), k)
-        width = 1 if how is None else min(how.candidates, self.head.weight.shape[0])
-        ids, scores, lse = self.head.ranked(final, width, r.draws, positions)
-        stops = 0
-        if how is not None and self.stops is not None:
-            stops = self.stops.weight.shape[0]
-            stop_ids, stop_scores, _ = self.stops.ranked(final, stops, r.draws, positions)
-            ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
-        noise = self._noise(r.requests, positions, ids, k)
-        ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
-        mass = 0.0 if how is None else how.mass
-        blocks = []
-        for b, sequence in enumerate(r.requests):
-            own = slice(b * k, (b + 1) * k)
-            drawn = noise_ is not None and sequence.sampling.temperature > 0
-            blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, mass, stops))
-        sure = [np.exp(ranks_[b * k : (b + 1) * k, 0]).tolist() for b in range(n)]
-        return [block.ids[:, 0].tolist() for block in blocks], blocks, sure
-
-    @staticmethod
-    def _noise(sequences: Sequence[states.Request], positions: Tensor, ids: Tensor, k: int) -> Tensor | None:
-        samplings: list[Sampling] = [s.sampling for s in sequences]
-        if all(s.temperature == 0 for s in samplings):
-            return None
-        noise = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-        for b, s in enumerate(samplings):
-            own = slice(b * k, (b + 1) * k)
-            if s.temperature > 0:
-                noise[own] = gumbel_at(s.seed, positions[own], ids[own])
-        return noise
-
-    def _searched(self, r: Round, guesses: list[list[int]], blocks: list[list[Lattice]], passes: int) -> Draft:
-        """Search paths through each sequence's blocks, write them as drafts and record the statistics."""
-        how = self.search
-        assert how is not None
-        tokens: list[list[int]] = []
-        parents: list[list[int]] = []
-        stats: list[DiffusionStats] = []
-        for sequence, own, found in zip(r.requests, guesses, blocks, strict=True):
-            start = time.perf_counter()
-            whole = found[0] if len(found) == 1 else Lattice.joined(found)
-            before = (sequence.text[-2] if len(sequence.text) > 1 else -1, sequence.text[-1])
-            paths = best_paths(whole, how, before, self.stop_ids, sequence.sampling.temperature)
-            score = paths[0].score / len(whole.ids)
-            if not how.tree or len(paths) == 1:
-                tokens.append(list(paths[0].tokens))
-                parents.append(list(range(len(tokens[-1]))))
-            else:
-                found_tokens, found_parents = trie(paths, r.budget.nodes, r.budget.depth)
-                tokens.append(found_tokens)
-                parents.append(found_parents)
-            seconds = time.perf_counter() - start
-            stats.append(DiffusionStats(self.stopped(own), passes, whole.width, score, seconds))
-        draft = Draft.of(r, tokens, parents)
-        draft.found = stats
-        return draft
+        positions = self._positions(lengths + [1] * (r.n - len(lengths)), k)
+        return candidates(r, final, positions, self.head, self.search, self.stops)
 
     def stopped(self, guesses: list[int]) -> int:
-        """The number of guesses before the first stop token; all if there is none."""
-        return next((n for n, token in enumerate(guesses) if token in self.stop_ids), len(guesses))
-
-
-def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any, Any]:
-    """Copy to numpy, from a GPU in one transfer: float64 represents ids exactly."""
-    if not ids.is_cuda:
-        return ids.numpy(), ranks.numpy(), None if noise is None else noise.numpy()
-    both = (ids, ranks) if noise is None else (ids, ranks, noise)
-    first, *others = torch.stack([x.double() for x in both]).cpu().numpy()
-    return first.astype(np.int64), others[0], others[1] if noise is not None else None
+        return before_stop(guesses, self.stop_ids)
 
 
 @lru_cache(maxsize=512)
@@ -253,44 +182,15 @@ def _full_words(count: int, device: torch.device) -> Tensor:
 
 def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     """Make the drafter that the options describe."""
-    own: DiffuSpecOptions = context.options.own
     assert context.draft is not None
-    search = _search(context, own)
     rows, kept = context.draft.weights.head, context.kept
     stop_ids = () if context.options.stand_ins else context.target.config.eos_ids
     row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
     ids = [token for token in stop_ids if token in row_of]
     at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)
-    model = context.draft_model()
+    search, model = read(context), context.draft_model()
     cache, head = context.allocate(model), context.head(model)
     stops = KeptRows(torch.tensor(ids, device=rows.device)).head(rows[at], model.norm, model.config.rms_norm_eps)
     return DiffusionDrafter(
         model, cache, head, stops if ids else None, frozenset(stop_ids), search, context.depth(strategy)
-    )
-
-
-def _search(context: DraftContext, own: DiffuSpecOptions) -> Search | None:
-    """The path search, or None for the argmax, which is faster on the bundled pair. Raises ValueError if the n-gram
-    model is missing or of another vocabulary."""
-    how, target = own.search, context.target
-    if how == "off":
-        return None
-    path = own.ngram or (None if context.family is None else context.family.ngram)
-    weight = CPS_LAMBDA if own.cps_lambda is None else own.cps_lambda
-    if path is None and weight < 1:
-        raise ValueError(
-            f"{option('cps', how)} needs {option('ngram')} for {target.folder} (python -m specker.calibrate --ngram "
-            f"makes one), or {option('cps_lambda', 1)} to search without it, or {option('cps', 'off')}"
-        )
-    model = None
-    if path is not None and weight < 1:
-        model = ngram.read(path)
-        model.check(target.config.vocab_size, context.tokenizer_hash, path)
-    return Search(
-        model,
-        own.cps_paths or Search.paths,
-        how == "tree",
-        own.cps_candidates or Search.candidates,
-        Search.mass if own.cps_mass is None else own.cps_mass,
-        weight,
     )

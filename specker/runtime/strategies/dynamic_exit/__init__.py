@@ -70,6 +70,7 @@ class SelfDrafting(Strategy):
     paper = "DEL (2504.05598)"
     options = DynamicExitOptions
     policies = ("del", "del-length")
+    usual = "del"
     self_drafting = True
 
     def check(self, options: Options) -> None:
@@ -80,7 +81,7 @@ class SelfDrafting(Strategy):
             raise ValueError(f"{option('exit_layer')} is for {policies}: del chooses the layer")
 
     def default_policy(self, options: Options) -> str:
-        return self.policies[0]
+        return self.usual
 
     def check_target(self, options: Options, layers: int) -> None:
         exit_layer = options.own.exit_layer

@@ -1,0 +1,186 @@
+"""What the strategies that guess a block of tokens in one pass share (`diffuspec`, `dflash`): DiffuSpec's path search
+and its adaptive length (arXiv 2510.02358), with their options.
+
+CPS, the path search through the block's candidates, is in lattice.py; search.py makes drafts of it. ADL, the adaptive
+length, is `AdaptiveLength` below.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+
+from specker.flags import check_fields, opt, option
+from specker.options import Options
+from specker.runtime.auto import TEXT, Acceptance, Experienced
+from specker.runtime.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
+from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
+
+CPS_LAMBDA = 0.85  # the measured winner on the bundled pair; 0.5 in the paper
+CPS_PATHS = 3
+SHARED = "which of a block's guesses are verified, and how long blocks are"  # what the options are for
+
+
+@dataclass
+class AdaptiveLength(Experienced):
+    """ADL of DiffuSpec (arXiv 2510.02358): follow the number of guesses before the first stop token, and add `step`
+    while the target accepts as many. With L_gen the guesses before the first stop token and L_acc the accepted ones,
+
+        ema <- (1 - rho) ema + rho L, starting from 0
+        k = clip(floor(ema_gen) + step [ema_acc >= ema_gen], shortest, longest)
+
+    The first block has the longest length.
+    """
+
+    shortest: int = 20
+    longest: int = 30
+    step: int = 10
+    rho: float = 0.5
+    nodes: int = MAX_NODES  # draft tokens of all paths together
+    seen: Acceptance | None = None
+    length: int = field(init=False)  # k
+    generated: float = field(default=0.0, init=False)  # the smoothed L_gen
+    accepted: float = field(default=0.0, init=False)  # the smoothed L_acc
+
+    def __post_init__(self) -> None:
+        self.length = self.longest
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.length)
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.found is None or not outcome.drafted:
+            return
+        self.generated += self.rho * (outcome.found.generated - self.generated)
+        self.accepted += self.rho * (len(outcome.path) - 1 - self.accepted)
+        grown = self.step if self.accepted >= self.generated else 0
+        self.length = min(max(math.floor(self.generated) + grown, self.shortest), self.longest)
+
+
+def span(value: str | tuple[int, int]) -> tuple[int, int]:
+    """Parse the shortest and the longest block, such as `20-30`."""
+    text = "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    match = re.fullmatch(r"(\d{1,3})-(\d{1,3})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= MAX_NODES:
+        raise ValueError(f"{option('adl')} must be SHORTEST-LONGEST within 1-{MAX_NODES}, such as 20-30, got {value!r}")
+    return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    cps: str | None = opt(
+        None,
+        "off: take the argmax of each position (default without search options); chain: search the lattice of "
+        "candidates for the best path; tree: verify the most probable beginnings of paths as one tree",
+        choices=("off", "chain", "tree"),
+    )
+    cps_paths: int | None = opt(None, "width of the chain search's beam (default 3)", least=1, most=64)
+    cps_nodes: int | None = opt(None, "tokens of a tree (default: 3 times the block's)", least=1, most=MAX_NODES)
+    cps_candidates: int | None = opt(None, "maximum candidates per position (default 15)", least=1, most=64)
+    cps_mass: float | None = opt(
+        None, "keep the fewest candidates of a position with this probability (default 0.8)", least=0, most=1
+    )
+    cps_lambda: float | None = opt(
+        None, "weight of the drafter against the n-gram model (default 0.85)", least=0, most=1
+    )
+    ngram: str | None = opt(
+        None,
+        "the search's n-gram model (default: the bundled one for the target); see python -m specker.calibrate",
+        "FILE",
+    )
+    adl: tuple[int, int] | None = opt(
+        None,
+        "shortest and longest block of --policy adl (default: 20-30 for diffuspec, with bundled drafts the fastest "
+        "measured; half of the checkpoint's block and all of it for dflash)",
+        "SHORTEST-LONGEST",
+        parse=span,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.cps == "off" and self._search_options:
+            others = ", ".join(map(option, self._search_options))
+            raise ValueError(f"{option('cps', 'off')} disables the search: leave out {others}")
+        for name, mode in (("cps_paths", "chain"), ("cps_nodes", "tree")):
+            if getattr(self, name) is not None and self.search != mode:
+                raise ValueError(f"{option(name)} is for {option('cps', mode)}")
+
+    @property
+    def _search_options(self) -> list[str]:
+        names = ("cps_paths", "cps_nodes", "cps_candidates", "cps_mass", "cps_lambda", "ngram")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def search(self) -> str:
+        """The mode of the path search: off, chain or tree."""
+        return self.cps or ("chain" if self._search_options else "off")
+
+    def nodes(self, length: int) -> int:
+        """The most draft tokens of a block of `length`."""
+        if self.search != "tree":
+            return length
+        return min(self.cps_nodes or CPS_PATHS * length, MAX_NODES)
+
+
+class BlockStrategy(Strategy):
+    """A strategy that guesses a block in one pass. Its options are `BlockOptions`."""
+
+    options = BlockOptions
+    policies: tuple[str, ...] = ("adl",)
+
+    def check(self, options: Options) -> None:
+        own: BlockOptions = options.own
+        policy = options.policy or self.default_policy(options)
+        if options.tree is not None:
+            other = f"{option('tree')} does not apply, but {option('cps', 'tree')} does"
+            raise ValueError(f"strategy {self.name} drafts a block: {other}")
+        if policy not in ("fixed", *self.policies) and own.search == "tree":
+            raise ValueError(f"{option('policy', policy)} is for chains: leave out {option('cps', 'tree')}")
+        if own.adl is not None and policy != "adl":
+            raise ValueError(f"{option('adl')} is for {option('policy', 'adl')}")
+        if policy == "adl" and options.draft_tokens is not None:
+            other = f"{option('adl')} bounds it, {option('draft_tokens')} does not apply"
+            raise ValueError(f"{option('policy', 'adl')} chooses the block's length: {other}")
+
+    def chains(self, options: Options) -> bool:
+        return options.own.search != "tree"
+
+    def lengths(self, context: PolicyContext) -> tuple[int, int]:
+        """The shortest and the longest block of policy adl, in tokens."""
+        raise NotImplementedError
+
+    def length(self, options: Options) -> int:
+        """The length of a block of policy fixed, and the longest one of policy auto."""
+        raise NotImplementedError
+
+    def policy(self, context: PolicyContext) -> Policy:
+        options, own = context.options, context.options.own
+        rule, length = options.policy or "fixed", self.length(options)
+        if rule == "adl":
+            shortest, longest = self.lengths(context)
+            return AdaptiveLength(shortest, longest, seen=seen(context))
+        if rule == AUTO:
+            return self.auto(replace(context, confident=False), Budget(length, length))
+        return general(rule, Budget(own.nodes(length), length))
+
+    def plan(self, context: PolicyContext) -> Plan:
+        """A searched path may end anywhere, so the warm-up verifies drafts of every size."""
+        options, own = context.options, context.options.own
+        rule, longest = options.policy, self.length(context.options)
+        if rule in CONFIDENT or (rule == AUTO and own.search == "off"):
+            return super().plan(replace(context, confident=False))
+        shortest = longest if rule == "fixed" else 1
+        if rule == "adl":
+            shortest, longest = self.lengths(context)
+        elif rule == "plus-minus-one":
+            longest = max(longest, LONGEST)
+        sizes = (0,) if own.search == "off" else tuple(range(own.nodes(longest) + 1))
+        budgets = tuple(Budget(own.nodes(n), n) for n in range(shortest, longest + 1))
+        return Plan(budgets[-1], budgets, sizes, sizes)
+
+
+def seen(context: PolicyContext) -> Acceptance | None:
+    """What texts before this one accepted, from which a policy starts."""
+    return None if context.known is None else Acceptance(TEXT, context.known.drafts)

@@ -1,0 +1,143 @@
+"""Make drafts of the rows of blocks: the candidates of each position, and the paths through them."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specker.flags import option
+from specker.kernels.noise import gumbel_at
+from specker.model.decoder import Final
+from specker.options import Sampling
+from specker.runtime import state as states
+from specker.runtime.drafter import Draft
+from specker.runtime.head import Head
+from specker.runtime.round import Round
+from specker.runtime.stats import DiffusionStats
+from specker.runtime.strategies.base import DraftContext
+from specker.runtime.strategies.blocks import CPS_LAMBDA, CPS_PATHS, BlockOptions, ngram
+from specker.runtime.strategies.blocks.lattice import Lattice, Search, best_paths, best_tree, lattice
+
+
+def read(context: DraftContext) -> Search | None:
+    """The path search of the options, or None for the argmax of each position. Raises ValueError if the n-gram model
+    is missing or of another vocabulary."""
+    own: BlockOptions = context.options.own
+    how, target = own.search, context.target
+    if how == "off":
+        return None
+    path = own.ngram or (None if context.family is None else context.family.ngram)
+    weight = CPS_LAMBDA if own.cps_lambda is None else own.cps_lambda
+    if path is None and weight < 1:
+        raise ValueError(
+            f"{option('cps', how)} needs {option('ngram')} for {target.folder} (python -m specker.calibrate --ngram "
+            f"makes one), or {option('cps_lambda', 1)} to search without it, or {option('cps', 'off')}"
+        )
+    model = None
+    if path is not None and weight < 1:
+        model = ngram.read(path)
+        model.check(target.config.vocab_size, context.tokenizer_hash, path)
+    return Search(
+        model,
+        how == "tree",
+        own.cps_paths or CPS_PATHS,
+        own.cps_nodes,
+        own.cps_candidates or Search.candidates,
+        Search.mass if own.cps_mass is None else own.cps_mass,
+        weight,
+    )
+
+
+def candidates(
+    r: Round,
+    final: Final,
+    positions: Tensor,
+    head: Head,
+    how: Search | None,
+    stops: Head | None = None,
+) -> tuple[list[list[int]], list[Lattice], list[list[float]]]:
+    """The rows that predict k tokens of each sequence, final [n * k, E], at `positions` [n * k] int64 -> per sequence
+    the best guesses [k], the candidates of each position, and the guesses' probabilities [k]. `stops`: a head with the
+    rows of the stop ids, which are candidates everywhere. Waits for the device."""
+    k = len(final.rows) // r.n
+    width = 1 if how is None else min(how.candidates, head.weight.shape[0])
+    ids, scores, lse = head.ranked(final, width, r.draws, positions)
+    count = 0
+    if how is not None and stops is not None:
+        count = stops.weight.shape[0]
+        stop_ids, stop_scores, _ = stops.ranked(final, count, r.draws, positions)
+        ids, scores = torch.cat((ids, stop_ids), 1), torch.cat((scores, stop_scores), 1)
+    noise = _noise(r.requests, positions, ids, k)
+    ids_, ranks_, noise_ = _on_host(ids, scores - lse.unsqueeze(-1), noise)
+    mass = 0.0 if how is None else how.mass
+    blocks, sure = [], []
+    for b, sequence in enumerate(r.requests):
+        own = slice(b * k, (b + 1) * k)
+        drawn = noise_ is not None and sequence.sampling.temperature > 0
+        blocks.append(lattice(ids_[own], ranks_[own], noise_[own] if drawn else None, mass, count))
+        sure.append(np.exp(ranks_[own, 0]).tolist())
+    return [block.ids[:, 0].tolist() for block in blocks], blocks, sure
+
+
+def searched(
+    r: Round,
+    guesses: list[list[int]],
+    blocks: list[list[Lattice]],
+    how: Search,
+    stop_ids: frozenset[int],
+    passes: int = 1,
+) -> Draft:
+    """Search each sequence's blocks, and write the path or the tree as a draft. `guesses`: the best guess of each
+    position; `passes`: of the drafter, for the statistics."""
+    tokens: list[list[int]] = []
+    parents: list[list[int]] = []
+    stats: list[DiffusionStats] = []
+    for sequence, own, found in zip(r.requests, guesses, blocks, strict=True):
+        start = time.perf_counter()
+        whole = found[0] if len(found) == 1 else Lattice.joined(found)
+        before = (sequence.text[-2] if len(sequence.text) > 1 else -1, sequence.text[-1])
+        asked = whole, how, before, stop_ids
+        if how.tree:
+            nodes = min(how.nodes or CPS_PATHS * len(whole.ids), r.budget.nodes)
+            paths, up = best_tree(*asked, nodes, sequence.sampling.temperature)
+            tokens.append([path.tokens[-1] for path in paths])
+            best = max(paths, key=lambda path: len(path.tokens))
+        else:
+            best = best_paths(*asked, sequence.sampling.temperature)[0]
+            tokens.append(list(best.tokens))
+            up = list(range(len(best.tokens)))
+        parents.append(up)
+        score, seconds = best.score / max(1, len(best.tokens)), time.perf_counter() - start
+        stats.append(DiffusionStats(before_stop(own, stop_ids), passes, whole.width, score, seconds))
+    draft = Draft.of(r, tokens, parents)
+    draft.found = stats
+    return draft
+
+
+def before_stop(guesses: Sequence[int], stop_ids: frozenset[int]) -> int:
+    """The number of guesses before the first stop token; all if there is none."""
+    return next((n for n, token in enumerate(guesses) if token in stop_ids), len(guesses))
+
+
+def _noise(sequences: Sequence[states.Request], positions: Tensor, ids: Tensor, k: int) -> Tensor | None:
+    samplings: list[Sampling] = [s.sampling for s in sequences]
+    if all(s.temperature == 0 for s in samplings):
+        return None
+    noise = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    for b, s in enumerate(samplings):
+        own = slice(b * k, (b + 1) * k)
+        if s.temperature > 0:
+            noise[own] = gumbel_at(s.seed, positions[own], ids[own])
+    return noise
+
+
+def _on_host(ids: Tensor, ranks: Tensor, noise: Tensor | None) -> tuple[Any, Any, Any]:
+    """Copy to numpy, from a GPU in one transfer: float64 represents ids exactly."""
+    if not ids.is_cuda:
+        return ids.numpy(), ranks.numpy(), None if noise is None else noise.numpy()
+    both = (ids, ranks) if noise is None else (ids, ranks, noise)
+    first, *others = torch.stack([x.double() for x in both]).cpu().numpy()
+    return first.astype(np.int64), others[0], others[1] if noise is not None else None
