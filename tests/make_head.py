@@ -248,19 +248,18 @@ class Formula:
     def tree(
         self, taps: list[Tensor], text: list[int], width: int, depth: int, count: int
     ) -> tuple[list[int], list[int]]:
-        """EAGLE-2's tree: each level holds the `width` nodes with the largest cumulative probability, and the tree the
-        `count` best nodes of all levels. Returns their tokens and parents, row 0 being the root."""
+        """EAGLE-2's tree: each level grows the `width` nodes with the largest cumulative probability, and the tree is
+        the `count` best of all children of grown nodes. Returns their tokens and parents, row 0 being the root."""
         nodes: list[tuple[float, list[int], int]] = []  # score, path, parent
         level = [(0.0, [], 0)]
         for _ in range(depth):
-            found = []
+            first = len(nodes)
             for score, path, row in level:
                 z = self.after(taps, text, path)
                 best = z.sort(descending=True, stable=True).indices[:width]
-                found += [(score + float(z[i]), [*path, int(self.ids()[i])], row) for i in best]
-            found = sorted(found, key=lambda node: -node[0])[:width]
-            level = [(score, path, len(nodes) + 1 + i) for i, (score, path, _) in enumerate(found)]
-            nodes += found
+                nodes += [(score + float(z[i]), [*path, int(self.ids()[i])], row) for i in best]
+            grown = sorted(range(first, len(nodes)), key=lambda i: -nodes[i][0])[:width]
+            level = [(*nodes[i][:2], i + 1) for i in grown]
         kept = sorted(sorted(range(len(nodes)), key=lambda i: -nodes[i][0])[:count])
         rows = {0: 0, **{i + 1: row for row, i in enumerate(kept, 1)}}
         return [nodes[i][1][-1] for i in kept], [rows[nodes[i][2]] for i in kept]

@@ -41,7 +41,7 @@ class Draft:
     observed: bool = False  # whether `Drafter.observe` reads the tokens on the host
     hidden: Tensor | None = None  # [n, size, E], rows 0..size-1 at the exit of a self-drafted chain
     taps: dict[int, Tensor] = field(default_factory=dict)  # depth below that exit -> [n, size, E]
-    nodes: Tensor | None = None  # [n, size], which of the grown nodes of a tree the draft holds
+    nodes: Tensor | None = None  # [n, size], which grown node of a tree each draft token is; a leaf may be none of them
     scores: list[Tensor] = field(default_factory=list)  # for a trace: log-probabilities [n, ..] of tokens in order
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
 

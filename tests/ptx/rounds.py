@@ -141,38 +141,46 @@ def grow(_: object) -> Iterator[Case]:
         trees = torch.randint(0, 99, (2, B, w * levels + 5), generator=g)  # room for more
         scores = -torch.rand(B, w * levels + 5, generator=g)
         for at in range(0, w * levels, w):
-            rows = B * (w if at else 1)
-            ids = torch.randint(0, 99, (rows, w), generator=g)
-            logits = torch.randn(rows, w, generator=g).sort(1, descending=True).values  # as vocab_topk gives them
-            given = ids, logits, logits.logsumexp(1) - (0.2 if at else 0.0)  # some children above their parents
-            yield _grow(f"B{B} width {w} at {at}", given, (trees[0], trees[1], scores), at)
+            yield _grow(f"B{B} width {w} at {at}", _level(B, w, at, g), (trees[0], trees[1], scores), at, levels)
 
 
-def _grow(label: str, given: tuple, trees: tuple, at: int) -> Case:
+def _level(B: int, w: int, at: int, g: torch.Generator) -> tuple:
+    rows = B * (w if at else 1)
+    logits = torch.randn(rows, w, generator=g).sort(1, descending=True).values  # as vocab_topk gives them
+    lse = logits.logsumexp(1) - (0.2 if at else 0.0)  # some children above their parents
+    return torch.randint(0, 99, (rows, w), generator=g), logits, lse
+
+
+def _grow(label: str, given: tuple, trees: tuple, at: int, levels: int) -> Case:
+    B, w = len(trees[0]), given[0].shape[1]
+
     def both(op: Any) -> Any:
         mine = [x.clone() for x in trees]
-        op(*given, *mine, at)
-        return mine
+        every = growing.Candidates.empty(B, w, levels, torch.float32, torch.device("cpu")) if w > 1 else None
+        for x in every[:3] if every is not None else ():
+            x.zero_()
+        op(*given, *mine, at, every)
+        return mine, every and every[:3]
 
     return _equal(label, lambda: both(growing._launch_grow), lambda: both(growing.grow))
 
 
 def prune(_: object) -> Iterator[Case]:
-    for B, N, count in ((2, 12, 7), (1, 60, 59), (3, 255, 100), (1, 1, 1)):
-        g = torch.Generator().manual_seed(N)
-        parents = torch.stack([_tree(N, g) for _ in range(B)])
-        scores = torch.zeros(B, N)
-        for b in range(B):  # ties, and no child above its parent
-            for j, up in enumerate(parents[b].tolist()):
-                scores[b, j] = (scores[b, up - 1] if up else 0.0) - float(torch.randint(0, 2, (), generator=g))
-        tokens = torch.randint(0, 99, (B, N), generator=g)
-        yield _prune(f"B{B} N{N} keep {count}", (tokens, parents, scores), count)
+    for B, w, levels, count in ((2, 3, 2, 7), (1, 10, 7, 59), (3, 2, 1, 1), (1, 64, 2, 100)):
+        g = torch.Generator().manual_seed(w)
+        every = growing.Candidates.empty(B, w, levels, torch.float32, torch.device("cpu"))
+        tokens, parents = torch.zeros((2, B, w * levels), dtype=torch.int64).unbind(0)
+        scores = torch.zeros(B, w * levels)
+        for at in range(0, w * levels, w):
+            ids, logits, lse = _level(B, w, at, g)
+            growing.grow(ids, logits.round(), lse.round(), tokens, parents, scores, at, every)  # ties
+        yield _prune(f"B{B} {w}x{levels} keep {count}", every, count)
 
 
-def _prune(label: str, trees: tuple, count: int) -> Case:
+def _prune(label: str, every: Any, count: int) -> Case:
     def both(op: Any) -> Any:
-        kept, up = trees[0].new_zeros(2, len(trees[0]), count).unbind(0)
-        return op(*trees, kept, up), kept, up
+        kept, up = every.ids.new_zeros(2, len(every.ids), count).unbind(0)
+        return op(every, kept, up), kept, up
 
     return _equal(label, lambda: both(growing._launch_prune), lambda: both(growing.prune))
 

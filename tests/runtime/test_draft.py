@@ -43,8 +43,9 @@ def drafter(model, width):
     return AutoregressiveDrafter(model, new_cache(model), head, width, depth=DEPTH)
 
 
-def grown(model, sampling, width, depth, text=PROMPT):
-    """Level 1: the root's best tokens; each later level: the best `width` of all children by cumulative probability."""
+def tree(model, sampling, width, depth, count, text=PROMPT):
+    """Each level grows the best `width` children of the level above by cumulative probability; the tree is the `count`
+    best of all children. Returns tokens, parents, scores, and which grown node each one is (width * depth: none)."""
 
     def children(ids):
         with torch.no_grad():
@@ -53,22 +54,20 @@ def grown(model, sampling, width, depth, text=PROMPT):
             z = z / sampling.temperature + gumbel(sampling.seed, torch.tensor([len(ids) - 1]), len(z))[0]
         return z.log_softmax(0)
 
-    level = [([], 0, 0.0)]  # (path of tokens, row, score)
-    tokens, parents, scores = [], [], []
+    level, grown, every = [([], 0, 0.0)], [], []  # (path of tokens, row, score)
     for _ in range(depth):
-        candidates = []
+        first = len(every)
         for path, row, score in level:
             logp = children(text + path)
-            for token in logp.topk(width).indices.tolist():
-                candidates.append((score + float(logp[token]), path + [token], row))
-        candidates.sort(key=lambda c: -c[0])
-        level = []
-        for score, path, parent in candidates[:width]:
-            tokens.append(path[-1])
-            parents.append(parent)
-            scores.append(score)
-            level.append((path, len(tokens), score))
-    return tokens, parents, scores
+            every += [(path + [t], row, score + float(logp[t])) for t in logp.topk(width).indices.tolist()]
+        best = sorted(range(first, len(every)), key=lambda i: -every[i][2])[:width]
+        grown += best
+        level = [(every[i][0], i + 1, every[i][2]) for i in best]
+    kept = sorted(sorted(range(len(every)), key=lambda i: -every[i][2])[:count])
+    rows = {0: 0, **{i + 1: row for row, i in enumerate(kept, 1)}}
+    nodes = [grown.index(i) if i in grown else width * depth for i in kept]
+    paths, parents, scores = zip(*(every[i] for i in kept), strict=True)
+    return [path[-1] for path in paths], [rows[up] for up in parents], list(scores), nodes
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
@@ -78,7 +77,7 @@ def test_the_tree_equals_its_definition(world, shape, sampling, fixed):
     model, reference = world
     width, depth = shape
     r = draft(drafter(model, width), PROMPT, Budget(width * depth, depth), sampling, fixed=fixed)
-    want, up, _ = grown(reference, sampling, width, depth)
+    want, up, *_ = tree(reference, sampling, width, depth, width * depth)
     assert tokens(r) == want and parents(r) == up
     assert r.draft.tree == (width > 1) and r.draft.depth == depth
 
@@ -99,7 +98,7 @@ def test_policies_hear_each_tokens_probability(world, own, sampling, fixed):
         mine = EarlyExitDrafter(model, mine.cache, mine.head)
         prefill(model, mine.cache, PROMPT[:-1])
     r = draft(mine, PROMPT, Budget(4, 4, len(model.layers)), sampling, Asked(4, 4), fixed=fixed)
-    want, _, scores = grown(reference, sampling, 1, 4)
+    want, _, scores, _ = tree(reference, sampling, 1, 4, 4)
     alone = [math.exp(b - a) for a, b in itertools.pairwise([0.0, *scores])]
     assert tokens(r) == want and r.draft.size == 4
     assert [p for [p] in r.draft.confidence] == pytest.approx(alone, rel=1e-5) and max(alone) < 1
@@ -108,13 +107,10 @@ def test_policies_hear_each_tokens_probability(world, own, sampling, fixed):
 @pytest.mark.parametrize("fixed", [False, True], ids=["by the host", "by the device"])
 def test_a_capped_tree_keeps_the_best_nodes(world, fixed):
     model, reference = world
-    want, up, scores = grown(reference, Sampling(), 4, 3)
-    r = draft(drafter(model, 4), PROMPT, Budget(7, 3), fixed=fixed)
-    kept = sorted(sorted(range(12), key=lambda n: -scores[n])[:7])
-    assert kept != list(range(7))
-    assert tokens(r) == [want[n] for n in kept] and r.draft.nodes.tolist() == [kept]
-    row = {0: 0, **{n + 1: i + 1 for i, n in enumerate(kept)}}
-    assert parents(r) == [row[up[n]] for n in kept]
+    want, up, _, nodes = tree(reference, Sampling(), 4, 3, 11)
+    r = draft(drafter(model, 4), PROMPT, Budget(11, 3), fixed=fixed)
+    assert tokens(r) == want and parents(r) == up
+    assert nodes != list(range(11)) and 12 in nodes and r.draft.nodes.tolist() == [nodes]
 
 
 @pytest.mark.parametrize("budget", [Budget(0, 3), Budget(5, 0)])
@@ -126,7 +122,7 @@ def test_no_budget_no_draft(world, budget):
         prefill(model, cache, PROMPT[:-1])
         r = new_round(mine, PROMPT, budget)
         launch(r, model, cache, mine)
-    [want], *_ = grown(reference, Sampling(), 1, 1)
+    [want], *_ = tree(reference, Sampling(), 1, 1, 1)
     assert r.draft.size == 0 and mine.cache.exact_len == [0] and r.memory.get("report", 3).tolist() == [1, 0, want]
 
 
@@ -135,7 +131,7 @@ def test_the_draft_ends_at_its_models_context(world):
     text = (PROMPT * 20)[:62]
     mine = drafter(model, 1)
     assert [mine.left(n) for n in (62, 64, 65)] == [3, 1, 0]  # rows at positions 61, 62, 63
-    want, *_ = grown(reference, Sampling(), 1, 3, text)
+    want, *_ = tree(reference, Sampling(), 1, 3, 3, text)
     assert tokens(draft(mine, text, Budget(3, 3))) == want
     assert [mine.fixed(n, Budget(3, 3)) for n in (6, 7, 50, 51)] == [False, True, True, False]
 

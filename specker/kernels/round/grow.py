@@ -1,19 +1,21 @@
 """grow and prune: add a level to the draft trees of B sequences, and keep the best nodes; one launch each.
 
-A tree's nodes are columns 0, 1, .. of tokens, parents and scores [B, N]; node j is row j + 1 of a window, whose row 0
-is the root. grow adds a level of w nodes, the best of the w candidates after each of the m last nodes (m = w), or after
-the root (m = 1, the first level):
+A tree is EAGLE-2's (arXiv 2406.16858). Its grown nodes, on which a drafter runs, are columns 0, 1, .. of tokens,
+parents and scores [B, N]; node j is row j + 1 of a window, whose row 0 is the root. A level has w of them. grow adds
+the best of the w candidates after each of the m last nodes (m = w), or after the root (m = 1, the first level):
 
     score(child) = score(parent) + min(logit - lse, 0)     rounding must not lift a child above its parent; root: 0
     the w largest, descending
 
-prune keeps the `count` best nodes of a whole tree, in their order; earlier nodes win ties. No child scores higher than
-its parent, so they form a tree. Scores are float32, float64 for float64. In a kernel, a tie between candidates goes to
-the first; in torch, to any of them. Traffic: a few kilobytes; on a GPU the host reads nothing.
+`Candidates` collects all of them. prune keeps the `count` best candidates of a whole tree, in their order; earlier ones
+win ties. No candidate scores higher than its parent, which stands before it, so they form a tree. A kept node that was
+not grown is a leaf. Scores are float32, float64 for float64. In grow's kernel, a tie between candidates goes to the
+first; in torch, to any of them. Traffic: a few kilobytes; on a GPU the host reads nothing.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +23,38 @@ from torch import Tensor
 from specker.kernels.variant import TYPES, Variant, same_device, start_after_previous, tl, triton
 
 
-def grow(ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, at: int) -> None:
+class Candidates(NamedTuple):
+    """All candidates of the trees of B sequences: C = w + (depth - 1) * w * w columns. Column c < w follows the root;
+    any other one follows node (c - w) // w."""
+
+    ids: Tensor  # [B, C] int64, tokens
+    scores: Tensor  # [B, C]
+    columns: Tensor  # [B, w * depth] int64, the column of each grown node
+    width: int  # w
+
+    @classmethod
+    def empty(cls, B: int, width: int, depth: int, dtype: torch.dtype, device: torch.device) -> "Candidates":
+        """Room for trees of `depth` levels; `dtype` of the scores."""
+        count, nodes = width + (depth - 1) * width**2, width * depth
+        ids, columns = torch.empty(B * (count + nodes), dtype=torch.int64, device=device).split([B * count, B * nodes])
+        scores = torch.empty((B, count), dtype=dtype, device=device)
+        return cls(ids.view(B, count), scores, columns.view(B, nodes), width)
+
+
+def grow(
+    ids: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    at: int,
+    candidates: Candidates | None = None,
+) -> None:
     """ids [B * m, w] int64, logits [B * m, w], descending, and lse [B * m] of `vocab_topk`, at the last m nodes ->
     nodes at..at + w - 1 of tokens! and parents! [B, N] int64 and scores! [B, N], which are updated and may be
-    row-strided views. at = 0 is the first level, with m = 1; otherwise m = w. Raises ValueError on other shapes and
-    dtypes."""
+    row-strided views. at = 0 is the first level, with m = 1; otherwise m = w. The level's candidates go to candidates!,
+    whose tensors are contiguous. Raises ValueError on other shapes and dtypes."""
     (T, w), (B, N) = ids.shape, tokens.shape
     m = w if at else 1
     if B * m != T or logits.shape != ids.shape or lse.shape != (T,) or at % w or at + w > N:
@@ -36,53 +65,95 @@ def grow(ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tens
     _check(tokens, parents, scores)
     if not ids.dtype == tokens.dtype or not logits.dtype == lse.dtype == scores.dtype:
         raise ValueError(f"ids must be int64, scores like logits and lse: {ids.dtype}, {logits.dtype}, {lse.dtype}")
+    begin = _first(at, w)
+    if candidates is not None:
+        _check_candidates(candidates, B, at + w, begin + m * w, scores.dtype)
+        if candidates.width != w:
+            raise ValueError(f"the candidates' width is {candidates.width}, the level's is {w}")
     if ids.is_cuda:
-        _launch_grow(ids, logits, lse, tokens, parents, scores, at)
+        _launch_grow(ids, logits, lse, tokens, parents, scores, at, candidates)
         return
     level = slice(at, at + w)
     total = (logits - lse.unsqueeze(-1)).clamp_(max=0).view(B, m * w)
-    if not at:
-        tokens[:, level], scores[:, level], parents[:, level] = ids, total, 0
-        return
-    total += scores[:, at - m : at].repeat_interleave(w, 1)
-    scores[:, level], best = total.topk(w)
-    tokens[:, level] = ids.view(B, -1).gather(1, best)
-    parents[:, level] = best // w + (at - m + 1)
+    if at:
+        total += scores[:, at - m : at].repeat_interleave(w, 1)
+    # The first level's candidates are in order already; a draft of one level may hold NaN.
+    best = total.topk(w).indices if at else torch.arange(w).expand(B, w)
+    tokens[:, level], scores[:, level] = ids.view(B, -1).gather(1, best), total.gather(1, best)
+    parents[:, level] = best // w + (at - m + 1) if at else 0
+    if candidates is not None:
+        these = slice(begin, begin + m * w)
+        candidates.ids[:, these], candidates.scores[:, these] = ids.view(B, -1), total
+        candidates.columns[:, level] = best + begin
 
 
 def grow_cost(
-    ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, at: int
+    ids: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    at: int,
+    candidates: Candidates | None = None,
 ) -> tuple[int, int]:
-    """(bytes, operations) of one call, which reads only the new nodes' ids."""
+    """(bytes, operations) of one call, which reads only the new nodes' ids if nothing collects the candidates."""
     B, (T, w), size = len(tokens), ids.shape, scores.element_size()
     read = (T * w + T * (2 if at else 1)) * size  # logits, lse and, below the first level, the parents' scores
-    return read + B * w * (8 + 8 + 8 + size), (2 + w) * T * w
+    moved = read + B * w * (8 + 8 + 8 + size)
+    if candidates is not None:
+        moved += T * w * (8 + size) + B * w * 8 + (T * w - B * w) * 8
+    return moved, (2 + w) * T * w
 
 
-def prune(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Tensor) -> Tensor:
-    """tokens, parents and scores [B, N] -> the best nodes' tokens in kept! [B, count] and parents in up! [B, count],
-    and their indices [B, count], all int64 but the scores. Raises ValueError on other shapes and dtypes."""
-    (B, N), count = tokens.shape, kept.shape[1]
-    _check(tokens, parents, scores)
-    if kept.shape != (B, count) or up.shape != kept.shape or not 1 <= count <= N:
-        raise ValueError(f"expected room for 1..{N} nodes of {B} trees: {tuple(kept.shape)}, {tuple(up.shape)}")
+def prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The best candidates' tokens in kept! [B, count] and their parents, as rows, in up! [B, count], both int64, which
+    may be row-strided views. Returns their columns [B, count] int64, and which grown node each one is [B, count] int64,
+    w * depth if it was not grown. Raises ValueError on other shapes and dtypes."""
+    ids, scores, columns, w = candidates
+    (B, C), N, count = ids.shape, columns.shape[1], kept.shape[1]
+    _check_candidates(candidates, B, N, C, scores.dtype)
+    if kept.shape != (B, count) or up.shape != kept.shape or not 1 <= count <= C:
+        raise ValueError(f"expected room for 1..{C} nodes of {B} trees: {tuple(kept.shape)}, {tuple(up.shape)}")
     if not kept.dtype == up.dtype == torch.int64:
         raise ValueError(f"nodes must be int64: {kept.dtype}, {up.dtype}")
-    if tokens.is_cuda:
-        return _launch_prune(tokens, parents, scores, kept, up)
+    if ids.is_cuda:
+        return _launch_prune(candidates, kept, up)
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
-    nodes = order.sort(1).values
-    row_of = torch.zeros(B, N + 1, dtype=torch.int64).scatter_(
-        1, nodes + 1, torch.arange(1, count + 1).expand(B, count)
-    )
-    kept.copy_(tokens.gather(1, nodes)), up.copy_(row_of.gather(1, parents.gather(1, nodes)))
-    return nodes
+    best = order.sort(1).values
+    row_of = torch.zeros(B, C, dtype=torch.int64).scatter_(1, best, torch.arange(1, count + 1).expand(B, count))
+    node_of = torch.full((B, C), N).scatter_(1, columns, torch.arange(N).expand(B, N))
+    above = columns.gather(1, (best - w).clamp(min=0) // w)
+    kept.copy_(ids.gather(1, best)), up.copy_(torch.where(best < w, 0, row_of.gather(1, above)))
+    return best, node_of.gather(1, best)
 
 
-def prune_cost(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Tensor) -> tuple[int, int]:
-    """(bytes, operations) of one call: reads every score and the kept nodes' tokens and parents, writes three numbers
-    each."""
-    return scores.numel() * scores.element_size() + 40 * kept.numel(), 2 * tokens.numel() * tokens.shape[1]
+def prune_cost(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[int, int]:
+    """(bytes, operations) of one call: reads every score and the columns of grown nodes, and the kept nodes' tokens;
+    writes four numbers for each of these. A comparison of every score for each bit of a score finds the worst kept
+    one."""
+    scores, columns = candidates.scores, candidates.columns
+    bits = 8 * scores.element_size()
+    return scores.numel() * scores.element_size() + 8 * columns.numel() + 40 * kept.numel(), bits * scores.numel()
+
+
+def _first(at: int, width: int) -> int:
+    """The first column of the candidates of the level whose nodes begin at `at`."""
+    return width + (at // width - 1) * width**2 if at else 0
+
+
+def _check_candidates(x: Candidates, B: int, nodes: int, count: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless there is room for `nodes` grown nodes and `count` candidates."""
+    (b, C), (b_, N), w = x.ids.shape, x.columns.shape, x.width
+    if not b == b_ == B or x.scores.shape != x.ids.shape or w + (N - w) * w != C or count > C or nodes > N:
+        raise ValueError(
+            f"candidates must have room for {count} columns and {nodes} nodes of {B} trees of width {w}: "
+            f"{tuple(x.ids.shape)}, {tuple(x.scores.shape)}, {tuple(x.columns.shape)}"
+        )
+    if not x.ids.dtype == x.columns.dtype == torch.int64 or x.scores.dtype != dtype:
+        raise ValueError(f"candidates' ids and columns must be int64, their scores {dtype}: {x.scores.dtype}")
+    if not all(t.is_contiguous() for t in x[:3]):
+        raise ValueError("candidates must be contiguous")
 
 
 def _check(tokens: Tensor, parents: Tensor, scores: Tensor) -> None:
@@ -99,8 +170,8 @@ _NONE = tl.constexpr(2**31 - 1)  # no candidate
 
 
 @triton.jit(
-    do_not_specialize=["at", "token_stride", "up_stride", "score_stride"],
-    do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr", "scores_ptr"],
+    do_not_specialize=["at", "token_stride", "up_stride", "score_stride", "C", "N"],
+    do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr", "scores_ptr", "all_ids_ptr", "columns_ptr"],
 )
 def _grow_kernel(
     ids_ptr,  # [B, M, WIDTH]
@@ -109,14 +180,20 @@ def _grow_kernel(
     tokens_ptr,  # [B, N]
     parents_ptr,  # [B, N]
     scores_ptr,  # [B, N]
+    all_ids_ptr,  # [B, C]; these three: of the candidates
+    all_scores_ptr,  # [B, C]
+    columns_ptr,  # [B, N]
     at,
     token_stride,  # from one sequence to the next
     up_stride,
     score_stride,
+    C,
+    N,
     WIDTH: tl.constexpr,
     M: tl.constexpr,  # nodes with candidates; 1: the root
     BLOCK: tl.constexpr,  # a power of two, at least M * WIDTH
     FIRST: tl.constexpr,
+    COLLECTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -131,6 +208,11 @@ def _grow_kernel(
     p_scores = scores_ptr + i_b * score_stride + at
     if not FIRST:
         b_total += tl.load(p_scores - M + o_row, mask=m, other=0.0)
+    if COLLECTS:
+        begin = 0 if FIRST else WIDTH + (at // WIDTH - 1) * (WIDTH * WIDTH)
+        p_all = i_b * C + begin + o
+        tl.store(all_scores_ptr + p_all, b_total, mask=m)
+        tl.store(all_ids_ptr + p_all, tl.load(p_ids + o, mask=m, other=0), mask=m)
     b_total = tl.where(m, b_total, float("-inf"))
     for i in range(WIDTH):
         best = tl.max(b_total, axis=0)
@@ -140,70 +222,81 @@ def _grow_kernel(
         tl.store(tokens_ptr + i_b * token_stride + at + i, tl.load(p_ids + child))
         parent = child * 0 if FIRST else at - M + 1 + child // WIDTH
         tl.store(parents_ptr + i_b * up_stride + at + i, parent.to(tl.int64))
+        if COLLECTS:
+            tl.store(columns_ptr + i_b * N + at + i, (begin + child).to(tl.int64))
         m = m & (o != child)
         b_total = tl.where(m, b_total, float("-inf"))
 
 
 @triton.jit(
-    do_not_specialize=["N", "count", "token_stride", "up_stride", "score_stride", "kept_stride", "kept_up_stride"],
-    do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr", "scores_ptr", "kept_ptr", "kept_up_ptr"],
+    do_not_specialize=["C", "N", "count", "kept_stride", "kept_up_stride"],
+    do_not_specialize_on_alignment=["ids_ptr", "columns_ptr", "kept_ptr", "kept_up_ptr", "best_ptr", "nodes_ptr"],
 )
 def _prune_kernel(
-    tokens_ptr,  # [B, N]
-    parents_ptr,  # [B, N]
-    scores_ptr,  # [B, N]
+    ids_ptr,  # [B, C]
+    scores_ptr,  # [B, C]
+    columns_ptr,  # [B, N]
     kept_ptr,  # [B, count]
     kept_up_ptr,  # [B, count]
+    best_ptr,  # [B, count]
     nodes_ptr,  # [B, count]
-    stays_ptr,  # [B, N] int32: work space
+    rows_ptr,  # [B, C] int32: work space
+    C,
     N,
     count,
-    token_stride,
-    up_stride,
-    score_stride,
     kept_stride,
     kept_up_stride,
-    BLOCK: tl.constexpr,  # a power of two, at least N
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least C
+    NODES: tl.constexpr,  # a power of two, at least N
+    BITS: tl.constexpr,  # of a score, but for its sign
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
     i_b = tl.program_id(0).to(tl.int64)
+    ids_ptr, scores_ptr, rows_ptr = ids_ptr + i_b * C, scores_ptr + i_b * C, rows_ptr + i_b * C
+    columns_ptr, nodes_ptr = columns_ptr + i_b * N, nodes_ptr + i_b * count
     o = tl.arange(0, BLOCK)
-    m = o < N
-    p_scores, p_stays = scores_ptr + i_b * score_stride, stays_ptr + i_b * N
-    b_score = tl.load(p_scores + o, mask=m, other=float("-inf"))
-    b_rank = tl.zeros([BLOCK], tl.int32)
-    for i in tl.range(0, N):
-        other = tl.load(p_scores + i)
-        b_rank += ((other > b_score) | ((other == b_score) & (i < o))).to(tl.int32)
-    m = m & (b_rank < count)
-    tl.store(p_stays + o, m.to(tl.int32), mask=o < N)
-    tl.debug_barrier()  # other threads read these values
-    b_up = tl.load(parents_ptr + i_b * up_stride + o, mask=m, other=0).to(tl.int32)
-    b_node = tl.zeros([BLOCK], tl.int32)  # kept nodes before this one
-    b_row = tl.zeros([BLOCK], tl.int32)  # kept nodes up to its parent, which is row b_up, node b_up - 1
-    for i in tl.range(0, N):
-        stays = tl.load(p_stays + i)
-        b_node += tl.where(i < o, stays, 0)
-        b_row += tl.where(i < b_up, stays, 0)
-    m = m & (b_node < count)  # with NaN as scores, more could stay
-    b_token = tl.load(tokens_ptr + i_b * token_stride + o, mask=m, other=0)
-    tl.store(kept_ptr + i_b * kept_stride + b_node, b_token, mask=m)
-    tl.store(kept_up_ptr + i_b * kept_up_stride + b_node, tl.minimum(b_row, b_node).to(tl.int64), mask=m)
-    tl.store(nodes_ptr + i_b * count + b_node, o.to(tl.int64), mask=m)
+    m = o < C
+    # No score is positive, so the bits of -score grow as the score falls. NaN comes last.
+    b_score = tl.load(scores_ptr + o, mask=m, other=float("-inf"))
+    if BITS == 31:
+        b_key = (0.0 - b_score).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        b_key = (0.0 - b_score).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    last = tl.min(b_key, axis=0) * 0  # the key of the worst candidate that stays, found bit by bit
+    for i in tl.range(0, BITS):
+        trial = last | ((last * 0 + 1) << (BITS - 1 - i))
+        last = tl.where(tl.sum((m & (b_key < trial)).to(tl.int32), axis=0) < count, trial, last)
+    b_tie = (m & (b_key == last)).to(tl.int32)
+    b_better = (m & (b_key < last)).to(tl.int32)
+    m_stays = (b_better == 1) | ((b_tie == 1) & (tl.cumsum(b_tie, axis=0) <= count - tl.sum(b_better, axis=0)))
+    b_row = tl.cumsum(m_stays.to(tl.int32), axis=0)
+    tl.store(rows_ptr + o, tl.where(m_stays, b_row, 0), mask=m)
+    tl.store(nodes_ptr + b_row - 1, (o * 0 + N).to(tl.int64), mask=m_stays)
+    tl.debug_barrier()  # other threads read these rows, and overwrite these nodes
+    below = m_stays & (o >= WIDTH)
+    b_above = tl.load(columns_ptr + tl.maximum(o - WIDTH, 0) // WIDTH, mask=below, other=0)
+    b_up = tl.load(rows_ptr + b_above, mask=below, other=0)
+    tl.store(kept_ptr + i_b * kept_stride + b_row - 1, tl.load(ids_ptr + o, mask=m_stays, other=0), mask=m_stays)
+    tl.store(kept_up_ptr + i_b * kept_up_stride + b_row - 1, b_up.to(tl.int64), mask=m_stays)
+    tl.store(best_ptr + i_b * count + b_row - 1, o.to(tl.int64), mask=m_stays)
+    o_node = tl.arange(0, NODES)
+    b_own = tl.load(rows_ptr + tl.load(columns_ptr + o_node, mask=o_node < N, other=0), mask=o_node < N, other=0)
+    tl.store(nodes_ptr + b_own - 1, o_node.to(tl.int64), mask=b_own > 0)
 
 
 @lru_cache
-def _grow_variant(dtype: torch.dtype, width: int, first: bool) -> Variant:
+def _grow_variant(dtype: torch.dtype, width: int, first: bool, collects: bool) -> Variant:
     """One program per sequence. One warp if a thread then has at most 16 candidates: a step is a maximum and a
     minimum, for which several warps would wait at barriers."""
     m = 1 if first else width
     t, block = TYPES[dtype], triton.next_power_of_2(m * width)
     return Variant(
-        name=f"grow {t} {width}" + " first" * first,
+        name=f"grow {t} {width}" + " first" * first + " collects" * collects,
         kernel=_grow_kernel,
-        arguments=("*i64", f"*{t}", f"*{t}", "*i64", "*i64", f"*{t}", *("i32",) * 4),
-        constexprs={"WIDTH": width, "M": m, "BLOCK": block, "FIRST": first},
+        arguments=("*i64", f"*{t}", f"*{t}", "*i64", "*i64", f"*{t}", "*i64", f"*{t}", "*i64", *("i32",) * 6),
+        constexprs={"WIDTH": width, "M": m, "BLOCK": block, "FIRST": first, "COLLECTS": collects},
         num_warps=min(max(block // 512, 1), 8),
         wide=False,
         smoke=width == 12,
@@ -211,17 +304,18 @@ def _grow_variant(dtype: torch.dtype, width: int, first: bool) -> Variant:
 
 
 @lru_cache
-def _prune_variant(dtype: torch.dtype, block: int) -> Variant:
-    """One program per sequence; its threads exchange one number per node."""
+def _prune_variant(dtype: torch.dtype, width: int, block: int, nodes: int) -> Variant:
+    """One program per sequence. One warp if a thread then has at most 32 candidates: it counts them once for each bit
+    of a score, and several warps would wait at barriers."""
     t = TYPES[dtype]
     return Variant(
-        name=f"prune {t} {block}",
+        name=f"prune {t} {width} {block}",
         kernel=_prune_kernel,
-        arguments=("*i64", "*i64", f"*{t}", "*i64", "*i64", "*i64", "*i32", *("i32",) * 7),
-        constexprs={"BLOCK": block},
-        num_warps=max(1, block // 64),
+        arguments=("*i64", f"*{t}", "*i64", *("*i64",) * 4, "*i32", *("i32",) * 5),
+        constexprs={"WIDTH": width, "BLOCK": block, "NODES": nodes, "BITS": 8 * dtype.itemsize - 1},
+        num_warps=min(max(block // 1024, 1), 8),
         wide=False,
-        smoke=block == 64,
+        smoke=block == 1024,
     )
 
 
@@ -229,32 +323,46 @@ def variants(arch: int) -> Iterator[Variant]:
     """The variants that the compile-only checks compile for sm_`arch`."""
     for width in (2, 4, 12, 64):
         for first in (False, True):
-            yield _grow_variant(torch.float32, width, first)
-    yield _grow_variant(torch.float32, 1, True)
-    for block in (8, 64, 256):
-        yield _prune_variant(torch.float32, block)
+            yield _grow_variant(torch.float32, width, first, True)
+    yield _grow_variant(torch.float32, 1, True, False)
+    for width, depth in ((2, 2), (4, 5), (10, 7), (64, 3)):  # 64x3 has the most candidates
+        nodes = width * depth
+        yield _prune_variant(
+            torch.float32, width, *map(triton.next_power_of_2, (width + (nodes - width) * width, nodes))
+        )
 
 
 def _launch_grow(
-    ids: Tensor, logits: Tensor, lse: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, at: int
+    ids: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    at: int,
+    candidates: Candidates | None = None,
 ) -> None:
-    same_device(ids, logits=logits, lse=lse, tokens=tokens, parents=parents, scores=scores)
     trees = tokens, parents, scores
+    all_ids, all_scores, columns = (tokens, scores, parents) if candidates is None else candidates[:3]
+    same_device(ids, logits=logits, lse=lse, tokens=tokens, parents=parents, scores=scores, candidates=all_ids)
     _rows(*trees)
     strides = (x.stride(0) for x in trees)
-    variant = _grow_variant(scores.dtype, ids.shape[1], not at)
-    variant((len(tokens),), ids.contiguous(), logits.contiguous(), lse.contiguous(), *trees, at, *strides)
+    variant = _grow_variant(scores.dtype, ids.shape[1], not at, candidates is not None)
+    given = ids.contiguous(), logits.contiguous(), lse.contiguous(), *trees, all_ids, all_scores, columns
+    variant((len(tokens),), *given, at, *strides, all_ids.shape[1], columns.shape[1])
 
 
-def _launch_prune(tokens: Tensor, parents: Tensor, scores: Tensor, kept: Tensor, up: Tensor) -> Tensor:
-    same_device(tokens, parents=parents, scores=scores, kept=kept, up=up)
-    given = tokens, parents, scores, kept, up
-    _rows(*given)
-    (B, N), count = tokens.shape, kept.shape[1]
-    nodes, stays = tokens.new_empty(B, count), tokens.new_empty((B, N), dtype=torch.int32)
-    variant = _prune_variant(scores.dtype, triton.next_power_of_2(N))
-    variant((B,), *given, nodes, stays, N, count, *(x.stride(0) for x in given))
-    return nodes
+def _launch_prune(candidates: Candidates, kept: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    ids, scores, columns, width = candidates
+    same_device(ids, scores=scores, columns=columns, kept=kept, up=up)
+    _rows(kept, up)
+    (B, C), N, count = ids.shape, columns.shape[1], kept.shape[1]
+    best, nodes = ids.new_empty(2, B, count).unbind(0)
+    rows = ids.new_empty((B, C), dtype=torch.int32)
+    variant = _prune_variant(scores.dtype, width, triton.next_power_of_2(C), triton.next_power_of_2(N))
+    given = ids, scores, columns, kept, up, best, nodes, rows
+    variant((B,), *given, C, N, count, kept.stride(0), up.stride(0))
+    return best, nodes
 
 
 def _rows(*tensors: Tensor) -> None:

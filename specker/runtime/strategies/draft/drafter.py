@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specker.kernels.cpu import native
-from specker.kernels.round.grow import grow, prune
+from specker.kernels.round.grow import Candidates, grow, prune
 from specker.model.cache import KVCache, Lengths, Rows
 from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_text
@@ -60,7 +60,7 @@ class AutoregressiveDrafter(ModelDrafter):
         """Keep the K/V of accepted draft nodes; the last level has none yet."""
         if self.cache.exact_len[slot] > self.limit:
             return
-        grown = range(r.draft.size) if r.draft.nodes is None else r.draft.nodes[slot].tolist()
+        grown = range(r.draft.size) if r.draft.nodes is None else r.draft.nodes[slot].tolist()  # of a chain: in order
         if nodes := [node for row in path[1:] if (node := grown[row - 1]) < r.draft.forwarded]:
             self.cache.commit(nodes, slot)
 
@@ -169,22 +169,23 @@ class AutoregressiveDrafter(ModelDrafter):
         draft.extend(r, self.head, final, positions, r.window[:, n + 1 : n + 2])
 
     def _tree(self, r: Round, draft: Draft) -> None:
-        """Draft a tree level by level. Node j of a sequence is j columns after its root; scores are cumulative
+        """Draft EAGLE-2's tree level by level: each level grows its `width` best nodes, and the draft is the best
+        candidates of all levels. Grown node j of a sequence is j columns after its root; scores are cumulative
         log-probabilities."""
-        n, width, count = r.n, self.width, self.width * draft.depth
-        kept, up = r.window[:, 1 : draft.size + 1], r.state.parents[:, : draft.size]
-        tokens, parents = (kept, up) if draft.size == count else kept.new_empty(2, n, count).unbind(0)
+        n, width, count, device = r.n, self.width, self.width * draft.depth, self.model.device
+        tokens, parents = torch.empty((2, n, count), dtype=torch.int64, device=device).unbind(0)
         wide = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         scores = tokens.new_empty((n, count), dtype=wide)
+        every = Candidates.empty(n, width, draft.depth, wide, device)
         final, positions = self._catch_up(r)
         for at in range(0, count, width):
             if at:  # the last level's nodes, which end at row `at`
                 final, positions = self.step(r, at - width + 1, tokens[:, at - width : at], parents[:, :at])
-            grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at)
+            grow(*self.head.ranked(final, width, r.draws, positions), tokens, parents, scores, at, every)
         draft.forwarded = count - width
-        if draft.size < count:
-            draft.nodes = prune(tokens, parents, scores, kept, up)
+        up = r.state.parents[:, : draft.size]
+        best, draft.nodes = prune(every, r.window[:, 1 : draft.size + 1], up)
         if r.traced and not r.fixed:  # a replayed graph runs no Python
-            best = scores if draft.nodes is None else scores.gather(1, draft.nodes)
-            above = torch.cat((torch.zeros_like(best[:, :1]), best), 1).gather(1, up)
-            draft.scores.append(best - above)
+            kept = every.scores.gather(1, best)
+            above = torch.cat((torch.zeros_like(kept[:, :1]), kept), 1).gather(1, up)
+            draft.scores.append(kept - above)
