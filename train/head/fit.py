@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from train.head.net import MATRICES, NORMS, Head
 from train.head.taps import Batch, Lessons
@@ -42,14 +43,17 @@ def loss_of(net: Head, batch: Batch, steps: int, heat: float) -> Tensor:
     T = batch.ids.shape[1] - steps
     chains = net.chains(batch.taps[:, :T], batch.ids[:, 1:], batch.place[:, :T], batch.text[:, :T], steps)
     with torch.no_grad():
-        teacher = (net.logits(batch.last[:, 1:]).float() / heat).log_softmax(-1)  # [B, T + steps - 1, rows]
+        logits = net.logits(batch.last[:, 1:] / heat).float()  # [B, T + steps - 1, rows]
+        teacher = logits.softmax(-1)
+        entropy = logits.logsumexp(-1) - (teacher * logits).sum(-1)
         weights = counted(net, batch)
     total = sums = torch.zeros(())
     for step, final in enumerate(chains):
-        at, p = slice(step, step + T), teacher[:, step : step + T]
-        q = (net.logits(final).float() / heat).log_softmax(-1)
+        at = slice(step, step + T)
         weight = STEP_WEIGHT**step * weights[:, at] * (batch.text[:, :T] == batch.text[:, 1:][:, at])
-        total = total + ((p.exp() * (p - q)).sum(-1) * weight).sum()
+        z = net.logits(final / heat).float()
+        cross = F.cross_entropy(z.flatten(0, 1), teacher[:, at].flatten(0, 1), reduction="none").view(weight.shape)
+        total = total + ((cross - entropy[:, at]) * weight).sum()
         sums = sums + weight.sum()
     return total / sums.clamp(min=1)
 
