@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_eagle import OFTEN, SAMPLING, SLIDING, TEXT, changed, formula_of, head_of, load, taps_of, target  # noqa: F401
+from test_eagle import OFTEN, SAMPLING, SLIDING, TEXT, changed, formula_of, head_of, load, target  # noqa: F401
 
 PEAGLE = {"layout": "peagle", "ids": OFTEN, "mask_token_id": 90, "own_embedding": True}
 HEADS = {

@@ -292,7 +292,7 @@ def test_a_draft_that_ends_by_confidence(three):
 def test_each_head_has_a_layer_of_the_cache(three, mimo):
     few, many = load(mimo), load(three["mimo"][0])
     assert len(few.drafter.cache.layers) == 1 and len(many.drafter.cache.layers) == 3
-    costs = [cache_memory(e.target, e.draft, e.options).configs for e in (few, many)]
+    costs = [cache_memory(e.target, e.draft, e.options, None).configs for e in (few, many)]
     assert [len(configs) for configs in costs] == [2, 4]
 
 

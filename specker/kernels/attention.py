@@ -382,8 +382,8 @@ def _tree_attention_kernel(
         o_b = tl.arange(0, SEQS)
         items = _items_of(o_b, o_b < B, kv_len_ptr, cu_rows_ptr, columns, HQ, HKV, M, UNIT)
         ends = tl.cumsum(items, axis=0)
-        # disable_licm: values that the compiler hoists out of the loop take up to 60 registers. Triton 3.7 tells only LLVM
-        # and hoists indices itself.
+        # disable_licm: values that the compiler hoists out of the loop take up to 60 registers. Triton 3.7 tells only
+        # LLVM and hoists indices itself.
         for i_item in tl.range(tl.program_id(0), tl.sum(items, axis=0), tl.num_programs(0), disable_licm=True):
             i_b = tl.sum((ends <= i_item).to(tl.int32), axis=0)
             i_first = tl.max(tl.where(ends <= i_item, ends, 0), axis=0)

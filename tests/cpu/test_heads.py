@@ -218,7 +218,7 @@ MTP = {
 
 @pytest.mark.parametrize(("layout", "sampling"), cases.one_in(2, MTP, SAMPLING))
 def test_mtp_chains_are_those_of_the_formula(tmp_path, layout, sampling):
-    sizes = {name: size for name, size in SIZES.items() if name in ("hidden", "heads", "kv_heads", "head_dim")}
+    sizes = {name: size for name, size in SIZES.items() if name in ("hidden", "kv_heads", "head_dim")}
     folder = make_target(tmp_path / "target", layout, **MTP[layout], **sizes)
     how = {"strategy": "mtp", "policy": "fixed", "draft_tokens": 3, "device": "cpu"}
     exact, engine = (specker.load(str(folder), dtype=dtype, **how) for dtype in ("float64", "float32"))

@@ -160,7 +160,7 @@ def _grow(label: str, given: tuple, trees: tuple, at: int, levels: int) -> Case:
         for x in every[:3] if every is not None else ():
             x.zero_()
         op(*given, *mine, at, every)
-        return mine, every and every[:3]
+        return (*mine, *(every[:3] if every is not None else ()))
 
     return _equal(label, lambda: both(growing._launch_grow), lambda: both(growing.grow))
 
@@ -180,7 +180,7 @@ def prune(_: object) -> Iterator[Case]:
 def _prune(label: str, every: Any, count: int) -> Case:
     def both(op: Any) -> Any:
         kept, up = every.ids.new_zeros(2, len(every.ids), count).unbind(0)
-        return op(every, kept, up), kept, up
+        return *op(every, kept, up), kept, up
 
     return _equal(label, lambda: both(growing._launch_prune), lambda: both(growing.prune))
 

@@ -143,7 +143,6 @@ def engine(pair, p, strategy="draft", **options):
 
 WAYS = {
     "chain": ({"draft_tokens": K}, K),
-    "tree": ({"tree": "3x4"}, K),
     "easyspec": ({"strategy": "easyspec", "draft_tokens": K, "layer_parallel": "[[0,1]]"}, K),
     "del": ({"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": K}, K),
     "diffuspec": ({"strategy": "diffuspec", "draft_tokens": K}, K),
@@ -169,11 +168,17 @@ def test_every_strategy(pair, name):
             assert out.stats.accepted / n == pytest.approx(mean, abs=3.5 * (variance / n) ** 0.5)
 
 
-def test_a_searched_tree_is_accepted_to_its_end_or_not_at_all(pair):
+TREES = {
+    "grown": {"tree": "3x4"},
+    "searched": {"strategy": "diffuspec", "draft_tokens": K, "cps": "tree", "cps_lambda": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_is_accepted_to_its_end_or_not_at_all(pair, name):
     """Its depth depends on the guesses."""
-    options = {"strategy": "diffuspec", "draft_tokens": K, "cps": "tree", "cps_lambda": 1.0}
     for p in (0, 1):
-        fast, seen = engine(pair, p, **options), []
+        fast, seen = engine(pair, p, **TREES[name]), []
         fast.trace = seen.append
         out = fast.generate([3, 1, 4], 60)
         assert len(out.tokens) == 60 and out.stats.drafted and out.finished == "length"
