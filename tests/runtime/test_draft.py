@@ -161,5 +161,5 @@ def test_catch_up_is_exact_after_any_acceptance(world, width, nodes, fixed):
         if fixed:
             assert exact == len(text) - mine.repeated
         else:  # of the accepted nodes, those that were forwarded
-            nodes = range(r.draft.size) if r.draft.nodes is None else r.draft.nodes[0].tolist()
-            assert exact == length + sum(nodes[row - 1] < r.draft.forwarded for row in path[1:])
+            held = range(r.draft.size) if r.draft.nodes is None else r.draft.nodes[0].tolist()
+            assert exact == length + sum(held[row - 1] < r.draft.forwarded for row in path[1:])

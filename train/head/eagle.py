@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specker.checkpoints.checkpoint import Checkpoint
-from train.head.net import Net, divergence, matrices_of
+from train.head.net import Net, matrices_of
 from train.head.taps import Batch
 
 MOST = 8  # unrolled steps
