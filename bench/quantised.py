@@ -276,7 +276,7 @@ def chains(args: Args) -> list[dict[str, Any]]:
     parts = HeadWeights(own.qkv.new_empty(E, 3 * E), hidden_norm=torch.ones(E))  # type: ignore[union-attr]
     spec = HeadSpec("eagle3", (0, 1, 2), E, KEPT)
     draft = Model(source)
-    head, slow = (ReadingHead(read, spec, parts, draft) for _ in range(2))
+    head, slow = (ReadingHead(read, spec, parts, (draft.norm, draft.config.rms_norm_eps)) for _ in range(2))
     slow.model.stack = None
     lm_head = Head(own.head[:KEPT], own.norm, source.config.rms_norm_eps)  # type: ignore[index]
     lm_head.token_ids = kept

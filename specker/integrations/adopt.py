@@ -7,6 +7,7 @@ All other matrices are shared as they are. Only biases are copied, and the norms
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from specker.checkpoints.buffers import activations, norms_of
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
 from specker.checkpoints.parse import ARCHITECTURES, parse_config
-from specker.model.config import CheckpointError
-from specker.model.weights import Weights
+from specker.integrations.drafts import no_weights, read_sizes
+from specker.model.config import CheckpointError, ModelConfig
+from specker.model.weights import Rope, Weights
 
 
 def adoptable(model: Any) -> bool:
@@ -63,12 +65,10 @@ def files(model: Any, target: str | Path | None) -> Iterator[Path]:
 def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
     """The model's weights as a checkpoint of specker's decoder for up to `context` positions; None if its config is not
     supported. `folder`: for the tokenizer."""
-    with TemporaryDirectory() as made:
-        model.config.save_pretrained(made)  # the folder's config may differ from the loaded model's
-        try:
-            config, ropes = parse_config(Path(made), context, None)
-        except CheckpointError:
-            return None
+    parsed = _parsed(model, context)
+    if parsed is None:
+        return None
+    config, ropes = parsed
     kind = activations(model.dtype, model.device)
 
     def each(name: str, what: str = "weight") -> list[Any]:
@@ -104,6 +104,39 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
         }
     placed = tuple(rope._replace(inv_freq=rope.inv_freq.to(model.device)) for rope in ropes)
     return Checkpoint(config, Weights(**weights, ropes=placed), folder)
+
+
+def outer(model: Any, context: int | None, folder: Path) -> Checkpoint:
+    """What a drafter that reads the model may use of it, without its layers: the embedding, the LM head and, of an
+    architecture that specker's decoder knows, the final norm. `context`: most positions; None: all. `folder`: for sizes
+    and tokenizer. Raises CheckpointError if these weights are not plain tensors on one device."""
+    parsed, modules = _parsed(model, context), (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [getattr(module, "weight", None) for module in modules]
+    plain = [w.detach() for w in weights if isinstance(w, Tensor) and type(w.data) is Tensor and w.dtype in DTYPES]
+    if len(plain) < 2 or plain[0].device != plain[1].device or plain[0].device.type not in ("cpu", "cuda"):
+        raise CheckpointError(
+            f"a drafter that reads hidden states uses the embedding and the LM head of {type(model).__name__}, and "
+            "these must be plain tensors on one CPU or GPU, neither quantised nor offloaded"
+        )
+    embed, head = plain
+    kind = activations(embed.dtype, embed.device)
+    if parsed is None:
+        config, norm = read_sizes(folder, context), embed.new_empty(embed.shape[1], dtype=kind)  # its norm is never read
+    else:
+        config = parsed[0]
+        norm = model.get_decoder().norm.weight.detach().to(kind) + config.norm_offset
+    return Checkpoint(config, replace(no_weights(embed.device), embed=embed, head=head, norm=norm), folder)
+
+
+def _parsed(model: Any, context: int | None) -> tuple[ModelConfig, tuple[Rope, ...]] | None:
+    """The config of the model as it is loaded, which may differ from its folder's; None if specker does not support
+    it."""
+    with TemporaryDirectory() as made:
+        model.config.save_pretrained(made)
+        try:
+            return parse_config(Path(made), context, None)
+        except CheckpointError:
+            return None
 
 
 def _fused(parts: tuple[nn.Parameter, ...]) -> Tensor:

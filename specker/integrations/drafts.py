@@ -4,6 +4,10 @@ The engine passes the whole text of every request at every step. It does not say
 row of the batch, so a request is recognised by its text. Texts that continue a known text are matched first, then texts
 that share most of a known text that no other one continues. All requests of a step share one batched draft.
 
+A drafter that reads the target (`Drafts.taps`) also needs the target's hidden rows of each text. The engine passes
+those of a text's last columns; the drafter keeps what it made of the columns before. If columns between are missing,
+nothing is drafted for this text.
+
 The draft model's K/V comes from a pool of pages. If the pool is full, the least recently used requests lose their
 pages. A request that gets no pages gets no draft.
 
@@ -12,7 +16,7 @@ texts, since the slots beyond may hold other requests, whose K/V must not be wri
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count, product
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from specker import zoo
@@ -58,7 +63,7 @@ class Drafts:
 
     def __init__(
         self,
-        target: str | Path,
+        target: str | Path | Checkpoint,
         draft: str | Path | None = None,
         strategy: str = "draft",
         *,
@@ -70,11 +75,11 @@ class Drafts:
         **options: Any,
     ):
         """`target`: folder or hub id of the model that the engine runs. Its config and tokenizer are read, and its
-        embedding if the draft shares it. `draft`: the draft checkpoint; default: the bundled one for the target.
-        `dtype`: of the draft; default as in `specker.load`. `requests`: number of texts that keep their K/V between
-        steps. `max_context`: tokens of the longest text; default: the target's positions. `kv_tokens`: positions in the
-        K/V pool; default: the whole context of every request, or what fits into memory. `options`: the strategy's, as
-        in `specker.load`.
+        embedding, final norm and LM head if the draft uses them; or a checkpoint that has these. `draft`: the draft
+        checkpoint; default: the bundled one for the target. `dtype`: of the draft; default as in `specker.load`.
+        `requests`: number of texts that keep their K/V between steps. `max_context`: tokens of the longest text;
+        default: the target's positions. `kv_tokens`: positions in the K/V pool; default: the whole context of every
+        request, or what fits into memory. `options`: the strategy's, as in `specker.load`.
 
         Raises TypeError for an unknown option, and ValueError for a strategy without a drafter of its own, for draft
         trees, and for checkpoints that do not fit together.
@@ -89,42 +94,49 @@ class Drafts:
             strategy=strategy, batch_size=requests + 1, kv_tokens=kv_tokens, max_context=max_context, **options
         )
         parts, where = strategies.of(o), device_of(device)
+        name = target.folder if isinstance(target, Checkpoint) else target
         if parts.self_drafting or not parts.drafts:
             raise ValueError(f"strategy {strategy!r} does not draft for another engine: use one with its own drafter")
-        if parts.reads_target:
-            raise ValueError(f"strategy {strategy!r} reads hidden states of the target, which no engine hands over yet")
         if draft is not None and not parts.needs_draft:
             raise ValueError(f"strategy {strategy!r} uses no draft checkpoint: leave out draft")
-        config = _config(target, max_context)
+        config = target.config if isinstance(target, Checkpoint) else read_sizes(target, max_context)
+        if parts.reads_target and not parts.needs_draft and not config.num_heads:
+            raise ValueError(
+                f"strategy {strategy!r} needs a target that specker's decoder runs, not {config.architecture}"
+            )
         if draft is None and parts.needs_draft:
             zoo.require_for(config)
         family, source = zoo.family_of(config), draft
         if source is None and parts.needs_draft and family is not None:
             source = family.drafts.get(parts.name)
         if source is None and parts.needs_draft:
-            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {target}: pass draft")
-        own = None if source is None else read_config(source)
+            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
+        own = None if source is None or parts.reads_target else read_config(source)
         kind = dtype_of(dtype)
         if dtype is None and where.type == "cpu" and not (own is not None and served(own)):
             kind = torch.float32
-        if own is not None and own.shares:
+        if isinstance(target, Checkpoint):
+            main = target
+        elif parts.reads_target or (own is not None and own.shares):
             main = checkpoint.read(target, dtype=kind, device=where, max_context=max_context, layers=False)
-            family = family_of(main)
         else:
-            main = Checkpoint(config, _no_weights(where), folder_of(target, weights=False))
+            main = Checkpoint(config, no_weights(where), folder_of(target, weights=False))
+        if own is not None and own.shares:
+            family = family_of(main)
         if draft is None and parts.needs_draft and family is None:
-            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {target}: pass draft")
+            raise ValueError(f"strategy {strategy!r} needs a draft checkpoint for {name}: pass draft")
         o = parts.with_defaults(o, family)
         notes: dict[str, str] = {}
-        side, kept = drafting(main, source, o, kind, target, family, notes)
+        side, kept = drafting(main, source, o, kind, name, family, notes)
         for sentence in notes.values():
             log.warning(sentence)
         if side is not None:
+            o = parts.with_draft(o, side)
             memory = CacheMemory((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
             o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
         drafter = strategies.drafter(DraftContext(o, main, None, None, side, kept, family))
         assert drafter is not None
-        self.drafter = drafter
+        self.drafter, self.width = drafter, config.hidden_size
         known = Experience(Costs(lambda budget: draft_cost(budget, main, side, 0.0)))
         gpu = where.type == "cuda"
         self.fixed = gpu and kind != torch.float64 if o.graphs is None else o.graphs == "on"
@@ -149,13 +161,27 @@ class Drafts:
         self._round: Round | None = None  # the last round
         self._tokens: list[list[int]] = []  # tokens that the last round drafted
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The depths whose hidden rows `draft` takes: depth n is the input of the target's layer n, or the output of
+        its last layer before the final norm. Empty if the drafter reads none."""
+        return self.drafter.taps
+
     @torch.inference_mode()
     def draft(
-        self, texts: Sequence[Sequence[int]], most: int, sampling: Sequence[Sampling] | None = None
+        self,
+        texts: Sequence[Sequence[int]],
+        most: int,
+        sampling: Sequence[Sampling] | None = None,
+        rows: Sequence[Mapping[int, Tensor]] | None = None,
     ) -> list[list[int]]:
         """One batched draft: for each text a chain of up to `most` tokens, perhaps none. texts: prompt and output of
         each request so far. `sampling`: of each request, if the engine draws with specker's noise (kernels/sample.py);
-        default: the drafts are the draft model's most probable tokens."""
+        default: the drafts are the draft model's most probable tokens. `rows`, if there are `taps`: of each text, depth
+        -> [T, E], the target's hidden rows of the T tokens before the last one: all tokens that are new since the last
+        step, or more. Raises ValueError if there are `taps` and no rows."""
+        if self.taps and rows is None:
+            raise ValueError(f"this drafter reads the target's hidden rows at the depths {self.taps}: pass rows")
         self._step += 1
         drafts: list[list[int]] = [[] for _ in texts]
         chosen: dict[int, Request] = {}
@@ -165,7 +191,8 @@ class Drafts:
                 length = len(sequence.text)
                 left = min(most, self.limit - length, self.drafter.left(length))
                 if left > 0 and self._has_memory(sequence, length + most):
-                    chosen[i] = sequence
+                    if rows is None or self._knows(sequence, rows[i]):
+                        chosen[i] = sequence
             self._round = None
             if chosen:
                 sequences = list(chosen.values())
@@ -181,8 +208,9 @@ class Drafts:
         which only the longer one allows a draft of fixed shape, so that no request waits for a compiler or for the
         capture of these graphs."""
         for n, length in product((1, len(self._slots) - 1), (2, min(2 * most + 2, self.limit - most))):
+            rows = {depth: torch.zeros(length - 1, self.width, device=self.device) for depth in self.taps}
             for _ in range(self._graphs.passes):
-                self.draft([[0] * length] * n, most)
+                self.draft([[0] * length] * n, most, rows=[rows] * n)
             for sequence in [s for s in self._slots if s is not None]:
                 self._release(sequence)
         self._graphs.warmed()
@@ -243,7 +271,8 @@ class Drafts:
             slot = free
         policy = strategies.policy(self.policies)
         sequence = self._slots[slot] = Request(next(self._numbers), text, self.limit, GREEDY, policy)
-        self._truncate(slot, min(shared, len(text) - 1))
+        behind = self.drafter.ahead if self.taps else 0  # a column that reads the next token is computed anew
+        self._truncate(slot, max(0, min(shared, len(text) - 1) - behind))
         self.drafter.reset(slot)
         return sequence
 
@@ -288,6 +317,21 @@ class Drafts:
                 return False
         return True
 
+    def _knows(self, sequence: Request, rows: Mapping[int, Tensor]) -> bool:
+        """Give the drafter the target's rows (`draft`) of the columns that it lacks. False if some are missing."""
+        cache, drafter = self.drafter.cache, self.drafter
+        if not self.taps or cache is None:
+            return True
+        slot = self._slots.index(sequence)
+        first, end = cache.exact_len[slot], len(sequence.text) - 1
+        held = {depth: rows[depth][max(0, len(rows[depth]) - (end - first)) :] for depth in self.taps}
+        if any(len(x) < end - first for x in held.values()):
+            return False
+        if first < end:
+            own = self.state.hidden.dtype
+            drafter.prefilled(slot, sequence, first, {n: x.to(self.device, own) for n, x in held.items()})
+        return True
+
     def _swap(self, a: int, b: int) -> None:
         if a == b:
             return
@@ -316,6 +360,7 @@ class Drafts:
         if draws.kind != "greedy":
             for slot, sequence in enumerate(sequences):
                 state.draw[slot] = pack(sequence.sampling)
+        state.window[:n, 0] = torch.tensor([s.text[-1] for s in sequences])
         self._see(0)
         self._prefill(sequences, self.rows if fixed else CATCH_UP_ROWS)
         if fixed:
@@ -383,7 +428,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), shorter)
 
 
-def _config(target: str | Path, max_context: int | None) -> ModelConfig:
+def read_sizes(target: str | Path, max_context: int | None) -> ModelConfig:
     """The target's config. For an architecture that specker's decoder lacks, or for quantised weights, only the
     vocabulary, the number of layers, the hidden size, the positions and the stop ids are known. Raises
     CheckpointError."""
@@ -419,7 +464,7 @@ def _config(target: str | Path, max_context: int | None) -> ModelConfig:
     )
 
 
-def _no_weights(device: torch.device) -> Weights:
+def no_weights(device: torch.device) -> Weights:
     none = torch.empty(0, device=device)
     names = ["embed", "qkv", "o", "gate_up", "down", "norm_in", "norm_post", "norm", "head"]
     absent = dict.fromkeys(["qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"])

@@ -17,6 +17,7 @@ A call takes one of two paths. Neither changes what `generate` emits.
 import time
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specker import zoo
-from specker.integrations.adopt import adopt, adoptable, files, state
+from specker.integrations.adopt import adopt, adoptable, files, outer, state
 from specker.integrations.attention import register_attention
 from specker.integrations.drafts import Drafts
 from specker.kernels.sample import sample_rows
@@ -231,6 +232,7 @@ class Generate:
                 )
             parts.check_target(o, main.config.num_layers)
             side, kept = drafting(main, draft, o, model.dtype, folder, family, notes)
+        o = o if side is None else parts.with_draft(o, side)
         memory = cache_memory(main, side, o, family)
         memory.sized(context)  # raises ValueError if the K/V does not fit
         o = replace(o, kv_tokens=memory.pool(o.batch_size, o.kv_tokens)[0])
@@ -277,14 +279,23 @@ class Generate:
             self._drafts = None
             given = {name: value for name, value in self._given.items() if name != "batch_size"}
             with files(model, self.target) as folder:
-                made = Drafts(folder, self.draft, device=model.device, dtype=model.dtype, requests=rows, **given)
+                target = folder
+                if strategies.of(self.options).reads_target:
+                    target = outer(model, self.options.max_context, folder)
+                made = Drafts(target, self.draft, device=model.device, dtype=model.dtype, requests=rows, **given)
             self._drafts = weakref.ref(model), rows, made
         return self._drafts[2]
 
     def _verify(self, call: _Call) -> Any:
         """The prompts with their new tokens, [B, S + new], or a GenerateDecoderOnlyOutput with them."""
+        drafts = self._drafts_for(call)
+        with _Tapped(call.model, () if drafts is None else drafts.taps) as tapped:
+            return self._rounds(call, drafts, tapped)
+
+    def _rounds(self, call: _Call, drafts: Drafts | None, tapped: "_Tapped") -> Any:
         model, ids, config, inputs = call.model, call.ids, call.config, dict(call.inputs)
-        drafts, texts, draws = self._drafts_for(call), call.texts, None
+        texts, draws = call.texts, None
+        kept = call.seen.clone()  # [B, columns of the last forward], which columns are committed text
         pads = any(hasattr(c, "eos_token_id") for c in call.criteria)  # without stop ids finished rows go on
         pad = config._pad_token_tensor.to(ids.device) if pads else ids.new_zeros(())
         asked = config.return_dict_in_generate
@@ -331,7 +342,10 @@ class Generate:
                 break
             live = unfinished if pads else torch.ones_like(unfinished)
             end = call.criteria.max_length
-            draft = _draft(drafts, texts, live, pad, 1 << 30 if end is None else end - ids.shape[1] - 1, draws)
+            kept[:, kept.shape[1] - N + row :] = False
+            rows, most = tapped.taken(kept), 1 << 30 if end is None else end - ids.shape[1] - 1
+            draft = _draft(drafts, texts, live, pad, most, draws, rows)
+            kept = kept.new_ones(len(ids), draft.shape[1] + 1)
             more = _grown(model, outputs, inputs, draft.shape[1])
             if "logits_to_keep" in more:
                 more["logits_to_keep"] = draft.shape[1] + 1
@@ -377,15 +391,74 @@ class _Draws:
         return drawn
 
 
+class _Tapped:
+    """The hidden rows of a model at some depths (`Drafts.taps`), kept by hooks within a `with` block."""
+
+    def __init__(self, model: Any, depths: tuple[int, ...]):
+        """Raises ValueError if there are depths, and the model's layers are not found."""
+        self.parts: dict[int, list[Tensor]] = {depth: [] for depth in depths}
+        self._hooks: list[Any] = []
+        self._layers = _layers(model) if depths else []
+
+    def __enter__(self) -> "_Tapped":
+        layers = self._layers
+        for depth, parts in self.parts.items():
+            if depth < len(layers):
+                made = layers[depth].register_forward_pre_hook(partial(_keep_input, parts), with_kwargs=True)
+            else:
+                made = layers[-1].register_forward_hook(partial(_keep_output, parts))
+            self._hooks.append(made)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def taken(self, kept: Tensor) -> list[dict[int, Tensor]]:
+        """Of each sequence, depth -> [T, E]: the rows of the columns that `kept` [B, columns] marks, which are the last
+        ones forwarded since the last call. A continued cache has forwarded fewer."""
+        found: list[dict[int, Tensor]] = [{} for _ in kept]
+        for depth, parts in self.parts.items():
+            columns = torch.cat(parts, 1)[:, -kept.shape[1] :]
+            parts.clear()
+            for rows, of, marks in zip(found, columns, kept[:, -columns.shape[1] :], strict=True):
+                rows[depth] = of[marks.to(of.device)]
+        return found
+
+
+def _keep_input(parts: list[Tensor], module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    parts.append(args[0] if args else named["hidden_states"])
+
+
+def _keep_output(parts: list[Tensor], module: Any, args: tuple[Any, ...], out: Any) -> None:
+    parts.append(out[0] if isinstance(out, tuple) else out)
+
+
+def _layers(model: Any) -> list[Any]:
+    """The layers of a causal language model. Raises ValueError."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.get_decoder().children() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ValueError(f"specker does not find the layers of {type(model).__name__}, whose hidden states a head reads")
+    return list(lists[0])
+
+
 def _draft(
-    drafts: Drafts | None, texts: list[list[int]], live: Tensor, pad: Tensor, most: int, draws: _Draws | None
+    drafts: Drafts | None,
+    texts: list[list[int]],
+    live: Tensor,
+    pad: Tensor,
+    most: int,
+    draws: _Draws | None,
+    tapped: list[dict[int, Tensor]],
 ) -> Tensor:
-    """[B, N] int64, N <= most: as many draft tokens as every `live` row has; the other rows continue with `pad`."""
+    """[B, N] int64, N <= most: as many draft tokens as every `live` row has; the other rows continue with `pad`.
+    `tapped`: what `_Tapped.taken` returns."""
     rows = live.nonzero().view(-1).tolist()
     found: list[list[int]] = [[]]
     if drafts is not None and most > 0:
         samplings = None if draws is None else [draws.samplings[row] for row in rows]
-        found = drafts.draft([texts[row] for row in rows], most, samplings)
+        found = drafts.draft([texts[row] for row in rows], most, samplings, [tapped[row] for row in rows])
     N = min(map(len, found))
     draft = pad.repeat(len(texts), N)
     if N:

@@ -77,9 +77,10 @@ class HeadWeights(NamedTuple):
 class ReadingHead:
     """A head ready to run."""
 
-    def __init__(self, parameters: Parameters, spec: HeadSpec, weights: HeadWeights, target: Model):
+    def __init__(self, parameters: Parameters, spec: HeadSpec, weights: HeadWeights, final_norm: tuple[Tensor, float]):
+        """`final_norm`: the target's, weight [Ht] and epsilon, for heads that read normed rows."""
         self.model, self.spec, self.weights = Model(parameters), spec, weights
-        self.final_norm = target.norm, target.config.rms_norm_eps  # of the target, for heads that read normed rows
+        self.final_norm = final_norm
         if self.model.stack is not None:
             self._compile()
 

@@ -9,6 +9,9 @@ import torch
 import transformers
 from formulas import chi_square_bound, law
 from make_checkpoint import edit, make, randomize
+from make_dflash import Formula as BlockFormula
+from make_dflash import make_dflash
+from make_head import Formula, make_head
 from pairs import perturbed
 from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria, TopKLogitsWarper
 
@@ -61,10 +64,12 @@ def own(name, vocab=64):
 class Guesses:
     """In place of `Drafts`: the model's greedy continuation, with every `wrong`-th guess wrong."""
 
+    taps = ()
+
     def __init__(self, target, draft=None, strategy="draft", *, device, dtype, requests, **options):
         self.requests = requests
 
-    def draft(self, texts, most, sampling=None):
+    def draft(self, texts, most, sampling=None, rows=None):
         assert len(texts) <= self.requests
         return [self._guess(text, min(most, 5)) for text in texts]
 
@@ -416,6 +421,148 @@ def test_sampled_tokens_have_the_models_distribution(guessed, seeded):
     assert found[expected == 0].sum() == 0
     square = ((found - expected) ** 2 / expected)[cells].sum()
     assert square < chi_square_bound(int(cells.sum()) - 1)
+
+
+# --- heads that read the model's hidden states
+
+OFTEN = [9, 12, 48]  # ids that the model writes often, so that a random head with these rows is often right
+HEADS = {
+    "eagle": {"layout": "nested", "ids": OFTEN, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    "eagle1": {"layout": "eagle1"},
+    "dflash": {"layout": "dflash", "ids": OFTEN, "layer_ids": [-1, 0], "size": 4, "mask": 63},
+}
+
+
+def sizes(model):
+    c = model.config
+    return {
+        "hidden_size": c.hidden_size, "vocab_size": c.vocab_size, "num_hidden_layers": c.num_hidden_layers,
+    }  # fmt: skip
+
+
+def head_for(model, folder, kind, **more):
+    made = make_dflash if kind == "dflash" else make_head
+    return made(folder, sizes(model), **{**HEADS[kind], **more})
+
+
+@pytest.fixture(scope="module")
+def heads(pairs, tmp_path_factory):
+    """kind -> folder of a head for the llama of `pairs`."""
+    return cache(lambda kind: head_for(pairs("llama")[2], tmp_path_factory.mktemp(kind), kind))
+
+
+def strategy_of(kind):
+    return "dflash" if kind == "dflash" else "eagle"
+
+
+def states(model, text, depths):
+    """The model's rows of all tokens but the last after each depth."""
+    rows, layers = [], model.model.layers
+    hooks = [x.register_forward_pre_hook(lambda module, args: rows.append(args[0][0])) for x in layers]
+    hooks.append(layers[-1].register_forward_hook(lambda module, args, out: rows.append(out[0])))
+    with torch.no_grad():
+        model(torch.tensor([text[:-1]]))
+    for hook in hooks:
+        hook.remove()
+    return [rows[depth] for depth in depths]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_drafts_what_its_formula_says(pairs, heads, kind, monkeypatch):
+    """By the model's own forward, greedy. Both paths emit the model's tokens."""
+    model, seen = pairs("llama")[2], []
+
+    class Recorded(integration.Drafts):
+        def draft(self, texts, most, sampling=None, rows=None):
+            found = super().draft(texts, most, sampling, rows)
+            seen.append((list(texts[0]), found[0], self.taps))
+            return found
+
+    monkeypatch.setattr(integration, "Drafts", Recorded)
+    generate = Generate(heads(kind), strategy_of(kind), draft_tokens=3)
+    for more in ({}, {"return_dict_in_generate": True}):
+        assert not seen
+        got = model.generate(ONE, custom_generate=generate, **GREEDY, pad_token_id=0, **more)
+        assert torch.equal(getattr(got, "sequences", got), model.generate(ONE, **GREEDY, pad_token_id=0))
+        assert kind == "eagle1" or generate.stats.accepted, "nothing was accepted: this proves little"
+    assert len(seen) > 15 and not any(x._forward_pre_hooks or x._forward_hooks for x in model.model.layers)
+    own = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    norm = model.model.norm.weight.detach(), model.config.rms_norm_eps
+    formula = BlockFormula(heads(kind), *own) if kind == "dflash" else Formula(heads(kind), *own, *norm)
+    drafts = formula.block if kind == "dflash" else formula.chain
+    for text, found, depths in seen:
+        assert not found or found == drafts(states(model, text, depths), text, len(found))[0]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_with_a_seed_a_head_changes_no_token(pairs, heads, kind):
+    target, _, model = pairs("llama")
+    how = {"temperature": 0.6, "top_k": 30}
+    want = specker.load(target, strategy="ar", dtype="float64").generate(ONE[0].tolist(), 30, seed=7, **how).tokens
+    generate = Generate(heads(kind), strategy_of(kind), draft_tokens=3, seed=7)
+    for more in ({}, {"return_dict_in_generate": True}):
+        got = model.generate(
+            ONE, custom_generate=generate, do_sample=True, max_new_tokens=30, pad_token_id=0, **how, **more
+        )
+        assert getattr(got, "sequences", got)[0, 4:].tolist() == want and generate.stats.drafted > 0
+
+
+WAYS = {
+    "padded": (PROMPTS, {"attention_mask": MASK}),
+    "in chunks": (PROMPTS, {"attention_mask": MASK, "prefill_chunk_size": 4}),
+    "sampled": (PROMPTS[1:2], {"do_sample": True, "temperature": 0.6}),
+    "no cache": (ONE, {"use_cache": False}),
+}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_head_drafts_for_every_kind_of_call(pairs, heads, kind):
+    model, generate, accepted = pairs("llama")[2], Generate(heads(kind), strategy_of(kind), draft_tokens=3), 0
+    whole = {"return_dict_in_generate": True, "max_new_tokens": 12, "pad_token_id": 0, "do_sample": False}
+    for ids, way in WAYS.values():
+        found = []
+        for how in ({}, {"custom_generate": generate}):
+            torch.manual_seed(1)
+            found.append(model.generate(ids, **{**whole, **way}, **how).sequences)
+        assert torch.equal(*found) and generate.stats.drafted > 0
+        accepted += generate.stats.accepted
+    assert accepted, "nothing was accepted: this proves little"
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Phi3"])
+def test_a_head_drafts_for_a_model_that_the_decoder_lacks(name, tmp_path):
+    model = own(name)
+    text = model.generate(ONE, **GREEDY)[0, 4:].tolist()
+    often = sorted(set(sorted(set(text), key=text.count)[-3:]))
+    head = head_for(model, tmp_path / "eagle", "eagle", ids=often)
+    same(model, Generate(head, "eagle", draft_tokens=3), ONE, **GREEDY)
+    first = head_for(model, tmp_path / "eagle1", "eagle1")
+    for strategy, draft, said in (("eagle", first, "after its final norm"), ("mtp", None, "decoder runs, not")):
+        with pytest.raises(ValueError, match=said):
+            model.generate(ONE, custom_generate=Generate(draft, strategy), **GREEDY)
+
+
+def test_a_cache_whose_rows_nobody_kept_gets_no_drafts(pairs, heads):
+    model, generate = pairs("llama")[2], Generate(heads("eagle"), "eagle", draft_tokens=3)
+    kept, whole = DynamicCache(config=model.config), model.generate(ONE, **GREEDY)
+    got = model.generate(ONE, past_key_values=kept, max_length=14, do_sample=False, custom_generate=generate)
+    assert generate.stats.drafted > 0
+    other = Generate(heads("eagle"), "eagle", draft_tokens=3)
+    got = model.generate(got, past_key_values=kept, max_length=34, do_sample=False, custom_generate=other)
+    assert torch.equal(got, whole) and other.stats.drafted == 0
+
+
+def test_a_head_needs_plain_weights_and_layers(heads):
+    model = own("GPT2")
+    with pytest.raises(ValueError, match="target of width 64, and the target has 32"):
+        model.generate(ONE, custom_generate=Generate(heads("eagle"), "eagle"), **GREEDY)
+    broken = copy.deepcopy(model)
+    broken.lm_head = torch.nn.Identity()
+    with pytest.raises(ValueError, match="the embedding and the LM head of GPT2LMHeadModel, and these must be plain"):
+        broken.generate(ONE, custom_generate=Generate(heads("eagle"), "eagle"), **GREEDY)
+    with pytest.raises(ValueError, match="does not find the layers of GPT2LMHeadModel"):
+        broken.config.n_layer = 7
+        integration._Tapped(broken, (0,))
 
 
 class Column:

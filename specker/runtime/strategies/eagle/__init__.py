@@ -39,10 +39,17 @@ class Eagle(Strategy):
         from specker.runtime.strategies.eagle.drafter import EagleDrafter
         from specker.runtime.strategies.eagle.parallel import ParallelDrafter
 
-        assert isinstance(context.draft, HeadCheckpoint) and context.model is not None
-        checkpoint = context.draft
-        head = ReadingHead(checkpoint, checkpoint.spec, checkpoint.parts, context.model)
-        head.spec = chosen(context.target, context.model, head, context.notes)
+        assert isinstance(context.draft, HeadCheckpoint)
+        checkpoint, target = context.draft, context.target
+        if checkpoint.spec.form != "eagle3" and not target.config.rms_norm_eps:
+            raise ValueError(
+                f"this head reads the target's rows after its final norm, which specker does not know for "
+                f"{target.config.architecture}"
+            )
+        final_norm = target.weights.norm, target.config.rms_norm_eps
+        head = ReadingHead(checkpoint, checkpoint.spec, checkpoint.parts, final_norm)
+        if context.model is not None:  # another engine's target cannot be asked; then the documented reading counts
+            head.spec = chosen(target, context.model, head, context.notes)
         if head.spec.mask is not None and context.options.tree is not None:
             raise ValueError(f"a P-EAGLE head drafts a chain: {option('tree')} does not apply")
         make = EagleDrafter if head.spec.mask is None else ParallelDrafter

@@ -45,11 +45,13 @@ class MultiTokenPrediction(Eagle):
         from specker.runtime.strategies.mtp.drafter import HeadsInTurn
 
         first = context.draft
-        assert isinstance(first, HeadCheckpoint) and context.model is not None
+        assert isinstance(first, HeadCheckpoint)
         if not first.further:
             return super().drafter(context)
         each = [first, *(replace(head, config=first.config) for head in first.further)]  # of the run's context
-        heads = [ReadingHead(head, head.spec, head.parts, context.model) for head in each]
-        chosen(context.target, context.model, heads[0], context.notes)
+        final_norm = context.target.weights.norm, context.target.config.rms_norm_eps
+        heads = [ReadingHead(head, head.spec, head.parts, final_norm) for head in each]
+        if context.model is not None:  # another engine's target cannot be asked
+            chosen(context.target, context.model, heads[0], context.notes)
         cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)
         return HeadsInTurn(heads, cache, own, context.options.width, context.depth(self))
