@@ -121,7 +121,8 @@ def outer(model: Any, context: int | None, folder: Path) -> Checkpoint:
     embed, head = plain
     kind = activations(embed.dtype, embed.device)
     if parsed is None:
-        config, norm = read_sizes(folder, context), embed.new_empty(embed.shape[1], dtype=kind)  # its norm is never read
+        config = read_sizes(folder, context)
+        norm = embed.new_empty(embed.shape[1], dtype=kind)  # never read
     else:
         config = parsed[0]
         norm = model.get_decoder().norm.weight.detach().to(kind) + config.norm_offset

@@ -190,9 +190,10 @@ class Drafts:
                 sequence.sampling = GREEDY if sampling is None else sampling[i]
                 length = len(sequence.text)
                 left = min(most, self.limit - length, self.drafter.left(length))
-                if left > 0 and self._has_memory(sequence, length + most):
-                    if rows is None or self._knows(sequence, rows[i]):
-                        chosen[i] = sequence
+                if left <= 0 or not self._has_memory(sequence, length + most):
+                    continue
+                if rows is None or self._knows(sequence, rows[i]):
+                    chosen[i] = sequence
             self._round = None
             if chosen:
                 sequences = list(chosen.values())

@@ -439,7 +439,9 @@ def _layers(model: Any) -> list[Any]:
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.get_decoder().children() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
     if not lists:
-        raise ValueError(f"specker does not find the layers of {type(model).__name__}, whose hidden states a head reads")
+        raise ValueError(
+            f"specker does not find the layers of {type(model).__name__}, whose hidden states a head reads"
+        )
     return list(lists[0])
 
 

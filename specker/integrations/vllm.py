@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from packaging.version import Version
 
 from specker.integrations.drafts import Drafts
+from specker.options import Options
+from specker.runtime import strategies
 
 OLDEST = Version("0.32.0")  # the first release in which this interface was tried
 KV_TOKENS = 1 << 16  # positions in the draft model's K/V pool, if the user does not say
@@ -34,6 +36,13 @@ class Proposer:
         if not isinstance(own, dict):
             raise ValueError(f'additional_config["specker"] must be a JSON object, got {own!r}')
         settings = {**self._defaults(vllm_config), **own}
+        named = settings.get("strategy", "draft")
+        if strategies.of(Options(strategy=named)).reads_target:
+            raise ValueError(
+                f"strategy {named!r} reads the target's hidden states, which vLLM does not hand to a proposer of its "
+                'method custom_class: pass the head to vLLM itself, as in --speculative-config \'{"method": "eagle3", '
+                '"model": "DIR", "num_speculative_tokens": 4}\''
+            )
         self.most: int = speculative.num_speculative_tokens
         self.drafts = Drafts(model.model, **settings) if _drafts_here() else None
         if self.drafts is not None:

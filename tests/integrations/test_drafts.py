@@ -1,5 +1,6 @@
 """Drafts for a foreign engine: they must be those of specker's own loop, however requests come, move and go."""
 
+import json
 import random
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from fake_cuda import Again, FakeCuda
 from make_checkpoint import edit, make
+from make_head import Formula, make_head
 from pairs import perturbed
 from safetensors.torch import load_file, save_file
 
 import specker
 from specker.integrations.drafts import Drafts
+from specker.model.cache import KVCache
+from specker.model.decoder import prefill
 from specker.options import Sampling
 
 WAYS = {
@@ -207,8 +211,7 @@ def test_more_texts_than_slots_and_long_texts_get_no_draft(tiny):
     [
         ({"strategy": "del"}, "does not draft for another engine"),
         ({"strategy": "ar"}, "does not draft for another engine"),
-        ({"strategy": "eagle"}, "strategy 'eagle' reads hidden states of the target, which no engine hands over"),
-        ({"strategy": "mtp"}, "strategy 'mtp' reads hidden states of the target, which no engine hands over"),
+        ({"strategy": "eagle"}, "needs a draft checkpoint"),
         ({"tree": "2x2"}, "one path"),
         ({"strategy": "diffuspec", "cps": "tree"}, "one path"),
         ({"strategy": "lookup", "draft": "x"}, "uses no draft checkpoint"),
@@ -262,3 +265,37 @@ def test_a_warm_up_leaves_nothing_behind(tiny):
     drafts.warm_up(4)
     assert drafts.drafter.cache.free_pages == pages and drafts._used == {}
     assert drafts.draft([[1, 2, 3]], 4) == Drafts(target, draft, device="cpu", dtype="float64").draft([[1, 2, 3]], 4)
+
+
+def test_a_head_drafts_from_the_rows_that_an_engine_passes(tiny, tmp_path):
+    """Rows of all new tokens, or of more than are new; a text whose rows are missing gets no draft."""
+    target, _ = tiny
+    c = json.loads((Path(target) / "config.json").read_text())
+    folder = make_head(tmp_path / "head", c, layout="nested", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    engine = specker.load(target, strategy="ar", device="cpu", dtype="float64")
+    drafts = Drafts(target, folder, "eagle", device="cpu", dtype="float64", draft_tokens=3, requests=2)
+    model = engine.model
+    formula = Formula(folder, model.embed, model.head, model.norm, model.config.rms_norm_eps)
+
+    def rows(text):
+        cache = KVCache(model.config, 128, dtype=model.dtype, device="cpu")
+        return prefill(model, cache, text[:-1], drafts.taps, len(text))
+
+    def last(held, count):
+        return {depth: x[-count:] for depth, x in held.items()}
+
+    texts = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8]]
+    for more in ([], [5, 3], [8]):  # the first text grows by these tokens
+        texts[0] = texts[0] + more
+        held = [rows(text) for text in texts]
+        if more:
+            held[0] = last(held[0], len(more) + (more == [8]))
+        found = drafts.draft(texts, 3, rows=held)
+        assert found == [
+            formula.chain([x[d] for d in drafts.taps], t, 3)[0] for t, x in zip(texts, map(rows, texts), strict=True)
+        ]
+    texts[0] = [*texts[0], 6, 6]
+    found = drafts.draft(texts, 3, rows=[last(rows(texts[0]), 1), rows(texts[1])])
+    assert found[0] == [] and len(found[1]) == 3
+    with pytest.raises(ValueError, match="pass rows"):
+        drafts.draft(texts, 3)
