@@ -10,11 +10,18 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from make_checkpoint import make
+from make_dflash import make_dflash
+from make_head import make_head
 from transformers import AutoTokenizer
 
+import specker
 from specker import zoo
 from specker.integrations import vllm
 from specker.integrations.drafts import Drafts
+from specker.model.cache import KVCache
+from specker.model.decoder import prefill
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(sys.prefix) / "peers" / "vllm" / "bin" / "python"
@@ -158,6 +165,56 @@ def plain_engine(tmp_path_factory):
 def plain(plain_engine):
     """Plain vLLM's tokens for `requests`."""
     return plain_engine.ask(requests(), 40)["tokens"]
+
+
+FLAGS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
+# method of vLLM, maker and its arguments
+HEADS = {
+    "SafeAILab": ("eagle3", make_head, {"ids": list(range(3, 90, 2))}),
+    "SafeAILab, own embedding": ("eagle3", make_head, {"own_embedding": True}),
+    "EAGLE-3.1": ("eagle3", make_head, {"fc_norm": True, "norm_output": True}),
+    "speculators": ("eagle3", make_head, {"layout": "nested", "norm_before_residual": False}),
+    "speculators, all flags": ("eagle3", make_head, {"layout": "nested", "norm_before_residual": True, **FLAGS}),
+    "speculators, two layers": ("eagle3", make_head, {"layout": "nested", "layers": 2, "norm_before_residual": True}),
+    "EAGLE-1": ("eagle", make_head, {"layout": "eagle1", "fc_bias": False}),
+    "z-lab": ("dflash", make_dflash, {}),
+    "speculators, dflash": ("dflash", make_dflash, {"layout": "dflash", "ids": list(range(3, 90, 2))}),
+}
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_heads_draft_what_vllms_own_classes_draft(tmp_path):
+    """For the same hidden states and texts. vLLM computes in float32, so nearly tied tokens could differ; none do."""
+    target = make(tmp_path / "target", layers=8, max_context=64, seed=2)
+    sizes, asked, wanted = json.loads((target / "config.json").read_text()), [], {}
+    for n, (name, (method, maker, how)) in enumerate(HEADS.items()):
+        folder = maker(tmp_path / str(n), sizes, **how)
+        strategy = "dflash" if method == "dflash" else "eagle"
+        engine = specker.load(target, folder, strategy, device="cpu", dtype="float64", policy="fixed", draft_tokens=4)
+        seen, drafts = [], []
+        engine.trace = seen.append
+        text = [3, 1, 4, 1, 5, 9] + engine.generate([3, 1, 4, 1, 5, 9], 24).tokens
+        for row in seen:
+            if not (size := len(row["draft"])):
+                continue
+            before, file, model = text[: row["position"]], tmp_path / f"{n}-{row['position']}.pt", engine.model
+            cache = KVCache(model.config, 64, dtype=model.dtype, device="cpu")
+            rows = prefill(model, cache, before[:-1], engine.drafter.taps, len(before))
+            taps = torch.cat([rows[depth] for depth in engine.drafter.taps], 1)
+            if method == "eagle":
+                taps = torch.nn.functional.rms_norm(taps, taps.shape[-1:], model.norm, model.config.rms_norm_eps)
+            torch.save(taps.float(), file)
+            drafts.append({"text": before, "taps": str(file), "count": size})
+            wanted.setdefault(name, []).append(row["draft"])
+        asked.append({"folder": str(folder), "method": method, "drafts": drafts})
+    (tmp_path / "asked.json").write_text(json.dumps({"target": str(target), "heads": asked}))
+    program = [PYTHON, Path(__file__).with_name("vllm_heads.py"), tmp_path / "asked.json"]
+    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(program, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (name, want), found in zip(wanted.items(), json.loads(done.stdout), strict=True):
+        assert found == want and len(want) > 5, name
 
 
 @pytest.mark.vllm
