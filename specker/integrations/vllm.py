@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from packaging.version import Version
 
 from specker.integrations.drafts import Drafts
-from specker.options import Options
 from specker.runtime import strategies
 
 OLDEST = Version("0.32.0")  # the first release in which this interface was tried
@@ -37,7 +36,7 @@ class Proposer:
             raise ValueError(f'additional_config["specker"] must be a JSON object, got {own!r}')
         settings = {**self._defaults(vllm_config), **own}
         named = settings.get("strategy", "draft")
-        if strategies.of(Options(strategy=named)).reads_target:
+        if strategies.of(strategies.options(strategy=named)).reads_target:
             raise ValueError(
                 f"strategy {named!r} reads the target's hidden states, which vLLM does not hand to a proposer of its "
                 'method custom_class: pass the head to vLLM itself, as in --speculative-config \'{"method": "eagle3", '
