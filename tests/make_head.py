@@ -153,11 +153,12 @@ class Formula:
         """Rows of the target [T, Ht] at each depth -> [T, H]."""
         if not self.three:
             return self.rms(taps[0], self.target_norm, self.target_eps)
-        if "fc_norm.0.weight" in self.x:
-            taps = [self.rms(t, self.x[f"fc_norm.{n}.weight"]) for n, t in enumerate(taps)]
         g = torch.cat(taps, -1)
         if "input_norm.weight" in self.x:
             g = self.rms(g, self.x["input_norm.weight"])
+        if "fc_norm.0.weight" in self.x:
+            each = enumerate(g.chunk(len(taps), -1))
+            g = torch.cat([self.rms(t, self.x[f"fc_norm.{n}.weight"]) for n, t in each], -1)
         return g @ self.x["fc.weight"].T
 
     def outputs(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

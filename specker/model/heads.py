@@ -106,11 +106,12 @@ class ReadingHead:
         if self.spec.form != "eagle3":
             rows, (norm, own) = taps[:, 0].contiguous(), self.final_norm
             return rows if self.spec.before_norm else add_norm(rows, None, norm, own)[1]
-        if w.fc_norm is not None:
-            taps = F.rms_norm(taps, taps.shape[-1:], None, eps) * w.fc_norm
         rows = taps.flatten(1)
         if w.input_norm is not None:
             rows = F.rms_norm(rows, rows.shape[-1:], w.input_norm, eps)
+        if w.fc_norm is not None:  # after input_norm, as in vLLM
+            each = rows.view(taps.shape)
+            rows = (F.rms_norm(each, each.shape[-1:], None, eps) * w.fc_norm).flatten(1)
         return self.model.linear(rows, w.fc, w.fc_bias)
 
     @property

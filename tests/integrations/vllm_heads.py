@@ -23,7 +23,7 @@ from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.attention import Attention  # noqa: E402
-from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading  # noqa: E402
 
 known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K and V of a block's text, by layer object
 
@@ -57,9 +57,11 @@ def load(target: Path, head: dict[str, Any], count: int) -> tuple[Any, torch.Ten
             init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
             initialize_model_parallel(1, 1)
         torch.set_default_dtype(torch.float32)
-        model = initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+        own_config = config.speculative_config.draft_model_config
+        model = initialize_model(vllm_config=config, model_config=own_config)
         weights = load_file(Path(head["folder"]) / "model.safetensors")
         model.load_weights(iter(weights.items()))
+        process_weights_after_loading(model, own_config, torch.device("cpu"))
     if "embed_tokens.weight" not in weights:
         model.model.embed_tokens.weight.data[: model.model.vocab_size] = of_target(target, "model.embed_tokens.weight")
     return model.eval(), weights.get("lm_head.weight", of_target(target, "lm_head.weight"))
