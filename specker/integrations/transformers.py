@@ -279,7 +279,7 @@ class Generate:
             self._drafts = None
             given = {name: value for name, value in self._given.items() if name != "batch_size"}
             with files(model, self.target) as folder:
-                target = folder
+                target: Path | Checkpoint = folder
                 if strategies.of(self.options).reads_target:
                     target = outer(model, self.options.max_context, folder)
                 made = Drafts(target, self.draft, device=model.device, dtype=model.dtype, requests=rows, **given)

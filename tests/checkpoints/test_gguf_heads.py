@@ -13,6 +13,7 @@ import specker
 from specker.checkpoints import gguf_heads
 
 writer = pytest.importorskip("gguf")
+exporter = pytest.importorskip("train.head.gguf")
 
 OFTEN = [35, 74, 119]
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
@@ -115,6 +116,31 @@ def test_drafts_are_those_of_the_same_head_in_safetensors(target, tmp_path, way)
     assert engine.drafter.taps == plain.drafter.taps
     assert drafts(engine) == drafts(plain)
     assert engine.models.endswith(" + head.gguf")
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2, 4]])
+def test_an_exported_head_becomes_such_a_file(target, tmp_path, ids):
+    """train.head.gguf, with a target's file of which it needs the tokenizer and the number of layers."""
+    own = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+    head = head_of(target, tmp_path / "head", **own)
+    out = writer.GGUFWriter(tmp_path / "target.gguf", "llama")
+    out.add_block_count(8)
+    out.add_tokenizer_model("gpt2")
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    exporter.write(head, tmp_path / "target.gguf", tmp_path / "head.gguf", "F32")
+    engine, plain = load(target, tmp_path / "head.gguf"), load(target, head)
+    assert engine.drafter.taps == plain.drafter.taps and drafts(engine) == drafts(plain)
+    fields = writer.GGUFReader(tmp_path / "head.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "gpt2"
+    nested = make_head(tmp_path / "nested", json.loads((target / "config.json").read_text()), layout="nested")
+    with pytest.raises(ValueError, match="not a head in the flat layout"):
+        exporter.write(nested, tmp_path / "target.gguf", tmp_path / "other.gguf")
+    with pytest.raises(ValueError, match="--kind must be"):
+        exporter.write(head, tmp_path / "target.gguf", tmp_path / "other.gguf", "Q9")
+    assert not (tmp_path / "other.gguf").exists()
 
 
 def test_factors_of_the_frequencies_are_read(target, tmp_path):

@@ -92,7 +92,7 @@ def test_settings_come_from_the_additional_config(rank):
     [
         ({"strategy": "del"}, ValueError, "does not draft for another engine"),
         ({"tree": "2x2"}, ValueError, "one path"),
-        ({"strategy": "eagle", "draft": "x"}, ValueError, 'pass the head to vLLM itself, as in .*"eagle3"'),
+        ({"strategy": "eagle", "draft": "x"}, ValueError, 'pass the head to vLLM itself, as .*"eagle3"'),
         ({"strategy": "mtp+lookup"}, ValueError, "pass the head to vLLM itself"),
         ({"strategie": "draft"}, TypeError, "strategie"),
         (["draft"], ValueError, "must be a JSON object"),
