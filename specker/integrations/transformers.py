@@ -35,6 +35,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specker import zoo
+from specker.checkpoints.checkpoint import Checkpoint
 from specker.integrations.adopt import adopt, adoptable, files, outer, state
 from specker.integrations.attention import register_attention
 from specker.integrations.drafts import Drafts
