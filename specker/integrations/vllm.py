@@ -39,8 +39,8 @@ class Proposer:
         if strategies.of(strategies.options(strategy=named)).reads_target:
             raise ValueError(
                 f"strategy {named!r} reads the target's hidden states, which vLLM does not hand to a proposer of its "
-                'method custom_class: pass the head to vLLM itself, as speculative_config={"method": "eagle3", "model": '
-                '"DIR", "num_speculative_tokens": 4}'
+                'method custom_class: pass the head to vLLM itself, as speculative_config={"method": "eagle3", '
+                '"model": "DIR", "num_speculative_tokens": 4}'
             )
         self.most: int = speculative.num_speculative_tokens
         self.drafts = Drafts(model.model, **settings) if _drafts_here() else None

@@ -228,6 +228,20 @@ def _grow_kernel(
         b_total = tl.where(m, b_total, float("-inf"))
 
 
+@triton.jit
+def _key(scores_ptr, o, C, BITS: tl.constexpr):
+    """Integers that order the candidates at `o`, best first. No score is positive, so the bits of -score grow as the
+    score falls. NaN and what lies beyond C come last."""
+    b_score = tl.load(scores_ptr + o, mask=o < C, other=float("-inf"))
+    if BITS == 31:
+        b_key = (0.0 - b_score).to(tl.int32, bitcast=True)
+        most: tl.constexpr = 0x7FFFFFFF
+    else:
+        b_key = (0.0 - b_score).to(tl.int64, bitcast=True)
+        most: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+    return tl.where(o < C, b_key & most, most)
+
+
 @triton.jit(
     do_not_specialize=["C", "N", "count", "kept_stride", "kept_up_stride"],
     do_not_specialize_on_alignment=["ids_ptr", "columns_ptr", "kept_ptr", "kept_up_ptr", "best_ptr", "nodes_ptr"],
@@ -248,6 +262,7 @@ def _prune_kernel(
     kept_up_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two, at least C
+    CHUNK: tl.constexpr,  # candidates that are placed at once
     NODES: tl.constexpr,  # a power of two, at least N
     BITS: tl.constexpr,  # of a score, but for its sign
     PDL: tl.constexpr,
@@ -257,30 +272,33 @@ def _prune_kernel(
     ids_ptr, scores_ptr, rows_ptr = ids_ptr + i_b * C, scores_ptr + i_b * C, rows_ptr + i_b * C
     columns_ptr, nodes_ptr = columns_ptr + i_b * N, nodes_ptr + i_b * count
     o = tl.arange(0, BLOCK)
-    m = o < C
-    # No score is positive, so the bits of -score grow as the score falls. NaN comes last.
-    b_score = tl.load(scores_ptr + o, mask=m, other=float("-inf"))
-    if BITS == 31:
-        b_key = (0.0 - b_score).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        b_key = (0.0 - b_score).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    b_key = _key(scores_ptr, o, C, BITS)
     last = tl.min(b_key, axis=0) * 0  # the key of the worst candidate that stays, found bit by bit
     for i in tl.range(0, BITS):
         trial = last | ((last * 0 + 1) << (BITS - 1 - i))
-        last = tl.where(tl.sum((m & (b_key < trial)).to(tl.int32), axis=0) < count, trial, last)
-    b_tie = (m & (b_key == last)).to(tl.int32)
-    b_better = (m & (b_key < last)).to(tl.int32)
-    m_stays = (b_better == 1) | ((b_tie == 1) & (tl.cumsum(b_tie, axis=0) <= count - tl.sum(b_better, axis=0)))
-    b_row = tl.cumsum(m_stays.to(tl.int32), axis=0)
-    tl.store(rows_ptr + o, tl.where(m_stays, b_row, 0), mask=m)
-    tl.store(nodes_ptr + b_row - 1, (o * 0 + N).to(tl.int64), mask=m_stays)
+        last = tl.where(tl.sum(((o < C) & (b_key < trial)).to(tl.int32), axis=0) < count, trial, last)
+    ties = count - tl.sum(((o < C) & (b_key < last)).to(tl.int32), axis=0)  # how many of the worst ones stay
+    rows = ties * 0  # kept so far
+    for first in tl.range(0, C, CHUNK):  # in parts, which need few registers
+        o_c = first + tl.arange(0, CHUNK)
+        b_c = _key(scores_ptr, o_c, C, BITS)
+        b_tie = ((o_c < C) & (b_c == last)).to(tl.int32)
+        m_stays = ((o_c < C) & (b_c < last)) | ((b_tie == 1) & (tl.cumsum(b_tie, axis=0) <= ties))
+        b_row = rows + tl.cumsum(m_stays.to(tl.int32), axis=0)
+        tl.store(rows_ptr + o_c, tl.where(m_stays, b_row, 0), mask=o_c < C)
+        tl.store(kept_ptr + i_b * kept_stride + b_row - 1, tl.load(ids_ptr + o_c, mask=m_stays, other=0), mask=m_stays)
+        tl.store(best_ptr + i_b * count + b_row - 1, o_c.to(tl.int64), mask=m_stays)
+        tl.store(nodes_ptr + b_row - 1, (o_c * 0 + N).to(tl.int64), mask=m_stays)
+        ties -= tl.sum(b_tie, axis=0)
+        rows += tl.sum(m_stays.to(tl.int32), axis=0)
     tl.debug_barrier()  # other threads read these rows, and overwrite these nodes
-    below = m_stays & (o >= WIDTH)
-    b_above = tl.load(columns_ptr + tl.maximum(o - WIDTH, 0) // WIDTH, mask=below, other=0)
-    b_up = tl.load(rows_ptr + b_above, mask=below, other=0)
-    tl.store(kept_ptr + i_b * kept_stride + b_row - 1, tl.load(ids_ptr + o, mask=m_stays, other=0), mask=m_stays)
-    tl.store(kept_up_ptr + i_b * kept_up_stride + b_row - 1, b_up.to(tl.int64), mask=m_stays)
-    tl.store(best_ptr + i_b * count + b_row - 1, o.to(tl.int64), mask=m_stays)
+    for first in tl.range(0, C, CHUNK):
+        o_c = first + tl.arange(0, CHUNK)
+        b_row = tl.load(rows_ptr + o_c, mask=o_c < C, other=0)
+        below = (b_row > 0) & (o_c >= WIDTH)
+        b_above = tl.load(columns_ptr + tl.maximum(o_c - WIDTH, 0) // WIDTH, mask=below, other=0)
+        b_up = tl.load(rows_ptr + b_above, mask=below, other=0)
+        tl.store(kept_up_ptr + i_b * kept_up_stride + b_row - 1, b_up.to(tl.int64), mask=b_row > 0)
     o_node = tl.arange(0, NODES)
     b_own = tl.load(rows_ptr + tl.load(columns_ptr + o_node, mask=o_node < N, other=0), mask=o_node < N, other=0)
     tl.store(nodes_ptr + b_own - 1, o_node.to(tl.int64), mask=b_own > 0)
@@ -305,15 +323,21 @@ def _grow_variant(dtype: torch.dtype, width: int, first: bool, collects: bool) -
 
 @lru_cache
 def _prune_variant(dtype: torch.dtype, width: int, block: int, nodes: int) -> Variant:
-    """One program per sequence. One warp if a thread then has at most 32 candidates: it counts them once for each bit
-    of a score, and several warps would wait at barriers."""
+    """One program per sequence. A thread counts its candidates once for each bit of a score: 8 of them, and 32 of the
+    widest trees."""
     t = TYPES[dtype]
     return Variant(
         name=f"prune {t} {width} {block}",
         kernel=_prune_kernel,
         arguments=("*i64", f"*{t}", "*i64", *("*i64",) * 4, "*i32", *("i32",) * 5),
-        constexprs={"WIDTH": width, "BLOCK": block, "NODES": nodes, "BITS": 8 * dtype.itemsize - 1},
-        num_warps=min(max(block // 1024, 1), 8),
+        constexprs={
+            "WIDTH": width,
+            "BLOCK": block,
+            "CHUNK": min(block, 1024),
+            "NODES": nodes,
+            "BITS": 8 * dtype.itemsize - 1,
+        },
+        num_warps=min(max(block // 256, 1), 16),
         wide=False,
         smoke=block == 1024,
     )
