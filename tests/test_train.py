@@ -158,12 +158,12 @@ def test_gradients_are_finite_where_every_token_is_scored():
 
 
 def test_prompts_for_a_code_model(tmp_path, monkeypatch):
-    """Every third is a general question, none is of the benches, and the same file comes again. A quarter of the
+    """Every third is a general question, none is of the benches, and the same file comes again. A twelfth of the
     standard library is enough for that."""
 
     def some(only_stdlib):
         *rest, files = library(only_stdlib=only_stdlib)["python"]
-        return {"python": (*rest, files[::4])}
+        return {"python": (*rest, files[::12])}
 
     library = prompts.library_files
     with monkeypatch.context() as patch:
