@@ -233,12 +233,11 @@ def _key(scores_ptr, o, C, BITS: tl.constexpr):
     """Integers that order the candidates at `o`, best first. No score is positive, so the bits of -score grow as the
     score falls. NaN and what lies beyond C come last."""
     b_score = tl.load(scores_ptr + o, mask=o < C, other=float("-inf"))
+    most: tl.constexpr = 0x7FFFFFFF if BITS == 31 else 0x7FFFFFFFFFFFFFFF
     if BITS == 31:
         b_key = (0.0 - b_score).to(tl.int32, bitcast=True)
-        most: tl.constexpr = 0x7FFFFFFF
     else:
         b_key = (0.0 - b_score).to(tl.int64, bitcast=True)
-        most: tl.constexpr = 0x7FFFFFFFFFFFFFFF
     return tl.where(o < C, b_key & most, most)
 
 
