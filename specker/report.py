@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ def settings(options: Options) -> dict[str, Any]:
     return {name: x if isinstance(x, plain) else str(x) for name, x in values.items() if x is not None}
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of Python, specker and the packages that compute."""
     found = {"python": platform.python_version()}

@@ -44,6 +44,7 @@ and `wall`. Without a tokenizer all texts are "".
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -58,7 +59,10 @@ VERSION = 1
 class Trace:
     """Formats what the loop reports; it decides nothing. `lines` grows with the run."""
 
-    def __init__(self, engine: Any, sampling: Sampling, stops: tuple[str, ...] = ()):
+    def __init__(
+        self, engine: Any, sampling: Sampling, stops: tuple[str, ...] = (), stop_ids: Collection[int] | None = None
+    ):
+        """`stops`, `stop_ids`: what ends the requests' texts (default of `stop_ids`: the target's)."""
         remarks = engine.remarks
         header = {
             "specker_trace": VERSION,
@@ -76,7 +80,9 @@ class Trace:
         self.lines: list[str] = []
         self._sizing = {name: remarks[name] for name in ("sizing",) if name in remarks}
         self._tokenizer = engine.target.tokenizer_or_none
-        self._stop_ids = frozenset() if engine.options.stand_ins else frozenset(engine.target.config.eos_ids)
+        if stop_ids is None:
+            stop_ids = () if engine.options.stand_ins else engine.target.config.eos_ids
+        self._stop_ids = frozenset(stop_ids)
         self._stops = stops
         self._texts: dict[int, Detokenizer] = {}
         self._named: set[int] = set()

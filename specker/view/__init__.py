@@ -2,5 +2,5 @@
 
 `read.py` reads and checks traces (specker/trace.py documents the format), `page.py` makes the page. Its scripts and
 style are text.js, charts.js, page.js, page.css and, for the charts, uPlot 1.6.32 (MIT, uplot.LICENSE). The page holds
-them all.
+them all. `live.py` and live.js make it the page of a running server, which grows.
 """

@@ -53,14 +53,17 @@ const inWords = (chart) =>
   `${chart.title}: ` + chart.series.map(([n, v]) => `${n} ${mean(v)?.toFixed(2) ?? "unknown"} ${chart.unit} on average`).join(", ");
 
 function drawCharts(box, trace, select) {
-  const x = trace.rounds.map((r) => r.at + 1);
-  const made = [], recent = Math.max(1, Math.min(RECENT, x.length >> 4));
-  let chosen = 0;
+  const made = [];
+  let chosen = 0, x = [];
   const at = (n) => {
     chosen = n;
     for (const plot of made) plot.setCursor({ left: plot.valToPos(x[n], "x"), top: 20 }, false);
   };
   const draw = () => {
+    x = trace.rounds.map((r) => r.at + 1);
+    const recent = Math.max(1, Math.min(RECENT, x.length >> 4));
+    if (!x.length) return; // a request that waits
+    box.style.minHeight = `${box.offsetHeight}px`; // while it is empty: a page that became shorter would scroll
     made.splice(0).forEach((plot) => plot.destroy());
     box.replaceChildren(element("p", "about", `x: new tokens${trace.turns.length > 1 ? " of all prompts, the prompts" : ", the prompt"
       } not counted; y: ${recent > 1 ? `mean of the last ${recent} rounds` : "each round"}`));
@@ -90,7 +93,10 @@ function drawCharts(box, trace, select) {
       plot.over.addEventListener("click", () => plot.cursor.idx !== null && select(plot.cursor.idx));
       made.push(plot);
     }
-    queueMicrotask(() => at(chosen)); // uPlot sets its scales in a microtask
+    queueMicrotask(() => { // uPlot sets its sizes and scales in one
+      box.style.minHeight = "";
+      at(chosen);
+    });
   };
   let wide = 0;
   new ResizeObserver(() => {

@@ -1,6 +1,6 @@
 // The page: one section per trace with its text, the selected round and the charts.
 
-const traces = JSON.parse(document.getElementById("data").textContent);
+const given = JSON.parse(document.getElementById("data").textContent); // a list of traces; an object in a live page
 const views = [];
 
 const WORDS = { recovered: "recovered: the target's own token where the draft was refused",
@@ -181,6 +181,7 @@ function show(view, r, speak) {
 // `how`: "hover" shows, "key" and "click" also scroll the round into view and speak.
 function select(view, index, how) {
   const r = view.trace.rounds[Math.max(0, Math.min(view.trace.rounds.length - 1, index))];
+  if (!r) return; // a request that waits
   show(view, r, how !== "hover");
   if (how !== "hover") view.text.reveal(r.index);
   if (!document.getElementById("linked").checked) return;
@@ -227,6 +228,9 @@ function summary(trace) {
     (1 + accepted / trace.rounds.length).toFixed(2)}` : own;
 }
 
+const facts = (trace) => [element("p", "about", summary(trace)),
+  ...trace.remarks.map((remark) => element("p", "about remark", remark))];
+
 function section(trace, number) {
   unpack(trace);
   const part = element("section");
@@ -248,10 +252,11 @@ function section(trace, number) {
   panel.setAttribute("role", "region");
   panel.setAttribute("aria-label", `Selected round of ${trace.strategy}`);
   below.append(panel, charts);
-  part.append(title, element("p", "about", summary(trace)),
-    ...trace.remarks.map((remark) => element("p", "about remark", remark)), options, box, live, below);
+  const about = element("div");
+  about.append(...facts(trace));
+  part.append(title, about, options, box, live, below);
   document.getElementById("traces").append(part);
-  const view = { trace, panel, live, round: null, kept: false };
+  const view = { trace, about, panel, live, round: null, kept: false };
   view.text = new TextView(box, trace);
   view.charts = drawCharts(charts, trace, (n) => { view.kept = true; select(view, n, "click"); });
   listen(view, box);
@@ -271,13 +276,23 @@ function theme() {
   set(dark.matches);
 }
 
+// Height of the panels: that of the largest draft.
+function setRows() {
+  const longest = (most, r) => Math.max(most, r.draft.length);
+  document.body.style.setProperty("--rows", views.reduce((most, view) => view.trace.rounds.reduce(longest, most), 0));
+}
+
+// An empty table shows nothing: begin with the first draft.
+const begin = (view) => select(view, Math.max(0, view.trace.rounds.findIndex((r) => r.draft.length)), "hover");
+
+function showTraces(traces) {
+  document.title = traces.map(nameOf).join(" | ");
+  document.querySelector("h1").textContent = traces.length > 1 ? `Rounds of ${traces.length} traces` : document.title;
+  document.getElementById("together").hidden = traces.length < 2;
+  traces.forEach((trace, number) => views.push(section(trace, number)));
+  setRows();
+  requestAnimationFrame(() => [...views].reverse().forEach(begin)); // the first trace's round is the selected one
+}
+
 theme();
-document.title = traces.map(nameOf).join(" | ");
-document.querySelector("h1").textContent = traces.length > 1 ? `Rounds of ${traces.length} traces` : document.title;
-document.getElementById("together").hidden = traces.length < 2;
-traces.forEach((trace, number) => views.push(section(trace, number)));
-const rows = traces.reduce((most, trace) => trace.rounds.reduce((n, r) => Math.max(n, r.draft.length), most), 0);
-document.body.style.setProperty("--rows", rows); // of the largest draft: the panels' height
-// An empty table shows nothing: begin with the first trace's first draft.
-const begins = (view) => Math.max(0, view.trace.rounds.findIndex((r) => r.draft.length));
-requestAnimationFrame(() => { for (const view of [...views].reverse()) select(view, begins(view), "hover"); });
+if (Array.isArray(given)) showTraces(given);

@@ -13,19 +13,30 @@ STAGES = ("draft", "search", "verify", "accept", "watch", "commit")
 
 def html(traces: list[Traced]) -> str:
     """One page with the traces side by side. It loads nothing."""
-    here = files("specker.view")
-    parts = {name: here.joinpath(name).read_text("utf-8") for name in FILES}
-    page = parts.pop("page.html")
     shown = [data(trace) for trace in traces]
     if len({each["file"] for each in shown}) < len(shown):  # show the folders, which tell them apart
         shown = [each | {"file": trace.name} for each, trace in zip(shown, traces, strict=True)]
-    parts["data"] = script_safe(json.dumps(shown, separators=(",", ":")))
+    return filled(json.dumps(shown, separators=(",", ":")))
+
+
+FILES = ("page.html", "page.css", "uplot.min.css", "uplot.min.js", "uplot.LICENSE", "text.js", "charts.js", "page.js",
+         "live.js")  # fmt: skip
+# The page's Content-Security-Policy. A live page may also ask its own server.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+LIVE_POLICY = f"{POLICY}; connect-src 'self'"
+
+
+def filled(shown: str, live: bool = False) -> str:
+    """The page with its data, which are JSON. `live`: of a server, which it asks for newer ones (live.py)."""
+    here = files("specker.view")
+    parts = {name: here.joinpath(name).read_text("utf-8") for name in FILES}
+    page = parts.pop("page.html")
+    parts |= {"data": script_safe(shown), "policy": LIVE_POLICY if live else POLICY}
+    if not live:
+        parts["live.js"] = ""
     # One pass over the page: a text that looks like a mark stays a text.
     pieces = page.split("@@")
     return "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
-
-
-FILES = ("page.html", "page.css", "uplot.min.css", "uplot.min.js", "uplot.LICENSE", "text.js", "charts.js", "page.js")
 
 
 def script_safe(text: str) -> str:

@@ -76,13 +76,15 @@ function layOut(trace, columns) {
     }
     out.add(turn.tail, "own", -1, -1);
     if (out.used) out.breakLine();
-    out.words(`(${ENDED[turn.finished] ?? "the trace ends here: the run was interrupted, or the file is cut"})`, "title");
+    out.words(`(${STATES[turn.finished] ?? "the trace ends here: the run was interrupted, or the file is cut"})`, "title");
   }
   return out;
 }
 
-const ENDED = { stop: "ended by a stop token or string", length: "ended at its limit of tokens",
-  context: "ended because the context is full", "not finite": "ended because the logits are not finite" };
+const STATES = { stop: "ended by a stop token or string", length: "ended at its limit of tokens",
+  context: "ended because the context is full", "not finite": "ended because the logits are not finite",
+  cancelled: "cancelled", failed: "ended by an error", running: "running", prefill: "the prompt is being prefilled",
+  waiting: "waiting" };
 
 // Draws the visible lines of a layout into `box`, which scrolls.
 class TextView {
@@ -104,16 +106,30 @@ class TextView {
   }
 
   resize() {
+    if (!this.box.clientWidth) return; // not on the page
     const probe = element("span", "t", "0".repeat(50));
     this.sheet.append(probe);
     const columns = Math.floor((this.box.clientWidth - 28) / (probe.getBoundingClientRect().width / 50));
     probe.remove();
     if (columns !== this.layout?.columns) {
-      this.layout = layOut(this.trace, columns);
-      this.sheet.style.height = `${this.layout.lines.length * LINE}px`;
-      this.drawn = undefined;
+      this.layOut(columns);
       if (this.marked >= 0) this.reveal(this.marked);
     }
+    this.draw();
+  }
+
+  layOut(columns) {
+    this.layout = layOut(this.trace, columns);
+    this.sheet.style.height = `${this.layout.lines.length * LINE}px`;
+    this.drawn = undefined;
+  }
+
+  // The trace has changed. A box that shows the text's end shows the new end if it `follows`.
+  grow(follows) {
+    if (!this.layout) return;
+    const { box } = this, atEnd = box.scrollTop + box.clientHeight > box.scrollHeight - LINE;
+    this.layOut(this.layout.columns);
+    if (follows && atEnd) box.scrollTop = box.scrollHeight;
     this.draw();
   }
 

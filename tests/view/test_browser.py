@@ -3,7 +3,9 @@
 import io
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ import pytest
 import traces
 from PIL import Image
 
+import specker
+from specker.options import Params
+from specker.runtime.state import Request
 from specker.view import __main__ as view
+from specker.view.live import Live
+from specker.view.page import LIVE_POLICY
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup installs it")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -278,3 +285,164 @@ def test_a_long_text_scrolls(show: Open, tmp_path: Path) -> None:
     page.wait_for_selector(".text .marked")  # drawn in the next frame
     assert page.locator(".text .marked").count() == 4
     assert (tmp_path / "page.html").stat().st_size < 8_000_000
+
+
+class Site:
+    """`Live` behind an address."""
+
+    def __init__(self, engine: Any):
+        self.live = Live(engine, lambda: {"running": len(engine.loop.active), "<b>waiting</b>": 0.25}, last=3)
+        self.engine, self.port = engine, 0
+        engine.trace = self.live.round
+
+    def start(self) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(handler) -> None:
+                page = handler.path == "/view"
+                assert page or handler.path == "/view/data", handler.path
+                body = (self.live.html() if page else self.live.data()).encode()
+                handler.send_response(200)
+                handler.send_header("Content-Type", "text/html" if page else "application/json")
+                handler.send_header("Content-Length", str(len(body)))
+                handler.send_header("Content-Security-Policy", LIVE_POLICY)
+                handler.end_headers()
+                handler.wfile.write(body)
+
+            def log_message(handler, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, args=(0.01,)).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def begin(self, index: int, tokens: int, text: str = "text") -> Request:
+        request: Request = self.engine.session.request("x", Params(tokens), index=index)
+        self.live.begin(request, f"/v1/completions {index}", text)
+        self.engine.session.submit(request)
+        return request
+
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            for event in self.engine.session.step():
+                if event.finished:
+                    self.live.end(event.request)
+
+
+@pytest.fixture
+def site(pair: tuple[str, str]) -> Iterator[Site]:
+    options: dict[str, Any] = {"strategy": "draft", "policy": "fixed", "draft_tokens": 3, "batch_size": 2}
+    made = Site(specker.load(*pair, device="cpu", dtype="float32", **options))
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def watch(browser: Any, site: Site) -> Iterator[Any]:
+    """The page of a server, whose clock stands still: `look` passes two seconds. At the end: nothing in the console but
+    failed requests, no error, and no request beyond the page's own."""
+    said: list[str] = []
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    own = f"http://127.0.0.1:{site.port}/view"
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda r: said.append(r.url) if r.url not in (own, f"{own}/data", "data:,") else None)
+    page.clock.install()
+    page.goto(own)
+    yield page
+    page.close()
+    assert [each for each in said if "ERR_CONNECTION_REFUSED" not in each] == []
+
+
+def look(page: Any) -> None:
+    with page.expect_event("requestfinished"):
+        page.clock.run_for(2000)
+    page.clock.run_for(50)  # frames
+
+
+def states(page: Any) -> list[list[str]]:
+    return [row.split("\t") for row in page.locator("#requests tbody tr").all_inner_texts()]
+
+
+def test_a_live_page_follows_its_server(site: Site, watch: Any) -> None:
+    evil = "<img src=x onerror=alert(1)></script><b>bold</b>"
+    assert watch.locator("#queue").inner_text() == "running 0, <b>waiting</b> 0.25, no request yet"
+    assert watch.locator("section").count() == 0 and not watch.locator("#requests").is_visible()
+    assert watch.locator("h1").inner_text() == watch.title() == "Requests of specker: draft, tiny-target + tiny-draft"
+    site.begin(0, 400, evil)
+    look(watch)
+    assert states(watch) == [["0", "waiting", "0", "–", "–", evil]]
+    assert watch.locator(".text .line").last.inner_text() == "(waiting)" and watch.locator("figure").count() == 0
+    site.step(1)
+    look(watch)
+    assert states(watch)[0][1:4:2] == ["running", "1.00"] and watch.locator("figure").count() == 3
+    assert watch.locator(".text .line").last.inner_text() == "(running)"
+    assert watch.locator(".panel h3").inner_text().startswith("Round 1 of 1")
+    assert "".join(watch.locator(".text .prompt").all_text_contents()) == evil
+    assert watch.locator("main img, #requests img, main b, #queue b").count() == 0
+
+
+def test_a_live_page_keeps_what_the_user_does(site: Site, watch: Any) -> None:
+    """Selection, focus, scroll positions and open parts, while the request grows and another one begins."""
+    watch.set_viewport_size({"width": 800, "height": 400})
+    site.begin(0, 400, "a line\n" * 30)
+    site.step(40)
+    look(watch)
+    text, panel = watch.locator(".text"), watch.locator(".panel")
+    watch.locator("summary").click()
+    text.focus()
+    watch.keyboard.press("Home")
+    watch.keyboard.press("ArrowRight")
+    panel.evaluate("e => { e.style.height = e.style.minHeight = '80px'; e.scrollTop = 7; }")  # it overflows
+    watch.evaluate("window.scrollTo(0, 1e6)")
+    watch.clock.run_for(50)
+    before = watch.evaluate(PLACES)
+    assert before[0] > 0 and watch.evaluate("scrollY") > 300 and before[2:] == [7, "text"]
+    one = panel.locator("h3").inner_text()
+    site.begin(5, 3)
+    site.step(20)
+    look(watch)
+    assert [row[:2] for row in states(watch)] == [["5", "ended: length"], ["0", "running"]]
+    after = watch.evaluate(PLACES)
+    assert after == [before[0], pytest.approx(before[1], abs=2), *before[2:]], "the page scrolls by whole pixels"
+    assert watch.locator("details[open]").count() == 1
+    assert watch.locator(".text .marked").count() > 0
+    number, of = re.findall(r"\d+", panel.locator("h3").inner_text())[:2]
+    assert [number, int(of) > 50] == [re.findall(r"\d+", one)[0], True]
+    watch.get_by_role("button", name="5", exact=True).click()
+    assert watch.locator("[aria-current]").inner_text().startswith("5")
+    watch.clock.run_for(50)
+    assert not watch.locator("#follow").is_checked()
+    assert watch.locator("section .about").first.inner_text().startswith("3 new tokens in 3 rounds")
+    assert watch.locator(".text .line").last.inner_text() == "(ended at its limit of tokens)"
+    assert watch.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+PLACES = """() => { const [text, panel] = [".text", ".panel"].map((name) => document.querySelector(name));
+  return [text.scrollTop, panel.getBoundingClientRect().top, panel.scrollTop, document.activeElement.className]; }"""
+
+
+def test_a_live_page_without_its_server(site: Site, watch: Any) -> None:
+    """It says so and goes on asking. Requests that the server has dropped leave the table."""
+    for n in range(4):
+        site.begin(n, 2)
+    site.step(12)
+    look(watch)
+    assert [row[0] for row in states(watch)] == ["3", "2", "1"]
+    assert watch.locator("#queue").inner_text().endswith("3 of 4 requests are shown")
+    assert watch.locator("h2").inner_text().startswith("request 3: "), "it follows the newest"
+    site.stop()
+    with watch.expect_event("requestfailed"):
+        watch.clock.run_for(2000)
+    watch.wait_for_function("document.getElementById('lost').textContent.startsWith('no connection')")
+    assert len(states(watch)) == 3
+    site.start()
+    site.begin(4, 9)
+    site.step(1)
+    look(watch)
+    assert watch.locator("#lost").inner_text() == "" and [row[0] for row in states(watch)] == ["4", "3", "2"]
+    assert watch.locator("h2").inner_text().startswith("request 4: ")
