@@ -68,6 +68,7 @@ class RequestOptions(TypedDict, total=False):
     stop_ids: Sequence[int]
     logprobs: int
     prefix_cache: Literal["exact", "all", "off"] | None
+    grammar: str | None
 
 
 class EachOption(TypedDict, total=False):
@@ -80,3 +81,4 @@ class EachOption(TypedDict, total=False):
     stop_ids: Sequence[int]  # for all prompts
     logprobs: int | Sequence[int]
     prefix_cache: Literal["exact", "all", "off"] | None
+    grammar: str | Sequence[str | None] | None

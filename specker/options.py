@@ -230,6 +230,7 @@ class Params:
         stop_ids: token ids that end the text, besides the model's own.
         logprobs: how many of the most probable tokens each emitted token comes with; 0: none, and no log-probability.
         prefix_cache: "exact", "all" or "off" for this request; None: as the engine was loaded.
+        grammar: what the text must match, as a function of specker.grammar returns it, or as a Lark grammar.
     """
 
     max_new_tokens: int = 128
@@ -238,6 +239,7 @@ class Params:
     stop_ids: tuple[int, ...] = ()
     logprobs: int = 0
     prefix_cache: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", whole(self.max_new_tokens, option("max_new_tokens"), 1))
@@ -250,6 +252,8 @@ class Params:
         object.__setattr__(self, "logprobs", whole(self.logprobs, "logprobs", 0))
         if self.prefix_cache not in (None, "exact", "all", "off"):
             raise ValueError(f"prefix_cache must be exact, all or off, got {self.prefix_cache!r}")
+        if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar.strip()):
+            raise ValueError(f"a grammar must be a string that is not empty (specker.grammar), got {self.grammar!r}")
 
     @classmethod
     def of(cls, **named: Any) -> "Params":

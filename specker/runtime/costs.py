@@ -157,11 +157,15 @@ class Costs:
         _, *total = self.rounds(n, budget, budget.depth)
         return tuple(each * max(0.0, b - a) for a, b in pairwise(total))
 
-    def observe(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
-        """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`."""
-        exit = budget.exit if tokens else 0
+    def observe(
+        self, n: int, budget: Budget, tokens: int, draft: float, verify: float, verified: int | None = None
+    ) -> None:
+        """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
+        `verified`: the tokens in the verify pass, if grammars changed their number."""
+        verified = tokens if verified is None else verified
+        exit = budget.exit if verified else 0
         self.plain_rounds += not tokens
-        self._verifying(n, exit).learn(tokens + 1, verify)
+        self._verifying(n, exit).learn(verified + 1, verify)
         if tokens:
             self._drafting(n, budget).learn(tokens, draft)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specker.runtime.stats import DiffusionStats
 
@@ -25,6 +25,14 @@ if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command l
     from specker.runtime.state import Request
 
 CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
+
+
+class Led(NamedTuple):
+    """What a grammar made of a sequence's chain (runtime/grammar.py)."""
+
+    drafted: int  # tokens of the drafter
+    kept: int  # of them, those before the first that the grammar refused or replaced
+    forced: int  # tokens after those that the grammar leaves no choice about
 
 
 @dataclass(eq=False)
@@ -44,6 +52,7 @@ class Draft:
     nodes: Tensor | None = None  # [n, size], which grown node of a tree each draft token is; a leaf may be none of them
     scores: list[Tensor] = field(default_factory=list)  # for a trace: log-probabilities [n, ..] of tokens in order
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
+    led: dict[int, Led] = field(default_factory=dict)  # by slot, what grammars made of chains
 
     @classmethod
     def of(cls, r: Round, tokens: list[list[int]], parents: list[list[int]]) -> Draft:
@@ -65,8 +74,22 @@ class Draft:
         return draft
 
     def count(self, slot: int) -> int:
-        """Draft tokens of the sequence in `slot`."""
+        """Draft tokens of the sequence in `slot`, in the window."""
+        if (led := self.led.get(slot)) is not None:
+            return led.kept + led.forced
         return self.counts[slot] if self.counts else self.size
+
+    def drafted(self, slot: int) -> int:
+        """The tokens of the sequence in `slot` that the drafter drafted, with those that a grammar took out."""
+        return self.led[slot].drafted if slot in self.led else self.count(slot)
+
+    def forced(self, slot: int) -> int:
+        """The tokens of the sequence in `slot` that a grammar put in."""
+        return self.led[slot].forced if slot in self.led else 0
+
+    def own(self, slot: int, path: list[int]) -> list[int]:
+        """An accepted path up to the last row that the drafter drafted: a grammar's tokens teach nothing about it."""
+        return path[: self.led[slot].kept + 1] if slot in self.led else path
 
     def extend(self, r: Round, head: Head, final: Final, positions: Tensor, out: Tensor) -> None:
         """Write the best candidate of each row [n, E] at `positions` [n] to `out` [n, 1]. If policies end drafts by

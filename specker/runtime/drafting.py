@@ -89,9 +89,13 @@ class Drafting:
         return budget.clip(min(budget.nodes, self.largest.nodes), min(left, own))
 
     def learn(self, r: Round, tokens: int) -> None:
-        """Take the round's time and its `tokens` into account. Rounds that differ from later ones teach nothing: those
-        in which layers were watched, and the last ones of texts, which their limits cut."""
+        """Take the round's time and its `tokens` into account, but for those that grammars forced. Rounds that differ
+        from later ones teach nothing: those in which layers were watched or grammars forced every text, and the last
+        ones of texts, which their limits cut."""
+        if r.forced:
+            return
         n, costs, seconds = len(r.requests), self.known.costs, r.seconds
+        drafted = max(map(r.draft.drafted, range(n))) if r.draft.led else r.draft.size
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
         if "watch" not in seconds:
@@ -99,17 +103,17 @@ class Drafting:
             if r.reason == "measured":
                 self.chooser.measured(n, rest)
             else:
-                costs.observe(n, r.budget, r.draft.size, seconds["draft"], rest)
+                costs.observe(n, r.budget, drafted, seconds["draft"], rest, r.draft.size)
         if r.reason != BEHIND:
-            self.chooser.finished(n, r.budget, r.draft.size, tokens, r.trial, r.behind)
+            self.chooser.finished(n, r.budget, drafted, tokens, r.trial, r.behind)
 
 
 def account(r: Round, slot: int, path: list[int]) -> None:
     """Show one request's part of a round to its policy and its stats."""
-    request, draft, drafted = r.requests[slot], r.draft, r.draft.count(slot)
+    request, draft, drafted = r.requests[slot], r.draft, r.draft.drafted(slot)
     found = draft.found[slot] if draft.found else None
     confidence = [each[slot] for each in draft.confidence]
-    request.policy.observe(Outcome(drafted, path, confidence, found))
+    request.policy.observe(Outcome(drafted, draft.own(slot, path), confidence, found))
     stats = request.stats
     stats.observe_budget(drafted, r.budget.exit if drafted else 0, r.reason)
     stats.copied += bool(drafted and r.budget.part)

@@ -38,7 +38,7 @@ class Event(NamedTuple):
         pieces: the new text in order, and whether it came from a draft token.
         logprobs: one for each token; empty unless the request asked for them.
         finished: None, "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more),
-            "not finite" (the next token's logits) or "cancelled".
+            "not finite" (the next token's logits), "grammar" (no token can follow) or "cancelled".
     """
 
     request: Request
@@ -75,19 +75,23 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     those that the round committed, which the text holds already; `known`: the ids of a trimmed head."""
     request, broken = r.requests[slot], slot in r.broken
     stop = next((i for i, token in enumerate(tokens) if token in request.stop_ids), None)
+    why: str | None = "stop"
+    if request.guide is not None:
+        count, why = request.guide.follow(tokens if stop is None else tokens[: stop + 1])
+        stop, why = (stop, "stop") if why is None else (count - 1, why)
     texts: list[str] = []
     if (reader := request.reader) is not None:
         for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
             texts.append(reader.add(token))
             if reader.stopped:
-                stop = i
+                stop, why = i, "stop"
                 break
     ended = known is not None and bool(tokens) and tokens[-1] not in known
     lost = ended and not r.budget.part and len(path) - 1 < r.draft.depth
     if stop is not None:
         del request.text[len(request.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]
-        request.finished = "stop"
+        request.finished = why
     elif broken:
         request.finished = "not finite"
         log.warning(NOT_FINITE, request.index)
@@ -97,7 +101,8 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     pieces = [(text, n < accepted) for n, text in enumerate(texts)]
     if reader is not None and request.finished:
         pieces.append((reader.flush(), False))
-    request.stats.observe(r.draft.count(slot), accepted, len(tokens))
+    request.stats.observe(r.draft.drafted(slot) + r.draft.forced(slot), accepted, len(tokens))
+    request.stats.forced += max(0, accepted + 1 - len(r.draft.own(slot, path)))
     if known is not None:
         request.stats.observe_kept(sum(token in known for token in tokens), lost)
     logprobs = _logprobs(r, slot, path, tokens) if request.logprobs else []

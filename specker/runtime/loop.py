@@ -298,13 +298,16 @@ class Loop:
         rounds are pending and the host must know the texts' lengths."""
         began, requests = time.perf_counter(), self.active
         drafting = self.drafting if requests[0].drafting else None
-        budget, reason = (NONE, "") if drafting is None else drafting.shape(requests)
-        fixed = self.fixed and (drafting is None or drafting.fixes(requests, budget))
+        guides = [s.guide for s in requests if s.guide is not None]
+        forced = drafting is not None and len(guides) == len(requests) and all(guide.forced for guide in guides)
+        budget, reason = (NONE, "") if drafting is None or forced else drafting.shape(requests)
+        fixed = self.fixed and not guides and (drafting is None or drafting.fixes(requests, budget))
         if ahead and (not fixed or (budget.nodes and not self._chain)):
             return None  # a drafter that missed tokens must first know them
         if not fixed and drafting is not None:
             budget = drafting.clipped(requests, budget)
         r = self.new_round(budget, fixed, ahead)
+        r.forced = forced
         r.traced = self.trace is not None and any(s.traced for s in requests)
         if drafting is not None:
             r.confident = requests[0].policy.confident
@@ -362,7 +365,7 @@ class Loop:
             request.text += tokens
             self.cache.exact_len[slot] = len(request.text) - 1
             if drafter is not None:
-                drafter.observe(r, slot, path)
+                drafter.observe(r, slot, r.draft.own(slot, path))
         if drafter is not None and r.taps:
             drafter.learn(r, [path for _, path, _ in out])
         for slot, (request, path, tokens) in enumerate(out):
@@ -370,7 +373,7 @@ class Loop:
                 account(r, slot, path)
         r.seconds["commit"] = time.perf_counter() - start - r.seconds.get("watch", 0.0)
         if drafter is not None and self.drafting is not None:
-            self.drafting.learn(r, sum(len(tokens) for _, _, tokens in out))
+            self.drafting.learn(r, sum(len(r.draft.own(slot, path)) for slot, (_, path, _) in enumerate(out)))
         for request in r.requests:
             for stage, spent in r.seconds.items():
                 request.stats.seconds[stage] += spent / n

@@ -29,6 +29,7 @@ from specker.model.decoder import Model, forward
 from specker.model.rows import begin
 from specker.model.sampling import Draws
 from specker.runtime.drafter import Draft, Drafter
+from specker.runtime.grammar import guided, masked
 from specker.runtime.graphs import Graphs
 from specker.runtime.policy import Budget
 from specker.runtime.state import Request, State, to_host
@@ -107,6 +108,8 @@ class Round:
     traced: bool = False  # whether a trace wants the draft and its probabilities
     reason: str = ""  # why nothing is drafted (choose.py)
     trial: bool = False  # whether the draft finds out if drafting pays (choose.py)
+    forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
+    allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     draft: Draft = field(default_factory=Draft)
     taps: tuple[int, ...] = ()  # depths of the target whose hidden rows the drafter reads
     behind: int = 0  # tokens that the drafter prefilled before it drafted
@@ -181,6 +184,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
         if drafts:
             r.draft = drafter.draft(r)
     r.marks.append(now(capture))
+    r.allowed = guided(r)
     verify(r, target, cache)
     r.marks.append(now(capture))
     accept(r, target, cache)
@@ -192,7 +196,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
 def verify(r: Round, model: Model, cache: KVCache) -> None:
     """One target forward over the root and the draft of every sequence: the logits after each row. A self-drafted chain
     has already run layers [0, exit) on all rows but the last."""
-    exit = r.budget.exit if r.draft.size else 0
+    exit = 0 if r.draft.hidden is None else r.budget.exit
     name = "verify", r.draft.size, r.draft.tree, exit, r.taps
     r.run(name, lambda: _verify(r, model, cache, exit), draws=False)
 
@@ -234,6 +238,8 @@ def accept(r: Round, model: Model, cache: KVCache) -> None:
 def _accept(r: Round, model: Model, cache: KVCache) -> None:
     s, N, n, memory = r.state, r.draft.size, r.n, r.memory
     logits, positions = memory.get("logits", r.rows), memory.get("positions", r.rows)
+    if r.allowed is not None:
+        logits = masked(logits, r.allowed)
     tokens, parents = s.window[:, 1 : N + 1], s.parents[:, :N] if r.draft.tree else None
     forced = s.agrees.shape[1] > 0
     target = model.draw(r.draws, logits, positions) if forced or model.ranks else r.draws.splits(logits, positions)

@@ -18,6 +18,7 @@ from specker.options import Params, whole
 from specker.runtime import text
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event
+from specker.runtime.grammar import Grammars, Guide
 from specker.runtime.loop import Loop
 from specker.runtime.policy import Fixed, Policy
 from specker.runtime.state import Request
@@ -40,6 +41,7 @@ class Session:
         request. `stop_ids`: of every request. `running`: a context manager around steps, which explains errors."""
         self.loop, self.target, self.name, self.device = loop, target, name, loop.target.device
         self._policy, self._stop_ids, self._running = policy, frozenset(stop_ids), running
+        self._grammars = Grammars(target, name)
         self._changed = threading.Condition()
         self._inboxes: dict[Request, Inbox] = {}  # of the streams' requests
         self._arrived: deque[tuple[Request, bool]] = deque()  # the flag: before those that wait already
@@ -65,7 +67,7 @@ class Session:
         `index`: a number for the caller. `drafting`: False for plain decoding. `traced`: whether the trace holds its
         rounds (default: if it drafts). `reads`: its events have text. `tell` is called with (prefilled tokens, of all)
         after each chunk of the prompt. Raises ValueError for a prompt that is empty, has unknown ids or can never fit,
-        and for stop strings without a tokenizer.
+        for stop strings without a tokenizer, and for a grammar that is invalid or that this engine cannot follow.
         """
         params, context = params or Params(), self.target.config.max_context
         ids, tokenizer = self.validate(prompt, params.max_new_tokens), self.target.tokenizer_or_none
@@ -89,7 +91,15 @@ class Session:
             drafting if traced is None else traced,
             tell,
             "length" if asked <= context else "context",
+            None if params.grammar is None else self._guide(params.grammar, params.stop_ids),
         )
+
+    def _guide(self, grammar: str, stop_ids: Sequence[int]) -> Guide:
+        if self.loop.acceptance is not None:
+            raise ValueError(f"with {option('acceptance')} the text means nothing, so it cannot match a grammar")
+        if self.loop.ranks is not None and self.loop.ranks.size > 1:
+            raise ValueError(f"a grammar needs the target's logits on one rank: leave out {option('tp')}")
+        return self._grammars.guide(grammar, stop_ids)
 
     def validate(self, prompt: Prompt, max_new_tokens: int = 1) -> list[int]:
         """A prompt's token ids. Raises ValueError if it is empty, has ids that the target lacks or can never fit."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from specker.model.sampling import pack
 from specker.options import Sampling
 from specker.runtime.detokenize import Detokenizer
+from specker.runtime.grammar import Guide
 from specker.runtime.policy import Policy
 from specker.runtime.stats import Stats
 
@@ -32,8 +33,9 @@ class Request:
     tell: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
     ends: str = "length"
     """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
+    guide: Guide | None = None  # its text in a grammar
     stats: Stats = field(default_factory=Stats)
-    finished: str | None = None  # None, "stop" (a stop id or string), `ends`, "not finite" (logits) or "cancelled"
+    finished: str | None = None  # None, `ends`, or another reason (Event.finished)
     prompt: int = field(init=False)  # tokens of the prompt
     prefilled: int = 0  # columns that a prefill wrote, in its whole chunks
 

@@ -31,6 +31,7 @@ class Stats:
     lengths: dict[int, int] = field(default_factory=dict)  # rounds by tokens drafted
     rests: dict[str, int] = field(default_factory=dict)  # rounds in which the policy drafted nothing, by its reason
     captures: int = 0  # CUDA graphs captured in its rounds, after the warm-up
+    forced: int = 0  # accepted tokens that a grammar left no choice about
     copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
@@ -125,6 +126,7 @@ class Stats:
             lengths=_joined(self.lengths, other.lengths),
             rests=_joined(self.rests, other.rests),
             captures=self.captures + other.captures,
+            forced=self.forced + other.forced,
             copied=self.copied + other.copied,
             exits=_joined(self.exits, other.exits),
             kept=self.kept + other.kept,
@@ -145,6 +147,7 @@ class Stats:
             "lengths": dict(sorted(self.lengths.items())),
             "rests": dict(sorted(self.rests.items())),
             **({"captures": self.captures} if self.captures else {}),
+            **({"forced": self.forced} if self.forced else {}),
             **({"copied": self.copied} if self.copied else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
             **({"diffusion": self.diffusion} if self.found else {}),

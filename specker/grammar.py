@@ -1,0 +1,104 @@
+"""Grammars for requests (`Params.grammar`): JSON schemas, regular expressions, Lark, and tagged parts of a free text.
+
+Each function returns what `engine.generate(prompt, grammar=...)` takes. The grammars are those of llguidance
+(https://github.com/guidance-ai/llguidance), which says what its JSON schemas, regular expressions and Lark may hold. A
+request checks its grammar before it is queued; see runtime/grammar.py.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Schema = Mapping[str, Any] | str
+
+
+class Tag(NamedTuple):
+    """A part of a text whose form is fixed, such as a tool call.
+
+    Attributes:
+        begin: the text that it begins with.
+        schema: the JSON schema of what follows.
+        end: the text that it ends with; may be empty.
+    """
+
+    begin: str
+    schema: Schema
+    end: str
+
+
+def json_schema(schema: Schema, separators: tuple[str, str] | None = None) -> str:
+    """JSON that is valid for a schema, as a dict or as JSON. `separators`: the texts between items and between key and
+    value, as in `json.dumps`, with no other white space; None: white space wherever JSON allows it. Fixed separators
+    leave the model fewer choices, so more tokens are certain. Raises ValueError for what is no JSON object."""
+    options: dict[str, Any] = {}
+    if separators is not None:
+        item, key = separators
+        options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    return library().LLMatcher.grammar_from_json_schema(_checked(schema), overrides=options)
+
+
+def json_object(separators: tuple[str, str] | None = None) -> str:
+    """Any JSON object. `separators`: as in `json_schema`."""
+    return json_schema({"type": "object"}, separators)
+
+
+def regex(text: str) -> str:
+    """Text that a regular expression matches as a whole."""
+    return library().LLMatcher.grammar_from_regex(text)
+
+
+def lark(text: str) -> str:
+    """Text that a Lark grammar derives from its rule `start`."""
+    return library().LLMatcher.grammar_from_lark(text)
+
+
+def tagged(
+    tags: Sequence[Tag], trigger: str | None = None, *, special: bool = False, required: bool = False
+) -> str:
+    """Free text with parts in fixed form: where `trigger` occurs one of the tags must follow, which begins with it.
+
+    `trigger`: the common beginning of all tags' `begin`, by default the longest. `special`: it is a special token of
+    the tokenizer, such as <|python_tag|>, so that text can never spell it. `required`: the text is exactly one tag.
+    Raises ValueError for tags that do not begin with the trigger, or without any."""
+    trigger = os.path.commonprefix([tag.begin for tag in tags]) if trigger is None else trigger
+    if not tags or not trigger or not all(tag.begin.startswith(trigger) for tag in tags):
+        raise ValueError(f"tags must begin with one trigger, got {trigger!r} and {[tag.begin for tag in tags]}")
+    parts = [(tag.begin, _checked(tag.schema), tag.end) for tag in tags]
+    if not required:
+        tag = library().StructTag
+        made = [tag(trigger=trigger, begin=begin, grammar=schema, end=end) for begin, schema, end in parts]
+        return tag.to_grammar(made, assume_special=special)
+    first = trigger if special else json.dumps(trigger)
+    rules = [
+        f"tag_{i}: {first} {_quoted(begin.removeprefix(trigger))} %json {schema} {_quoted(end)}"
+        for i, (begin, schema, end) in enumerate(parts)
+    ]
+    start = " | ".join(f"tag_{i}" for i in range(len(rules)))
+    return "\n".join(("%llguidance {}", f"start: {start}", *rules, ""))
+
+
+def library() -> Any:
+    """llguidance. Raises ValueError if it is not installed."""
+    try:
+        import llguidance
+    except ImportError:
+        raise ValueError("a grammar needs llguidance: pip install 'specker[serve]'") from None
+    return llguidance
+
+
+def _checked(schema: Schema) -> str:
+    """The schema as JSON."""
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        if isinstance(found, dict):
+            return json.dumps(found)
+        why = f"it is {type(found).__name__}"
+    except (TypeError, ValueError) as error:
+        why = str(error)
+    raise ValueError(f"a JSON schema must be a JSON object: {why}")
+
+
+def _quoted(text: str) -> str:
+    """A Lark literal; an empty one must be left out."""
+    return json.dumps(text) if text else ""
