@@ -23,6 +23,7 @@ COMMANDS = {
 }
 ENDS = {
     "length": "the answer ends at --max-new-tokens",
+    "grammar": "no token can follow in this grammar",
     "context": "the context is full; /clear forgets the conversation",
 }
 

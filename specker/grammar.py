@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Schema = Mapping[str, Any] | str
+SPACE = r" |\r?\n[ \t]{0,64}"  # between JSON's tokens; without a limit, a model may write white space for ever
 
 
 class Tag(NamedTuple):
@@ -29,13 +30,13 @@ class Tag(NamedTuple):
 
 def json_schema(schema: Schema, separators: tuple[str, str] | None = None) -> str:
     """JSON that is valid for a schema, as a dict or as JSON. `separators`: the texts between items and between key and
-    value, as in `json.dumps`, with no other white space; None: white space wherever JSON allows it. Fixed separators
-    leave the model fewer choices, so more tokens are certain. Raises ValueError for what is no JSON object."""
-    options: dict[str, Any] = {}
+    value, as in `json.dumps`, with no other white space, which leaves fewer choices; None: wherever JSON allows white
+    space, nothing, a space, or a line break and its indentation. Raises ValueError for what is no JSON object."""
+    options: dict[str, Any] = {"defaults": {"whitespace_pattern": SPACE}}
     if separators is not None:
         item, key = separators
-        options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-    return library().LLMatcher.grammar_from_json_schema(_checked(schema), overrides=options)
+        options = {"overrides": {"whitespace_flexible": False, "item_separator": item, "key_separator": key}}
+    return library().LLMatcher.grammar_from_json_schema(_checked(schema), **options)
 
 
 def json_object(separators: tuple[str, str] | None = None) -> str:

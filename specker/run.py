@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import specker
-from specker import zoo
+from specker import grammar, zoo
 from specker.flags import SHELLS, Parser, check_fields, completion, ended, make, not_json, opt, silence
 from specker.options import DTYPES, Common, Options, Params, Sampling, stop_strings
 from specker.report import Result, Screen, probe, report, write_file
@@ -61,6 +61,8 @@ class Job:
         least=1,
     )
     stop: tuple[str, ...] = opt((), "end each text before the first of these strings", "STRING")
+    json_schema: str | None = opt(None, "each text is JSON that is valid for this JSON schema", "FILE")
+    grammar: str | None = opt(None, "each text matches this Lark grammar, or another one of llguidance", "FILE")
     samples: int = opt(1, "independent draws of each prompt, with seeds --seed, --seed + 1, ...", least=1)
     dtype: str | None = opt(
         None, "of weights and K/V (default: bfloat16; on a CPU without kernels for it float32)", choices=DTYPES
@@ -81,6 +83,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("--prompt and --prompts exclude each other")
+        if self.json_schema is not None and self.grammar is not None:
+            raise ValueError("--json-schema and --grammar exclude each other")
         check_fields(self)
         stop_strings(self.stop)
 
@@ -96,7 +100,7 @@ COMMON = {
     )
 }
 MORE = {
-    "sampling": ("top_p", "top_k", "samples", "stop"),
+    "sampling": ("top_p", "top_k", "samples", "stop", "json_schema", "grammar"),
     "drafts": ("draft_tokens", "tree", "policy"),
     "output": ("json", "trace"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "page_size", "prefix_cache"),
@@ -195,6 +199,17 @@ def read_talks(job: Job) -> list[Talk]:
     if job.prompt is not None:
         return [Talk((_text(job.prompt, "--prompt"),), "--prompt")]
     return [Talk((text,), f"built-in prompt {i}") for i, text in enumerate(zoo.PROMPTS, 1)]
+
+
+def read_grammar(job: Job) -> str | None:
+    """The grammar of the job's texts. Raises ValueError for a file that holds none, or without llguidance."""
+    path = job.json_schema or job.grammar
+    if path is None:
+        return None
+    try:
+        return grammar.json_schema(_read(path)) if job.json_schema else grammar.lark(_read(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _read(path: str) -> str:
@@ -349,11 +364,12 @@ class Decoding:
         encode: Callable[[Line], list[int]],
         echo: bool = True,
         trace: Trace | None = None,
+        grammar: str | None = None,
     ):
         """`echo`: print the prompts; a user who typed them has seen them. `trace`: records where requests begin and
-        end."""
+        end. `grammar`: of every text."""
         self.engine, self.job, self.screen, self.lines, self.encode = engine, job, screen, lines, encode
-        self.echo, self.trace, self.several = echo, trace, several(lines)
+        self.echo, self.trace, self.grammar, self.several = echo, trace, grammar, several(lines)
         self._ar_first = False
 
     def run(self) -> None:
@@ -406,7 +422,7 @@ class Decoding:
         keeps = self.job.chat and turn > 1 and self.engine.options.prefix_cache != "off"
         prefixes = "off" if self.job.check else "all" if keeps else None
         job, sampling = self.job, line.sampling
-        params = Params(job.max_new_tokens or 0, sampling, job.stop, prefix_cache=prefixes)
+        params = Params(job.max_new_tokens or 0, sampling, job.stop, prefix_cache=prefixes, grammar=self.grammar)
         return self.engine.session.request(result.ids, params, index=line.number)
 
     def _serve(self, lines: list[Line], to_the_end: bool = False) -> None:
@@ -471,7 +487,8 @@ class Decoding:
         """The last turns of the lines as `ar` decodes them, in one batch."""
         options = {f.name: [getattr(line.sampling, f.name) for line in lines] for f in fields(Sampling)}
         prompts = [line.results[-1].ids for line in lines]
-        return self.engine.generate_ar(prompts, self.job.max_new_tokens, self.job.stop, **options)
+        how = {"grammar": self.grammar, **options}
+        return self.engine.generate_ar(prompts, self.job.max_new_tokens, self.job.stop, **how)
 
     def _compare(self, lines: list[Line], plain: list[Any]) -> None:
         """Compare the last turns of the lines with `plain`."""
@@ -502,6 +519,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     count = job.max_new_tokens or (1024 if chatting else 128)
     job = replace(job, max_new_tokens=count)
     talks = [] if chatting else read_talks(job)
+    matches = read_grammar(job)
     if job.json is not None and job.json != "-":
         probe(job.json)
     screen = Screen(job.json == "-", quiet=not first or options.dp > 1)
@@ -541,6 +559,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         engine.encode_chat([{"role": "user", "content": "Hi"}])  # refuses a target without a chat template
     for talk in talks:
         encode(Line(talk, sampling, 0, [*talk.before, {"role": "user", "content": talk.turns[0]}]))
+    if matches is not None:
+        engine.session.guide(matches)  # refuses one that is invalid
     screen.remarks(engine)
     if bare:
         count = len(encode(Line(talks[0], sampling, 0)))
@@ -566,7 +586,7 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     if sampling == replace(Sampling(), seed=sampling.seed) and (recommended := engine.target.recommended):
         asked = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in recommended.items())
         screen.note(f"decoding greedily; the checkpoint recommends {asked}")
-    decoding = Decoding(engine, job, screen, mine, encode, echo=not chatting, trace=trace)
+    decoding = Decoding(engine, job, screen, mine, encode, not chatting, trace, matches)
     try:
         with screen.records():
             if chatting:
@@ -634,7 +654,7 @@ def _kept(flag: str, path: str, unwritten: list[str]) -> Iterator[None]:
 
 def failed(result: Result) -> bool:
     """Whether a text is wrong or could not be decoded to its end."""
-    return result.finished == "not finite" or bool(result.check and not result.check.ok)
+    return result.finished in ("not finite", "grammar") or bool(result.check and not result.check.ok)
 
 
 def _free(path: Path) -> str:

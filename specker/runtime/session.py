@@ -91,10 +91,12 @@ class Session:
             drafting if traced is None else traced,
             tell,
             "length" if asked <= context else "context",
-            None if params.grammar is None else self._guide(params.grammar, params.stop_ids),
+            None if params.grammar is None else self.guide(params.grammar, params.stop_ids),
         )
 
-    def _guide(self, grammar: str, stop_ids: Sequence[int]) -> Guide:
+    def guide(self, grammar: str, stop_ids: Sequence[int] = ()) -> Guide:
+        """A request's guide through its grammar. Raises ValueError for a grammar that is invalid or that this engine
+        cannot follow, and without llguidance."""
         if self.loop.acceptance is not None:
             raise ValueError(f"with {option('acceptance')} the text means nothing, so it cannot match a grammar")
         if self.loop.ranks is not None and self.loop.ranks.size > 1:
