@@ -6,7 +6,6 @@ request checks its grammar before it is queued; see runtime/grammar.py.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,15 +53,13 @@ def lark(text: str) -> str:
     return library().LLMatcher.grammar_from_lark(text)
 
 
-def tagged(
-    tags: Sequence[Tag], trigger: str | None = None, *, special: bool = False, required: bool = False
-) -> str:
+def tagged(tags: Sequence[Tag], trigger: str | None = None, *, special: bool = False, required: bool = False) -> str:
     """Free text with parts in fixed form: where `trigger` occurs one of the tags must follow, which begins with it.
 
     `trigger`: the common beginning of all tags' `begin`, by default the longest. `special`: it is a special token of
     the tokenizer, such as <|python_tag|>, so that text can never spell it. `required`: the text is exactly one tag.
     Raises ValueError for tags that do not begin with the trigger, or without any."""
-    trigger = os.path.commonprefix([tag.begin for tag in tags]) if trigger is None else trigger
+    trigger = _common([tag.begin for tag in tags]) if trigger is None else trigger
     if not tags or not trigger or not all(tag.begin.startswith(trigger) for tag in tags):
         raise ValueError(f"tags must begin with one trigger, got {trigger!r} and {[tag.begin for tag in tags]}")
     parts = [(tag.begin, _checked(tag.schema), tag.end) for tag in tags]
@@ -98,6 +95,12 @@ def _checked(schema: Schema) -> str:
     except (TypeError, ValueError) as error:
         why = str(error)
     raise ValueError(f"a JSON schema must be a JSON object: {why}")
+
+
+def _common(texts: Sequence[str]) -> str:
+    """The longest beginning of all texts."""
+    first, last = min(texts, default=""), max(texts, default="")  # in the alphabet the others are between them
+    return first[: next((n for n, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first))]
 
 
 def _quoted(text: str) -> str:

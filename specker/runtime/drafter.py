@@ -79,6 +79,10 @@ class Draft:
             return led.kept + led.forced
         return self.counts[slot] if self.counts else self.size
 
+    def lead(self, slot: int, kept: int, forced: int) -> None:
+        """Note that a grammar left the first `kept` tokens of a chain and put `forced` tokens behind them."""
+        self.led[slot] = Led(self.count(slot), kept, forced)
+
     def drafted(self, slot: int) -> int:
         """The tokens of the sequence in `slot` that the drafter drafted, with those that a grammar took out."""
         return self.led[slot].drafted if slot in self.led else self.count(slot)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from specker.grammar import library
-from specker.runtime.drafter import Led
 
 if TYPE_CHECKING:
     from specker.checkpoints.checkpoint import Checkpoint
@@ -139,16 +138,16 @@ class Guide:
 
     def _bits(self) -> np.ndarray | None:
         """The bits of the tokens that may come next, [W] int32; None if there are none, or if they cannot be found."""
-        if only := self._matcher.compute_ff_tokens():
-            bits = np.zeros(self.words, np.int32)
-            return _with(bits, only[:1])
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self.words]
-        if self._matcher.is_error():
-            log.warning("a grammar cannot be followed: %s", _sentence(self._matcher.get_error()))
-            self._matcher = self._fresh.deep_copy()  # an error never goes away
-            self._matcher.consume_tokens(self._text)
-            return None
-        bits = _with(bits, self._ends) if self._matcher.is_accepting() else bits
+        if only := self._matcher.compute_ff_tokens()[:1]:
+            bits = _with(np.zeros(self.words, np.int32), only)
+        else:
+            found: Any = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self.words]
+            if self._matcher.is_error():
+                log.warning("a grammar cannot be followed: %s", _sentence(self._matcher.get_error()))
+                self._matcher = self._fresh.deep_copy()  # an error never goes away
+                self._matcher.consume_tokens(self._text)
+                return None
+            bits = _with(found, self._ends if self._matcher.is_accepting() else ())
         return bits if bits.any() else None
 
     def _take(self, token: int) -> bool:
@@ -165,9 +164,10 @@ class Guide:
 
 def _with(bits: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
     """A copy of the bits [W] int32, in which those of `tokens` are set."""
-    words = bits.view(np.uint32).copy()
+    words: Any = bits.view(np.uint32).copy()
     for token in tokens:
-        words[token >> 5] |= np.uint32(1 << (token & 31))
+        if token >> 5 < len(words):  # a tokenizer may know more tokens than the model
+            words[token >> 5] |= np.uint32(1 << (token & 31))
     return words.view(np.int32)
 
 
@@ -184,7 +184,7 @@ def guided(r: Round) -> Tensor | None:
     N = draft.size
     tokens = r.window[:, 1 : N + 1].tolist()
     parents = r.state.parents[:, :N].tolist() if draft.tree else [range(N)] * r.n
-    allowed = np.full((r.n, N + 1, words), -1, np.int32)
+    allowed: Any = np.full((r.n, N + 1, words), -1, np.int32)
     for slot, guide in enumerate(guides):
         if guide is not None:
             guide.walk(tokens[slot], parents[slot], allowed[slot])
@@ -203,7 +203,7 @@ def _lead(r: Round) -> None:
         if request.guide is not None:
             most = min(columns, request.limit - len(request.text) - 1) if forces else draft.size
             led, kept = request.guide.lead(own, most, forces)
-            draft.led[slot] = Led(len(own), kept, len(led) - kept)
+            draft.lead(slot, kept, len(led) - kept)
             own = led
         chains.append(own)
     draft.size = size = max(map(len, chains))

@@ -1,0 +1,361 @@
+"""Texts that match a grammar: equal to plain decoding under the same grammar, whatever drafts and shares the batch."""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import specker
+from specker import grammar, run, zoo
+from specker.options import Params
+from specker.runtime.grammar import Grammars, Guide
+from specker.runtime.policy import Fixed
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "kinds": {"type": "array", "items": {"enum": ["alpha", "beta"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "count", "kinds"],
+    "additionalProperties": False,
+}
+LINE = (", ", ": ")
+STRATEGIES = {
+    "draft": {"draft_tokens": 4},
+    "draft-tree": {"tree": "3x3"},
+    "lookup": {},
+    "vocabtrim+lookup": {},
+    "diffuspec": {"draft_tokens": 4},
+    "del": {"exit_layer": 6, "draft_tokens": 3, "policy": "fixed"},
+    "easyspec": {"draft_tokens": 4},
+}
+PROMPT = "def record():\n    return "
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return {"json": grammar.json_schema(SCHEMA), "line": grammar.json_schema(SCHEMA, LINE)}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return specker.load(strategy="ar", device="cpu", dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return load("draft")
+
+
+@pytest.fixture(scope="module")
+def texts(plain, grammars):
+    """(grammar, temperature) -> plain decoding under that grammar."""
+    keys = [("json", 0.0), ("json", 0.7), ("line", 0.0)]
+    return {key: plain.generate(PROMPT, 72, grammar=grammars[key[0]], temperature=key[1]) for key in keys}
+
+
+@pytest.fixture(scope="module")
+def free(plain):
+    """temperature -> plain decoding without a grammar."""
+    return {t: plain.generate(PROMPT, 24, temperature=t).tokens for t in (0.0, 0.7)}
+
+
+def test_rounds_without_a_grammar_keep_their_shape(free, grammars):
+    engine = load("draft", graphs="on")
+    assert engine.generate(PROMPT, 24).tokens == free[0.0]
+    launched = engine.loop.launched
+    engine.generate(PROMPT, 8, grammar=grammars["json"])
+    assert engine.loop.launched == launched > 5
+    assert engine.generate(PROMPT, 24).tokens == free[0.0] and engine.loop.launched > launched
+
+
+def load(name, **options):
+    how = {"device": "cpu", "dtype": "float64", **STRATEGIES[name], **options}
+    return specker.load(strategy=name.removesuffix("-tree"), **how)
+
+
+def tokens_of(engine, text):
+    return engine.tokenizer(text)["input_ids"]
+
+
+def guide(engine, text, stop_ids=()):
+    return engine.session.guide(text, stop_ids)
+
+
+def valid(text):
+    found = json.loads(text)
+    assert [*found] == [*SCHEMA["required"]] and isinstance(found["name"], str) and len(found["name"]) <= 8
+    assert 0 <= found["count"] <= 999 and 1 <= len(found["kinds"]) <= 2 and {*found["kinds"]} <= {"alpha", "beta"}
+    return True
+
+
+def test_plain_decoding_writes_valid_json(texts):
+    for out in texts.values():
+        assert out.finished == "stop" and valid(out.text)
+        assert out.stats.rounds == len(out.tokens), "plain decoding drafts nothing"
+    assert all("\n" not in out.text for (name, _), out in texts.items() if name == "line")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_tokens_equal_plain_decoding(name, texts, grammars, cheap):
+    engine, accepted = load(name), 0
+    for (kind, temperature), plain in [*texts.items()][1:]:
+        out = engine.generate(PROMPT, 72, grammar=grammars[kind], temperature=temperature)
+        assert (out.tokens, out.text, out.finished) == (plain.tokens, plain.text, "stop")
+        assert out.stats.forced > 2 and out.stats.tokens == len(out.tokens)
+        accepted += out.stats.accepted - out.stats.forced
+    assert accepted > 0, "the drafter had no part in it"
+
+
+@pytest.mark.parametrize("name", ["draft", "draft-tree", "vocabtrim+lookup", "diffuspec", "del"])
+def test_a_request_in_a_mixed_batch_is_as_alone(name, texts, free, grammars, cheap):
+    """Some with and some without a grammar; more requests than slots."""
+    engine = load(name, batch_size=3)
+    hows = [("json", 0.7), (None, 0.7), ("line", 0.0), (None, 0.0)]
+    options = {"grammar": [grammars.get(kind) for kind, _ in hows], "temperature": [t for _, t in hows]}
+    outs = engine.generate([PROMPT] * len(hows), [72 if kind else 24 for kind, _ in hows], **options)
+    for how, out in zip(hows, outs, strict=True):
+        assert out.tokens == (texts[how].tokens if how[0] else free[how[1]])
+
+
+@pytest.mark.parametrize("text", ["stop", "stop_ids", "max_new_tokens"])
+def test_what_else_ends_a_text(chain, texts, grammars, text, cheap):
+    whole = texts["line", 0.0]
+    at = 6
+    how = {
+        "stop": {"stop": '"count'},
+        "stop_ids": {"stop_ids": [whole.tokens[at]]},
+        "max_new_tokens": {"max_new_tokens": at + 1},
+    }[text]
+    for generate in (chain.generate, chain.generate_ar):
+        out = generate(PROMPT, **{"max_new_tokens": 72, **how}, grammar=grammars["line"])
+        assert out.tokens == whole.tokens[: len(out.tokens)] and len(out.tokens) < len(whole.tokens)
+        assert out.finished == ("length" if text == "max_new_tokens" else "stop")
+        assert out.text == whole.text[: whole.text.index('"count')] if text == "stop" else len(out.tokens) <= at + 1
+
+
+def test_a_stop_id_is_allowed_exactly_where_the_grammar_ends(plain):
+    (end,) = plain.target.config.eos_ids
+    place = guide(plain, grammar.regex("ab+"))
+    for text, ends in (("", False), ("a", False), ("b", True), ("b", True)):
+        assert place.follow(tokens_of(plain, text)) == (len(text), None)
+        bits = place._bits()
+        assert bool(bits[end >> 5] >> (end & 31) & 1) == ends
+    assert place.follow([end]) == (1, "stop")
+
+
+def test_special_tokens_among_a_requests_stop_ids_end_the_text_too(plain):
+    end, other, ordinary = 1, 2, tokens_of(plain, "x")[0]
+    place = guide(plain, grammar.regex("ab*"), (end, ordinary))
+    place.follow(tokens_of(plain, "a"))
+    assert [bool(place._bits()[0] >> token & 1) for token in (0, end, other)] == [True, True, False]
+    assert place.follow([ordinary]) == (0, "grammar")
+
+
+def test_forced_tokens_need_no_drafter(chain, monkeypatch):
+    """A text that is known but for one word takes three rounds, and the drafter runs where there is a choice."""
+    text = 'start: "the first part " ("one" | "two") " and the last one"'
+    plain = chain.generate_ar(PROMPT, 40, grammar=text)
+    drafted = []
+    draft = type(chain.drafter).draft
+    monkeypatch.setattr(
+        type(chain.drafter), "draft", lambda self, r: drafted.append(len(r.requests[0].text)) or draft(self, r)
+    )
+    out = chain.generate(PROMPT, 40, grammar=text)
+    assert re.fullmatch("the first part (one|two) and the last one", out.text)
+    assert out.tokens == plain.tokens and out.finished == plain.finished == "stop"
+    assert out.stats.rounds <= 4 and len(drafted) <= 2 and plain.stats.rounds == len(plain.tokens) > 8
+
+
+class Seen(Fixed):
+    def __init__(self, *size):
+        super().__init__(*size)
+        self.outcomes = []
+
+    def observe(self, outcome):
+        self.outcomes.append((outcome.drafted, len(outcome.path) - 1))
+
+
+def test_a_chain_ends_before_the_first_token_that_the_grammar_refuses(chain, grammars, cheap):
+    """Rows after it are not computed, and the policy learns that the drafter's tokens were refused."""
+    request = chain.session.request(PROMPT, Params(72, grammar=grammars["json"]))
+    request.policy = seen = Seen(4, 4)
+    rows = []
+    chain.trace = lambda row: rows.append((len(row["draft"]), len(row["tokens"])))
+    try:
+        assert [*chain.session.stream([request])][-1].finished == "stop"
+    finally:
+        chain.trace = None
+    drafted = [n for n, _ in seen.outcomes]
+    assert {*drafted} == {0, 4} or {*drafted} == {4}
+    assert sum(n for n, _ in rows) < sum(drafted) and min(n for n, _ in rows) == 0
+    assert sum(right for _, right in seen.outcomes) == request.stats.accepted - request.stats.forced
+
+
+def test_a_guides_chain(plain):
+    """Forced tokens replace the drafter's and follow them; without them a chain is only cut."""
+    text, tokens = guide(plain, 'start: "x=" ("1" | "2") ";end" /[.]/'), lambda s: tokens_of(plain, s)
+    whole = tokens("x=") + tokens("1")
+    wrong = tokens("x=") + tokens("3")
+    for _ in range(2):  # it comes back to where it was
+        assert text.lead(wrong, 9, False) == (wrong[:-1], len(wrong) - 1)
+        assert text.lead([], 9, False) == ([], 0)
+        assert text.lead(whole[:1], 9, True)[1] == 1
+        led, kept = text.lead([5, 5, 5], 9, True)
+        assert kept == 0 and plain.decode(led) == "x="
+        led, kept = text.lead(whole, 9, True)
+        assert kept == len(whole) and plain.decode(led).startswith("x=1;")
+        assert text.lead(whole, 2, True) == (whole[:2], 2)
+
+
+def test_log_probabilities_are_those_before_the_grammar(chain, plain):
+    how = {"max_new_tokens": 6, "logprobs": 2, "grammar": grammar.regex("[0-9]{6}")}
+    out, expected = chain.generate("import ", **how), plain.generate("import ", **how)
+    (free,) = plain.generate("import ", 1, logprobs=2).logprobs
+    assert out.tokens == expected.tokens and out.finished == "stop"
+    first = out.logprobs[0]
+    assert [token for token, _ in first.best] == [token for token, _ in free.best] and first.token != free.token
+    assert first.best[0][1] == pytest.approx(free.best[0][1], abs=1e-6)
+    assert out.logprobs[0].logprob < min(logprob for _, logprob in free.best)
+    assert [x.token for x in out.logprobs] == out.tokens
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 40, "top_p": 0.9, "seed": 3}])
+def test_filters_see_the_tokens_that_the_grammar_allows(chain, plain, grammars, filters):
+    how = {"max_new_tokens": 72, "temperature": 1.0, "grammar": grammars["line"], **filters}
+    out = chain.generate(PROMPT, **how)
+    assert out.tokens == plain.generate(PROMPT, **how).tokens and valid(out.text)
+
+
+def test_padded_rows_of_the_vocabulary_are_refused(pair):
+    """A random model would draw the 61 ids that its tokenizer lacks, and the special ones."""
+    target, draft = pair
+    engine = specker.load(target, draft, strategy="draft", device="cpu", dtype="float64", draft_tokens=3)
+    assert engine.target.config.vocab_size > len(engine.tokenizer)
+    how = {"max_new_tokens": 40, "temperature": 1.5, "grammar": r"start: /[^\x00-\x1f\x7f-\u{10ffff}]*/"}
+    assert max(engine.generate([1, 2, 3], 40, temperature=1.5).tokens) >= 256
+    out = engine.generate([1, 2, 3], **how)
+    assert out.tokens == engine.generate_ar([1, 2, 3], **how).tokens and out.text.isprintable() and out.text
+
+
+def test_a_text_that_no_token_can_follow_ends(chain, monkeypatch, caplog):
+    """Where the allowed tokens cannot be found all may come; the text ends before one that the grammar refuses."""
+    monkeypatch.setattr(Guide, "_bits", lambda self: None)
+    how = {"max_new_tokens": 20, "grammar": grammar.regex("(return|def|\n| )+x")}
+    out, expected = chain.generate(zoo.PROMPTS[0], **how), chain.generate_ar(zoo.PROMPTS[0], **how)
+    assert out.tokens == expected.tokens and out.finished == expected.finished == "grammar"
+    assert re.fullmatch("(return|def|\n| )*", out.text)
+
+
+def test_a_matcher_that_fails_is_made_anew(plain, caplog):
+    place = guide(plain, grammar.regex("ab+"))
+    place.follow(tokens_of(plain, "a"))
+    before = place._bits()
+    place._matcher.consume_token(tokens_of(plain, "x")[0])
+    assert place._bits() is None and "cannot be followed" in caplog.text
+    assert (place._bits() == before).all()
+
+
+TAGS = [
+    grammar.Tag(
+        '<tool>{"name": "add", "arguments": ',
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+        "}</tool>",
+    ),
+    grammar.Tag(
+        '<tool>{"name": "list", "arguments": ',
+        json.dumps({"type": "object", "additionalProperties": False}),
+        "}</tool>",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("no tool at all, a < b", True),
+        (
+            'an <tool>{"name": "add", "arguments": {"a": 1}}</tool> <tool>{"name": "list", "arguments": {}}</tool>.',
+            True,
+        ),
+        ('<tool>{"name": "remove"', False),
+        ('<tool>{"name": "list", "arguments": {"a"', False),
+        ('<tool>{"name": "add", "arguments": {"a": 1}}.', False),
+    ],
+)
+def test_tags_in_a_free_text(plain, text, whole):
+    place, ids = guide(plain, grammar.tagged(TAGS, "<tool>")), tokens_of(plain, text)
+    count, why = place.follow(ids)
+    assert (count == len(ids) and place._matcher.is_accepting()) == whole and why == (None if whole else "grammar")
+    required, ids = guide(plain, grammar.tagged(TAGS, required=True)), tokens_of(plain, text)
+    assert required.follow(ids)[1] == "grammar"
+    assert required.forced or text.startswith("<tool>")
+
+
+def test_a_required_tag(chain):
+    out = chain.generate(PROMPT, 60, grammar=grammar.tagged(TAGS, required=True))
+    assert out.finished == "stop" and out.text.startswith('<tool>{"name": "') and out.text.endswith("}</tool>")
+    assert json.loads(out.text[6:-7])["name"] in ("add", "list")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a grammar must be a string that is not empty"),
+        (3, "a grammar must be a string that is not empty"),
+        ("start: foo", 'the grammar is invalid: .*unknown name: "foo"'),
+        (grammar.regex("a("), "the grammar is invalid: .*regex parse error: unclosed group"),
+        (grammar.json_schema({"unevaluatedProperties": 3}), "the grammar is invalid: Unimplemented keys"),
+        (grammar.json_schema({"type": "text"}), "the grammar is invalid: "),
+    ],
+)
+def test_a_wrong_grammar_is_refused_in_a_sentence(chain, text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        chain.generate(PROMPT, 4, grammar=text)
+    assert "\n" not in str(error.value) and not chain.session.busy
+
+
+def test_what_the_helpers_refuse():
+    for schema in ("[1]", "{", [1], {"a": {1}}):
+        with pytest.raises(ValueError, match="a JSON schema must be a JSON object: "):
+            grammar.json_schema(schema)
+    for tags, trigger in (([], None), (TAGS, "<call>"), ([TAGS[0], TAGS[1]._replace(begin="call")], None)):
+        with pytest.raises(ValueError, match="tags must begin with one trigger"):
+            grammar.tagged(tags, trigger)
+
+
+def test_what_an_engine_needs_for_a_grammar(plain, pair, monkeypatch, tmp_path):
+    session = plain.session
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="on one rank: leave out tp"):
+        patch.setattr(session.loop, "ranks", SimpleNamespace(size=2))
+        session.guide("start: /a/")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="with acceptance the text means nothing"):
+        patch.setattr(session.loop, "acceptance", 0.5)
+        session.guide("start: /a/")
+    bare = SimpleNamespace(tokenizer_or_none=None, config=plain.target.config)
+    with pytest.raises(ValueError, match=r"needs a fast tokenizer .*, and my-model has none"):
+        Grammars(bare, "my-model").guide("start: /a/")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    sentence = re.escape("a grammar needs llguidance: pip install 'specker[serve]'")
+    for call in (grammar.json_object, lambda: Grammars(plain.target, "").guide("start: /a/")):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+
+
+def test_the_command(tmp_path, capsys):
+    schema, short = tmp_path / "schema.json", ["--prompt", PROMPT, "--max-new-tokens", "72", "--device", "cpu"]
+    schema.write_text(json.dumps(SCHEMA))
+    assert run.main([*short, "--json-schema", str(schema), "--check", "--json", "-"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["prompts"]
+    assert result["finish_reason"] == "stop" and valid(result["text"])
+    schema.write_text("start: (")
+    assert run.main([*short, "--grammar", str(schema)]) == 2
+    assert "the grammar is invalid: " in capsys.readouterr().err
+    assert run.main([*short, "--json-schema", str(schema)]) == 2
+    assert f"{schema}: a JSON schema must be a JSON object: " in capsys.readouterr().err
