@@ -5,6 +5,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import cases
 import pytest
 
 import specker
@@ -35,6 +36,7 @@ STRATEGIES = {
     "del": {"exit_layer": 6, "draft_tokens": 3, "policy": "fixed"},
     "easyspec": {"draft_tokens": 4},
 }
+TEXTS = [("json", 0.7), ("line", 0.0)]
 PROMPT = "def record():\n    return "
 
 
@@ -56,8 +58,7 @@ def chain():
 @pytest.fixture(scope="module")
 def texts(plain, grammars):
     """(grammar, temperature) -> plain decoding under that grammar."""
-    keys = [("json", 0.0), ("json", 0.7), ("line", 0.0)]
-    return {key: plain.generate(PROMPT, 72, grammar=grammars[key[0]], temperature=key[1]) for key in keys}
+    return {key: plain.generate(PROMPT, 72, grammar=grammars[key[0]], temperature=key[1]) for key in TEXTS}
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +103,19 @@ def test_plain_decoding_writes_valid_json(texts):
     assert all("\n" not in out.text for (name, _), out in texts.items() if name == "line")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_tokens_equal_plain_decoding(name, texts, grammars, cheap):
-    engine, accepted = load(name), 0
-    for (kind, temperature), plain in [*texts.items()][1:]:
-        out = engine.generate(PROMPT, 72, grammar=grammars[kind], temperature=temperature)
-        assert (out.tokens, out.text, out.finished) == (plain.tokens, plain.text, "stop")
-        assert out.stats.forced > 2 and out.stats.tokens == len(out.tokens)
-        accepted += out.stats.accepted - out.stats.forced
-    assert accepted > 0, "the drafter had no part in it"
+@pytest.mark.parametrize(("name", "key"), cases.one_in(2, STRATEGIES, TEXTS))
+def test_tokens_equal_plain_decoding(name, key, texts, grammars, cheap):
+    kind, temperature = key
+    out = load(name).generate(PROMPT, 72, grammar=grammars[kind], temperature=temperature)
+    assert (out.tokens, out.text, out.finished) == (texts[key].tokens, texts[key].text, "stop")
+    assert out.stats.forced > 2 and out.stats.tokens == len(out.tokens)
+    assert kind == "line" or out.stats.accepted > out.stats.forced, "the drafter had no part in it"
 
 
-@pytest.mark.parametrize("name", ["draft", "draft-tree", "vocabtrim+lookup", "diffuspec", "del"])
+@pytest.mark.parametrize(
+    "name",
+    ["draft", "draft-tree", "del", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diffuspec", "lookup"))],
+)
 def test_a_request_in_a_mixed_batch_is_as_alone(name, texts, free, grammars, cheap):
     """Some with and some without a grammar; more requests than slots."""
     engine = load(name, batch_size=3)
@@ -226,9 +228,8 @@ def test_log_probabilities_are_those_before_the_grammar(chain, plain):
     assert [x.token for x in out.logprobs] == out.tokens
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 40, "top_p": 0.9, "seed": 3}])
-def test_filters_see_the_tokens_that_the_grammar_allows(chain, plain, grammars, filters):
-    how = {"max_new_tokens": 72, "temperature": 1.0, "grammar": grammars["line"], **filters}
+def test_filters_see_the_tokens_that_the_grammar_allows(chain, plain, grammars):
+    how = {"max_new_tokens": 72, "temperature": 1.0, "grammar": grammars["line"], "top_k": 9, "top_p": 0.6, "seed": 3}
     out = chain.generate(PROMPT, **how)
     assert out.tokens == plain.generate(PROMPT, **how).tokens and valid(out.text)
 
