@@ -90,7 +90,7 @@ class Generation:
         text: without special tokens and stop strings.
         stats: counters and times.
         finished: "stop" (a stop id or string), "length" (`max_new_tokens`), "context" (no room for more), "not finite"
-            (the next token's logits) or "cancelled".
+            (the next token's logits), "grammar" (no token can follow in it) or "cancelled".
         logprobs: one for each token; empty unless they were asked for.
     """
 
