@@ -85,6 +85,11 @@ def tokens_of(engine, text):
     return engine.tokenizer(text)["input_ids"]
 
 
+def ones(bits):
+    """The ids whose bits are set."""
+    return [32 * n + i for n, word in enumerate(bits.tolist()) for i in range(32) if word >> i & 1]
+
+
 def guide(engine, text, stop_ids=()):
     return engine.session.guide(text, stop_ids)
 
@@ -126,6 +131,19 @@ def test_a_request_in_a_mixed_batch_is_as_alone(name, texts, free, grammars, che
         assert out.tokens == (texts[how].tokens if how[0] else free[how[1]])
 
 
+def test_forced_tokens_join_a_batch_that_drafts_nothing(texts, free, grammars):
+    """`del` keeps its exit layer in the shape of a round without a draft, and no row has run the layers below it."""
+    engine = load("del", batch_size=2)
+    params = Params(72, grammar=grammars["line"]), Params(24)
+    requests = [engine.session.request(PROMPT, p) for p in params]
+    for request in requests:
+        request.policy = Fixed(0, 0, 6)
+    events = [*engine.session.stream(requests)]
+    first, second = ([t for e in events if e.request is request for t in e.tokens] for request in requests)
+    assert first == texts["line", 0.0].tokens and second == free[0.0]
+    assert requests[0].stats.forced > 2
+
+
 @pytest.mark.parametrize("text", ["stop", "stop_ids", "max_new_tokens"])
 def test_what_else_ends_a_text(chain, texts, grammars, text, cheap):
     whole = texts["line", 0.0]
@@ -147,8 +165,7 @@ def test_a_stop_id_is_allowed_exactly_where_the_grammar_ends(plain):
     place = guide(plain, grammar.regex("ab+"))
     for text, ends in (("", False), ("a", False), ("b", True), ("b", True)):
         assert place.follow(tokens_of(plain, text)) == (len(text), None)
-        bits = place._bits()
-        assert bool(bits[end >> 5] >> (end & 31) & 1) == ends
+        assert (end in ones(place._bits())) == ends
     assert place.follow([end]) == (1, "stop")
 
 
@@ -156,8 +173,8 @@ def test_special_tokens_among_a_requests_stop_ids_end_the_text_too(plain):
     end, other, ordinary = 1, 2, tokens_of(plain, "x")[0]
     place = guide(plain, grammar.regex("ab*"), (end, ordinary))
     place.follow(tokens_of(plain, "a"))
-    assert [bool(place._bits()[0] >> token & 1) for token in (0, end, other)] == [True, True, False]
-    assert place.follow([ordinary]) == (0, "grammar")
+    assert {0, end, other} & {*ones(place._bits())} == {0, end}
+    assert place.follow([ordinary]) == (0, "grammar") and place.follow([end]) == (1, "stop")
 
 
 def test_forced_tokens_need_no_drafter(chain, monkeypatch):
@@ -214,6 +231,38 @@ def test_a_guides_chain(plain):
         led, kept = text.lead(whole, 9, True)
         assert kept == len(whole) and plain.decode(led).startswith("x=1;")
         assert text.lead(whole, 2, True) == (whole[:2], 2)
+
+
+def test_a_forced_token_is_the_only_one(plain):
+    """Plain decoding may not divide a text that is certain otherwise than the tokenizer does, though that would match
+    the grammar, too."""
+    place = guide(plain, 'start: "return value" | "return True"')
+    (token,) = ones(place._bits())
+    assert place.forced and plain.decode([token]) == "return"
+    place.follow([token])
+    assert not place.forced and len(ones(place._bits())) > 2
+
+
+def test_a_drafter_keeps_the_kv_of_its_own_tokens_only(chain, grammars, monkeypatch, cheap):
+    """Where the grammar's tokens replaced the drafter's, the path that the drafter sees ends."""
+    kind, drafted, kept = type(chain.drafter), [], 0
+    draft, observe = kind.draft, kind.observe
+
+    def drafts(self, r):
+        out = draft(self, r)
+        drafted.append(r.window[0, 1 : out.size + 1].tolist())
+        return out
+
+    def observes(self, r, slot, path):
+        nonlocal kept
+        kept += len(path) - 1
+        assert all(int(r.window[slot, row]) == drafted[-1][row - 1] for row in path[1:])
+        observe(self, r, slot, path)
+
+    monkeypatch.setattr(kind, "draft", drafts)
+    monkeypatch.setattr(kind, "observe", observes)
+    stats = chain.generate(PROMPT, 72, grammar=grammars["json"], temperature=0.7).stats
+    assert stats.forced > 2 and kept == stats.accepted - stats.forced > 0
 
 
 def test_log_probabilities_are_those_before_the_grammar(chain, plain):
