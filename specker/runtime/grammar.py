@@ -4,10 +4,11 @@ A request's `Guide` knows where its text stands in a grammar of llguidance. Afte
 tokens that the grammar refuses there become -inf before the target's token is drawn. That depends on the row's text
 alone, so a round commits exactly what plain decoding commits under the same grammar, whatever was drafted.
 
-Where the grammar leaves only one text, only the tokens into which the tokenizer divides that text are allowed
-(llguidance's fast-forward tokens), in plain decoding too. Such *forced* tokens are certain: a chain takes them in place
-of what the drafter guessed, and a round that begins with one needs no drafter. Elsewhere a chain ends before the first
-token that the grammar refuses. A tree stays as it is; the target refuses such nodes.
+Where the grammar leaves only one text, llguidance's mask allows only the tokens into which the tokenizer divides that
+text (its fast-forward tokens), in plain decoding too. Such *forced* tokens are certain: a chain takes them in place of
+what the drafter guessed, and a round that begins with one needs no drafter. Elsewhere a chain ends before the first
+token that the grammar refuses. A tree stays as it is, since the target refuses such nodes, unless its first token is
+forced.
 """
 
 from __future__ import annotations
@@ -138,16 +139,13 @@ class Guide:
 
     def _bits(self) -> np.ndarray | None:
         """The bits of the tokens that may come next, [W] int32; None if there are none, or if they cannot be found."""
-        if only := self._matcher.compute_ff_tokens()[:1]:
-            bits = _with(np.zeros(self.words, np.int32), only)
-        else:
-            found: Any = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self.words]
-            if self._matcher.is_error():
-                log.warning("a grammar cannot be followed: %s", _sentence(self._matcher.get_error()))
-                self._matcher = self._fresh.deep_copy()  # an error never goes away
-                self._matcher.consume_tokens(self._text)
-                return None
-            bits = _with(found, self._ends if self._matcher.is_accepting() else ())
+        bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self.words]
+        if self._matcher.is_error():
+            log.warning("a grammar cannot be followed: %s", _sentence(self._matcher.get_error()))
+            self._matcher = self._fresh.deep_copy()  # an error never goes away
+            self._matcher.consume_tokens(self._text)
+            return None
+        bits = _with(bits, self._ends) if self._matcher.is_accepting() else bits
         return bits if bits.any() else None
 
     def _take(self, token: int) -> bool:
@@ -166,8 +164,7 @@ def _with(bits: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
     """A copy of the bits [W] int32, in which those of `tokens` are set."""
     words: Any = bits.view(np.uint32).copy()
     for token in tokens:
-        if token >> 5 < len(words):  # a tokenizer may know more tokens than the model
-            words[token >> 5] |= np.uint32(1 << (token & 31))
+        words[token >> 5] |= np.uint32(1 << (token & 31))
     return words.view(np.int32)
 
 
@@ -179,8 +176,7 @@ def guided(r: Round) -> Tensor | None:
     if not words:
         return None
     draft = r.draft
-    if not draft.tree:
-        _lead(r)
+    (_lead_tree if draft.tree else _lead)(r)
     N = draft.size
     tokens = r.window[:, 1 : N + 1].tolist()
     parents = r.state.parents[:, :N].tolist() if draft.tree else [range(N)] * r.n
@@ -199,13 +195,13 @@ def _lead(r: Round) -> None:
     before = r.window[:, 1 : draft.size + 1].tolist()
     chains = []
     for slot, (request, chain) in enumerate(zip(r.requests, before, strict=True)):
-        own = chain[: draft.count(slot)]
+        led = chain[: draft.count(slot)]
+        kept = len(led)
         if request.guide is not None:
             most = min(columns, request.limit - len(request.text) - 1) if forces else draft.size
-            led, kept = request.guide.lead(own, most, forces)
-            draft.lead(slot, kept, len(led) - kept)
-            own = led
-        chains.append(own)
+            led, kept = request.guide.lead(led, most, forces)
+        draft.lead(slot, kept, len(led) - kept)
+        chains.append(led)
     draft.size = size = max(map(len, chains))
     padded = [chain + [0] * (size - len(chain)) for chain in chains]
     if padded != before:
@@ -214,6 +210,17 @@ def _lead(r: Round) -> None:
     if draft.hidden is not None:
         draft.hidden = draft.hidden[:, :size] if size else None
         draft.taps = {depth: rows[:, :size] for depth, rows in draft.taps.items()}
+
+
+def _lead_tree(r: Round) -> None:
+    """Put the chain of its forced tokens in the place of each tree whose first token is forced."""
+    draft, size = r.draft, r.draft.size
+    for slot, request in enumerate(r.requests):
+        if request.guide is not None and request.guide.forced:
+            chain, _ = request.guide.lead([], min(size, request.limit - len(request.text) - 1), True)
+            draft.lead(slot, 0, len(chain))
+            r.window[slot, 1 : size + 1] = torch.tensor(chain + [0] * (size - len(chain)))
+            r.state.parents[slot, :size] = torch.arange(size)
 
 
 def masked(logits: Tensor, allowed: Tensor) -> Tensor:
