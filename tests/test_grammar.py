@@ -165,9 +165,9 @@ def test_a_stop_id_is_allowed_exactly_where_the_grammar_ends(plain):
     (end,) = plain.target.config.eos_ids
     place = guide(plain, grammar.regex("ab+"))
     for text, ends in (("", False), ("a", False), ("b", True), ("b", True)):
-        assert place.follow(tokens_of(plain, text)) == (len(text), None)
+        assert place.follow(tokens_of(plain, text)) == len(text) and place.ended is None
         assert (end in ones(place._bits())) == ends
-    assert place.follow([end]) == (1, "stop")
+    assert place.follow([end, 5]) == 1 and place.ended == "stop"
 
 
 def test_special_tokens_among_a_requests_stop_ids_end_the_text_too(plain):
@@ -175,7 +175,8 @@ def test_special_tokens_among_a_requests_stop_ids_end_the_text_too(plain):
     place = guide(plain, grammar.regex("ab*"), (end, ordinary))
     place.follow(tokens_of(plain, "a"))
     assert {0, end, other} & {*ones(place._bits())} == {0, end}
-    assert place.follow([ordinary]) == (0, "grammar") and place.follow([end]) == (1, "stop")
+    assert place.follow([ordinary]) == 0 and place.ended == "grammar"
+    assert place.follow([end]) == 1 and place.ended == "stop"
 
 
 def test_forced_tokens_need_no_drafter(chain, monkeypatch):
@@ -207,7 +208,7 @@ def test_a_chain_ends_before_the_first_token_that_the_grammar_refuses(chain, gra
     request = chain.session.request(PROMPT, Params(72, grammar=grammars["json"]))
     request.policy = seen = Seen(4, 4)
     rows = []
-    chain.trace = lambda row: rows.append((len(row["draft"]), len(row["tokens"])))
+    chain.trace = lambda row: rows.append((len(row["draft"]), row["tokens"]))
     try:
         assert [*chain.session.stream([request])][-1].finished == "stop"
     finally:
@@ -215,6 +216,7 @@ def test_a_chain_ends_before_the_first_token_that_the_grammar_refuses(chain, gra
     drafted = [n for n, _ in seen.outcomes]
     assert {*drafted} == {0, 4} or {*drafted} == {4}
     assert sum(n for n, _ in rows) < sum(drafted) and min(n for n, _ in rows) == 0
+    assert [token for _, tokens in rows for token in tokens] == request.tokens, "what follows the end is no part of it"
     assert sum(right for _, right in seen.outcomes) == request.stats.accepted - request.stats.forced
 
 
@@ -342,10 +344,11 @@ TAGS = [
 )
 def test_tags_in_a_free_text(plain, text, whole):
     place, ids = guide(plain, grammar.tagged(TAGS, "<tool>")), tokens_of(plain, text)
-    count, why = place.follow(ids)
-    assert (count == len(ids) and place._matcher.is_accepting()) == whole and why == (None if whole else "grammar")
+    assert (place.follow(ids) == len(ids)) == whole and place.ended == (None if whole else "grammar")
+    assert not whole or place._matcher.is_accepting()
     required, ids = guide(plain, grammar.tagged(TAGS, required=True)), tokens_of(plain, text)
-    assert required.follow(ids)[1] == "grammar"
+    required.follow(ids)
+    assert required.ended == "grammar"
     assert required.forced or text.startswith("<tool>")
 
 

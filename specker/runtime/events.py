@@ -75,23 +75,21 @@ def emitted(r: Round, slot: int, path: list[int], tokens: list[int], known: set[
     those that the round committed, which the text holds already; `known`: the ids of a trimmed head."""
     request, broken = r.requests[slot], slot in r.broken
     stop = next((i for i, token in enumerate(tokens) if token in request.stop_ids), None)
-    why: str | None = "stop"
-    if request.guide is not None:
-        count, why = request.guide.follow(tokens if stop is None else tokens[: stop + 1])
-        stop, why = (stop, "stop") if why is None else (count - 1, why)
     texts: list[str] = []
     if (reader := request.reader) is not None:
         for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
             texts.append(reader.add(token))
             if reader.stopped:
-                stop, why = i, "stop"
+                stop = i
                 break
     ended = known is not None and bool(tokens) and tokens[-1] not in known
     lost = ended and not r.budget.part and len(path) - 1 < r.draft.depth
     if stop is not None:
         del request.text[len(request.text) - len(tokens) + stop + 1 :]
         tokens = tokens[: stop + 1]
-        request.finished = why
+        request.finished = "stop"
+    elif request.guide is not None and request.guide.ended:
+        request.finished = request.guide.ended
     elif broken:
         request.finished = "not finite"
         log.warning(NOT_FINITE, request.index)

@@ -83,24 +83,25 @@ class Guide:
         self._fresh, self._matcher, self._ends = fresh, fresh.deep_copy(), ends
         self.words = -(-vocab // 32)
         self._text: list[int] = []  # up to this place
+        self.ended: str | None = None
+        """Why the text ends: "stop" at the end of its grammar, "grammar" before a token that the grammar refuses, which
+        was drawn because no token could follow. None: it goes on."""
 
     @property
     def forced(self) -> bool:
         """Whether the grammar leaves one next token."""
         return bool(self._matcher.compute_ff_tokens())
 
-    def follow(self, tokens: Sequence[int]) -> tuple[int, str | None]:
-        """Go on along committed tokens. Returns how many of them belong to the text and why it ends after those:
-        "stop" at the end of the grammar, "grammar" before a token that it refuses, which was drawn because no token
-        could follow, or else None."""
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Go on along committed tokens. Returns how many of them belong to the text."""
         for n, token in enumerate(tokens):
-            if token in self._ends:
-                return n + 1, "stop"
-            if not self._take(token):
-                return n, "grammar"
-            if self._matcher.is_stopped():
-                return n + 1, "stop"
-        return len(tokens), None
+            if token not in self._ends and not self._take(token):
+                self.ended = "grammar"
+                return n
+            if token in self._ends or self._matcher.is_stopped():
+                self.ended = "stop"
+                return n + 1
+        return len(tokens)
 
     def lead(self, tokens: Sequence[int], most: int, forces: bool) -> tuple[list[int], int]:
         """A chain of up to `most` tokens that the grammar allows, and how many of them are the first of `tokens`, the

@@ -157,7 +157,7 @@ class Loop:
         events = [
             emitted(r, slot, path, tokens, known if request.drafting else None)
             for slot, (request, path, tokens) in enumerate(results)
-            if request in running and (tokens or slot in r.broken)
+            if request in running and (tokens or slot in r.broken or request.guide is not None)
         ]
         if all(s.finished for s in self.active):
             while self.pending:  # rounds that were launched before this was known
@@ -359,6 +359,9 @@ class Loop:
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):
             left = request.limit - len(request.text)  # a draft of fixed shape may go beyond the end
             path, tokens = path[:left], tokens[:left]
+            if request.guide is not None and not request.finished:
+                count = request.guide.follow(tokens)
+                path, tokens = path[:count], tokens[:count]
             out.append((request, path, tokens))
             if not tokens or request.finished:
                 continue
