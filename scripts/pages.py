@@ -26,6 +26,7 @@ from bench import plot  # noqa: E402
 from specker import calibrate, kernels, run  # noqa: E402
 from specker import options as config  # noqa: E402
 from specker.runtime import strategies  # noqa: E402
+from specker.serve import __main__ as serve  # noqa: E402
 from specker.zoo import catalogue  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "adr" / "README.md")
@@ -108,8 +109,11 @@ def code(text: str) -> str:
 
 
 def flags(name: str) -> str:
-    """The flags of a command, a table for each group of its help."""
-    groups = {"specker": run, "specker-calibrate": calibrate}[name].parser()._action_groups
+    """The flags of a command, a table for each group of its help; of `serve` those that `specker` lacks."""
+    groups = {"specker": run, "specker-calibrate": calibrate, "serve": serve}[name].parser()._action_groups
+    if name == "serve":
+        known = {group.title for group in run.parser()._action_groups}
+        groups = [group for group in groups if group.title not in known]
     parts = []
     for group in groups:
         rows = [(code(usage(action)), escaped(action.help or "")) for action in group._group_actions]

@@ -1,5 +1,5 @@
 """`python -m specker` and the command `specker` are `python -m specker.run`; `specker cache` is storage.py, `specker
-drafts` is drafts.py."""
+drafts` is drafts.py, `specker serve` is serve/."""
 
 import sys
 from typing import NoReturn
@@ -13,6 +13,10 @@ def cli() -> NoReturn:
         from specker import storage
 
         sys.exit(storage.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["serve"]:
+        from specker.serve import __main__ as serve
+
+        sys.exit(serve.main(sys.argv[2:]))
     if sys.argv[1:2] == ["drafts"]:
         from specker import drafts
 

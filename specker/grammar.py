@@ -62,7 +62,8 @@ def tagged(tags: Sequence[Tag], trigger: str | None = None, *, special: bool = F
     trigger = _common([tag.begin for tag in tags]) if trigger is None else trigger
     if not tags or not trigger or not all(tag.begin.startswith(trigger) for tag in tags):
         raise ValueError(f"tags must begin with one trigger, got {trigger!r} and {[tag.begin for tag in tags]}")
-    parts = [(tag.begin, _checked(tag.schema), tag.end) for tag in tags]
+    how = {"x-guidance": {"whitespace_pattern": SPACE}}
+    parts = [(tag.begin, json.dumps(how | json.loads(_checked(tag.schema))), tag.end) for tag in tags]
     if not required:
         tag = library().StructTag
         made = [tag(trigger=trigger, begin=begin, grammar=schema, end=end) for begin, schema, end in parts]

@@ -172,10 +172,10 @@ class Engine:
         """Token ids of a prompt, with the tokenizer's own special tokens. Raises ValueError."""
         return text.encode(self.target, prompt)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, through the tokenizer's chat template, ready for the assistant's turn. Raises
-        ValueError."""
-        return text.encode_chat(self.target, self.target_name, messages)
+    def encode_chat(self, messages: list[dict[str, Any]], **more: Any) -> list[int]:
+        """Token ids of a conversation, through the tokenizer's chat template, ready for the assistant's turn. `more`:
+        further variables of the template, such as `tools`. Raises ValueError."""
+        return text.encode_chat(self.target, self.target_name, messages, **more)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, without special tokens; "" without a tokenizer."""

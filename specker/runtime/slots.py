@@ -14,6 +14,7 @@ from specker.model.cache import KVCache
 from specker.model.prefixes import Match
 from specker.runtime.drafter import Drafter
 from specker.runtime.state import Request, State
+from specker.runtime.text import TooLong
 
 
 class Slots:
@@ -53,11 +54,11 @@ class Slots:
         return limit + self.scratch
 
     def check_fits(self, prompt: int, limit: int) -> None:
-        """Raise ValueError if an empty pool cannot hold a text of `limit` tokens, `prompt` of them in the prompt."""
+        """Raise TooLong if an empty pool cannot hold a text of `limit` tokens, `prompt` of them in the prompt."""
         for cache in self.caches:
             if cache.pages_for(self.columns(limit)) > cache.spare:
                 most = max(0, cache.spare * cache.page_size - self.scratch)
-                raise ValueError(
+                raise TooLong(
                     f"the prompt has {prompt} tokens and {limit - prompt} more are asked for, but the K/V pool holds "
                     f"at most {most} of one sequence: lower {option('max_new_tokens')} or raise "
                     f"{option('kv_tokens')}"

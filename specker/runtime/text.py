@@ -16,6 +16,10 @@ Stop = str | Sequence[str]  # where a text ends
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 
+class TooLong(ValueError):
+    """A prompt that can never fit."""
+
+
 def several(prompts: Any) -> bool:
     """Whether `prompts` is a list of prompts: texts or lists of ids."""
     return isinstance(prompts, list | tuple) and bool(prompts) and not hasattr(prompts[0], "__index__")
@@ -38,10 +42,10 @@ def encode(target: Checkpoint, prompt: str) -> list[int]:
     return list(target.tokenizer(prompt)["input_ids"])
 
 
-def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -> list[int]:
+def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, Any]], **more: Any) -> list[int]:
     """Token ids of a conversation, up to the assistant's turn, by the tokenizer's chat template. `name`: the model, for
-    the message. Raises ValueError if there is no chat template, if it refuses the messages, or for messages without a
-    role."""
+    the message. `more`: further variables of the template, such as `tools`. Raises ValueError if there is no chat
+    template, if it refuses the messages, or for messages without a role."""
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError(f"messages must be a list of dicts, each with its role and content, got {messages!r}")
     if not getattr(target.tokenizer, "chat_template", None):
@@ -49,19 +53,20 @@ def encode_chat(target: Checkpoint, name: str, messages: list[dict[str, str]]) -
     from jinja2 import TemplateError  # torch depends on it
 
     try:
-        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:  # such as one without a place for a system message
+        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+    except (TemplateError, TypeError) as error:  # such as a template without a place for a system message
         raise ValueError(f"the chat template of {name} refuses the conversation: {error}") from None
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def checked(ids: list[int], target: Checkpoint, name: str) -> list[int]:
-    """Return `ids`. Raises ValueError if the prompt is empty, fills the context or has ids that the target lacks."""
+    """Return `ids`. Raises ValueError if the prompt is empty or has ids that the target lacks, TooLong if it fills the
+    context."""
     if not ids:
         raise ValueError("the prompt is empty: there is no token to continue from")
     context, vocab = target.config.max_context, target.config.vocab_size
     if len(ids) >= context:
-        raise ValueError(
+        raise TooLong(
             f"the prompt has {len(ids)} tokens, but the context of {name} is {context} and decoding needs room for one "
             "more"
         )

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server for one machine: `specker serve --help` (docs/serve.md)."""

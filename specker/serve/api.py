@@ -1,0 +1,182 @@
+"""The requests of the API, checked, and the parts of its answers. Unknown fields are refused, because a field that is
+silently ignored changes the text."""
+
+import json
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specker import grammar
+from specker.options import Params, Sampling
+
+IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that mean nothing
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "reasoning_effort": (),
+    "functions": ([],),
+}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class Schema(BaseModel):
+    name: str = "answer"
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    def grammar(self) -> str | None:
+        """What the text must match. Raises ValueError."""
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise ValueError("response_format json_schema needs json_schema")
+            return grammar.json_schema(self.json_schema.schema_)
+        return grammar.json_object() if self.type == "json_object" else None
+
+
+class Asked(Strict):
+    """What both endpoints share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    n: int = Field(1, ge=1, le=128)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name, values in NEUTRAL.items():
+            if given.get(name) is not None and given[name] not in values:
+                raise ValueError(f"{name} is not supported")
+        return {name: value for name, value in given.items() if name not in IGNORED | {*NEUTRAL}}
+
+    @property
+    def usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def params(self, usual: dict[str, float], room: int, logprobs: int, grammar: str | None) -> list[Params]:
+        """The parameters of the `n` texts of a prompt. `usual`: sampling settings that the request may leave out;
+        `room`: tokens, if it does not limit them. Raises ValueError."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        given = {"temperature": 1.0, **usual, **{name: value for name, value in given.items() if value is not None}}
+        seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [
+            Params(
+                self.max_tokens or max(1, room),
+                Sampling(**given, seed=(seed + i) % 2**64),  # type: ignore[arg-type]
+                tuple(stop),
+                logprobs=logprobs,
+                grammar=grammar,
+            )
+            for i in range(self.n)
+        ]
+
+
+class Completion(Asked):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return self.prompt if several else [self.prompt]  # type: ignore[return-value]
+
+
+class Function(BaseModel):
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class Named(BaseModel):
+    name: str
+
+
+class Choice(Strict):
+    type: Literal["function"]
+    function: Named
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")  # templates read more: tool_calls, tool_call_id, name, reasoning_content
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates read it: one text, and arguments of tool calls as objects. Raises
+        ValueError."""
+        out = self.model_dump(exclude_none=True)
+        parts = self.content
+        if isinstance(parts, list):
+            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
+                raise ValueError("the parts of a message's content must be texts")
+            out["content"] = "".join(part["text"] for part in parts)
+        out.setdefault("content", "")
+        for call in out.get("tool_calls", []):
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            except (KeyError, TypeError, ValueError):
+                raise ValueError("tool_calls of a message must hold functions with arguments in JSON") from None
+        return out
+
+
+class Chat(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Chat":
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        if self.tools and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("tools and response_format exclude each other")
+        return self
+
+
+class Tokenize(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None

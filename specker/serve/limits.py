@@ -1,0 +1,56 @@
+"""Middleware that looks at the bearer token and the size of a body."""
+
+import base64
+import binascii
+import hmac
+from contextlib import suppress
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from specker.serve.errors import failure
+
+OPEN = ("/health",)  # asks for no token
+
+
+class Limits:
+    """Refuses with 401 and 413, and then closes the connection, whose body it has not read."""
+
+    def __init__(self, app: Any, key: str | None, body: int):
+        """`key`: the token; None: none is asked for. `body`: bytes."""
+        self.app, self.key, self.body = app, key, body
+        self.too_large = f"the body is larger than {body >> 20} MiB"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers, refusal, read = dict(scope["headers"]), None, 0
+        given, length = headers.get(b"authorization", b""), headers.get(b"content-length", b"0")
+        more = {"Connection": "close"}
+        if self.key and scope["path"] not in OPEN and not self._knows(given):
+            refusal = 401, "the API key is missing or wrong"
+            more["WWW-Authenticate"] = "Basic" if scope["path"].startswith("/view") else "Bearer"
+        elif not length.isdigit() or int(length) > self.body:
+            refusal = 413, self.too_large
+
+        async def counted() -> Any:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.body and refusal is None:  # a body in chunks has no length
+                raise HTTPException(413, self.too_large, {"Connection": "close"})
+            return message
+
+        if refusal is None:
+            return await self.app(scope, counted, send)
+        while read < 2 * self.body and (await counted()).get("more_body"):
+            pass  # a client that is still sending would not read the answer
+        return await failure(*refusal, more)(scope, receive, send)
+
+    def _knows(self, given: bytes) -> bool:
+        """Whether a header `authorization` has the token; browsers send it as a password."""
+        kind, _, token = given.partition(b" ")
+        if kind.lower() == b"basic":
+            with suppress(binascii.Error):
+                token = base64.b64decode(token).partition(b":")[2]
+        return hmac.compare_digest(token, (self.key or "").encode())

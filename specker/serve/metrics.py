@@ -1,0 +1,66 @@
+"""What `/metrics` shows, in Prometheus' format."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from specker.runtime.state import Request
+from specker.runtime.stats import Stats
+
+if TYPE_CHECKING:
+    from specker.serve.worker import Worker
+
+SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
+
+
+class Metrics:
+    def __init__(self, worker: "Worker"):
+        self.worker, self.total, self.finished = worker, Stats(), Counter[str]()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        about = "Seconds from a call to its first token"
+        self.first_token = Histogram("specker_first_token_seconds", about, buckets=SECONDS, registry=self.registry)
+
+    def ended(self, request: Request) -> None:
+        """Count a request that ended."""
+        self.total += request.stats
+        self.finished[request.finished or "failed"] += 1
+
+    def queue(self) -> dict[str, int | float]:
+        """Requests that decode or are prefilled, and those that wait."""
+        running = len(self.worker.session.loop.requests) - len(self.worker.session.loop.waiting)
+        return {"running": running, "waiting": max(0, self.worker.open - running)}
+
+    def collect(self) -> Iterator[Metric]:
+        total = self.total
+        requests = CounterMetricFamily("specker_requests", "Requests that ended, by reason", labels=["finished"])
+        stages = CounterMetricFamily("specker_stage_seconds", "Seconds of ended requests by stage", labels=["stage"])
+        for reason, count in [*self.finished.items()]:
+            requests.add_metric([reason], count)
+        for stage, seconds in total.seconds.items():
+            stages.add_metric([stage], seconds)
+        yield from (requests, stages)
+        for name, about, value in (
+            ("prompt_tokens", "Prefilled tokens of ended requests", total.prompt),
+            ("tokens", "Emitted tokens of ended requests", total.tokens),
+            ("rounds", "Rounds of ended requests", total.rounds),
+            ("drafted_tokens", "Draft tokens of ended requests", total.drafted),
+            ("accepted_tokens", "Accepted draft tokens of ended requests", total.accepted),
+        ):
+            yield CounterMetricFamily(f"specker_{name}", about, value)
+        about = "Tokens of a round, 1 + accepted / rounds, over all ended requests"
+        yield GaugeMetricFamily("specker_acceptance_length", about, total.acceptance_length)
+        for name, now in self.queue().items():
+            yield GaugeMetricFamily(f"specker_{name}", f"Requests: {name}", now)
+        held = GaugeMetricFamily("specker_kv_pages_used", "K/V pages that requests hold", labels=["model"])
+        pool = GaugeMetricFamily("specker_kv_pages", "K/V pages", labels=["model"])
+        for model, cache in zip(("target", "draft"), self.worker.session.loop.slots.caches, strict=False):
+            held.add_metric([model], cache.spare - cache.free_pages)
+            pool.add_metric([model], cache.spare)
+        yield from (held, pool)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

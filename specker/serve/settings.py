@@ -1,0 +1,25 @@
+"""The server's own flags."""
+
+from dataclasses import dataclass
+
+from specker.flags import check_fields, opt
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Where to listen, and the server's limits."""
+
+    host: str = opt("127.0.0.1", "address to listen on; 0.0.0.0 for every network")
+    port: int = opt(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
+    name: str | None = opt(None, "the model's name in the API (default: the target's own)", "NAME")
+    api_key: str | None = opt(None, "ask for this bearer token (default: $SPECKER_API_KEY, or none)", "KEY")
+    allow_origin: tuple[str, ...] = opt((), "let pages of these origins call the API (CORS)", "ORIGIN")
+    queue: int = opt(64, "requests that may wait; the next ones are refused (429)", least=0)
+    seconds: float = opt(600.0, "time limit of a request, its wait included")
+    body: int = opt(8, "size limit of a request's body, in MiB", least=1)
+    view: bool = opt(False, "show the rounds of the last requests at /view, read only")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.seconds > 0:
+            raise ValueError(f"--seconds must be above 0, got {self.seconds}")

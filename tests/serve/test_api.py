@@ -1,0 +1,296 @@
+"""Answers of the endpoints: texts are those of the engine, whole and streamed, and bad input gets one sentence."""
+
+from functools import partial
+
+import openai
+import pytest
+from make_checkpoint import make
+from pairs import perturbed
+from prometheus_client.parser import text_string_to_metric_families
+from serving import free, serving, streamed
+
+import specker
+
+TALK = [{"role": "user", "content": "ab cd"}]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Makes an engine: one serves one server only."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make(folder / "target", "qwen2", layers=2, max_context=400, tokenizer=True)
+    draft = perturbed(target, folder / "draft", amount=0.05)
+    options = {"dtype": "float64", "device": "cpu", "page_size": 16, "batch_size": 3, "draft_tokens": 3}
+    return partial(specker.load, target, draft, strategy="draft", **options)
+
+
+@pytest.fixture(scope="module")
+def engine(load):
+    return load()
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with serving(engine, name="tiny") as client:
+        yield client
+
+
+def test_a_completion_is_the_engines_text(engine, client):
+    want = engine.generate("ab cd", 20)
+    body = client.post("/v1/completions", json={"model": "tiny", "prompt": "ab cd", "max_tokens": 20}).json()
+    assert body["object"] == "text_completion" and body["model"] == "tiny"
+    [choice] = body["choices"]
+    assert choice == {"index": 0, "text": want.text, "logprobs": None, "finish_reason": "length"}
+    usage, ids = body["usage"], engine.encode("ab cd")
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (len(ids), 20, len(ids) + 20)
+    found = usage["completion_tokens_details"]
+    assert found["accepted_prediction_tokens"] == want.stats.accepted > 0
+    assert found["accepted_prediction_tokens"] + found["rejected_prediction_tokens"] == want.stats.drafted
+
+
+def test_prompts_of_ids_and_several_prompts(engine, client):
+    prompts = ["ab", "cd ef"]
+    body = client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 9}).json()
+    assert [c["text"] for c in body["choices"]] == [engine.generate(p, 9).text for p in prompts]
+    ids = [engine.encode(p) for p in prompts]
+    again = client.post("/v1/completions", json={"prompt": ids, "max_tokens": 9}).json()
+    assert again["choices"] == body["choices"]
+    one = client.post("/v1/completions", json={"prompt": ids[1], "max_tokens": 9}).json()
+    assert one["choices"][0]["text"] == body["choices"][1]["text"]
+    assert len(engine.encode(client.post("/v1/completions", json={"prompt": "ab"}).json()["choices"][0]["text"])) <= 17
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 7}])
+def test_a_stream_has_the_text_of_the_whole_answer(engine, client, sampling):
+    asked = {"prompt": "ab cd", "max_tokens": 24, "n": 2, "logprobs": 2, **sampling}
+    whole = client.post("/v1/completions", json=asked).json()
+    got = streamed(client, "/v1/completions", **asked, stream_options={"include_usage": True})
+    assert (
+        len(got) > 2
+        and got[-1]["choices"] == []
+        and got[-1]["usage"]
+        == whole["usage"]
+        | {
+            "prompt_tokens_details": got[-1]["usage"][
+                "prompt_tokens_details"
+            ],  # the second request finds the first's K/V
+            "completion_tokens_details": got[-1]["usage"]["completion_tokens_details"],
+        }
+    )
+    assert all(chunk["usage"] is None for chunk in got[:-1])
+    for n, choice in enumerate(whole["choices"]):
+        parts = [c for chunk in got for c in chunk["choices"] if c["index"] == n]
+        own = engine.generate("ab cd", 24, **{**sampling, "seed": sampling.get("seed", 0) + n})
+        assert "".join(p["text"] for p in parts) == choice["text"] == own.text
+        assert [p["finish_reason"] for p in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        said = [p["logprobs"] for p in parts if p["logprobs"]]
+        for key in ("tokens", "token_logprobs", "top_logprobs"):
+            assert [x for each in said for x in each[key]] == choice["logprobs"][key]
+        assert all(0 < len(best) <= 2 for best in choice["logprobs"]["top_logprobs"])
+
+
+def test_a_request_without_a_seed_is_drawn_anew(client):
+    asked = {"prompt": "ab", "max_tokens": 30, "temperature": 1.5}
+    texts = {client.post("/v1/completions", json=asked).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) > 1
+
+
+def test_chat_with_openais_client(engine, client):
+    want = engine.generate(engine.encode_chat(TALK), 16, temperature=0.7, seed=3)
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as api:
+        assert [model.id for model in api.models.list()] == ["tiny"]
+        asked = {"model": "tiny", "messages": TALK, "temperature": 0.7, "seed": 3}
+        answer = api.chat.completions.create(**asked, max_completion_tokens=16, logprobs=True, top_logprobs=3)
+        [choice] = answer.choices
+        assert choice.message.content == want.text and choice.message.role == "assistant"
+        assert choice.finish_reason == "length" and answer.usage.completion_tokens == 16
+        assert [len(one.top_logprobs) for one in choice.logprobs.content] == [3] * 16
+        assert [one.token for one in choice.logprobs.content] == [engine.tokenizer.decode([t]) for t in want.tokens]
+        got = list(api.chat.completions.create(**asked, max_tokens=16, stream=True))
+        assert got[0].choices[0].delta.role == "assistant"
+        assert "".join(c.choices[0].delta.content or "" for c in got) == want.text
+        assert got[-1].choices[0].finish_reason == "length" and got[-1].usage is None
+        parts = [{"type": "text", "text": "ab "}, {"type": "text", "text": "cd"}]
+        same = api.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": parts}]}, max_tokens=16)
+        assert same.choices[0].message.content == want.text
+        with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
+            api.chat.completions.create(**asked, presence_penalty=0.5)
+        assert api.chat.completions.create(**asked, presence_penalty=0, user="me", max_tokens=1).choices
+
+
+def test_stop_strings_end_a_text_before_them(engine, client):
+    text = engine.generate("ab cd", 40).text
+    stop = text[8:11]
+    want = text[: text.index(stop)]
+    body = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 40, "stop": stop}).json()
+    assert body["choices"][0]["text"] == want and body["choices"][0]["finish_reason"] == "stop"
+    got = streamed(client, "/v1/completions", prompt="ab cd", max_tokens=40, stop=["zzzz", stop])
+    assert "".join(c["text"] for chunk in got for c in chunk["choices"]) == want
+
+
+def test_an_answer_without_a_limit_ends_with_the_context(engine, client):
+    body = client.post("/v1/chat/completions", json={"messages": TALK, "seed": 1}).json()
+    assert body["choices"][0]["finish_reason"] in ("length", "stop")
+    assert (
+        body["usage"]["total_tokens"] in range(300, engine.max_context + 1)
+        or body["choices"][0]["finish_reason"] == "stop"
+    )
+
+
+BAD = {
+    "a field that does not exist": ({"max_token": 3}, "there is no field 'max_token'"),
+    "no prompt": ({"prompt": None}, "prompt: "),
+    "an empty prompt": ({"prompt": []}, "the prompt is empty"),
+    "ids beyond the vocabulary": ({"prompt": [10**6]}, "token ids must be in"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    "temperature": ({"temperature": -1}, "temperature must be 0 or at least"),
+    "infinite temperature": ({"temperature": "inf"}, "temperature must be 0 or at least"),
+    "top_p": ({"top_p": 0}, "top_p must be in"),
+    "top_k": ({"top_k": -1}, "top_k must be at least 0"),
+    "n": ({"n": 0}, "n: Input should be greater"),
+    "more texts than the queue holds": ({"n": 100}, "100 texts are asked for, but the server"),
+    "an empty stop string": ({"stop": ""}, "stop must be a string or a list of strings, none of them empty"),
+    "a penalty": ({"frequency_penalty": 1}, "frequency_penalty is not supported"),
+    "echo": ({"echo": True}, "echo is not supported"),
+    "logprobs": ({"logprobs": 99}, "logprobs: Input should be less than or equal to 20"),
+    "response_format": ({"response_format": {"type": "xml"}}, "response_format: Input should be 'text'"),
+}
+BAD_CHAT = {
+    "no messages": ({"messages": []}, "messages: List should have at least 1 item"),
+    "a role": ({"messages": [{"content": "a"}]}, "messages: Field required"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "the parts of a message's content must be texts",
+    ),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    "tool_choice alone": ({"tool_choice": "required"}, "tool_choice needs tools"),
+    "tools without a place in the template": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools need a chat template with <tool_call>, and the model's has none",
+    ),
+    "a broken call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "tool_calls of a message must hold",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_field_of_a_completion_gets_one_sentence(client, case):
+    fields, sentence = BAD[case]
+    answer = client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2, **fields})
+    refused(answer, 400, sentence)
+
+
+@pytest.mark.parametrize("case", BAD_CHAT)
+def test_a_bad_field_of_a_chat_gets_one_sentence(client, case):
+    fields, sentence = BAD_CHAT[case]
+    refused(client.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 2, **fields}), 400, sentence)
+
+
+def test_other_refusals(engine, client):
+    refused(client.post("/v1/completions", content=b'{"prompt"', headers=JSON), 400, "the body is not JSON")
+    refused(client.post("/v1/completions", json=[1]), 400, "Input should be")
+    refused(client.post("/v1/completions", json={"model": "gpt", "prompt": "a"}), 404, "the model 'gpt' is not served")
+    refused(client.post("/v1/completions", json={"prompt": [1] * 400}), 413, "the prompt has 400 tokens, but")
+    refused(client.get("/v1/nothing"), 404, "Not Found")
+    refused(client.get("/v1/completions"), 405, "Method Not Allowed")
+    refused(client.post("/tokenize", json={}), 400, "give one of prompt and messages")
+    assert client.get("/docs").status_code == 404
+    assert free(engine)
+
+
+JSON = {"content-type": "application/json"}
+
+
+def refused(answer, status, sentence):
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["message"].startswith(sentence) and "\n" not in error["message"]
+    assert error["code"] == status and set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_body_has_a_size_limit_with_and_without_a_length(load):
+    def body():
+        for _ in range(40):
+            yield b" " * (1 << 15)
+
+    with serving(load(), body=1) as client:
+        refused(client.post("/v1/completions", content=b" " * (1 << 20) + b"{}"), 413, "the body is larger than 1 MiB")
+        refused(client.post("/v1/completions", content=body(), headers=JSON), 413, "the body is larger than 1 MiB")
+        assert client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1}).status_code == 200
+
+
+def test_a_key_and_origins(load):
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with serving(load(), api_key="secret", allow_origin=("https://a.example",)) as client:
+        refused(client.get("/v1/models"), 401, "the API key is missing or wrong")
+        refused(client.get("/metrics", headers={"authorization": "Bearer secre"}), 401, "the API key is missing")
+        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/v1/models", auth=("anybody", "secret")).status_code == 200
+        refused(client.get("/v1/models", auth=("secret", "")), 401, "the API key is missing or wrong")
+        assert client.get("/view").headers["www-authenticate"] == "Basic"
+        assert client.get("/health").json() == {"status": "ok"}
+        answer = client.options("/v1/completions", headers=ask)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert (
+            "access-control-allow-origin"
+            not in client.options("/v1/completions", headers={**ask, "Origin": "https://b.example"}).headers
+        )
+    with serving(load()) as client:
+        assert "access-control-allow-origin" not in client.options("/v1/completions", headers=ask).headers
+
+
+def test_tokenize(engine, client):
+    ids = engine.encode("ab cd")
+    assert client.post("/tokenize", json={"prompt": "ab cd"}).json() == {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": engine.max_context,
+    }
+    assert client.post("/tokenize", json={"messages": TALK}).json()["tokens"] == engine.encode_chat(TALK)
+
+
+def test_metrics(load):
+    with serving(engine := load()) as client:
+        before = metrics(client)
+        usage = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 20}).json()["usage"]
+        client.post("/v1/completions", json={"prompt": "ab", "temperature": -1})
+        after = metrics(client)
+    assert before["specker_tokens_total"] == 0 and after["specker_tokens_total"] == 20
+    found = usage["completion_tokens_details"]
+    assert after["specker_accepted_tokens_total"] == found["accepted_prediction_tokens"]
+    assert after["specker_drafted_tokens_total"] == sum(found.values())
+    assert after["specker_requests_total", "length"] == 1
+    assert after["specker_acceptance_length"] == pytest.approx(20 / after["specker_rounds_total"], abs=0.3)
+    assert after["specker_stage_seconds_total", "verify"] > 0 and after["specker_first_token_seconds_count"] == 1
+    assert after["specker_running"] == after["specker_waiting"] == after["specker_kv_pages_used", "target"] == 0
+    assert after["specker_kv_pages", "target"] == engine.cache.spare
+
+
+def test_the_live_page(load):
+    with serving(engine := load(batch_size=1), view=True) as client:
+        text = client.post("/v1/completions", json={"prompt": "ab cd", "max_tokens": 12}).json()["choices"][0]["text"]
+        page = client.get("/view")
+        assert (
+            page.headers["content-type"].startswith("text/html")
+            and "default-src" in page.headers["content-security-policy"]
+        )
+        data = client.get("/view/data").json()
+        assert data["queue"] == {"running": 0, "waiting": 0}
+        [turn] = [turn for trace in data["traces"] for turn in trace["turns"]]
+        assert turn["prompt"] == "ab cd" and turn["finished"] == "length"
+        assert "".join(piece for row in turn["rounds"]["pieces"] for piece in row) + turn["tail"] == text
+    assert free(engine)
+    with serving(load()) as client:
+        assert client.get("/view").status_code == 404
+
+
+def metrics(client):
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {
+        (s.name, *s.labels.values()) if s.labels else s.name: s.value
+        for family in families
+        for s in family.samples
+        if "le" not in s.labels
+    }

@@ -1,0 +1,228 @@
+"""Load and faults: a full queue, clients that go away, time limits, failed rounds, SIGTERM. After each of them no
+request holds a page, and the next request is served."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from make_checkpoint import make
+from pairs import perturbed
+from serving import chunks, free, serving, streamed, until
+
+import specker
+from specker.serve.__main__ import main
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 380}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    target = make(folder / "target", "qwen2", layers=2, max_context=400, tokenizer=True, eos=None)
+    return {"target": target, "draft": perturbed(target, folder / "draft", amount=0.05)}
+
+
+@pytest.fixture
+def load(models):
+    options = {"dtype": "float64", "device": "cpu", "page_size": 16, "strategy": "draft", "draft_tokens": 3}
+    return lambda **more: specker.load(models["target"], models["draft"], **{**options, **more})
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes an engine's rounds take at least `seconds`."""
+
+    def make_slow(engine, seconds=0.02):
+        step = engine.loop.step
+        monkeypatch.setattr(engine.loop, "step", lambda: (time.sleep(seconds), step())[1])
+        return engine
+
+    return make_slow
+
+
+def serves(client, engine):
+    """Whether the server still answers, and nothing holds a page."""
+    until(lambda: free(engine))
+    want = engine.generate([1, 2, 3], 12).text
+    got = client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 12}).json()
+    assert got["choices"][0]["text"] == want and client.get("/health").status_code == 200
+    until(lambda: free(engine))
+    return True
+
+
+def test_a_full_queue_refuses_and_says_when_to_return(load, slow):
+    with serving(engine := slow(load(batch_size=1)), queue=1) as client, ThreadPoolExecutor(3) as pool:
+        posts = [pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 60}) for _ in range(2)]
+        until(lambda: client.app.state.server.worker.open == 2)
+        answer = client.post("/v1/completions", json=LONG)
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["message"].startswith("the queue is full; try again in about ")
+        assert client.get("/health").status_code == 200  # the event loop never waits for the engine
+        assert {post.result().status_code for post in posts} == {200}
+        assert serves(client, engine)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_client_that_goes_away_ends_its_request(load, slow, stream, queued):
+    with serving(engine := slow(load(batch_size=1))) as client:
+        worker = client.app.state.server.worker
+        with contextlib.ExitStack() as others:
+            if queued:
+                others.enter_context(client.stream("POST", "/v1/completions", json={**LONG, "stream": True}))
+                until(lambda: engine.loop.active)
+            count = worker.open
+            gone = leave(client, {**LONG, "stream": stream}, lambda: worker.open > count)
+            rounds = engine.loop.finished
+            until(lambda: worker.open == count)
+            until(lambda: len(engine.loop.requests) == count)
+            assert queued or engine.loop.finished <= rounds + 2
+            assert gone
+        assert serves(client, engine)
+
+
+def leave(client, body, holds):
+    """Send a request, wait until `holds`, and close the connection."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode() + data)
+        until(holds)
+    return True
+
+
+def test_a_time_limit_ends_a_request(load, slow):
+    with serving(engine := slow(load(batch_size=1), 0.05), seconds=0.4) as client:
+        answer = client.post("/v1/completions", json=LONG)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["message"] == "the answer took more than 0.4 s, the server's limit"
+        got = streamed(client, "/v1/completions", **LONG)
+        assert got[-1]["error"]["code"] == 504 and any(chunk.get("choices") for chunk in got)
+        until(lambda: free(engine))
+
+
+def test_a_failed_round_fails_its_requests_and_not_the_server(load, slow, monkeypatch):
+    with serving(engine := slow(load(batch_size=2))) as client, ThreadPoolExecutor(1) as pool:
+        post = pool.submit(client.post, "/v1/completions", json=LONG)
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            got = chunks(answer.iter_lines())
+            next(got)
+            step, left = engine.loop.step, [True]
+
+            def fails():
+                if left:
+                    left.pop()
+                    raise RuntimeError("a secret of /home/somebody")
+                return step()
+
+            monkeypatch.setattr(engine.loop, "step", fails)
+            last = list(got)[-1]
+        assert last["error"]["code"] == 500 and post.result().status_code == 500
+        for said in (json.dumps(last), post.result().text):
+            assert "the round failed; the server's log says why" in said and "secret" not in said
+        assert serves(client, engine)
+
+
+def test_health_says_that_rounds_fail(load, monkeypatch):
+    with serving(engine := load()) as client:
+        step = engine.loop.step
+        monkeypatch.setattr(engine.loop, "step", lambda: 1 / 0)
+        assert client.post("/v1/completions", json=LONG).status_code == 500
+        assert client.get("/health").status_code == 503
+        monkeypatch.setattr(engine.loop, "step", step)
+        assert client.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+        assert serves(client, engine)
+
+
+def test_logits_that_are_not_finite_fail_the_request(load, monkeypatch):
+    with serving(engine := load()) as client:
+        monkeypatch.setattr("specker.runtime.round.math.isfinite", lambda _: False)
+        answer = client.post("/v1/completions", json=LONG)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the model's logits are not finite"
+        monkeypatch.undo()
+        assert serves(client, engine)
+
+
+def test_a_draining_server_ends_what_it_began(load, slow):
+    with serving(engine := slow(load(batch_size=1))) as client:
+        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 90, "stream": True}) as answer:
+            got = chunks(answer.iter_lines())
+            first = next(got)
+            client.server.should_exit = True  # what SIGTERM sets
+            until(lambda: not accepts(client))
+            text = first["choices"][0]["text"] + "".join(c["choices"][0]["text"] for c in got)
+        assert text == engine.generate(LONG["prompt"], 90).text
+
+
+def accepts(client):
+    try:
+        with socket.create_connection((client.base_url.host, client.base_url.port), timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+def test_sigterm_ends_the_command_after_its_requests(models):
+    flags = {"port": 0, "strategy": "ar", "batch-size": 2, "dtype": "float64", "device": "cpu", "temperature": 0}
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "specker", "serve", "--target", str(models["target"]), *words]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        said = ""
+        while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
+            said += (line := server.stderr.readline())
+            assert line, said
+        with httpx.stream("POST", f"{found[1]}/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
+            got = chunks(answer.iter_lines())
+            next(got)
+            server.send_signal(signal.SIGTERM)
+            assert [*got][-1]["choices"][0]["finish_reason"] == "length"
+        server.communicate(timeout=30)
+        assert server.returncode in (0, -signal.SIGTERM)
+    finally:
+        server.kill()
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--port", "70000"], "--port must be between 0 and 65535, got 70000"),
+        (["--seconds", "0"], "--seconds must be above 0"),
+        (["--temperature", "-1"], "--temperature must be 0 or at least 1e-6"),
+        (["--prompt", "x"], "unrecognized arguments: --prompt x"),
+        (["--quue", "3"], "there is no flag --quue; did you mean --queue?"),
+    ],
+)
+def test_bad_flags_get_one_sentence(argv, sentence, capsys):
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+
+
+def test_a_port_in_use_and_a_target_without_a_tokenizer(models, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        argv = ["--target", str(models["target"]), "--strategy", "ar", "--port", str(taken.getsockname()[1])]
+        assert main(argv) == 2
+    assert "Address already in use" in capsys.readouterr().err
+    bare = make(tmp_path / "bare", "qwen2", layers=1)
+    assert main(["--target", str(bare), "--strategy", "ar"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"--{name}" in said for name in ("target", "api-key", "batch-size", "queue", "view", "tree"))

@@ -1,0 +1,190 @@
+"""Answers that follow a JSON schema, and tool calls."""
+
+import json
+import subprocess
+
+import openai
+import pytest
+from make_checkpoint import make
+from pairs import perturbed
+from serving import free, serving
+
+import specker
+from specker import grammar
+from specker.serve.api import Chat
+from specker.serve.tools import Calls, grammar_of
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+PLACE = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "move", "description": "Go there.", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+TALK = [{"role": "user", "content": "ab cd"}]
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}"
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    target = make(folder / "target", "qwen2", layers=2, max_context=400, tokenizer=True)
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    draft = perturbed(target, folder / "draft", amount=0.05)
+    return specker.load(target, draft, strategy="draft", dtype="float64", device="cpu", batch_size=3, draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def api(engine):
+    with serving(engine, name="tiny") as client:
+        with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as api:
+            yield api
+        assert free(engine)
+
+
+def ask(api, **more):
+    return api.chat.completions.create(model="tiny", messages=TALK, max_tokens=120, **more)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_answer_follows_its_schema_and_is_that_of_plain_decoding(engine, api, temperature):
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
+    answer = ask(api, response_format=form, temperature=temperature, seed=4).choices[0]
+    assert answer.finish_reason == "stop" and 0 <= json.loads(answer.message.content)["x"] <= 99
+    how = {"temperature": temperature, "seed": 4, "grammar": grammar.json_schema(PLACE)}
+    assert answer.message.content == engine.generate_ar(engine.encode_chat(TALK), 120, **how).text
+    got = list(ask(api, response_format=form, temperature=temperature, seed=4, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in got) == answer.message.content
+
+
+def test_any_json_object(api):
+    answer = ask(api, response_format={"type": "json_object"}, temperature=0.9, seed=1).choices[0]
+    assert answer.message.content.startswith("{")
+    assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
+
+
+@pytest.mark.parametrize(
+    ("form", "sentence"),
+    [
+        ({"type": "json_schema"}, "response_format json_schema needs json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}, ""),
+    ],
+)
+def test_bad_schemas_get_one_sentence(api, form, sentence):
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(api, response_format=form)
+    said = error.value.body["message"]
+    assert sentence in said and "\n" not in said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}], ids=str)
+def test_a_call_that_must_come_is_valid(api, choice, temperature):
+    how = {"tools": TOOLS, "tool_choice": choice, "temperature": temperature, "seed": 3}
+    [answer] = ask(api, **how).choices
+    [call] = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name in ("move", "stop") and (choice == "required" or call.function.name == "move")
+    assert call.function.name != "move" or 0 <= arguments["x"] <= 99
+    got = [c.choices[0] for c in ask(api, **how, stream=True)]
+    [streamed] = [each for c in got for each in c.delta.tool_calls or []]
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+    assert streamed.index == 0 and streamed.id
+    assert got[-1].finish_reason == "tool_calls" and not any(c.delta.content for c in got)
+
+
+def test_tools_may_be_left_alone(engine, api):
+    free_text = ask(api, tools=TOOLS, temperature=0.0).choices[0]
+    assert free_text.message.tool_calls is None and free_text.finish_reason in ("length", "stop")
+    none = ask(api, tools=TOOLS, tool_choice="none", temperature=0.0).choices[0]
+    assert none.message.tool_calls is None
+    assert none.message.content != ask(api, temperature=0.0).choices[0].message.content  # the template has the tools
+
+
+def test_a_conversation_with_calls_reaches_the_template(engine, api):
+    call = {"id": "1", "type": "function", "function": {"name": "move", "arguments": '{"x": 7}'}}
+    talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = api.chat.completions.create(model="tiny", messages=talk, max_tokens=5, temperature=0)
+    assert answer.usage.prompt_tokens == len(engine.encode("ab cd7"))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "names 'fly'"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools and response_format exclude each other"),
+    ],
+)
+def test_bad_tools_get_one_sentence(api, more, sentence):
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        ask(api, **more)
+
+
+TEXT = (
+    'Well.\n<tool_call>\n{"name": "move", "arguments": {"x": 1}}\n</tool_call>\n'
+    '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_calls_are_taken_out_of_a_text_in_pieces(size):
+    calls, beside, found = Calls(), "", []
+    pieces = [TEXT[n : n + size] for n in range(0, len(TEXT), size)]
+    for n, piece in enumerate(pieces):
+        text, new = calls.add(piece, last=n == len(pieces) - 1)
+        beside, found = beside + text, found + new
+    assert beside.strip() == "Well." and "<" not in beside
+    assert [c["function"] for c in found] == [
+        {"name": "move", "arguments": '{"x": 1}'},
+        {"name": "stop", "arguments": "{}"},
+    ]
+    assert [c["index"] for c in found] == [0, 1] and len({c["id"] for c in found}) == 2
+
+
+@pytest.mark.parametrize("text", ["a < b", "x <tool_cal", "<tool_call>\n{"])
+def test_what_only_looks_like_a_call_stays_text(text):
+    calls = Calls()
+    got = [calls.add(piece, last=n == len(text) - 1)[0] for n, piece in enumerate(text)]
+    assert "".join(got) == text and not calls.found
+
+
+def test_templates_without_calls_are_refused():
+    asked = Chat(messages=TALK, tools=TOOLS)
+    with pytest.raises(ValueError, match="tools need a chat template with <tool_call>, and the model's has none"):
+        grammar_of(asked, "{{ messages }}")
+    assert grammar_of(Chat(messages=TALK), "") is None
+
+
+ASKS = """
+import json, litellm, sys
+how = {"model": "openai/tiny", "api_base": sys.argv[1], "api_key": "none", "temperature": 0, "max_tokens": 12}
+talk = [{"role": "user", "content": "ab cd"}]
+whole = litellm.completion(messages=talk, **how).choices[0].message.content
+parts = [c.choices[0].delta.content or "" for c in litellm.completion(messages=talk, stream=True, **how)]
+print(json.dumps([whole, "".join(parts)]))
+"""
+
+
+@pytest.mark.slow  # installs it
+def test_the_package_litellm(engine, api):
+    from bench.peer_settings import installed
+
+    command = [installed("litellm"), "-c", ASKS, str(api.base_url)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    want = engine.generate(engine.encode_chat(TALK), 12).text
+    assert json.loads(said.splitlines()[-1]) == [want, want]
+
+
+def test_the_package_llm(engine, api, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    from llm.default_plugins.openai_models import Chat as Model
+
+    model = Model("local", model_name="tiny", api_base=str(api.base_url), key="none")
+    want = engine.generate(engine.encode_chat(TALK), 12).text
+    answer = model.prompt("ab cd", temperature=0, max_tokens=12)
+    assert answer.text() == want
+    assert model.prompt("ab cd", temperature=0, max_tokens=12, stream=False).text() == want

@@ -1,0 +1,70 @@
+"""A server in a thread, for tests, and what they look at."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from specker.runtime.engine import Engine
+from specker.serve.app import application
+from specker.serve.settings import Serving
+
+
+@contextmanager
+def serving(engine: Engine, sampling: dict[str, float] | None = None, **settings: Any) -> Iterator[httpx.Client]:
+    """A client of a server with this engine. Sampling is greedy unless a request says otherwise."""
+    app = application(engine, Serving(port=0, **settings), {"temperature": 0.0, **(sampling or {})})
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=20)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started or not thread.is_alive())
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        client.app, client.server = app, server  # type: ignore[attr-defined]
+        yield client
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def until(holds: Callable[[], object], seconds: float = 20) -> None:
+    """Wait until `holds` returns something true. AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def chunks(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The JSON of server-sent events, which must end with [DONE] or an error."""
+    for line in lines:
+        assert line == "" or line.startswith("data: "), line
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield (chunk := json.loads(line[6:]))
+            if "error" in chunk:
+                return
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def streamed(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return list(chunks(answer.iter_lines()))
+
+
+def free(engine: Engine) -> bool:
+    """Whether nothing runs, no request holds a page, and the caches' records agree."""
+    if engine.loop.busy:
+        return False
+    for cache in engine.loop.slots.caches:
+        cache.check()
+    return all(cache.free_pages == cache.spare for cache in engine.loop.slots.caches)
