@@ -72,6 +72,13 @@ class Drafting:
             request.stats.seconds["prefill"] += spent / len(requests)
         return False
 
+    def price(self, requests: list[Request], budget: Budget) -> float:
+        """What a row costs in the verify pass of a batch whose policies rest; 0 where every draft is verified whole."""
+        policies = [s.policy for s in requests]
+        if len(policies) == 1 or not policies[0].rests or not budget.nodes or self.chooser.trial:
+            return 0.0
+        return self.chooser.row_price(policies, budget)
+
     def synchronous(self, request: Request) -> bool:
         """Whether the next draft needs the results of the previous round."""
         return self.drafter.synchronous or request.policy.confident
@@ -92,6 +99,7 @@ class Drafting:
         """Take the round's time and its `tokens` into account. Rounds that differ from later ones teach nothing: those
         in which layers were watched, and the last ones of texts, which their limits cut."""
         n, costs, seconds = len(r.requests), self.known.costs, r.seconds
+        verified = None if r.places is None else len(r.places) / n - 1
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
         if "watch" not in seconds:
@@ -99,9 +107,9 @@ class Drafting:
             if r.reason == "measured":
                 self.chooser.measured(n, rest)
             else:
-                costs.observe(n, r.budget, r.draft.size, seconds["draft"], rest)
+                costs.observe(n, r.budget, r.draft.size, seconds["draft"], rest, verified)
         if r.reason != BEHIND:
-            self.chooser.finished(n, r.budget, r.draft.size, tokens, r.trial, r.behind)
+            self.chooser.finished(n, r.budget, r.draft.size, tokens, r.trial, r.behind, verified)
 
 
 def account(r: Round, slot: int, path: list[int]) -> None:
