@@ -1,7 +1,7 @@
 """Sampling parameters of a round, in the form the ops take: temperature, filters and seed per sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -32,6 +32,10 @@ class Draws:
     def one(cls, sampling: Sampling) -> "Draws":
         """Draws of a single sequence, whose parameters are launch arguments."""
         return cls(kind(sampling), None, sampling)
+
+    def each(self, which: Tensor) -> "Draws":
+        """Draws for rows of which row i belongs to sequence which[i] [T] int64; otherwise all have equally many."""
+        return self if self.memory is None or self.only is not None else replace(self, memory=self.memory[which])
 
     def tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
         """The target's token after each row: logits [T, V] at `positions` [T] int64 -> [T] int64."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from specker.runtime.policy import LENGTHS, TRIED, Budget, Outcome, Policy, StopRule
+from specker.runtime.policy import LENGTHS, TRIED, Budget, Chain, Outcome, Policy, StopRule, after
 
 if TYPE_CHECKING:  # costs.py imports numpy
     from specker.runtime.costs import Costs
@@ -136,8 +136,16 @@ class Auto(Policy):
             agreement = max(self.seen.agreement(), 1e-6)
             self.rule = StopRule(reach=tuple(p / agreement for p in (*prices, 2.0)), scales=self.seen.scales())
 
+    def worth(self, price: float, confidence: Sequence[float]) -> int:
+        rule, chain = StopRule(reach=(price,), scales=self.seen.scales()), Chain()
+        for count, probability in enumerate(confidence):
+            chain, worth = after(rule, chain, probability)
+            if not worth:
+                return count
+        return super().worth(price, confidence)
+
     def observe(self, outcome: Outcome) -> None:
-        if outcome.drafted:
+        if outcome.drafted or outcome.confidence:  # a draft that was not worth its rows committed one token
             self.seen.add(outcome)
 
     def _means(self) -> tuple[float, float]:

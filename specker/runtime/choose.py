@@ -127,11 +127,25 @@ class Chooser:
             self.costs.measured(n, NONE, 0, 0.0, min(self._look))
             self._look = []
 
-    def finished(self, n: int, shape: Budget, drafted: int, tokens: int, trial: bool, behind: int = 0) -> None:
+    def row_price(self, policies: Sequence[Policy], shape: Budget) -> float:
+        """What a further row of one sequence costs in the verify pass of a batch (`Costs.row_price`)."""
+        n = len(policies)
+        return self.costs.row_price(n, shape, max(n / self.costs.plain(n), self.rate(policies, shape)))
+
+    def finished(
+        self,
+        n: int,
+        shape: Budget,
+        drafted: int,
+        tokens: int,
+        trial: bool,
+        behind: int = 0,
+        verified: float | None = None,
+    ) -> None:
         """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all. `behind`:
-        tokens that were prefilled for it."""
+        tokens that were prefilled for it. `verified`: as in `Costs.observe`."""
         plain = self.costs.plain(n)
-        took = self.costs.round(n, shape, drafted) / plain
+        took = self.costs.round(n, shape, drafted, verified) / plain
         self.credit += SHARE * took
         if drafted:
             self._since, self._spent = self._since + 1, self._spent + took

@@ -130,11 +130,12 @@ class Costs:
         curve = self._drafting(n, budget)
         return curve.at(tokens) * (curve.factor or self._unit(n))
 
-    def round(self, n: int, budget: Budget, tokens: float | None = None) -> float:
-        """Seconds of a round of n sequences with drafts of `tokens` tokens, by default the budget's nodes."""
+    def round(self, n: int, budget: Budget, tokens: float | None = None, verified: float | None = None) -> float:
+        """Seconds of a round of n sequences with drafts of `tokens` tokens, by default the budget's nodes.
+        `verified`: as in `observe`."""
         tokens = budget.nodes if tokens is None else tokens
-        exit = budget.exit if tokens else 0
-        return self.draft(n, budget, tokens) + self.verify(n, tokens + 1, exit)
+        verified = tokens if verified is None else verified
+        return self.draft(n, budget, tokens) + self.verify(n, verified + 1, budget.exit if verified else 0)
 
     def rounds(self, n: int, budget: Budget, most: int) -> list[float]:
         """Seconds of rounds of n sequences with drafts of 0 to `most` tokens."""
@@ -157,15 +158,22 @@ class Costs:
         _, *total = self.rounds(n, budget, budget.depth)
         return tuple(each * max(0.0, b - a) for a, b in pairwise(total))
 
+    def row_price(self, n: int, budget: Budget, rate: float) -> float:
+        """What a further row of one of n sequences costs in the verify pass, as tokens that the batch emits meanwhile
+        at `rate` tokens per second: the mean over drafts of up to the budget's length."""
+        most = budget.depth
+        return rate * (self.verify(n, most + 1, budget.exit) - self.plain(n)) / (n * most) if most else 0.0
+
     def observe(
-        self, n: int, budget: Budget, tokens: int, draft: float, verify: float, verified: int | None = None
+        self, n: int, budget: Budget, tokens: int, draft: float, verify: float, verified: float | None = None
     ) -> None:
         """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
-        `verified`: the tokens in the verify pass, if grammars changed their number."""
-        verified = tokens if verified is None else verified
-        exit = budget.exit if verified else 0
+        `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`."""
+        rows = 1 + (tokens if verified is None else verified)
+        exit = budget.exit if rows > 1 else 0
         self.plain_rounds += not tokens
-        self._verifying(n, exit).learn(verified + 1, verify)
+        curve, size = self._verifying(n, exit), round(rows)
+        curve.learn(size, verify * curve.at(size) / curve.at(rows))
         if tokens:
             self._drafting(n, budget).learn(tokens, draft)
 

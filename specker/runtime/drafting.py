@@ -72,6 +72,13 @@ class Drafting:
             request.stats.seconds["prefill"] += spent / len(requests)
         return False
 
+    def price(self, requests: list[Request], budget: Budget) -> float:
+        """What a row costs in the verify pass of a batch whose policies rest; 0 where every draft is verified whole."""
+        policies = [s.policy for s in requests]
+        if len(policies) == 1 or not policies[0].rests or not budget.nodes or self.chooser.trial:
+            return 0.0
+        return self.chooser.row_price(policies, budget)
+
     def synchronous(self, request: Request) -> bool:
         """Whether the next draft needs the results of the previous round."""
         return self.drafter.synchronous or request.policy.confident
@@ -96,6 +103,7 @@ class Drafting:
             return
         n, costs, seconds = len(r.requests), self.known.costs, r.seconds
         drafted = max(map(r.draft.drafted, range(n))) if r.draft.led else r.draft.size
+        verified = r.draft.size if r.places is None else len(r.places) / n - 1
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])
         if "watch" not in seconds:
@@ -103,9 +111,10 @@ class Drafting:
             if r.reason == "measured":
                 self.chooser.measured(n, rest)
             else:
-                costs.observe(n, r.budget, drafted, seconds["draft"], rest, r.draft.size)
+                costs.observe(n, r.budget, drafted, seconds["draft"], rest, verified)
         if r.reason != BEHIND:
-            self.chooser.finished(n, r.budget, drafted, tokens, r.trial, r.behind)
+            verified = drafted if r.places is None else verified
+            self.chooser.finished(n, r.budget, drafted, tokens, r.trial, r.behind, verified)
 
 
 def account(r: Round, slot: int, path: list[int]) -> None:

@@ -312,6 +312,7 @@ class Loop:
         if drafting is not None:
             r.confident = requests[0].policy.confident
             r.reason, r.trial = reason, drafting.chooser.trial and reason != BEHIND
+            r.price = 0.0 if self.ranks is not None else drafting.price(requests, budget)
         late = self.graphs.late
         launch(r, self.target, self.cache, None if drafting is None else drafting.drafter)
         send(r, self.target)

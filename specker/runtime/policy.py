@@ -111,6 +111,11 @@ class Policy:
         self._chain, more = after(self.rule, self._chain, probability)
         return more
 
+    def worth(self, price: float, confidence: Sequence[float]) -> int:
+        """How many tokens of this round's chain are worth a row of the verify pass, which costs `price` tokens.
+        `confidence`: the draft's probability of each token; empty unless `confident`."""
+        return MAX_NODES
+
     def observe(self, outcome: Outcome) -> None:
         """Called once per round."""
         if outcome.drafted:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from specker.kernels.kv import kv_commit
 from specker.kernels.round.settle import settle
+from specker.kernels.sample import Splits
 from specker.model.cache import KVCache, Lengths
 from specker.model.decoder import Model, forward
 from specker.model.rows import begin
@@ -113,11 +114,14 @@ class Round:
     draft: Draft = field(default_factory=Draft)
     taps: tuple[int, ...] = ()  # depths of the target whose hidden rows the drafter reads
     behind: int = 0  # tokens that the drafter prefilled before it drafted
+    price: float = 0.0  # what a further row of one sequence costs in the verify pass, in tokens (Costs.row_price)
     memory: Workspace = field(init=False)
     host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
     broken: set[int] = field(default_factory=set)  # slots whose logits are not finite, known once collected
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, known once collected
     usual: float | None = None  # mean seconds of a round of fixed shape; None where there are none
+    places: Tensor | None = None
+    """If the sequences verify unequally many rows: which entries of [n, size + 1] they are, [rows] int64."""
     done: Any = None  # the event after the copies
     marks: list[Any] = field(default_factory=list)  # times, or events, around the stages
 
@@ -151,7 +155,15 @@ class Round:
     @property
     def rows(self) -> int:
         """Rows of the verify pass: the root and the draft of every sequence."""
-        return self.n * (self.draft.size + 1)
+        return self.n * (self.draft.size + 1) if self.places is None else len(self.places)
+
+    def padded(self, x: Tensor, fill: int) -> Tensor:
+        """A value of every verified row [rows] -> [n, size + 1], with `fill` where a sequence has no row."""
+        if self.places is None:
+            return x.view(self.n, -1)
+        out = x.new_full((self.n, self.draft.size + 1), fill)
+        out.view(-1)[self.places] = x
+        return out
 
     def run(self, name: Hashable, work: Callable[[], None], attends: bool = True, draws: bool = True) -> None:
         """Run a stretch of work, captured if shapes are fixed (see `Shape.key`)."""
@@ -183,6 +195,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
         r.taps = drafter.reads(r.budget)
         if drafts:
             r.draft = drafter.draft(r)
+            r.places = unequal(r, target)
     r.marks.append(now(capture))
     r.allowed = guided(r)
     verify(r, target, cache)
@@ -191,6 +204,26 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
     if drafter is not None and r.taps:
         drafter.accepted(r)
     r.marks.append(now(capture))
+
+
+def unequal(r: Round, model: Model) -> Tensor | None:
+    """Leave the end of a chain out of the verify pass where it is less likely to be accepted than its rows cost.
+    Returns `Round.places` if the chains then have unequal lengths. A round of fixed shape, a tree, traces,
+    log-probabilities, grammars and drafters that read hidden rows want equally many rows of each sequence: None, and
+    shorter drafts are padded."""
+    d = r.draft
+    whole = r.fixed or d.tree or d.hidden is not None or r.taps or r.traced or model.ranks or r.state.agrees.shape[1]
+    if whole or any(request.logprobs or request.guide for request in r.requests):
+        return None
+    counts = [d.count(slot) for slot in range(r.n)]
+    if r.price:
+        sure = [[each[slot] for each in d.confidence] for slot in range(r.n)]
+        counts = [min(c, s.policy.worth(r.price, p)) for c, s, p in zip(counts, r.requests, sure, strict=True)]
+    if min(counts) == d.size:
+        return None
+    d.counts, first = counts, range(0, r.n * (d.size + 1), d.size + 1)
+    places = [at + row for at, count in zip(first, counts, strict=True) for row in range(count + 1)]
+    return torch.tensor(places, device=r.window.device)
 
 
 def verify(r: Round, model: Model, cache: KVCache) -> None:
@@ -204,7 +237,12 @@ def verify(r: Round, model: Model, cache: KVCache) -> None:
 def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
     s, d, N = r.state, r.draft, r.draft.size
     positions = r.memory.out("positions", r.rows)
-    if exit:
+    if r.places is not None:
+        counts = [d.count(slot) + 1 for slot in range(r.n)]
+        rows = cache.after([length - 1 for length in r.lengths], counts)
+        hidden = model.embed_tokens(s.window[:, : N + 1].reshape(-1)[r.places])
+        out, taps = forward(model, cache, rows, hidden), {}
+    elif exit:
         assert d.hidden is not None
         below = tuple(n for n in r.taps if n < exit)
         last, hidden = begin(model, cache, r.lengths, 1, N, s.window[:, N : N + 1])
@@ -242,12 +280,19 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
         logits = masked(logits, r.allowed)
     tokens, parents = s.window[:, 1 : N + 1], s.parents[:, :N] if r.draft.tree else None
     forced = s.agrees.shape[1] > 0
-    target = model.draw(r.draws, logits, positions) if forced or model.ranks else r.draws.splits(logits, positions)
+    target: Tensor | Splits
+    if r.places is not None:
+        target = r.draws.each(r.places // (N + 1)).tokens(logits, positions)
+        tokens = r.padded(s.window[:, : N + 1].reshape(-1)[r.places], -2)[:, 1:]
+    elif forced or model.ranks:
+        target = model.draw(r.draws, logits, positions)
+    else:
+        target = r.draws.splits(logits, positions)
     if isinstance(target, Tensor):
-        target = target.view(n, N + 1)
+        target = r.padded(target, -1)  # it equals no draft token
         target = synthetic(target, tokens, parents, positions.view(n, N + 1), s.agrees) if forced else target
     texts = s.committed, s.length, s.window, s.limit, cache.block_table[:n], cache.page_size
-    report, drawn = memory.out("report", n * (3 + 2 * N)), memory.out("target", r.rows)
+    report, drawn = memory.out("report", n * (3 + 2 * N)), memory.out("target", n * (N + 1))
     report, drawn, src, dst = settle(tokens, parents, target, *texts, report, drawn)
     if r.draft.tree:  # a chain's accepted rows are in place already
         kv_commit(cache.k, cache.v, src, dst)
@@ -260,7 +305,7 @@ def send(r: Round, model: Model) -> None:
     N, s, n = r.draft.size, r.state, r.n
     logits = r.memory.get("logits", r.rows)
     # One logit tells: a number that is not finite in a hidden row spoils them all.
-    first = logits.view(n, N + 1, -1)[:, :, 0]
+    first = r.padded(logits[:, 0], 0)
     copies = {"report": r.memory.get("report", n * (3 + 2 * N)).view(n, -1), "first": first}
     if r.traced or r.draft.observed:
         copies["draft"] = s.window[:, 1 : N + 1]

@@ -65,6 +65,9 @@ class JoinedPolicy(Policy):
         self.part = budget.part
         self.parts[self.part].taken(budget, prices)
 
+    def worth(self, price: float, confidence: Sequence[float]) -> int:
+        return self.parts[self.part].worth(price, confidence)
+
     def observe(self, outcome: Outcome) -> None:
         self.parts[self.part].observe(outcome)
 

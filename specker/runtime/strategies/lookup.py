@@ -17,6 +17,7 @@ tokens, a draft of k tokens is expected to commit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -117,6 +118,13 @@ class Copying(Policy):
             return 1.0
         a, k = self.rate_of(self.matched), min(budget.depth, self.available)
         return k + 1.0 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
+
+    def worth(self, price: float, confidence: Sequence[float]) -> int:
+        """The largest k with a_n^k of at least the price."""
+        a = self.rate_of(self.matched) if self.matched else 0.0
+        if a >= 1 or price <= 0:
+            return MAX_NODES
+        return int(math.log(price) / math.log(a)) if a > 0 and price < 1 else 0
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.drafted and self.matched:

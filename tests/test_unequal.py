@@ -1,0 +1,117 @@
+"""Batches in which each sequence verifies as many draft tokens as are worth their rows. Tokens stay those of plain
+decoding."""
+
+import random
+
+import pytest
+import torch
+from make_checkpoint import make
+from pairs import perturbed
+
+import specker
+from specker.runtime import loop as loops
+from specker.runtime.auto import Acceptance, Auto
+from specker.runtime.costs import Costs
+from specker.runtime.policy import MAX_NODES, Budget, Outcome
+from specker.runtime.strategies.lookup import Copying
+
+PROMPTS = [[5, 6, 7, 8] * 6, [9, 30, 11], [12, 13, 12, 13, 12], [40]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    target = make(folder / "target", "qwen2", layers=2, max_context=300, tokenizer=True, eos=None)
+    return target, perturbed(target, folder / "draft", amount=0.05)
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Every round of several requests that drafted."""
+    seen = []
+    finish = loops.Loop.finish
+
+    def spy(self, r):
+        if len(r.requests) > 1 and r.draft.size:
+            seen.append(r)
+        return finish(self, r)
+
+    monkeypatch.setattr(loops.Loop, "finish", spy)
+    return seen
+
+
+SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, SAMPLED], ids=str)
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "draft+lookup", "vocabtrim+lookup"])
+@pytest.mark.usefixtures("cheap")
+def test_tokens_are_those_of_plain_decoding(models, rounds, monkeypatch, strategy, sampling):
+    """With prices drawn at random, so that every sequence verifies a part of its own."""
+    rng = random.Random(1)
+    monkeypatch.setattr("specker.runtime.costs.Costs.row_price", lambda *_: rng.choice([0.0, 0.05, 0.3, 0.6, 0.9]))
+    draft = [] if strategy == "lookup" else [models[1]]
+    engine = specker.load(models[0], *draft, strategy=strategy, dtype="float64", device="cpu", batch_size=4)
+    got = engine.generate(PROMPTS, 60, seed=[1, 2, 3, 4], **sampling)
+    want = engine.generate_ar(PROMPTS, 60, seed=[1, 2, 3, 4], **sampling)
+    assert [g.tokens for g in got] == [w.tokens for w in want]
+    unequal = [r for r in rounds if r.places is not None]
+    assert len(unequal) > 3 and all(r.rows < r.n * (r.draft.size + 1) for r in unequal)
+    assert all(r.rows == sum(r.draft.count(slot) + 1 for slot in range(r.n)) for r in unequal)
+    assert sum(g.stats.accepted for g in got) > 0 or (sampling and strategy == "lookup")  # random text repeats nothing
+
+
+def test_log_probabilities_and_traces_verify_whole_drafts(models, rounds, monkeypatch):
+    monkeypatch.setattr("specker.runtime.costs.Costs.row_price", lambda *_: 0.3)
+    engine = specker.load(models[0], strategy="lookup", dtype="float64", device="cpu", batch_size=4)
+    assert all(len(g.logprobs) == 30 for g in engine.generate(PROMPTS, 30, logprobs=2))
+    assert rounds and all(r.places is None for r in rounds)
+
+
+def test_the_kernels_verify_unequal_rows(models, monkeypatch):
+    """The same in Triton's interpreter: rows are bit-equal, however many their sequence has."""
+    monkeypatch.setattr("specker.runtime.costs.Costs.row_price", lambda *_: 0.3)
+    engine = specker.load(models[0], strategy="lookup", dtype="float32", device="cpu", batch_size=2)
+    got = engine.generate(PROMPTS[:2], 20)
+    assert [g.tokens for g in got] == [w.tokens for w in engine.generate_ar(PROMPTS[:2], 20)]
+
+
+def test_a_copied_token_is_worth_its_row_while_it_is_likely():
+    policy = Copying({}, Budget(16, 16))
+    policy.announced(2, 9)
+    a = policy.rate_of(2)
+    for price in (0.9, 0.5, 0.3, 0.1, 0.01):
+        k = policy.worth(price, [])
+        assert a**k >= price > a ** (k + 1)
+    assert policy.worth(0.0, []) == MAX_NODES and policy.worth(1.0, []) == 0
+    policy.announced(0, 0)
+    assert policy.worth(0.1, []) == 0
+
+
+def test_a_drafted_token_is_worth_its_row_while_the_chain_is_likely():
+    policy = Auto(Costs(lambda budget: 0.1), Acceptance(0.98), Budget(8, 8), confident=True)
+    assert policy.worth(0.5, [0.9, 0.8, 0.6, 0.9]) == 2  # 0.9, 0.72, 0.432
+    assert policy.worth(0.95, [0.9, 0.8]) == 0 and policy.worth(0.1, [0.9, 0.8]) >= 2
+    before = policy.expected(Budget(8, 8))
+    for _ in range(20):  # drafts that are never worth a row commit one token a round, and the policy must learn that
+        policy.observe(Outcome(0, [0], [0.1]))
+    assert policy.expected(Budget(8, 8)) < 2 < before
+
+
+def test_the_price_of_a_row_and_what_a_round_of_unequal_rows_teaches():
+    costs, shape = Costs(lambda budget: 0.1), Budget(4, 4)
+    for rows, seconds in ((1, 1.0), (5, 3.0)):
+        costs.measured(8, Budget(0, 0), rows - 1, 0.1, seconds)
+    assert costs.row_price(8, shape, 8.0) == pytest.approx(0.5)  # 0.5 s for a row of each of 8, of 8 tokens a second
+    before = costs.verify(8, 3)
+    for _ in range(30):
+        costs.observe(8, shape, 4, 0.1, 2 * costs.verify(8, 2.4), 1.4)
+    assert costs.verify(8, 2.4) > 1.6 * before
+
+
+def test_a_round_that_the_host_places_only(models):
+    """Rounds of fixed shape, as CUDA graphs replay them, keep equally many rows."""
+    torch.manual_seed(0)
+    engine = specker.load(models[0], strategy="lookup", graphs="on", dtype="float32", device="cpu", batch_size=2)
+    got = engine.generate(PROMPTS[:2], 20)
+    assert [g.tokens for g in got] == [w.tokens for w in engine.generate_ar(PROMPTS[:2], 20)]
