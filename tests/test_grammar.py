@@ -11,6 +11,8 @@ import pytest
 import specker
 from specker import grammar, run, zoo
 from specker.options import Params
+from specker.runtime.choose import NONE
+from specker.runtime.drafter import Draft
 from specker.runtime.grammar import Grammars, Guide
 from specker.runtime.policy import Fixed
 
@@ -192,6 +194,22 @@ def test_forced_tokens_need_no_drafter(chain, monkeypatch):
     assert re.fullmatch("the first part (one|two) and the last one", out.text)
     assert out.tokens == plain.tokens and out.finished == plain.finished == "stop"
     assert out.stats.rounds <= 4 and len(drafted) <= 2 and plain.stats.rounds == len(plain.tokens) > 8
+
+
+def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monkeypatch):
+    """It was to be one without a draft, but the grammar of one of its two texts forces tokens."""
+    costs, seen = chain.loop.known.costs, []
+    monkeypatch.setattr(chain.loop.drafting.chooser, "measured", lambda *how: seen.append("plain"))
+    monkeypatch.setattr(costs, "observe", lambda n, budget, drafted, *_: seen.append((n, drafted, _[-1])))
+    draft = Draft()
+    for slot, forced in ((0, 2), (1, 0)):
+        draft.lead(slot, 0, forced)
+    seconds = dict.fromkeys(("prefill", "draft", "verify", "accept", "commit"), 0.1)
+    how = {"reason": "measured", "budget": NONE, "behind": 0, "forced": False, "trial": False, "seconds": seconds}
+    for size, expected in ((2, (2, 0, 2)), (0, "plain")):
+        draft.size = size
+        chain.loop.drafting.learn(SimpleNamespace(requests=[1, 2], draft=draft, **how), 2)
+        assert seen.pop() == expected
 
 
 class Seen(Fixed):

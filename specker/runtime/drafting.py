@@ -108,7 +108,7 @@ class Drafting:
             costs.observe_prefill(r.behind, seconds["prefill"])
         if "watch" not in seconds:
             rest = seconds["verify"] + seconds["accept"] + (0.0 if self.captures else seconds["commit"])
-            if r.reason == "measured":
+            if r.reason == "measured" and not r.draft.size:  # a grammar may have put tokens into some chains
                 self.chooser.measured(n, rest)
             else:
                 costs.observe(n, r.budget, drafted, seconds["draft"], rest, verified)
