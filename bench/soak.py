@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -52,7 +53,7 @@ class Soak:
 
     def client(self, seed: int, end: float) -> None:
         rng = random.Random(seed)
-        with httpx.Client(base_url=self.url, timeout=120) as http:
+        with httpx.Client(base_url=self.url, timeout=3600) as http:
             while time.monotonic() < end and len(self.wrong) < 20:
                 kind = rng.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
                 try:
@@ -182,19 +183,26 @@ def memory(pid: int) -> float:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
 
 
+def drained(log: Any) -> None:
+    """Read a process's log, so that it never waits for a reader."""
+    with suppress(ValueError):  # it was closed
+        for _ in log:
+            pass
+
+
 def main() -> int:
     args = HfArgumentParser(Args).parse_args_into_dataclasses()[0]
     command = [sys.executable, "-m", "specker", "serve", "--port", "0", "--view", "--batch-size", str(args.batch_size)]
     command += ["--target", args.target] if args.target else []
     command += ["--strategy", args.strategy] if args.strategy else []
-    server = subprocess.Popen([*command, "--queue", "12"], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*command, "--queue", "12", "--seconds", "7200"], stderr=subprocess.PIPE, text=True)
     try:
         said = ""
         while not (found := re.search(r"(http://[\d.:]+)/v1", said)):
             if not (line := server.stderr.readline()):
                 sys.exit(f"the server ended: {said}")
             said += line
-        threading.Thread(target=lambda: [*server.stderr], daemon=True).start()  # its log
+        threading.Thread(target=drained, args=(server.stderr,), daemon=True).start()
         soak, seconds = Soak(found[1]), 60 * args.minutes
         end = time.monotonic() + seconds
         clients = [threading.Thread(target=soak.client, args=(args.seed + n, end)) for n in range(args.clients)]
