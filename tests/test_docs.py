@@ -14,6 +14,8 @@ from transformers import HfArgumentParser
 import specker
 from scripts import pages
 from specker import calibrate, drafts, run
+from specker.serve import __main__ as serve
+from specker.serve.api import Chat
 from specker.view import __main__ as view
 from specker.zoo import real
 from train.head import __main__ as head
@@ -67,6 +69,10 @@ def test_command(line: str) -> None:
             HfArgumentParser(head.Args).parse_args_into_dataclasses(flags)
         case ["specker", "drafts", *flags]:
             drafts.parse(flags)
+        case ["specker", "serve", *flags]:
+            serve.parse(flags)
+        case ["curl", "localhost:8000/v1/chat/completions", "-H", "content-type: application/json", "-d", body]:
+            assert Chat.model_validate_json(body).messages
         case ["specker" | "specker-calibrate" as name, *flags]:
             module = {"specker": run, "specker-calibrate": calibrate}[name]
             with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print
@@ -76,6 +82,8 @@ def test_command(line: str) -> None:
             assert (ROOT / script).exists()  # tests of these scripts parse their flags
         case ["vllm", "serve", *_]:  # tests/integrations/test_vllm.py runs it
             pass
+        case ["pip", "install", ".[serve]" | "specker[serve]"]:
+            assert re.search("^serve = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         case ["pip", "install", ".", "./models"] | ["source", ".venv/bin/activate"]:
             pass
         case _:

@@ -16,7 +16,20 @@ from specker.runtime import strategies
 
 PACKAGE = Path(specker.__file__).parent
 # These run behind a command line only.
-COMMANDS = {"__main__", "run", "report", "chat", "calibrate", "drafts", "flags", "storage", "trace", "view", "zoo"}
+COMMANDS = {
+    "__main__",
+    "run",
+    "report",
+    "chat",
+    "calibrate",
+    "drafts",
+    "flags",
+    "serve",
+    "storage",
+    "trace",
+    "view",
+    "zoo",
+}
 
 # option -> value, the sentence in Python, the sentence on a command line
 SHARED: list[tuple[dict[str, Any], str, str]] = [
