@@ -205,7 +205,15 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
     for slot, forced in ((0, 2), (1, 0)):
         draft.lead(slot, 0, forced)
     seconds = dict.fromkeys(("prefill", "draft", "verify", "accept", "commit"), 0.1)
-    how = {"reason": "measured", "budget": NONE, "behind": 0, "forced": False, "trial": False, "seconds": seconds}
+    how = {
+        "seconds": seconds,
+        "reason": "measured",
+        "budget": NONE,
+        "behind": 0,
+        "forced": False,
+        "trial": False,
+        "places": None,
+    }
     for size, expected in ((2, (2, 0, 2)), (0, "plain")):
         draft.size = size
         chain.loop.drafting.learn(SimpleNamespace(requests=[1, 2], draft=draft, **how), 2)
