@@ -87,6 +87,7 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
         application(engine, serving, sampling),
         log_config=None,
         access_log=False,
+        timeout_keep_alive=75,  # a client must not reuse a connection just as it is closed
         timeout_graceful_shutdown=int(serving.seconds) + 1,
     )
     with socket.create_server((serving.host, serving.port), reuse_port=False) as listening:
