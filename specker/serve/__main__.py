@@ -70,7 +70,7 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
         import uvicorn
 
         from specker.serve.app import application
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ValueError(f"the server needs {error.name}: pip install 'specker[serve]'") from None
     from specker.report import Screen
     from specker.runtime.load import load
@@ -90,9 +90,11 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
         timeout_keep_alive=75,  # a client must not reuse a connection just as it is closed
         timeout_graceful_shutdown=int(serving.seconds) + 1,
     )
-    with socket.create_server((serving.host, serving.port), reuse_port=False) as listening:
+    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
+    with socket.create_server((serving.host, serving.port), family=family) as listening:
         screen.remarks(engine)
-        screen.note(f"{engine.models}: http://{serving.host}:{listening.getsockname()[1]}/v1")
+        host = f"[{serving.host}]" if ":" in serving.host else serving.host
+        screen.note(f"{engine.models}: http://{host}:{listening.getsockname()[1]}/v1")
         uvicorn.Server(config).run([listening])
     return 0
 

@@ -173,7 +173,8 @@ def application(engine: Engine, serving: Serving, sampling: dict[str, float]) ->
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(server.worker.metrics.text(), media_type="text/plain; version=0.0.4")
+        text = await asyncio.wrap_future(server.worker.between_steps(server.worker.metrics.text))
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     if (live := server.live) is not None:
 

@@ -31,7 +31,8 @@ class Metrics:
 
     def queue(self) -> dict[str, int | float]:
         """Requests that decode or are prefilled, and those that wait."""
-        running = len(self.worker.session.loop.requests) - len(self.worker.session.loop.waiting)
+        slots = self.worker.session.loop.slots
+        running = len(slots.active) + (slots.filling is not None)
         return {"running": running, "waiting": max(0, self.worker.open - running)}
 
     def collect(self) -> Iterator[Metric]:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from specker.runtime.engine import Engine
 from specker.runtime.events import Event
@@ -15,7 +17,9 @@ from specker.serve.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-IDLE = 0.2  # seconds between looks at the stop flag while there is nothing to do
+T = TypeVar("T")
+
+IDLE = 0.05  # seconds between looks at the stop flag while there is nothing to do
 NEW = 0.2  # weight of a new measurement
 
 
@@ -71,6 +75,7 @@ class Worker(threading.Thread):
         self._calls: dict[Request, Call] = {}
         self._lock = threading.Lock()  # of `_calls`
         self._gone: deque[Request] = deque()  # to be cancelled
+        self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._mean = 1.0  # seconds of a request, smoothed
         self._stopping = False
 
@@ -105,6 +110,12 @@ class Worker(threading.Thread):
         self._gone.extend(call.left)
         call.left.clear()
 
+    def between_steps(self, work: Callable[[], T]) -> "Future[T]":
+        """The result of `work`, which this thread computes before its next step: it may read what steps change."""
+        future: Future[T] = Future()
+        self._asked.append((work, future))
+        return future
+
     def stop(self) -> None:
         """Cancel what has not ended and end the thread."""
         self._stopping = True
@@ -113,6 +124,12 @@ class Worker(threading.Thread):
     def run(self) -> None:
         while not self._stopping:
             self._cancel()
+            while self._asked:
+                work, future = self._asked.popleft()
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
             if self.session.wait(IDLE):
                 self._step()
         self._gone.extend(self._calls)
