@@ -72,8 +72,9 @@ class Worker(threading.Thread):
         self.session, self.queue, self.limit, self.told = engine.session, queue, limit, told
         self.metrics = Metrics(self)
         self.sound = True  # whether the last step succeeded
-        self._calls: dict[Request, Call] = {}
-        self._lock = threading.Lock()  # of `_calls`
+        self._open: set[Request] = set()  # submitted, and not ended
+        self._calls: dict[Request, Call] = {}  # of those that somebody waits for
+        self._lock = threading.Lock()  # of both
         self._gone: deque[Request] = deque()  # to be cancelled
         self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._mean = 1.0  # seconds of a request, smoothed
@@ -87,7 +88,7 @@ class Worker(threading.Thread):
     @property
     def open(self) -> int:
         """Requests that have not ended."""
-        return len(self._calls)
+        return len(self._open)
 
     def call(self, requests: Sequence[Request]) -> Call:
         """Submit the requests of a call, on the event loop. Raises Busy, or ValueError if they can never be queued."""
@@ -95,9 +96,9 @@ class Worker(threading.Thread):
             raise ValueError(f"{len(requests)} texts are asked for, but the server queues at most {self.queue}")
         call = Call(self, requests)
         with self._lock:
-            if len(self._calls) + len(requests) > self.slots + self.queue:
-                waiting = len(self._calls) / self.slots
-                raise Busy(max(1, math.ceil(self._mean * waiting)))
+            if self.open + len(requests) > self.slots + self.queue:
+                raise Busy(max(1, math.ceil(self._mean * self.open / self.slots)))
+            self._open.update(requests)
             self._calls |= dict.fromkeys(requests, call)
         for request in requests:
             self.session.submit(request)
@@ -132,13 +133,16 @@ class Worker(threading.Thread):
                     future.set_exception(error)
             if self.session.wait(IDLE):
                 self._step()
-        self._gone.extend(self._calls)
+        self._gone.extend(self._open)
         self._cancel()
 
     def _cancel(self) -> None:
         while self._gone:
             request = self._gone.popleft()
-            self.session.cancel(request)
+            try:
+                self.session.cancel(request)
+            except Exception:  # of a round that was launched before
+                log.exception("a round failed")
             self._ended(request)
 
     def _step(self) -> None:
@@ -149,7 +153,7 @@ class Worker(threading.Thread):
             log.exception("a round failed, and with it its requests")
             self.sound = False
             with self._lock:
-                failed = [request for request in self._calls if request.finished == "failed"]
+                failed = [request for request in self._open if request.finished == "failed"]
             for request in failed:
                 self._put(request, Failed("the round failed; the server's log says why"))
             return
@@ -164,6 +168,8 @@ class Worker(threading.Thread):
             call = self._calls.get(request)
             if isinstance(entry, Failed) or entry.finished is not None:
                 self._calls.pop(request, None)
+        if request.finished is not None:
+            self._ended(request)
         if call is None:
             return
         if not call.first:
@@ -171,9 +177,13 @@ class Worker(threading.Thread):
             self.metrics.first_token.observe(call.first)
         if request.finished is not None:
             self._mean += NEW * (time.monotonic() - call.began - self._mean)
-            self._ended(request)
         call.loop.call_soon_threadsafe(call.inbox.put_nowait, entry)
 
     def _ended(self, request: Request) -> None:
+        """Count a request that ended, once."""
+        with self._lock:
+            if request not in self._open:
+                return
+            self._open.discard(request)
         self.metrics.ended(request)
         self.told(request)

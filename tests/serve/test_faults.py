@@ -87,6 +87,7 @@ def test_a_client_that_goes_away_ends_its_request(load, slow, stream, queued):
             assert queued or engine.loop.finished <= rounds + 2
             assert gone
         assert serves(client, engine)
+        assert worker.metrics.finished == {"cancelled": 1 + queued, "length": 1}  # each ended once
 
 
 def leave(client, body, holds):
