@@ -60,7 +60,7 @@ def test_prompts_of_ids_and_several_prompts(engine, client):
     assert len(engine.encode(client.post("/v1/completions", json={"prompt": "ab"}).json()["choices"][0]["text"])) <= 17
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 7}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 3}])
 def test_a_stream_has_the_text_of_the_whole_answer(engine, client, sampling):
     asked = {"prompt": "ab cd", "max_tokens": 24, "n": 2, "logprobs": 2, **sampling}
     whole = client.post("/v1/completions", json=asked).json()
