@@ -104,7 +104,7 @@ def made(engine, requests, drafting=lambda n: True):
     ]
 
 
-@pytest.mark.parametrize(("name", "size"), [*cases.one_in(4, STRATEGIES, [1]), *cases.one_in(3, STRATEGIES, [2, 5, 8])])
+@pytest.mark.parametrize(("name", "size"), [*cases.one_in(4, STRATEGIES, [1]), *cases.one_in(5, STRATEGIES, [2, 5, 8])])
 def test_tokens_do_not_depend_on_the_batch(world, name, size, cheap):
     engine = load(world, name, batch_size=size, page_size=16 if size == 5 else 256)
     assert served(engine, world["requests"]) == world["texts"]
@@ -238,7 +238,7 @@ def test_an_abandoned_stream_frees_its_pages(world):
 REPLAYED = (*FIXED, "capped", "draft-and-verify", "easyspec-tree", "del-fixed")
 
 
-@pytest.mark.parametrize(("name", "size"), cases.one_in(2, REPLAYED, [1, 5]))
+@pytest.mark.parametrize(("name", "size"), cases.one_in(3, REPLAYED, [1, 5]))
 def test_captured_work_replays_in_later_rounds(world, name, size, cheap):
     """A CUDA graph replays the launches of its capture and runs no Python. So here the work of a key's second call
     replaces the work of every later call."""

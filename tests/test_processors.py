@@ -16,7 +16,6 @@ AGAIN = [
     "tests/cpu/test_layers.py::test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch",
     "tests/kernels/test_quant.py::test_many_rows_are_as_exact_as_few",
     "tests/test_bundled.py::test_check_passes_on_the_built_in_prompts",
-    "tests/test_lookup.py::test_tokens_equal_plain_decoding",
 ]
 CHILD = """
 import sys, pytest, torch

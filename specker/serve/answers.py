@@ -76,11 +76,13 @@ class Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events; an error is the last one. Cancels the call if they are not read to their end."""
+        begun: set[int] = set()
         try:
-            for n in range(len(self.call.requests)) if isinstance(self.asked, Chat) else ():
-                said = {"index": n, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                yield self._event([said])
             async for piece in self.pieces():
+                if isinstance(self.asked, Chat) and piece.choice not in begun:
+                    begun.add(piece.choice)
+                    said = {"index": piece.choice, "delta": {"role": "assistant", "content": ""}}
+                    yield self._event([said | {"finish_reason": None}])
                 if any(piece[1:]):
                     yield self._event([self.delta(piece)])
             if self.asked.usage:
