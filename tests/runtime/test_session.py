@@ -351,7 +351,7 @@ def test_tokens_depend_on_nothing_but_the_request(models, way, monkeypatch):
         assert request.tokens == (want[: len(request.tokens)] if request.finished == "cancelled" else want)
         done += request.finished != "cancelled"
         reused += request.stats.prompt < len(prompt) - 1 and request.finished != "cancelled"
-    assert done > 5 and reused > 1 and free(engine)
+    assert done > 5 and reused > 0 and free(engine)
 
 
 @pytest.mark.slow
