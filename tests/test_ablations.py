@@ -34,8 +34,7 @@ def load(models, kind, **more):
     return engine
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), cases.one_in(2, KINDS, [1, 3]))
 def test_tokens_equal_plain_decoding(models, kind, size):
     """Also in a batch, whose sequences end at different times and change slots."""
     counts, engine = (30, 12, 20, 9, 16), load(models, kind, batch_size=size, graphs="on")

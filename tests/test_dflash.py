@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -111,7 +112,7 @@ def assert_drafts(seen, text, formula, taps_of, depths, most):
             assert row["probability"] == pytest.approx([math.exp(s) for s in scores], rel=1e-6)
 
 
-@pytest.mark.parametrize("way", LAYOUTS)
+@pytest.mark.parametrize("way", cases.one_in(2, LAYOUTS))
 def test_drafts_are_those_of_the_formula(target, tmp_path, taps_of, way):
     drafter = drafter_of(target, tmp_path / "drafter", **LAYOUTS[way])
     engine = load(target, drafter)

@@ -154,9 +154,9 @@ def hidden(engine, text):
     return [prefill(model, cache, text[:-1], (4,), len(text))[4]]
 
 
-@pytest.mark.parametrize(("heads", "graphs"), [(1, "on"), (2, "off")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_formula(tmp_path, kind, heads, graphs):
+@pytest.mark.parametrize(("kind", "several"), cases.one_in(2, KINDS, [False, True]))
+def test_drafts_are_those_of_the_formula(tmp_path, kind, several):
+    heads, graphs = (2, "off") if several else (1, "on")
     layout, how = KINDS[kind]
     target = make_target(tmp_path / "target", layout, heads=heads, **how)
     engine, seen = load(target, graphs=graphs), []

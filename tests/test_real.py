@@ -74,7 +74,10 @@ def test_the_gguf_file_is_a_target(real: str) -> None:
     assert len(want) > 12 and done.stdout == want + "\n"
 
 
-@pytest.mark.parametrize(("strategy", "least"), FLOORS.items())
+@pytest.mark.parametrize(
+    ("strategy", "least"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if n % 2 else []) for n, each in enumerate(FLOORS.items())],
+)
 def test_a_bundled_draft_is_accepted(real: str, strategy: str, least: float) -> None:
     """It is chosen by itself. In float32, so that any machine decodes the same text."""
     engine = specker.load(real, device="cpu", dtype="float32", max_context=512, strategy=strategy, draft_tokens=4)

@@ -6,6 +6,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import cases
 import pytest
 import torch
 from make_checkpoint import exact_oracle, make, oracle
@@ -152,7 +153,7 @@ def test_steps_by_hand(models):
 # --- the end of a text
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases.one_in(2, WAYS))
 def test_stop_ids(models, way):
     """Within a draft and between drafts; each request has its own."""
     engine = load(models, way, batch_size=2)
@@ -336,7 +337,7 @@ def test_tokens_depend_on_nothing_but_the_request(models, way, monkeypatch):
     prefixes = [[rng.randrange(3, 90) for _ in range(120)] for _ in range(3)]
     engine, plain = load(models, way, batch_size=3, kv_tokens=1500, prefix_cache="all"), load(models, "ar")
     session, live, done, reused = engine.session, {}, 0, 0
-    for _ in range(10):
+    for _ in range(16):
         while rng.random() < 0.6:
             prompt, options = a_request(rng, prefixes)
             live[session.submit(prompt, Params.of(**options))] = prompt, options
@@ -351,7 +352,7 @@ def test_tokens_depend_on_nothing_but_the_request(models, way, monkeypatch):
         assert request.tokens == (want[: len(request.tokens)] if request.finished == "cancelled" else want)
         done += request.finished != "cancelled"
         reused += request.stats.prompt < len(prompt) - 1 and request.finished != "cancelled"
-    assert done > 5 and reused > 0 and free(engine)
+    assert done > 8 and reused > 3 and free(engine)
 
 
 @pytest.mark.slow
