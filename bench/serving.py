@@ -7,8 +7,7 @@ The client is vLLM's `bench serve` (`--backend openai-chat`), in vLLM's own envi
 runs on `--threads` threads with eight slots; all are loaded, and only one is asked at a time. At each concurrency the
 servers take turns with the same prompts, greedy, `--max-new-tokens` each. Prompts have 40 to 1,500 tokens: the
 questions of coder_prompts.jsonl or spec_bench.jsonl, every fourth one with source code of this package before it. No
-prompt is asked twice of a server, so none finds its own K/V. `vllm` reads the folder that SmolLM2's file is converted
-to, in bfloat16; it does not read the pair's GGUF files on a CPU.
+prompt is asked twice of a server, so none finds its own K/V.
 
 Reported: requests/s, tokens/s (answers only), time to the first token (p50, p95), between chunks (p95), which hold a
 round's tokens each, the server's memory after it, the acceptance length where the server tells it, and how many answers
