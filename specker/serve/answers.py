@@ -13,7 +13,7 @@ from specker.serve.errors import detail
 from specker.serve.tools import Calls
 from specker.serve.worker import Call, Failed
 
-REASONS = {"context": "length"}  # where the API has another word
+REASONS = {"context": "length", "grammar": "length"}  # where the API has another word: the text is not complete
 
 
 class Piece(NamedTuple):

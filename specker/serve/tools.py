@@ -2,6 +2,7 @@
 and Qwen: a JSON object with `name` and `arguments` between two tags, which the chat template must name."""
 
 import json
+import uuid
 from typing import Any
 
 from specker import grammar
@@ -57,7 +58,7 @@ class Calls:
         call = json.loads(text)  # the grammar has seen to it
         self.found += 1
         function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-        return {"index": self.found - 1, "id": f"call_{self.found - 1}", "type": "function", "function": function}
+        return {"index": self.found - 1, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _begun(text: str) -> int:
