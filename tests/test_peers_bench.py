@@ -240,10 +240,9 @@ def test_the_configurations_of_the_pair(monkeypatch):
     assert {model.base, model.reference} <= set(model.ways)
 
 
-def test_amx_is_turned_off_where_it_is_refused(monkeypatch):
-    for listed, granted, off in (({"amx_tile"}, False, True), ({"amx_tile"}, True, False), ({"avx2"}, False, False)):
+def test_amx_is_turned_off(monkeypatch):
+    for listed, off in (({"amx_tile"}, True), ({"avx2"}, False)):
         monkeypatch.setattr(llama_server, "features", lambda listed=listed: listed)
-        monkeypatch.setattr(llama_server, "amx_granted", lambda granted=granted: granted)
         flags = llama_server.amx_flags()
         assert bool(flags) == off and all("-mno-amx-tile" in flag for flag in flags)
 

@@ -11,6 +11,7 @@ from make_dflash import make_dflash
 from make_head import make_head
 from pairs import perturbed
 from serving import chunks, free, serving, until
+from test_mtp import make_target
 
 import specker
 
@@ -25,6 +26,7 @@ WAYS = {
     "diffuspec": {"strategy": "diffuspec", "cps": "off", "adl": "2-4"},
     "eagle": {"strategy": "eagle", "draft_tokens": 3},
     "dflash": {"strategy": "dflash", "draft_tokens": 3},
+    "mtp": {"strategy": "mtp", "draft_tokens": 3},
     "lookup": {"strategy": "lookup"},
 }
 QUICK = [("draft+lookup", 16), ("tree", 4), ("diffuspec", 4)]
@@ -40,14 +42,15 @@ def models(tmp_path_factory):
     config = json.loads((target / "config.json").read_text())
     head = make_head(folder / "head", config, layout="nested", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     block = make_dflash(folder / "block", config, layout="dflash", layer_ids=[0, 1])
-    return {"target": target, "draft": draft, "diffuspec": dream, "eagle": head, "dflash": block}
+    heads = make_target(folder / "mtp", "mimo", arch="mimo", tokenizer=True, eos=None)  # a target of its own
+    return {"target": target, "draft": draft, "diffuspec": dream, "eagle": head, "dflash": block, "mtp": heads}
 
 
 def load(models, way, **more):
     options = {"dtype": "float64", "device": "cpu", "page_size": 16, "batch_size": 3, **WAYS[way]}
-    alone = options["strategy"] in ("ar", "del", "lookup")
+    alone = options["strategy"] in ("ar", "del", "lookup", "mtp")
     drafts = [] if alone else [models.get(options["strategy"], models["draft"])]
-    return specker.load(models["target"], *drafts, **options)
+    return specker.load(models["mtp" if way == "mtp" else "target"], *drafts, **options)
 
 
 @pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
