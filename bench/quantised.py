@@ -290,7 +290,7 @@ def chains(args: Args) -> list[dict[str, Any]]:
         def compiled(count: int, model: Any = model, cache: Any = cache, rows: Any = rows, begin: Any = output) -> Any:
             begin = torch.tensor([1]) if model is draft else begin
             place = (cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table
-            candidates = cpu.Candidates(model.embed, lm_head.weight, kept, lm_head.norm, "int8")
+            candidates = cpu.Candidates(model.embed, 1.0, lm_head.weight, kept, lm_head.norm, "int8")
             at, sampling = [TEXT + (model is draft)], [(0.0, 0)]
             return cpu.draft(model.stack, candidates, begin, place, ([0, 1], [0, 1]), at, 2047, count, sampling, None)
 

@@ -30,7 +30,7 @@ CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a 
 def served(c: ModelConfig) -> bool:
     """Whether the compiled CPU kernels support such layers, with float32, bfloat16 and quantised weights."""
     kernels, sizes = native(), (c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
-    if kernels is None or c.embed_scale != 1 or kernels.Stack.lacks(c.layer):
+    if kernels is None or kernels.Stack.lacks(c.layer):
         return False
     return kernels.Stack.takes_sizes(*sizes)
 

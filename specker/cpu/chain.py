@@ -28,6 +28,7 @@ class Candidates:
     """The drafter's LM head."""
 
     embed: Any  # [V, E], a matrix that `Matrix.of` accepts
+    scale: float  # factor of its rows
     head: Any  # [K, E]
     ids: Tensor | None  # [K] int64, token ids of the head's rows
     norm: Tensor | None  # [E], weight of the final norm; None: the layers' outputs are normed
@@ -78,6 +79,7 @@ def draft(
         ctypes.pointer(stack.struct),
         ctypes.pointer(embed),
         ctypes.pointer(head),
+        candidates.scale,
         None if candidates.norm is None else candidates.norm.data_ptr(),
         None if candidates.ids is None else candidates.ids.data_ptr(),
         ctypes.pointer(first),

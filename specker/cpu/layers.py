@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specker.cpu.library import (
+    GATES,
     MATRICES,
     VECTORS,
     Entry,
@@ -45,6 +46,8 @@ NAMES = (
     "gate_up_bias",
     "down",
     "down_bias",
+    "norm_o",
+    "norm_down",
 )
 
 
@@ -54,11 +57,8 @@ class Spec(Protocol):
     @property
     def activation(self) -> str: ...
     @property
-    def norms(self) -> str: ...
-    @property
     def qk_norm(self) -> str: ...
-    @property
-    def ropes(self) -> tuple[int, ...]: ...
+    def reach(self, layer: int) -> int: ...
 
 
 class Pairs(NamedTuple):
@@ -86,21 +86,21 @@ class Stack:
     def __init__(
         self,
         layers: Sequence[Sequence[Any]],
+        spec: Spec,
         heads: tuple[int, int],
-        rope: Tensor,
+        ropes: Sequence[Tensor],
         eps: float,
         scale: float,
         activations: str = "float32",
-        reaches: Sequence[int] = (),
     ):
-        """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], k_norm, o [E, Hq D], its bias,
-        norm_post, gate_up [2 F, E], its bias, down [E, F], its bias; None where it is absent. heads: Hq, Hkv; rope [C,
-        2, D]; scale: factor of attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else float32.
-        activations: see `Matrix.of`. reaches: each layer's sliding window, 0 for none; empty if no layer has one."""
-        self.layers, self.rope, self.heads, self.activations = layers, rope, heads, activations
+        """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], or over all heads [Hq D], k_norm, o
+        [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down; None where
+        it is absent. heads: Hq, Hkv; ropes: each layer's table [C, 2, D]; scale: factor of attention's scores. A matrix
+        is float32, bfloat16 or `Packed`, everything else float32. activations: see `Matrix.of`."""
+        self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
-        for struct, layer, reach in zip(self._layers, layers, reaches or [0] * len(layers), strict=True):
-            struct.reach = reach
+        for n, (struct, layer, rope) in enumerate(zip(self._layers, layers, ropes, strict=True)):
+            struct.reach, struct.rope = spec.reach(n), rope.data_ptr()
             by = dict(zip(NAMES, layer, strict=True))
             for name in VECTORS:
                 setattr(struct, name, None if by[name] is None else by[name].data_ptr())
@@ -110,9 +110,9 @@ class Stack:
         # With 8 to 32 rows it is up to ten times slower, because its threads and the team's threads wake in turn.
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
         self.most = 1 << 30 if self.packed else MAX_ROWS
-        (E, F), D = layers[0][NAMES.index("down")].shape, rope.shape[2]
-        address = ctypes.addressof(self._layers)
-        self.struct = Layers(E, *heads, D, F, rope.data_ptr(), address, None, eps, scale)
+        (E, F), D = layers[0][NAMES.index("down")].shape, ropes[0].shape[2]
+        how = GATES[spec.activation], int(spec.qk_norm == "projection")
+        self.struct = Layers(E, *heads, D, F, *how, ctypes.addressof(self._layers), None, eps, scale)
         self.pairs: Pairs | None = None
 
     def read(self, pairs: Pairs) -> None:
@@ -129,18 +129,11 @@ class Stack:
 
     @staticmethod
     def lacks(layer: Spec) -> str:
-        """The layer's features that the library does not support, for messages; empty if it supports all."""
-        found = [
-            (layer.activation != "silu", f"the activation {layer.activation}"),
-            (layer.norms != "before", "norms after attention and the feed-forward"),
-            (layer.qk_norm == "projection", "norms over all heads of q and k"),
-            (bool(layer.ropes), "RoPE that differs by layer"),
-        ]
-        *most, last = [name for missing, name in found if missing] or [""]
-        return f"{', '.join(most)} and {last}" if most else last
+        """What the layer computes and the library does not, for messages; empty if it computes all."""
+        return "" if layer.activation in GATES else f"the activation {layer.activation}"
 
     @staticmethod
-    def takes(layers: Sequence[Sequence[Any]], rope: Tensor) -> bool:
+    def takes(layers: Sequence[Sequence[Any]], head_dim: int) -> bool:
         """Whether the library supports the sizes and dtypes of these layers."""
         by = [dict(zip(NAMES, layer, strict=True)) for layer in layers]
         matrices = [layer[name] for layer in by for name in MATRICES]
@@ -148,7 +141,7 @@ class Stack:
         return (
             available()
             and all(w is not None and takes(w) for w in matrices)
-            and Stack.takes_sizes(rope.shape[2], *(w.shape[1] for w in matrices))
+            and Stack.takes_sizes(head_dim, *(w.shape[1] for w in matrices))
             and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from specker.cpu import build
 
 ACTIVATIONS = {"int8": 0, "bfloat16": 1, "float32": 2}
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # LayerSpec.activation -> the enum in csrc/layers.h
 
 
 class Segment(Structure):
@@ -37,13 +38,25 @@ class Matrix(Structure):
         return cls(parts, len(runs), *weight.shape, ACTIVATIONS[activations])
 
 
-VECTORS = "norm_in", "qkv_bias", "q_norm", "k_norm", "o_bias", "norm_post", "gate_up_bias", "down_bias"
+VECTORS = (
+    "norm_in",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "o_bias",
+    "norm_post",
+    "gate_up_bias",
+    "down_bias",
+    "norm_o",
+    "norm_down",
+)
 MATRICES = "qkv", "o", "gate_up", "down"
 
 
 class Layer(Structure):
     _fields_ = [
         *((name, c_void_p) for name in VECTORS),
+        ("rope", c_void_p),
         *((name, Matrix) for name in MATRICES),
         ("reach", c_int64),
     ]
@@ -59,8 +72,7 @@ class Entry(Structure):
 
 class Layers(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F")),
-        ("rope", c_void_p),
+        *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "activation", "whole")),
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
         ("eps", c_double),
@@ -125,6 +137,7 @@ class ChainCall(Structure):
     _fields_ = [
         ("model", POINTER(Layers)),
         *((name, POINTER(Matrix)) for name in ("embed", "head")),
+        ("scale", c_double),
         *((name, c_void_p) for name in ("norm", "ids")),
         ("first", POINTER(Places)),
         *((name, c_void_p) for name in ("output", "tokens", "groups", "later_groups")),

@@ -10,7 +10,7 @@ class CheckpointError(ValueError):
 @dataclass(frozen=True)
 class LayerSpec:
     """What a layer computes, apart from its sizes. All layers are alike, except for `reaches` and `ropes`. The decoder
-    implements every value; other implementations (the compiled CPU layers) report which value they lack."""
+    implements every value; another implementation (the compiled CPU layers) reports a value that it lacks."""
 
     activation: str = "silu"  # in the feed-forward's gate: silu (SwiGLU), gelu or gelu_tanh (GeGLU, arXiv 2002.05202)
     qkv_bias: bool = False

@@ -137,14 +137,13 @@ class Model:
         if self.device.type != "cpu" or self.dtype != torch.float32 or self.ranks or self.linear is not row_linear:
             return None
         kernels, c = native(), self.config
-        if kernels is None or c.embed_scale != 1 or kernels.Stack.lacks(c.layer):
+        if kernels is None or kernels.Stack.lacks(c.layer):
             return None
-        layers = [(*layer.attention, *layer.mlps[0][:-2]) for layer in self.layers]  # without norm_o and norm_down
-        if not kernels.Stack.takes(layers, self.ropes[0]):
+        layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
+        if not kernels.Stack.takes(layers, c.head_dim):
             return None
-        heads = c.num_heads, c.num_kv_heads
-        how = self.ropes[0], c.rms_norm_eps, self.scale, self.activations
-        return kernels.Stack(layers, heads, *how, c.layer.reaches)
+        how = [layer.rope for layer in self.layers], c.rms_norm_eps, self.scale, self.activations
+        return kernels.Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
 
     @property
     def matrices(self) -> list[Matrix]:

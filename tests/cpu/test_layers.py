@@ -4,16 +4,27 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import make
+from make_checkpoint import FULL, GEMMA3, SLIDING, make
 
 import specker
 from specker.checkpoints.checkpoint import read
-from specker.cpu import Packed
+from specker.cpu import Packed, library
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward, prefill
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 4}
+KINDS = {
+    "llama": {},
+    "qwen2": {"arch": "qwen2"},
+    "qwen3": {"arch": "qwen3"},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "geglu": {"hidden_act": "gelu_pytorch_tanh", "mlp_bias": True},
+    "gelu": {"arch": "qwen2", "hidden_act": "gelu"},
+    "gemma3": GEMMA3 | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
+    "olmo2": {"arch": "olmo2", "attention_bias": True},
+    "smollm3": {"arch": "smollm3"},
+}
 
 
 def model_of(folder, arch="llama", dtype=torch.float32, quantize=None, activations=None, **sizes):
@@ -50,11 +61,10 @@ def near(a, b):
     return (a - b).abs().max() <= 2e-5 * b.abs().max()
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "llama-bias"])
-def test_layers_are_those_of_run_layers(tmp_path, arch):
-    """Every architecture: biases, norms of heads, grouped queries; a chain of rows over several pages, taps."""
-    options = {"arch": "llama", "attention_bias": True, "mlp_bias": True} if arch == "llama-bias" else {"arch": arch}
-    model = model_of(tmp_path, **options)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_those_of_run_layers(tmp_path, kind):
+    """Every kind of layer; a chain of rows over several pages, taps."""
+    model = model_of(tmp_path, **KINDS[kind])
     text = tuple(range(1, 40))
 
     def call(cache):
@@ -114,9 +124,11 @@ def test_windows_are_those_of_run_layers(tmp_path, window):
         )
 
 
-def test_slices_of_layers_and_groups(tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "olmo2"])
+def test_slices_of_layers_and_groups(tmp_path, kind):
     """DEL runs the layers in two parts, EasySpec several side by side."""
-    model = model_of(tmp_path, layers=6)
+    windows = {"layer_types": [FULL, *[SLIDING] * 3, FULL, SLIDING]} if kind == "gemma3" else {}
+    model = model_of(tmp_path, **KINDS[kind] | windows, layers=6)
 
     def parts(cache):
         rows, hidden = cache.after([5], [3]), model.embed_tokens(torch.arange(3))
@@ -207,10 +219,15 @@ def test_slots_that_must_not_be_read(tmp_path):
 FORMS = [(dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (None, "int8", "int4", "fp8")]
 
 
-@pytest.mark.parametrize(("dtype", "quantize"), FORMS, ids=str)
-def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, dtype, quantize):
+ALIKE = [("llama", *form) for form in FORMS]
+ALIKE += [("gelu", torch.float32, None), ("gemma3", torch.bfloat16, None), ("olmo2", torch.float32, "int8")]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "quantize"), ALIKE, ids=str)
+def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_batch(tmp_path, kind, dtype, quantize):
     """Plain decoding's rows, one at a time, against a chain that verifies them, alone and beside another text."""
-    model, text, more = model_of(tmp_path, "llama", dtype, quantize), list(range(1, 38)), [5, 9, 2, 7, 7, 1]
+    model = model_of(tmp_path, dtype=dtype, quantize=quantize, **KINDS[kind])
+    text, more = list(range(1, 38)), [5, 9, 2, 7, 7, 1]
 
     def embedded(ids):
         return model.embed_tokens(torch.tensor(ids))
@@ -305,13 +322,13 @@ def test_one_thread_gives_the_same_bits(tmp_path):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize(("act", "name"), [("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu")])
-def test_a_layer_that_computes_something_else_is_declined_by_name(tmp_path, act, name):
+def test_a_layer_that_computes_something_else_is_declined_by_name(tmp_path, monkeypatch):
     """Its sizes fit, so the compiled layers would compute another model."""
-    folder = make(tmp_path, "llama", **SIZES, hidden_act=act)
+    folder = make(tmp_path, "llama", **SIZES, hidden_act="gelu")
+    monkeypatch.delitem(library.GATES, "gelu")
     assert Model(read(folder, dtype=torch.float32, device="cpu")).stack is None
     engine = specker.load(folder, strategy="ar", device="cpu")
-    assert engine.remarks["cpu"] == f"decoding is slow, because the compiled kernels lack the activation {name}"
+    assert engine.remarks["cpu"] == "decoding is slow, because the compiled kernels lack the activation gelu"
     assert engine.model.dtype == torch.float32
     packed = read(folder, dtype=torch.float32, device="cpu", quantize="int4")
     assert not any(isinstance(w, Packed) for w in packed.weights.qkv), "only the compiled layers read packed matrices"

@@ -6,7 +6,7 @@ import levels
 import pytest
 import torch
 import warm
-from make_checkpoint import make
+from make_checkpoint import GEMMA3, make
 
 from specker.cpu import build
 
@@ -16,7 +16,9 @@ SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "la
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("levels")
-    return [str(make(folder / arch, arch, **SIZES)) for arch in ("llama", "qwen3")]
+    gemma = GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"] * 2}
+    kinds = {"llama": {}, "qwen3": {"arch": "qwen3"}, "gelu": {"hidden_act": "gelu"}, "gemma3": gemma}
+    return [str(make(folder / name, **SIZES, **kind)) for name, kind in kinds.items()]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def test_every_level_computes_the_same(
     path = tmp_path / "found.pt"
     warm.run(levels.__file__, str(path), *folders, env={"SPECKER_CPU": level}).check_returncode()
     found, fused = torch.load(path), "portable" not in (level, build.level())
-    assert found.keys() == own.keys() and len(found) == 2 + 2 * len(levels.KINDS) * 5
+    assert found.keys() == own.keys() and len(found) == 2 + len(folders) * len(levels.KINDS) * 5
     assert all(x.isfinite().all() and len(x.unique()) > 3 for x in own.values())
     for name, got in found.items():
         if fused or name in (("noise",), ("drawn",)):

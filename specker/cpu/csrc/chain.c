@@ -15,6 +15,7 @@ typedef struct { // runtime/policy.py, StopRule
 typedef struct {
     const stack *model;
     const matrix *embed, *head;
+    double scale;        // factor of the embedding's rows
     const float *norm;   // the final norm; 0: `forward` has applied it
     const int64_t *ids;  // token ids of the head's rows; 0: the rows' numbers
     const places *first; // the rows of the first forward, those of each sequence together
@@ -166,7 +167,11 @@ static void run_chain(const member *m, void *arg) {
                 s.bounds[b] = (int32_t)b, s.bounds[b + 1] = (int32_t)(b + 1);
             }
         if (!known) {
-            for (int64_t t = m->me; t < at->T; t += m->size) restore_row(c->embed, tokens[t], s.x + t * E);
+            for (int64_t t = m->me; t < at->T; t += m->size) {
+                restore_row(c->embed, tokens[t], s.x + t * E);
+                if (c->scale != 1)
+                    for (int64_t e = 0; e < E; e++) s.x[t * E + e] *= (float)c->scale;
+            }
             meet(m);
             forward f = {.model = c->model, .rows = at, .x = s.x, .features = n == 1 ? c->output : s.out, .out = s.out};
             f.groups = n ? c->later_groups : c->groups, f.group_count = n ? c->later_count : c->group_count;

@@ -2,8 +2,12 @@
 #pragma once
 #include "products.h"
 
+enum activation { SILU, GELU_TANH, GELU };
+
 typedef struct {
     const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
+    const float *norm_o, *norm_down; // [E], norms of the outputs of attention and of the feed-forward; 0: absent
+    const float *rope;               // [C, 2, D]
     matrix qkv, o, gate_up, down;
     int64_t reach; // a row sees the last `reach` of its columns; 0: all
 } layer;
@@ -18,7 +22,8 @@ typedef struct {
 
 typedef struct {
     int64_t E, Hq, Hkv, D, F;
-    const float *rope; // [C, 2, D]
+    int64_t activation; // of the feed-forward's gate
+    int64_t whole;      // the norms of q and k span all their heads: [Hq D] and [Hkv D] instead of [D]
     const layer *layers;
     const entry *entry; // 0: the stream begins as `forward.x`
     double eps, scale;  // epsilon of the norms; factor of attention's scores
@@ -50,3 +55,4 @@ typedef struct {
 int64_t forward_bytes(const forward *f, int size); // scratch of a team of `size`
 void run_forward(const member *m, const forward *f, char *scratch);
 void normalise(const float *x, const float *weight, float *y, int64_t E, float eps);
+void gated(int64_t activation, float *gate, const float *up, int64_t count);

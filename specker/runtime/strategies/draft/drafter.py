@@ -103,7 +103,7 @@ class AutoregressiveDrafter(ModelDrafter):
         norm = None if normed else head.norm
         drafted, probability = native().draft(
             model.stack,
-            native().Candidates(model.embed, head.weight, head.token_ids, norm, head.activations),
+            native().Candidates(model.embed, model.embed_scale, head.weight, head.token_ids, norm, head.activations),
             begin,
             ((cache.k, cache.v), rows[:2], (rows.cu_rows, rows.kv_len, rows.window), rows.ancestors, rows.table),
             ([*range(len(model.layers) + 1)], self.groups),

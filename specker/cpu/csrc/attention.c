@@ -1,0 +1,131 @@
+// Attention of a few rows over the K/V of their sequences.
+#include "state.h"
+#include "vector.h"
+#include <math.h>
+
+#define MIX_T (LANES == 16 ? 6 : 2)
+
+// y[t, 0..31] += sum over s < S of p[t, s] v[s, 0..31], added one by one, so that terms of 0 change nothing.
+INLINE void mixture(int T, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
+    vf acc[6][2 * PARTS];
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < 2 * PARTS; i++) acc[t][i] = load(y + t * row_y + i * LANES);
+    for (int64_t s = 0; s < S; s++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * PARTS; i++) {
+            vf a = load(v + s * row_v + i * LANES);
+#pragma GCC unroll 6
+            for (int t = 0; t < T; t++) acc[t][i] = fma_(a, splat(p[t * row_p + s]), acc[t][i]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < 2 * PARTS; i++) store(y + t * row_y + i * LANES, acc[t][i]);
+}
+
+static void mix(int64_t T, const float *p, int64_t row_p, const float *v, int64_t row_v, float *y, int64_t row_y, int64_t S) {
+    for (; T >= MIX_T; T -= MIX_T, p += MIX_T * row_p, y += MIX_T * row_y) mixture(MIX_T, p, row_p, v, row_v, y, row_y, S);
+    for (; T; T--, p += row_p, y += row_y) mixture(1, p, row_p, v, row_v, y, row_y, S);
+}
+
+// Where column c of sequence b stands in a layer's K or V, in rows.
+static int64_t column(const places *p, int64_t b, int64_t c) {
+    return (int64_t)p->table[b * p->pages + c / p->page] * p->page + c % p->page;
+}
+
+// The columns from c on that lie in its page and before S.
+static int64_t in_page(const places *p, int64_t c, int64_t S) {
+    const int64_t left = p->page - c % p->page;
+    return left < S - c ? left : S - c;
+}
+
+// The first of the last `reach` columns that row i of sequence b sees (kernels/attention.py); 0 without a reach.
+static int64_t first_seen(const places *p, int64_t b, int64_t i, int64_t reach) {
+    const int64_t length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
+    int64_t end = p->full ? length : length - own + i + 1;
+    if (!reach) return 0;
+    if (p->words) {
+        const int64_t *bits = p->words + (p->cu_rows[b] + i) * p->W;
+        for (int64_t j = w - 1; j >= 0; j--)
+            if (bits[j / 64] >> (j % 64) & 1 && --reach == 0) return length - w + j;
+        end = length - w;
+    }
+    return end > reach ? end - reach : 0;
+}
+
+// Attention of rows first .. first + count - 1 of sequence b, for the query heads of KV head h in layer n of a group.
+//
+// A row's sums run over the columns in order, and masked columns add 0. So a row of a tree has the same bits as the same
+// token in a chain, although other nodes lie between its ancestors.
+static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, int64_t first, int64_t count) {
+    const stack *d = s->f->model;
+    const places *p = s->f->rows;
+    const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv, heads = d->Hq / d->Hkv, rows = count * heads, wide = s->wide;
+    const int64_t row_k = d->Hkv * D, length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
+    const int64_t base = at * p->stride + h * D, t0 = p->cu_rows[b] + first;
+    const int64_t S = p->words || p->full ? length : length - own + first + count; // columns that any row sees end here
+    int64_t start = S, seen[BLOCK_ROWS]; // where those of any and of each row begin; `start` is a multiple of 16
+    for (int64_t i = 0; i < count; i++) {
+        seen[i] = first_seen(p, b, first + i, d->layers[at].reach);
+        start = seen[i] < start ? seen[i] / 16 * 16 : start;
+    }
+    float *q = s->room, *sums = q + rows * D, *scores = sums + rows * D, *ends = scores + rows * wide;
+    for (int64_t i = 0; i < rows; i++) {
+        const float *from = s->qkv + ((n * T + t0 + i / heads) * H + h * heads + i % heads) * D;
+        memcpy(q + i * D, from, D * 4);
+        memset(sums + i * D, 0, D * 4);
+    }
+    for (int64_t c = start, width; c < S; c += width) {
+        const float *k = p->k + base + column(p, b, c) * row_k;
+        width = in_page(p, c, S);
+        plain_rows((const uint8_t *)k, 0, row_k, q, D, width, rows, D, scores + c, wide);
+    }
+    const float scale = (float)d->scale;
+    for (int64_t i = 0; i < rows; i++) {
+        float *a = scores + i * wide;
+        int64_t end = S; // columns from here on are masked
+        if (p->words) {
+            const int64_t *bits = p->words + (t0 + i / heads) * p->W;
+            for (int64_t j = 0; j < w; j++)
+                if (!(bits[j / 64] >> (j % 64) & 1)) a[length - w + j] = -INFINITY;
+        } else if (!p->full) {
+            end = length - own + first + i / heads + 1;
+        }
+        for (int64_t j = start; j < seen[i / heads]; j++) a[j] = -INFINITY;
+        for (int64_t j = end; j < (S + 15) / 16 * 16; j++) a[j] = -INFINITY;
+        vf top = splat(-INFINITY);
+        for (int64_t j = start; j < end; j += LANES) top = largest(load(a + j), top);
+        const float most = highest(top);
+        for (int64_t j = start; j < (S + 15) / 16 * 16; j += LANES) store(a + j, power((load(a + j) - most) * scale));
+    }
+    for (int64_t i = 0; i < rows; i += 8) { // adds in column order, like `mixture`; eight rows at once hide the latency
+        float one[8] = {0};
+        const int64_t n = rows - i < 8 ? rows - i : 8;
+        for (int64_t j = start; j < S; j++)
+            for (int64_t r = 0; r < 8; r++) one[r] += scores[(i + (r < n ? r : 0)) * wide + j];
+        memcpy(ends + i, one, n * 4);
+    }
+    for (int64_t c = start, width; c < S; c += width) {
+        const float *v = p->v + base + column(p, b, c) * row_k;
+        width = in_page(p, c, S);
+        for (int64_t i = 0; i < D; i += 32) mix(rows, scores + c, wide, v + i, row_k, sums + i, D, width);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        float *to = s->mixed + ((n * T + t0 + i / heads) * d->Hq + h * heads + i % heads) * D, factor = 1.0f / ends[i];
+        for (int64_t e = 0; e < D; e++) to[e] = sums[i * D + e] * factor;
+    }
+}
+
+void attend_all(const state *s, int64_t first, int64_t N) {
+    const places *p = s->f->rows;
+    const int64_t Hkv = s->f->model->Hkv;
+    int64_t before = 0, i = next(s->m);
+    for (int64_t b = 0; b < p->B; b++) { // later rows see more columns, so they are processed first
+        const int64_t own = p->cu_rows[b + 1] - p->cu_rows[b], blocks = (own + BLOCK_ROWS - 1) / BLOCK_ROWS, items = N * Hkv * blocks;
+        for (; i < before + items; i = next(s->m)) {
+            const int64_t block = blocks - 1 - (i - before) / (N * Hkv), n = (i - before) / Hkv % N;
+            const int64_t count = own - block * BLOCK_ROWS;
+            attend(s, n, first + n, b, (i - before) % Hkv, block * BLOCK_ROWS, count < BLOCK_ROWS ? count : BLOCK_ROWS);
+        }
+        before += items;
+    }
+}
