@@ -12,16 +12,20 @@ holds; mark two or three with `smoke=True` for `make test`.
 
 from specker.kernels.accept import accept_walk
 from specker.kernels.attention import ancestor_words, tree_attention
+from specker.kernels.experts import expert_linear
 from specker.kernels.kv import kv_calibrate, kv_commit, rope_table
 from specker.kernels.linear import row_linear
 from specker.kernels.project import kv_project
 from specker.kernels.residual import residual_merge
+from specker.kernels.route import expert_route
 from specker.kernels.sample import sample_rows
 from specker.kernels.topk import vocab_topk
 
 __all__ = [
     "accept_walk",
     "ancestor_words",
+    "expert_linear",
+    "expert_route",
     "kv_calibrate",
     "kv_commit",
     "kv_project",

@@ -227,39 +227,39 @@ def vocab_topk_cost(
     return read + T * k * (8 + size) + T * size * with_lse, 2 * T * K * E
 
 
-_NONE = tl.constexpr(-(1 << 63))  # no candidate: below every key
+NO_KEY = tl.constexpr(-(1 << 63))  # no candidate: below every key
 _LOW = tl.constexpr((1 << 32) - 1)
 
 
 @triton.jit
-def _key(z, ids):
+def rank_key(z, ids):
     """One integer that orders by z, then by the lower id: z's bits, made monotonic, above the complement of the id."""
     bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)  # -0 is 0
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (~ids & _LOW)
 
 
 @triton.jit
-def _id_of(key):
+def id_of(key):
     return ~key & _LOW
 
 
 @triton.jit
-def _value_of(key):
+def value_of(key):
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _take(key, R: tl.constexpr, TOP: tl.constexpr, C: tl.constexpr):
+def take_best(key, R: tl.constexpr, TOP: tl.constexpr, C: tl.constexpr):
     """key [R, n] -> the TOP <= C largest of each row, descending, in [R, C]; the rest is unspecified. A small TOP takes
     them out one by one, a large one sorts. Keys must differ."""
     if C <= 16:
         o_c = tl.arange(0, C)[None, :]
-        b_top = tl.full([R, C], _NONE, tl.int64)
+        b_top = tl.full([R, C], NO_KEY, tl.int64)
         for i in tl.range(TOP):
             b_best = tl.max(key, axis=1)[:, None]
             b_top = tl.where(o_c == i, b_best, b_top)
-            key = tl.where(key == b_best, _NONE, key)
+            key = tl.where(key == b_best, NO_KEY, key)
     else:
         b_top = tl.topk(key, C)
     return b_top
@@ -375,12 +375,12 @@ def _vocab_topk_kernel(
             b_power = tl.where(m_n[None, :], _power(b_z, b_max[:, None]), 0.0)
             tl.store(stats_ptr + o_tile, b_max, mask=m_r)
             tl.store(stats_ptr + T.to(tl.int64) * tiles + o_tile, tl.sum(b_power, axis=1), mask=m_r)
-        b_key = tl.where(m_n[None, :], _key(b_z, b_id[None, :]), _NONE)
+        b_key = tl.where(m_n[None, :], rank_key(b_z, b_id[None, :]), NO_KEY)
         if C == 1:
             tl.store(keys_ptr + o_tile, tl.max(b_key, axis=1), mask=m_r)
         else:
             o_c = o_tile[:, None] * C + tl.arange(0, C)[None, :]
-            tl.store(keys_ptr + o_c, _take(b_key, R, TOP, C), mask=m_r[:, None])
+            tl.store(keys_ptr + o_c, take_best(b_key, R, TOP, C), mask=m_r[:, None])
 
 
 @triton.jit
@@ -424,7 +424,7 @@ def _vocab_topk_merge_kernel(
     o_tile = tl.arange(0, TILES_PAD)
     m_tile = o_tile < TILES
     p_keys = keys_ptr + i_t * TILES * C
-    b_first = tl.load(p_keys + o_tile * C, mask=m_tile, other=_NONE)
+    b_first = tl.load(p_keys + o_tile * C, mask=m_tile, other=NO_KEY)
     if LSE:
         b_max = tl.load(stats_ptr + i_t * TILES + o_tile, mask=m_tile, other=float("-inf"))
         b_sum = tl.load(stats_ptr + (T.to(tl.int64) + i_t) * TILES + o_tile, mask=m_tile, other=0.0)
@@ -434,26 +434,26 @@ def _vocab_topk_merge_kernel(
     p_ids, p_logits = ids_ptr + i_t * ids_stride, logits_ptr + i_t * TOP
     if C == 1:
         best = tl.max(b_first, axis=0)
-        tl.store(p_ids, _id_of(best))
-        tl.store(p_logits, _value_of(best))
+        tl.store(p_ids, id_of(best))
+        tl.store(p_logits, value_of(best))
     elif SLOTS > 0:
         TRIANGLE: tl.constexpr = TOP * (TOP + 1) // 2
         GROUPS: tl.constexpr = (TILES + GROUP - 1) // GROUP
         p_work = work_ptr + i_t * (2 * SLOTS + C + TILES_PAD // GROUP)
         p_number, p_order, p_top = p_work + SLOTS, p_work + 2 * SLOTS, p_work + 2 * SLOTS + C
         o_slot = tl.arange(0, SLOTS)
-        tl.store(p_work + o_slot, tl.full([SLOTS], _NONE, tl.int64))  # a small group leaves slots empty
+        tl.store(p_work + o_slot, tl.full([SLOTS], NO_KEY, tl.int64))  # a small group leaves slots empty
 
         o_group = o_tile // GROUP
         b_in = tl.zeros([TILES_PAD], tl.float32)  # number of larger maxima in the tile's group
         for i in tl.static_range(GROUP):
             o_other = o_group * GROUP + i
-            b_other = tl.load(p_keys + o_other * C, mask=o_other < TILES, other=_NONE)
+            b_other = tl.load(p_keys + o_other * C, mask=o_other < TILES, other=NO_KEY)
             b_in += tl.where(b_other > b_first, 1.0, 0.0)
         b_in = b_in.to(tl.int32)
         tl.store(p_top + o_group, b_first, mask=m_tile & (b_in == 0))
         tl.debug_barrier()
-        b_top = tl.load(p_top + o_group, mask=m_tile, other=_NONE)
+        b_top = tl.load(p_top + o_group, mask=m_tile, other=NO_KEY)
         b_least = b_in + _larger(b_top, p_top, GROUPS)  # lower bound of the number of larger maxima
         m_first = m_tile & (b_least < TOP)
         o_first = b_least * (b_least + 1) // 2 + b_in
@@ -462,7 +462,7 @@ def _vocab_topk_merge_kernel(
         tl.debug_barrier()
         b_first = tl.load(p_work + o_slot)
         b_rank = _larger(b_first, p_work, TRIANGLE)
-        m_first = (b_first != _NONE) & (b_rank < TOP)
+        m_first = (b_first != NO_KEY) & (b_rank < TOP)
         tl.store(p_order + b_rank, tl.load(p_number + o_slot, mask=m_first, other=0), mask=m_first)
         tl.debug_barrier()
 
@@ -473,13 +473,13 @@ def _vocab_topk_merge_kernel(
         o_rank = o_d - o_c
         m_key = (o_slot < TRIANGLE) & (o_rank < TILES)
         b_tile = tl.load(p_order + o_rank, mask=m_key, other=0)
-        b_key = tl.load(p_keys + b_tile * C + o_c, mask=m_key, other=_NONE)
+        b_key = tl.load(p_keys + b_tile * C + o_c, mask=m_key, other=NO_KEY)
         tl.store(p_work + o_slot, b_key)
         tl.debug_barrier()
         b_rank = _larger(b_key, p_work, TRIANGLE)
-        m_key = (b_key != _NONE) & (b_rank < TOP)
-        tl.store(p_ids + b_rank * id_stride, _id_of(b_key), mask=m_key)
-        tl.store(p_logits + b_rank, _value_of(b_key), mask=m_key)
+        m_key = (b_key != NO_KEY) & (b_rank < TOP)
+        tl.store(p_ids + b_rank * id_stride, id_of(b_key), mask=m_key)
+        tl.store(p_logits + b_rank, value_of(b_key), mask=m_key)
     else:
         SOME: tl.constexpr = min(TILES_PAD, 256)
         RANKS: tl.constexpr = min(C, TILES_PAD)
@@ -487,16 +487,16 @@ def _vocab_topk_merge_kernel(
         b_tile = tl.zeros([RANKS], tl.int32)
         for i_tile in tl.range(0, TILES, SOME):  # all at once would not fit in registers
             o_some = i_tile + tl.arange(0, SOME)
-            b_some = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=_NONE)
+            b_some = tl.load(p_keys + o_some * C, mask=o_some < TILES, other=NO_KEY)
             same = (b_rank[:, None] == b_some[None, :]) & (o_some < TILES)[None, :]
             b_tile += tl.sum(tl.where(same, o_some[None, :], 0), axis=1)
         o_rank, o_c = tl.arange(0, RANKS)[:, None], tl.arange(0, C)[None, :]
         m_c = (o_rank < TILES) & (o_rank + o_c < TOP)
-        b_key = tl.load(p_keys + b_tile[:, None] * C + o_c, mask=m_c, other=_NONE)
+        b_key = tl.load(p_keys + b_tile[:, None] * C + o_c, mask=m_c, other=NO_KEY)
         b_key = tl.topk(tl.reshape(b_key, (RANKS * C,)), C)
         o_k = tl.arange(0, C)
-        tl.store(p_ids + o_k * id_stride, _id_of(b_key), mask=o_k < TOP)
-        tl.store(p_logits + o_k, _value_of(b_key), mask=o_k < TOP)
+        tl.store(p_ids + o_k * id_stride, id_of(b_key), mask=o_k < TOP)
+        tl.store(p_logits + o_k, value_of(b_key), mask=o_k < TOP)
 
 
 def tiles(

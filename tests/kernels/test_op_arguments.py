@@ -87,6 +87,13 @@ def head(weight: Any, **more: Any) -> dict[str, Any]:
     return {"hidden": torch.ones(3, 32), "weight": weight, "token_ids": torch.arange(40), "k": 3, **more}
 
 
+def experts(T: int, *shape: int, **more: Any) -> dict[str, Any]:
+    chosen, scores, order, starts = kernels.expert_route(torch.arange(4.0).expand(T, 4), 2)
+    rows = {"experts": chosen, "order": order, "starts": starts}
+    x, weight = torch.ones(*shape, 64), torch.ones(4, 32, 64)
+    return {"x": x, "weight": weight, **rows, **({"scores": scores} if "epilogue" in more else {}), **more}
+
+
 NORM, NOISE = (torch.ones(32), 0.0), (7, torch.arange(3), 0.5)
 # Few rows (numpy), many rows and bfloat16 (torch) take different paths.
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -94,6 +101,10 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("accept_walk", walk(3)),
     ("accept_walk", {**walk(3), "target": torch.arange(5), "cu_drafts": ints(0, 2, 3)}),
     ("ancestor_words", {"parents": torch.tensor([0, 0, 1])}),
+    ("expert_linear", experts(3, 3)),
+    ("expert_linear", experts(3, 3, 2, epilogue="sum")),
+    ("expert_linear", {**experts(3, 3), "weight": quantised(torch.ones(4, 32, 64), "int4")}),
+    ("expert_route", {"logits": torch.ones(3, 4), "chosen": 2}),
     *(("kv_calibrate", calibration(*how)) for how in ((3, F32), (100, F32), (3, BF16))),
     ("kv_commit", commit()),
     *(("kv_project", projection(*how)) for how in ((3, F32), (100, F32), (3, BF16), (3, F32, "int8"))),
@@ -147,7 +158,7 @@ def test_every_argument(n: int) -> None:
         if kind is bool:
             continue
         for what, other in wrong(value, type(None) in typing.get_args(kind)):
-            if (argument, what) in SERVES or (name, what) == ("ancestor_words", "meta"):
+            if (argument, what) in SERVES or (what == "meta" and len(given) < 3):  # no second tensor to compare with
                 continue
             with pytest.raises((TypeError, ValueError)) as caught:
                 call(name, {**given, argument: other})
@@ -174,6 +185,31 @@ def test_every_argument(n: int) -> None:
         ("ancestor_words", {"parents": [0, 1]}, "parents must be a Tensor, got list"),
         ("accept_walk", {"parents": [0, 1]}, "parents must be Tensor | None, got list"),
         ("accept_walk", {"parents": ints(0)}, "parents must be [2, 3] int64 like tokens, got (1,) torch.int32"),
+        ("expert_linear", {"epilogue": "sum"}, "scores belong to sum and split, got 'sum' without them"),
+        ("expert_linear", {"scores": torch.ones(3, 2)}, "scores belong to sum and split, got 'none' with them"),
+        ("expert_linear", {"order": torch.arange(6)}, "order must be [6] int32, got [6] torch.int64"),
+        ("expert_linear", {"starts": ints(0, 1, 2)}, "starts must be [5] int32, got [3] torch.int32"),
+        ("expert_linear", {"experts": torch.ones(3, 2)}, "experts must be [3, 2] int32, got [3, 2] torch.float32"),
+        ("expert_linear", {"weight": torch.ones(4, 0, 64)}, "expected experts and weights: experts [3, 2], weight"),
+        ("expert_linear", {"weight": torch.ones(4, 32, 64).double()}, "weight must be like x: x torch.float32 cpu"),
+        ("expert_linear", {"epilogue": "gelu"}, "epilogue must be one of ('none', 'silu_mul', 'sum', 'split'), got"),
+        (
+            "expert_linear",
+            {"epilogue": "silu_mul", "weight": torch.ones(4, 31, 64)},
+            "silu_mul needs an even number of weight rows, got 31",
+        ),
+        (
+            "expert_linear",
+            {"x": torch.ones(3, 1, 64)},
+            "expected x [T, E] or [T, k, E], weight [X, O, E], experts [T, k]: x (3, 1, 64), weight (4, 32, 64)",
+        ),
+        (
+            "expert_linear",
+            {"epilogue": "sum", "scores": torch.ones(3, 2).double()},
+            "scores must be [3, 2] torch.float32, got [3, 2] torch.float64",
+        ),
+        ("expert_route", {"chosen": 5}, "chosen must be in 1..4, the number of experts, got 5"),
+        ("expert_route", {"logits": torch.ones(3, 4).half()}, "logits must be [T, X] float32 or float64, got [3, 4]"),
         ("kv_calibrate", {"positions": torch.tensor([0, 1, 128])}, "positions must be in 0..127, got 0..128"),
         ("kv_calibrate", {"slots": torch.tensor([0, 1, 999])}, "slots must be in 0..127, got 0..999"),
         ("kv_project", {"slots": torch.tensor([0, 1, 999])}, "slots must be in 0..127, got 0..999"),

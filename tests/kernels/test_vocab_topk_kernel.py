@@ -244,10 +244,10 @@ def _key_kernel(
     n: tl.constexpr,
 ):
     o = tl.arange(0, n)
-    b_key = op._key(tl.load(z_ptr + o), tl.load(ids_ptr + o))
+    b_key = op.rank_key(tl.load(z_ptr + o), tl.load(ids_ptr + o))
     tl.store(key_ptr + o, b_key)
-    tl.store(value_ptr + o, op._value_of(b_key))
-    tl.store(id_ptr + o, op._id_of(b_key))
+    tl.store(value_ptr + o, op.value_of(b_key))
+    tl.store(id_ptr + o, op.id_of(b_key))
 
 
 def test_a_key_orders_by_value_then_by_the_lower_id():

@@ -54,7 +54,7 @@ def check(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator
 def invariance(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[Row]:
     """What must be equal bit for bit: a row alone and among others, and the CTAs in another order."""
     ways = _residual_merge, _row_linear, _quantised_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate
-    for op in (*ways, _kv_project):
+    for op in (*ways, _kv_project, _expert_linear):
         name = op.__name__[1:]
         if only and name not in only:
             continue
@@ -224,3 +224,24 @@ def _kv_project(arch: int, dtype: torch.dtype) -> Comparisons:
     same["CTAs backwards"] = _equal(call(slice(0, 70), backwards=True), many)
     same["CTAs shuffled"] = _equal(call(slice(0, 70), shuffled=5), many)
     yield "1600->4/1 D64", same
+
+
+def _expert_linear(arch: int, dtype: torch.dtype) -> Comparisons:
+    T, X, k = 70, 3, 2
+    chosen, scores, *_ = ops.choices(T, X, k)
+    for O, E, epilogue in ((128, 192, "silu_mul"), (64, 1152, "split")):
+        x, w = randn(T, E, dtype=dtype), weight(X, O, E, dtype=dtype)
+
+        def call(rows: slice, x: Tensor = x, w: Tensor = w, how: str = epilogue, **options: Any) -> Any:
+            flat = chosen[rows].flatten()
+            order = flat.argsort(stable=True)
+            starts = torch.searchsorted(flat[order], torch.arange(X + 1))
+            args = x[rows], w, chosen[rows], order.int(), starts.int(), how, scores[rows] if how == "split" else None
+            y = _run(arch, lambda: ops.experts._launch(*args), **options)
+            return (y.transpose(0, 1) if how == "split" else y,)
+
+        many = call(slice(0, T))
+        same = _parts(call, many, (0, 1), (69, 70), (5, 14))
+        same["CTAs backwards"] = _equal(call(slice(0, T), backwards=True), many)
+        same["CTAs one by one"] = _equal(call(slice(0, T), threads=1), many)
+        yield f"{E}->{O} {epilogue}", same

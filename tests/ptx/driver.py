@@ -32,7 +32,7 @@ from ptx.report import Report
 from specker.kernels import variant
 
 Constants = Mapping[str, Collection[str]]  # kernel -> parameters
-USES_ARCH = ("attention", "linear", "project", "topk")  # the op files whose tiles depend on the architecture
+USES_ARCH = ("attention", "experts", "linear", "project", "topk")  # the op files whose tiles depend on the architecture
 
 
 class _Driver:

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from ptx.cases import Case, Verdict, attention_tests, weight
 from specker.kernels import noise
 from specker.kernels.quant import Matrix, Quantized, quantised
+from specker.kernels.route import expert_route_ref
 
-attention, kv, linear, project, residual, sample, topk = (
+attention, experts, kv, linear, project, residual, sample, topk = (
     importlib.import_module(f"specker.kernels.{name}")
-    for name in ("attention", "kv", "linear", "project", "residual", "sample", "topk")
+    for name in ("attention", "experts", "kv", "linear", "project", "residual", "sample", "topk")
 )
 ragged = cache(attention_tests)
 
@@ -26,6 +27,7 @@ ragged = cache(attention_tests)
 CONSTANT = {
     "_row_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr", "bias_ptr"},
     "_row_linear_merge_kernel": {"bias_ptr"},
+    "_expert_linear_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
     "_vocab_topk_kernel": {"w_ptr", "scale_ptr", "shift_ptr"},
     "_kv_calibrate_kernel": {"rope_ptr", "q_norm_ptr", "k_norm_ptr"},
     "_start_rows_kernel": {"embedding_ptr"},
@@ -151,6 +153,62 @@ def _linear(label: str, x: Tensor, w: Matrix, bias: Tensor | None, epilogue: str
         verdict.near("y, rounded once", got, want, want.to(x.dtype), 2e-6 * float(want.abs().max()))
 
     return Case(label, lambda: linear._launch(x, w, bias, epilogue), judge)
+
+
+def expert_linear(dtype: torch.dtype) -> Iterator[Case]:
+    for T, X, k, O, E, epilogue, each in (
+        (5, 6, 2, 128, 192, "silu_mul", False),
+        (3, 4, 2, 128, 256, "split", True),
+        (3, 16, 4, 64, 128, "sum", False),
+        (70, 3, 2, 64, 128, "none", True),
+        (200, 2, 1, 64, 64, "silu_mul", False),
+        (2, 3, 3, 37, 1023, "none", False),
+        (3, 5, 2, 70, 1100, "silu_mul", False),
+        (2, 3, 2, 96, 2048, "sum", True),
+        (1, 128, 8, 256, 128, "split", True),
+        (2, 2, 1, 46, 33, "silu_mul", False),
+        (3, 2, 2, 128, 8192, "split", False),
+        (2, 8, 4, 3072, 128, "silu_mul", False),
+    ):
+        w = weight(X, O, E, dtype=dtype)
+        yield _experts(f"T{T} X{X} k{k} {E}->{O} {epilogue}{' each' * each}", T, k, w, epilogue, each, dtype)
+
+
+def quantised_experts(dtype: torch.dtype) -> Iterator[Case]:
+    for T, X, k, O, E, epilogue, kind, group, shift in (
+        (5, 6, 2, 128, 256, "silu_mul", "int8", None, False),
+        (3, 4, 2, 128, 256, "split", "int4", 32, True),
+        (3, 4, 2, 64, 128, "sum", "fp8", 32, False),
+        (70, 3, 2, 256, 128, "silu_mul", "int4", 32, True),
+        (2, 3, 2, 70, 1152, "none", "int4", 128, False),
+        (2, 8, 4, 3072, 128, "silu_mul", "int4", 32, False),
+    ):
+        w = quantised_weight(kind, group, shift, X, O, E)
+        yield _experts(f"T{T} X{X} k{k} {E}->{O} {epilogue} {w.format}", T, k, w, epilogue, False, dtype)
+
+
+def choices(T: int, X: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What expert_route returns for random logits, of which the first experts' are larger."""
+    return expert_route_ref(randn(T, X, seed=seed, dtype=torch.float32) - torch.arange(X) / 2, k)
+
+
+def _experts(label: str, T: int, k: int, w: Matrix, epilogue: str, each: bool, dtype: torch.dtype) -> Case:
+    (X, _, E), weighted = w.shape, epilogue in ("sum", "split")
+    chosen, scores, *places = choices(T, X, k)
+    x = randn(*((T, k, E) if each else (T, E)), dtype=dtype)
+    rows, own = (chosen, *places), scores if weighted else None
+    if isinstance(w, Tensor):
+        w[sorted(set(range(X)) - set(chosen.flatten().tolist()))] = math.nan
+
+    def judge(verdict: Verdict, got: Tensor) -> None:
+        how, plain = "sum" if epilogue == "split" else epilogue, dense(w, dtype)
+        exact = scores.double() if weighted else None
+        want = experts.expert_linear_ref(x.double(), plain.double(), *rows, how, exact)
+        got = got.sum(0) if epilogue == "split" else got
+        verdict.near("y", got, want, experts.expert_linear_ref(x, plain, *rows, how, own))
+        verdict.near("y, rounded once", got, want, want.to(dtype), 2e-6 * float(want.abs().max()))
+
+    return Case(label, lambda: experts._launch(x, w, *rows, epilogue, own), judge)
 
 
 def dense(w: Matrix, dtype: torch.dtype) -> Tensor:
@@ -380,6 +438,8 @@ OPS = (
     residual_merge,
     row_linear,
     quantised_linear,
+    expert_linear,
+    quantised_experts,
     tree_attention,
     vocab_topk,
     sample_rows,

@@ -1,4 +1,4 @@
-"""Cases of the ops on integers, which have no dtype. Each op's first cases are small."""
+"""Cases of the ops on integers and of the router, which are of no model's dtype. Each op's first cases are small."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ptx.cases import Case, Verdict
+from specker.kernels import route
 from specker.kernels.accept import _launch_walk, accept_walk_ref
 from specker.kernels.round import grow as growing
 from specker.kernels.round import pair, repeat, start
@@ -49,6 +50,31 @@ def accept_walk(_: object) -> Iterator[Case]:
 
 def _walk(label: str, *args: Tensor | None) -> Case:
     return _equal(label, lambda: _launch_walk(*args), lambda: accept_walk_ref(*args))
+
+
+def expert_route(_: object) -> Iterator[Case]:
+    for T, X, k, normalise in (
+        (3, 8, 2, True),
+        (2, 128, 8, True),
+        (5, 60, 4, False),
+        (2, 512, 16, False),
+        (1, 3, 3, True),
+        (400, 7, 3, True),
+        (0, 8, 2, True),
+    ):
+        logits = torch.randn(T, X, generator=torch.Generator().manual_seed(X)).round(decimals=1)
+        yield _route(f"T{T} X{X} k{k}{' normalise' * normalise}", (logits, k, normalise))
+
+
+def _route(label: str, args: tuple) -> Case:
+    def judge(verdict: Verdict, got: Any) -> None:
+        want = route.expert_route_ref(*args)
+        exact = route.expert_route_ref(args[0].double(), *args[1:])[1]
+        for n in (0, 2, 3):
+            verdict.same(f"result {n}", got[n], want[n])
+        verdict.near("scores", got[1], exact, want[1], 1e-6)
+
+    return Case(label, lambda: route._launch(*args), judge)
 
 
 def place_rows(_: object) -> Iterator[Case]:
@@ -236,4 +262,4 @@ def _repeat(label: str, args: tuple) -> Case:
     return _equal(label, lambda: repeat._launch(*args), lambda: repeat.repeat_rows(*args))
 
 
-OPS = (accept_walk, place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)
+OPS = (accept_walk, expert_route, place_rows, start_rows, start_pairs, grow, prune, settle, repeat_rows)

@@ -11,6 +11,8 @@ FLOAT = [
     "residual_merge",
     "row_linear",
     "quantised_linear",
+    "expert_linear",
+    "quantised_experts",
     "tree_attention",
     "vocab_topk",
     "sample_rows",
@@ -18,7 +20,17 @@ FLOAT = [
     "kv_project",
     "kv_commit",
 ]
-INTEGER = ["accept_walk", "place_rows", "start_rows", "start_pairs", "grow", "prune", "settle", "repeat_rows"]
+INTEGER = [
+    "accept_walk",
+    "expert_route",
+    "place_rows",
+    "start_rows",
+    "start_pairs",
+    "grow",
+    "prune",
+    "settle",
+    "repeat_rows",
+]
 
 
 def run(*flags: str) -> list[str]:

@@ -1,0 +1,470 @@
+"""expert_linear: a linear layer in which each row has experts of its own (a mixture of experts), for few rows.
+
+A program multiplies one tile of an expert's weight with up to 64 of its rows. It finds its expert from the experts'
+counts of rows, so the grid is as large as the worst routing needs, and programs without rows end at once. The products
+are row_linear's, tiles and splits of K those of k layers side by side: the experts of one row. More rows have more
+programs, of the same tiles. Weighted sums leave the kernel as one float32 term per choice and split, which a second
+kernel, or the caller's `residual_merge`, adds up in order, without atomics.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from specker.kernels.linear import (
+    COMMON,
+    MAX_ROWS,
+    _row_linear_merge_kernel,
+    _silu_mul,
+    like,
+    row_linear,
+    split_of,
+    stream_rows,
+    tiles,
+    weight_left,
+    wide_rows,
+)
+from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
+from specker.kernels.registry import register
+from specker.kernels.variant import (
+    TYPES,
+    Variant,
+    arch,
+    let_next_start,
+    let_next_start_late,
+    same_device,
+    sms,
+    sum_dtype,
+    tl,
+    triton,
+    wait_for_previous,
+)
+
+EPILOGUES = ("none", "silu_mul", "sum", "split")
+
+
+def expert_linear(
+    x: Tensor,
+    weight: Matrix,
+    experts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    epilogue: str = "none",
+    scores: Tensor | None = None,
+) -> Tensor:
+    """A linear layer in which each row has k experts of X, such as `expert_route` chooses.
+
+        y[t, j] = x[t, j] W_e^T, e = experts[t, j]        "none"; x[t] in place of x[t, j] if x is [T, E]
+        y[t]    = sum over j of scores[t, j] * y[t, j]    "sum"
+
+    Memory moves the matrix of each chosen expert once for all its rows, and no other expert's. Sums run in float32
+    (float64 for float64) and are rounded once, to the result. The kernel serves up to 1,024 rows, in tiles of 64 of one
+    expert, and is batch-invariant: a row's bits depend on that row, its experts, their weights, k and the architecture
+    alone. It reads nothing on the host. The reference serves float64, CPUs and more rows; it reads `starts` on the host
+    and multiplies expert by expert with `row_linear`, whose limits on invariance and dtypes apply.
+
+    Args:
+        x: [T, E], each row for all its experts, or [T, k, E], a row for each choice.
+        weight: [X, O, E] of x's dtype, or a `Quantized` matrix; on a CPU also bfloat16 beside float32.
+        experts: [T, k] int32, a row's experts, all different.
+        order: [T * k] int32, the choices t * k + j sorted by expert, then by t.
+        starts: [X + 1] int32, where each expert's choices begin in `order`.
+        epilogue: "none"; "silu_mul": each expert's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
+            the result is silu(x Wg^T) * (x Wu^T); "sum": the weighted sum of a row's experts, added in the order of j;
+            "split": its terms, which `residual_merge` adds up in order to the same bits.
+        scores: [T, k] float32 (float64 for float64), for "sum" and "split" only.
+
+    Returns:
+        [T, k, O] for "none", [T, k, O / 2] for "silu_mul", [T, O] for "sum", all in x's dtype; [S * k, T, O] float32
+        (float64 for float64) for "split", where S, the number of splits of K, depends on (k, O, E, device) alone.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: other shapes, dtypes or devices, an unknown epilogue, scores missing or without use.
+
+    Source: Mixtral, arXiv 2401.04088, section 2.1; experts of few rows: Megablocks, arXiv 2211.15841.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import expert_linear, expert_route
+        >>> experts, scores, *rows = expert_route(torch.tensor([[0.0, 9.0, 0.0]]), 1)
+        >>> weight = torch.stack([n * torch.eye(2) for n in range(3)])
+        >>> expert_linear(torch.tensor([[3.0, 4.0]]), weight + weight, experts, *rows, "sum", scores).tolist()
+        [[6.0, 8.0]]
+    """
+    return _expert_linear(x, weight, experts, order, starts, epilogue, scores)
+
+
+def expert_linear_ref(
+    x: Tensor,
+    weight: Matrix,
+    experts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    epilogue: str = "none",
+    scores: Tensor | None = None,
+) -> Tensor:
+    (T, k), O, E = experts.shape, *weight.shape[1:]
+    S, size = _split_of(x, weight, k) if epilogue == "split" else (1, E)
+    how = epilogue if scores is None else "float32"
+    dtype = x.dtype if scores is None else sum_dtype(x.dtype)
+    y = x.new_empty(S, T * k, O // 2 if epilogue == "silu_mul" else O, dtype=dtype)
+    rows = x if x.dim() == 2 else x.flatten(0, 1)
+    for e, (start, stop) in enumerate(pairwise(starts.tolist())):
+        if start == stop:
+            continue
+        choices = order[start:stop].long()
+        some, matrix = rows[choices // k if x.dim() == 2 else choices], weight[e]
+        if S > 1 and isinstance(matrix, Quantized):
+            matrix = matrix.dequantised(x.dtype)
+        for s in range(S):
+            columns = slice(s * size, (s + 1) * size)
+            whole = S == 1
+            y[s, choices] = row_linear(
+                some if whole else some[:, columns], matrix if whole else matrix[:, columns], None, how
+            )
+    if scores is None:
+        return y.view(T, k, y.shape[-1])
+    terms = (y.view(S, T, k, O) * scores.unsqueeze(-1)).permute(2, 0, 1, 3).flatten(0, 1)
+    if epilogue == "split":
+        return terms.contiguous()
+    total = torch.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total.to(x.dtype)
+
+
+def expert_linear_cost(
+    x: Tensor,
+    weight: Matrix,
+    experts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    epilogue: str = "none",
+    scores: Tensor | None = None,
+) -> tuple[int, int]:
+    """(bytes, flops) that any implementation needs: x, the chosen experts' matrices and the routing read once, the
+    result written."""
+    (T, k), (X, O, E) = experts.shape, weight.shape
+    out = {"silu_mul": T * k * O // 2, "sum": T * O}.get(epilogue, T * k * O)
+    written = out * (sum_dtype(x.dtype) if epilogue == "split" else x.dtype).itemsize
+    routing = order.nbytes + starts.nbytes + (0 if scores is None else scores.nbytes)
+    read = len(experts.unique()) * (weight.nbytes // X)
+    return x.nbytes + read + routing + written, 2 * T * k * O * E
+
+
+def _split_of(x: Tensor, weight: Matrix, k: int) -> tuple[int, int]:
+    """The number of K's splits on x's device, and the columns of each but the last: those of k layers side by side."""
+    return split_of(x, weight[:k])
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["order_ptr", "starts_ptr", "scores_ptr"])
+def _expert_linear_kernel(
+    x_ptr,  # [T, E], or [T, K, E] with EACH
+    w_ptr,  # [X, O, E]; int4: int16 [X, O, E / 4]
+    scale_ptr,  # [X, O, E / GROUP], or None
+    shift_ptr,  # [X, O, E / GROUP], or None
+    order_ptr,  # [T * K]
+    starts_ptr,  # [X + 1]
+    scores_ptr,  # [T, K]; not read unless WEIGHTED
+    y_ptr,  # [T, K, O], or [T, K, O / 2] with SILU; with PARTS float32 [SPLITS, T, K, O], WEIGHTED [K, SPLITS, T, O]
+    T,
+    X: tl.constexpr,
+    K: tl.constexpr,
+    O: tl.constexpr,
+    E: tl.constexpr,
+    X_PAD: tl.constexpr,  # a power of two
+    M: tl.constexpr,  # rows of x per program
+    N: tl.constexpr,  # output columns per program; with SILU each takes two rows of the weight
+    BLOCK_E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
+    PARTS: tl.constexpr,  # write the splits' sums; always true if SPLITS > 1
+    SILU: tl.constexpr,
+    EACH: tl.constexpr,
+    WEIGHTED: tl.constexpr,  # write the terms of the weighted sums; only with PARTS
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * K * E < 2**31)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    COLUMNS: tl.constexpr = O // 2 if SILU else O
+    ROW: tl.constexpr = E // 4 if KIND == "int4" else E  # elements of a row of the weight
+    i_tile = tl.program_id(0)  # tiles of rows, expert by expert: programs of one weight tile are adjacent
+    o_x = tl.arange(0, X_PAD)
+    m_x = o_x < X
+    b_count = tl.load(starts_ptr + 1 + o_x, mask=m_x, other=0) - tl.load(starts_ptr + o_x, mask=m_x, other=0)
+    b_ends = tl.cumsum((b_count + (M - 1)) // M, axis=0)
+    i_x = tl.sum((b_ends <= i_tile).to(tl.int32), axis=0)
+    if i_x >= X:  # no tile is left
+        return
+    i_first = tl.max(tl.where(b_ends <= i_tile, b_ends, 0), axis=0)
+    o_place = tl.load(starts_ptr + i_x) + (i_tile - i_first) * M + tl.arange(0, M)
+    m_m = o_place < tl.load(starts_ptr + i_x + 1)
+    o_choice = tl.load(order_ptr + o_place, mask=m_m, other=0)
+    o_t = o_choice // K
+    i_n = tl.program_id(1) * N
+    i_s = tl.program_id(2)
+    o_n = i_n + tl.arange(0, N)
+    m_n = o_n < COLUMNS
+    i_row = i_x * O + i_n  # row index in all experts' weights
+    b_y, b_up = stream_rows(
+        x_ptr,
+        w_ptr + i_row.to(tl.int64) * ROW,
+        scale_ptr,
+        shift_ptr,
+        i_row,
+        o_choice if EACH else o_t,
+        m_m,
+        m_n,
+        i_s * SPLIT_E if SPLITS > 1 else 0,
+        tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E,
+        tl.full([], COLUMNS, tl.int64),
+        E,
+        M,
+        N,
+        BLOCK_E,
+        E % BLOCK_E == 0,
+        COLUMNS % N == 0,
+        SILU,
+        KIND,
+        GROUP,
+        LEFT,
+    )
+    let_next_start_late(PDL)
+    m_mn = m_m[:, None] & m_n[None, :]
+    if PARTS:
+        if WEIGHTED:
+            o_y = ((o_choice % K) * SPLITS + i_s).to(tl.int64) * T + o_t
+            b_y *= tl.load(scores_ptr + o_choice, mask=m_m, other=0.0)[:, None]
+        else:
+            o_y = i_s.to(tl.int64) * T * K + o_choice
+        p_y = y_ptr + o_y[:, None] * O + o_n[None, :]
+        tl.store(p_y, b_y, mask=m_mn)
+        if SILU:
+            tl.store(p_y + COLUMNS, b_up, mask=m_mn)
+    else:
+        if SILU:
+            b_y = _silu_mul(b_y, b_up)
+        p_y = y_ptr + o_choice.to(tl.int64)[:, None] * COLUMNS + o_n[None, :]
+        tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_mn)
+
+
+@lru_cache(maxsize=256)
+def _variants(
+    dtype: torch.dtype,
+    X: int,
+    k: int,
+    O: int,
+    E: int,
+    epilogue: str,
+    each: bool,
+    arch: int,
+    sms: int = 0,
+    form: Format | None = None,
+) -> tuple[Variant, Variant | None]:
+    """The kernel, and the merge kernel if K is split or for "sum".
+
+    The tiles are `row_linear`'s (`linear.tiles`, whose `_variants` gives the reasons) for k layers side by side, with
+    splits of K that cost no launch for "sum" and "split". With one row, k experts are read:
+    * Qwen3-30B-A3B, 8 of 128 experts: 2048 -> 1536 is 96 tiles of 128 rows, 768 -> 2048 128 of them, for 132 SMs.
+    * Mixtral, 2 of 8: 4096 -> 28672 is 448 tiles, 14336 -> 4096 64 times two splits.
+    With more rows the programs are more of the same. A tile of 64 rows is mostly empty: at 8 rows of 8 choices of 128
+    experts, 51 experts have a row or two. Its empty rows are zeros that are written to shared memory and multiplied
+    there, but not read. No weight is prefetched before the wait, since the expert is not known then.
+    """
+    weighted, silu = epilogue in ("sum", "split"), epilogue == "silu_mul"
+    m, n, block, stages, splits = tiles(dtype, O, E, arch, min(k, X), sms, weighted, form)
+    t, half = TYPES[dtype], dtype != torch.float32
+    parts = weighted or splits > 1
+    name = f"{t} X{X} k{k} {E}->{O}" + " each" * each + f" {epilogue}" * (epilogue != "none")
+    name += "" if form is None else f" {form}"
+    smoke = dtype == torch.bfloat16 and (X, k, form) == (128, 8, None) and epilogue in ("silu_mul", "split")
+    left = half and weight_left(n // 2 if silu else n, arch, form)
+    stream = Variant(
+        name=name,
+        kernel=_expert_linear_kernel,
+        arguments=(
+            f"*{t}",
+            *types_of(t, form),
+            "*i32",
+            "*i32",
+            "*fp32" if weighted else "*i32",  # without scores the launcher passes `order`
+            "*fp32" if parts else f"*{t}",
+            "i32",
+        ),
+        constexprs={
+            "X": X,
+            "K": k,
+            "O": O,
+            "E": E,
+            "X_PAD": triton.next_power_of_2(X),
+            "M": m,
+            "N": n // 2 if silu else n,
+            "BLOCK_E": block,
+            "SPLITS": splits,
+            "SPLIT_E": -(-E // (splits * block)) * block,
+            "PARTS": parts,
+            "SILU": silu,
+            "EACH": each,
+            "WEIGHTED": weighted,
+            **constexprs_of(form),
+            "LEFT": left,
+        },
+        num_warps=4,
+        num_stages=stages,
+        dot=half,
+        left=left,
+        wide=wide_rows(dtype, E, arch, form),
+        smoke=smoke,
+        options={"maxnreg": 255},  # see linear.py
+    )
+    if epilogue == "split" or not parts:
+        return stream, None
+    columns = O // 2 if silu else O
+    merge = Variant(
+        name=name + " merge",
+        kernel=_row_linear_merge_kernel,
+        arguments=("*fp32", f"*{t}", f"*{t}", "i32"),
+        constexprs={
+            "G": 1,
+            "O": O,
+            "SPLITS": splits * k if weighted else splits,
+            "SILU": silu,
+            "BIAS": False,
+            "BLOCK": min(triton.next_power_of_2(columns), 512),
+        },
+        num_warps=4 if columns > 256 else 1,
+        wide=columns % 8 == 0,
+    )
+    return stream, merge
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any sizes."""
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    qwen, mixtral = (128, 8, 1536, 2048), (8, 2, 28672, 4096)
+    qwen_down, mixtral_down = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+    for dtype, sizes, epilogue, each, form in (
+        (bf16, qwen, "silu_mul", False, None),
+        (bf16, qwen_down, "split", True, None),
+        (bf16, qwen_down, "sum", True, None),
+        (bf16, mixtral, "silu_mul", False, None),
+        (bf16, mixtral_down, "split", True, None),
+        (bf16, qwen, "none", False, None),
+        (bf16, (4, 2, 128, 4096), "silu_mul", False, None),  # K in several splits, and a merge
+        (bf16, (60, 4, 1023, 1023), "none", True, None),
+        (f16, qwen, "silu_mul", False, None),
+        (f32, qwen, "silu_mul", False, None),
+        (f32, qwen_down, "sum", True, None),
+        *((bf16, qwen, "silu_mul", False, form) for form in (COMMON[0], COMMON[1], COMMON[3])),
+        *((bf16, mixtral_down, "split", True, form) for form in (COMMON[2], COMMON[3])),
+        (bf16, qwen_down, "split", True, Format("int8", 768, f16, None)),
+        (bf16, qwen_down, "split", True, Format("fp8", 128, f32, None)),
+        (bf16, qwen_down, "split", True, COMMON[3]),
+        (f16, mixtral, "silu_mul", False, Format("int4", 64, f16, None)),
+        (f32, qwen_down, "split", True, COMMON[3]),
+    ):
+        if form is not None and form.group == 4096:  # a scale per row
+            form = form._replace(group=sizes[3])
+        yield from (v for v in _variants(dtype, *sizes, epilogue, each, arch, form=form) if v is not None)
+
+
+def _launch(
+    x: Tensor,
+    weight: Matrix,
+    experts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    epilogue: str = "none",
+    scores: Tensor | None = None,
+) -> Tensor:
+    (T, k), (X, O, E), form = experts.shape, weight.shape, format_of(weight)
+    where = arch(x.device), sms(x.device), form
+    stream, merge = _variants(x.dtype, X, k, O, E, epilogue, x.dim() == 3, *where)
+    sizes = stream.constexprs
+    M, splits, columns = sizes["M"], sizes["SPLITS"], O // 2 if epilogue == "silu_mul" else O
+    if epilogue == "split":
+        y = x.new_empty(splits * k, T, O, dtype=torch.float32)
+    else:
+        y = x.new_empty(*(T,) if epilogue == "sum" else (T, k), columns)
+    if not T:
+        return y
+    rows = y.numel() // columns
+    out = y if merge is None else x.new_empty(merge.constexprs["SPLITS"], rows, O, dtype=torch.float32)
+    busy = min(X, T * k)  # the most experts that have rows; each may leave its last tile almost empty
+    grid = (T * k + busy * (M - 1)) // M, -(-columns // sizes["N"]), splits
+    order = order.contiguous()
+    own = order if scores is None else scores.contiguous()  # `order` is a dummy, not read
+    stream(grid, x.contiguous(), *arguments_of(weight), order, starts.contiguous(), own, out, T)
+    if merge is not None:
+        merge((rows, -(-columns // merge.constexprs["BLOCK"])), out, x, y, rows)
+    return y
+
+
+def _check(
+    x: Tensor, weight: Matrix, experts: Tensor, order: Tensor, starts: Tensor, epilogue: str, scores: Tensor | None
+) -> None:
+    if (
+        experts.dim() != 2
+        or weight.dim() != 3
+        or x.shape
+        not in (
+            (len(experts), weight.shape[-1]),
+            (*experts.shape, weight.shape[-1]),
+        )
+    ):
+        raise ValueError(
+            "expected x [T, E] or [T, k, E], weight [X, O, E], experts [T, k]: "
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, experts {tuple(experts.shape)}"
+        )
+    if not like(x, weight):
+        raise ValueError(f"weight must be like x: x {x.dtype} {x.device}, weight {weight.dtype} {weight.device}")
+    if not experts.shape[1] or not weight.numel():
+        raise ValueError(f"expected experts and weights: experts {list(experts.shape)}, weight {list(weight.shape)}")
+    for name, given, shape in (
+        ("experts", experts, experts.shape),
+        ("order", order, (experts.numel(),)),
+        ("starts", starts, (len(weight) + 1,)),
+    ):
+        if given.shape != shape or given.dtype != torch.int32:
+            raise ValueError(f"{name} must be {list(shape)} int32, got {list(given.shape)} {given.dtype}")
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue must be one of {EPILOGUES}, got {epilogue!r}")
+    if epilogue == "silu_mul" and weight.shape[1] % 2:
+        raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[1]}")
+    if (scores is None) == (epilogue in ("sum", "split")):
+        raise ValueError(
+            f"scores belong to sum and split, got {epilogue!r} {'without' if scores is None else 'with'} them"
+        )
+    if scores is not None and (scores.shape != experts.shape or scores.dtype != sum_dtype(x.dtype)):
+        raise ValueError(
+            f"scores must be {list(experts.shape)} {sum_dtype(x.dtype)}, got {list(scores.shape)} {scores.dtype}"
+        )
+    same_device(x, experts=experts, order=order, starts=starts, scores=scores)
+
+
+def _fake(
+    x: Tensor, weight: Matrix, experts: Tensor, order: Tensor, starts: Tensor, epilogue: str, scores: Tensor | None
+) -> Tensor:
+    (T, k), O = experts.shape, weight.shape[1]
+    if epilogue == "split":
+        return x.new_empty(_split_of(x, weight, k)[0] * k, T, O, dtype=sum_dtype(x.dtype))
+    if epilogue == "sum":
+        return x.new_empty(T, O)
+    return x.new_empty(T, k, O // 2 if epilogue == "silu_mul" else O)
+
+
+def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:
+    return len(x) <= MAX_ROWS and streams(weight)
+
+
+_expert_linear = register(
+    expert_linear, check=_check, reference=expert_linear_ref, launch=_launch, fake=_fake, fits=_fits
+)

@@ -1,0 +1,195 @@
+"""expert_route: the router of a mixture of experts: each row's best experts, and the rows of each expert.
+
+One program per row finds its experts, then one program per expert its choices, which a running sum puts in order. There
+are no atomics.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specker.kernels.registry import register
+from specker.kernels.topk import NO_KEY, id_of, rank_key, take_best, value_of
+from specker.kernels.variant import Variant, start_after_previous, tl, triton
+
+# Most choices per row and most experts that the kernels serve; the reference serves more.
+MAX_CHOSEN, MAX_EXPERTS = 16, 512
+
+
+def expert_route(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each row's most probable experts with their scores, and the rows of each expert.
+
+        p          = softmax(logits)
+        experts[t] = the `chosen` experts of largest p[t], in falling order; the lower id first among equals
+        scores     = p[t, experts[t]], with `normalise` divided by their sum
+        order      = the choices t * chosen + j, sorted by experts[t, j]; in falling order of nothing else (stable)
+
+    Experts are ranked by their logits, which rank as the probabilities do; NaN ranks first. Scores are computed in
+    float32 (float64 for float64), and a row's bits depend on that row alone. The kernels serve up to 16 choices of 512
+    experts. Memory moves the logits once.
+
+    Args:
+        logits: [T, X] float32 or float64.
+        chosen: the number k of experts per row, 1 to X.
+        normalise: whether a row's scores add up to 1.
+
+    Returns:
+        experts [T, k] int32; scores [T, k] of logits' dtype; order [T * k] int32; starts [X + 1] int32, where each
+        expert's choices begin in `order`. `expert_linear` takes all four.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: another shape or dtype, or `chosen` outside 1..X.
+
+    Source: Mixtral, arXiv 2401.04088, section 2.1; Switch Transformer, arXiv 2101.03961, without `normalise`.
+
+    Examples:
+        >>> import torch
+        >>> from specker.kernels import expert_route
+        >>> experts, scores, order, starts = expert_route(torch.tensor([[0.0, 9.0, 0.0], [0.0, 0.0, 9.0]]), 2)
+        >>> experts.tolist(), order.tolist(), starts.tolist()
+        ([[1, 0], [2, 0]], [1, 3, 0, 2], [0, 2, 3, 4])
+    """
+    return _expert_route(logits, chosen, normalise)
+
+
+def expert_route_ref(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    scores = logits.softmax(-1).gather(1, experts)
+    if normalise:
+        scores = scores / scores.sum(-1, keepdim=True)
+    by_expert, order = experts.flatten().sort(stable=True)
+    starts = torch.searchsorted(by_expert, torch.arange(logits.shape[1] + 1, device=logits.device))
+    return experts.int(), scores, order.int(), starts.int()
+
+
+def expert_route_cost(logits: Tensor, chosen: int, normalise: bool = True) -> tuple[int, int]:
+    """(bytes, operations) that any implementation needs: the logits read once, the results written."""
+    T, X = logits.shape
+    written = T * chosen * (4 + logits.element_size() + 4) + (X + 1) * 4
+    return logits.nbytes + written, T * X * (3 + chosen)
+
+
+@triton.jit
+def _expert_route_kernel(
+    logits_ptr,  # [T, X]
+    experts_ptr,  # [T, K]
+    scores_ptr,  # [T, K]
+    X: tl.constexpr,
+    K: tl.constexpr,
+    X_PAD: tl.constexpr,  # powers of two
+    K_PAD: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_after_previous(PDL)
+    tl.static_assert(K <= K_PAD and K_PAD <= 16 and X <= X_PAD)
+    i_t = tl.program_id(0).to(tl.int64)
+    o_x = tl.arange(0, X_PAD)[None, :]
+    o_k = tl.arange(0, K_PAD)[None, :]
+    m_x, m_k = o_x < X, o_k < K
+    b_z = tl.load(logits_ptr + i_t * X + o_x, mask=m_x, other=float("-inf"))
+    b_z = tl.where(b_z == b_z, b_z, float("nan"))  # of either sign
+    b_top = take_best(tl.where(m_x, rank_key(b_z, o_x.to(tl.int64)), NO_KEY), 1, K, K_PAD)
+    b_best = tl.where(m_k, value_of(b_top), float("-inf"))
+    peak = tl.max(b_best, axis=1)[:, None]
+    b_p = tl.exp(b_best - peak)
+    if NORMALISE:
+        b_sum = tl.sum(b_p, axis=1)
+    else:
+        b_sum = tl.sum(tl.exp(b_z - peak), axis=1)
+    tl.store(experts_ptr + i_t * K + o_k, id_of(b_top).to(tl.int32), mask=m_k)
+    tl.store(scores_ptr + i_t * K + o_k, tl.div_rn(b_p, b_sum[:, None]), mask=m_k)
+
+
+@triton.jit(do_not_specialize=["choices"])
+def _expert_rows_kernel(
+    experts_ptr,  # [choices]
+    order_ptr,  # [choices]
+    starts_ptr,  # [X + 1]
+    choices,  # T * K
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program X finds none, after all others."""
+    start_after_previous(PDL)
+    i_x = tl.program_id(0)
+    o = tl.arange(0, BLOCK)
+    before = tl.full([], 0, tl.int32)
+    for i in tl.range(0, choices, BLOCK):
+        b_x = tl.load(experts_ptr + i + o, mask=i + o < choices, other=2**31 - 1)
+        before += tl.sum((b_x < i_x).to(tl.int32), axis=0)
+    tl.store(starts_ptr + i_x, before)
+    for i in tl.range(0, choices, BLOCK):
+        b_x = tl.load(experts_ptr + i + o, mask=i + o < choices, other=2**31 - 1)
+        b_own = (b_x == i_x).to(tl.int32)
+        tl.store(order_ptr + before + tl.cumsum(b_own, axis=0) - 1, i + o, mask=b_own > 0)
+        before += tl.sum(b_own, axis=0)
+
+
+@lru_cache
+def _variants(X: int, k: int, normalise: bool) -> tuple[Variant, Variant]:
+    """A warp per row holds all its logits, so that each of the k reductions is a few shuffles. The rows of an expert
+    are found in blocks of 1,024 choices: 128 rows of 8 choices are one block."""
+    of = f"X{X} k{k}{' normalise' * normalise}"
+    pad = triton.next_power_of_2(X)
+    route = Variant(
+        name=of,
+        kernel=_expert_route_kernel,
+        arguments=("*fp32", "*i32", "*fp32"),
+        constexprs={"X": X, "K": k, "X_PAD": pad, "K_PAD": triton.next_power_of_2(k), "NORMALISE": normalise},
+        num_warps=1,
+        wide=False,
+        smoke=X == 128,
+    )
+    rows = Variant(
+        name="rows",
+        kernel=_expert_rows_kernel,
+        arguments=("*i32", "*i32", "*i32", "i32"),
+        constexprs={"BLOCK": 1024},
+        num_warps=4,
+        wide=False,
+        smoke=X == 128,
+    )
+    return route, rows
+
+
+def variants(arch: int) -> Iterator[Variant]:
+    """The variants that the compile-only checks compile for sm_`arch`; the launcher takes any X and k."""
+    yield from _variants(128, 8, True)  # Qwen3-30B-A3B; the second one serves all
+    for X, k, normalise in ((8, 2, True), (512, 16, False), (1, 1, True), (60, 4, False)):
+        yield _variants(X, k, normalise)[0]
+
+
+def _launch(logits: Tensor, chosen: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    experts, scores, order, starts = found = _fake(logits, chosen, normalise)
+    logits = logits.contiguous()
+    route, rows = _variants(logits.shape[1], chosen, bool(normalise))
+    if len(logits):
+        route((len(logits),), logits, experts, scores)
+    rows((len(starts),), experts, order, starts, experts.numel())
+    return found
+
+
+def _check(logits: Tensor, chosen: int, normalise: bool) -> None:
+    if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"logits must be [T, X] float32 or float64, got {list(logits.shape)} {logits.dtype}")
+    if not 1 <= chosen <= logits.shape[1]:
+        raise ValueError(f"chosen must be in 1..{logits.shape[1]}, the number of experts, got {chosen}")
+
+
+def _fake(logits: Tensor, chosen: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, X = logits.shape
+    experts, order, starts = (
+        logits.new_empty(size, dtype=torch.int32) for size in ((T, chosen), (T * chosen,), (X + 1,))
+    )
+    return experts, logits.new_empty(T, chosen), order, starts
+
+
+def _fits(logits: Tensor, chosen: int, normalise: bool) -> bool:
+    return chosen <= MAX_CHOSEN and logits.shape[1] <= MAX_EXPERTS
+
+
+_expert_route = register(expert_route, check=_check, reference=expert_route_ref, launch=_launch, fake=_fake, fits=_fits)

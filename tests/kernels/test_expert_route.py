@@ -1,0 +1,139 @@
+"""expert_route: its reference and its kernels in Triton's interpreter against sorting in Python and float64."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from compile_only import compilations
+from formulas import randn
+from reads_only import reads
+
+from specker.kernels.route import expert_route, expert_route_cost, expert_route_ref
+
+op = importlib.import_module("specker.kernels.route")
+# T, X, k: one of one; all chosen; odd sizes; Mixtral; Qwen3-30B-A3B; the most that the kernels serve.
+SIZES = [(1, 1, 1), (5, 6, 6), (7, 13, 3), (1, 8, 2), (9, 128, 8), (3, 512, 16), (0, 8, 2)]
+
+
+def logits_of(T, X, dtype=torch.float32):
+    """With equal ones in most rows."""
+    return (3 * randn(T, X)).round(decimals=1 if X > 8 else 0).to(dtype)
+
+
+def formula(logits, k, normalise):
+    T, X = logits.shape
+    experts = [sorted(range(X), key=lambda i, row=row: (-row[i], i))[:k] for row in logits.tolist()]
+    p = logits.double().softmax(-1)
+    scores = torch.stack([p[t, row] for t, row in enumerate(experts)]) if T else p[:, :k]
+    flat = [i for row in experts for i in row]
+    order = sorted(range(T * k), key=lambda c: (flat[c], c))
+    starts = [sum(i < x for i in flat) for x in range(X + 1)]
+    scores = scores / scores.sum(-1, keepdim=True) if normalise else scores
+    return torch.tensor(experts).view(T, k), scores, torch.tensor(order), torch.tensor(starts)
+
+
+def check(got, want, eps):
+    for a, b in zip(got[:1] + got[2:], want[:1] + want[2:], strict=True):
+        assert a.dtype == torch.int32 and a.tolist() == b.tolist()
+    assert got[1].shape == want[1].shape and bool(((got[1].double() - want[1]).abs() <= 32 * eps * want[1]).all())
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_route(poisoned, size, normalise):
+    T, X, k = size
+    for dtype in (torch.float64, torch.float32):
+        logits = logits_of(T, X, dtype)
+        got = expert_route(logits, k, normalise)
+        assert got[1].dtype == dtype
+        check(got, formula(logits, k, normalise), torch.finfo(dtype).eps)
+    check(op._launch(logits, k, normalise), formula(logits, k, normalise), torch.finfo(torch.float32).eps)
+
+
+def test_choices_of_several_blocks(poisoned):
+    """2,100 choices are three blocks of 1,024, the last one short."""
+    logits = logits_of(700, 5)
+    check(op._launch(logits, 3, True), formula(logits, 3, True), torch.finfo(torch.float32).eps)
+
+
+def test_zeros_infinities_and_nan_rank_alike():
+    """-0 equals 0, so the lower id goes first; NaN of either sign goes first of all."""
+    nan = math.nan
+    logits = torch.tensor(
+        [
+            [-0.0, 0.0, -1.0, -0.0, 0.0],
+            [-math.inf, 3.0, -math.inf, -math.inf, 2.0],
+            [math.inf, 1.0, 0.0, 2.0, 3.0],
+            [1.0, nan, 2.0, -nan, 0.0],
+            [-math.inf] * 5,
+        ]
+    )
+    logits[3, 3] = -logits[3, 1]
+    assert logits[3, 3].view(torch.int32) != logits[3, 1].view(torch.int32)
+    for route in (expert_route_ref, op._launch):
+        experts, scores, *_ = route(logits, 4, True)
+        assert experts.tolist() == [[0, 1, 3, 4], [1, 4, 0, 2], [0, 4, 3, 1], [1, 3, 2, 0], [0, 1, 2, 3]]
+        assert scores[0].tolist() == [0.25] * 4 and scores[1, 2:].tolist() == [0.0] * 2
+        assert scores[2:].isnan().all(1).tolist() == [True, True, True]
+
+
+def test_a_row_is_the_same_alone_and_among_others():
+    logits = randn(20, 60, dtype=torch.float32)
+    for normalise in (True, False):
+        whole = op._launch(logits, 4, normalise)
+        for t in (0, 7, 19):
+            alone = op._launch(logits[t : t + 1], 4, normalise)
+            assert torch.equal(alone[0][0], whole[0][t]) and torch.equal(alone[1][0], whole[1][t])
+
+
+def test_reads_only_the_logits(monkeypatch):
+    around = torch.full((9 * 13,), math.nan)
+    around[5:60] = logits_of(5, 11).flatten()
+    logits = around[5:60].view(5, 11)
+    want = formula(logits, 3, True)
+    with reads(monkeypatch, logits):
+        check(op._launch(logits, 3, True), want, torch.finfo(torch.float32).eps)
+    wide = torch.cat((logits, logits * math.nan), dim=1)[:, :11]
+    check(op._launch(wide, 3, True), want, torch.finfo(torch.float32).eps)
+
+
+def test_more_than_the_kernels_serve():
+    for X, k in ((513, 2), (40, 17)):
+        logits = logits_of(3, X)
+        assert not op._fits(logits, k, True)
+        check(expert_route(logits, k), formula(logits, k, True), torch.finfo(torch.float32).eps)
+    assert op._fits(logits_of(3, 512), 16, True)
+
+
+def test_cost():
+    assert expert_route_cost(torch.zeros(3, 8), 2) == (3 * 8 * 4 + 3 * 2 * 12 + 9 * 4, 3 * 8 * 5)
+
+
+def test_registration():
+    for T in (3, 0):
+        torch.library.opcheck(torch.ops.specker.expert_route, (logits_of(T, 8), 2, True))
+    compiled = torch.compile(lambda z: expert_route(z, 2, False), fullgraph=True, backend="aot_eager")
+    logits = logits_of(3, 8)
+    for got, want in zip(compiled(logits), expert_route_ref(logits, 2, False), strict=True):
+        assert torch.equal(got, want)
+
+
+def launches():
+    """Runs in a compiling process."""
+    for T in (0, 1, 2, 16, 17, 64, 512):
+        op._launch(torch.zeros(T, 128), 8, True)
+
+
+def test_no_length_recompiles():
+    assert compilations(__file__) == {"_expert_route_kernel": 1, "_expert_rows_kernel": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_on_a_gpu(size):
+    T, X, k = size
+    for normalise in (True, False):
+        logits = logits_of(T, X)
+        got = [y.cpu() for y in expert_route(logits.cuda(), k, normalise)]
+        check(tuple(got), formula(logits, k, normalise), torch.finfo(torch.float32).eps)
