@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.checkpoints.architectures import LAYER_TYPES, SLIDING
 from specker.checkpoints.buffers import Piece, Storage, pieces_of
 from specker.checkpoints.checkpoint import Checkpoint, folder_of, open_files
 from specker.checkpoints.heads import IGNORED, ids_of, read_tensors
-from specker.checkpoints.parse import LAYER_TYPES, SHARED, SLIDING, parse_config, read_json, reason
+from specker.checkpoints.parse import SHARED, parse_config, read_json, reason
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Markov
 from specker.model.split import WHOLE

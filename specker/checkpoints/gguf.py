@@ -28,7 +28,8 @@ from specker.cache import root as cache_root
 from specker.cache import write
 from specker.checkpoints import gguf_blocks as blocks
 from specker.checkpoints import gguf_heads
-from specker.checkpoints.parse import ARCHITECTURES, reason
+from specker.checkpoints.architectures import ARCHITECTURES
+from specker.checkpoints.parse import reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
 
@@ -174,7 +175,7 @@ def _convert(path: Path, folder: Path, tensors: Sequence[Any], dense: bool) -> N
         config = AutoConfig.from_pretrained(**where)
     except Exception as error:  # the reader raises many types for damaged files
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
-    architectures = [arch for arch, kind in ARCHITECTURES.items() if kind == config.model_type and kind in TYPES]
+    architectures = [arch for arch, its in ARCHITECTURES.items() if its.model_type == config.model_type in TYPES]
     if not architectures:
         raise CheckpointError(
             f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.checkpoints.architectures import FULL, SLIDING
 from specker.checkpoints.buffers import Buffers, Piece, Storage, activations, packs, part_of
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, folder_of, open_files
-from specker.checkpoints.parse import FULL, SLIDING, parse_config, read_json, reason
+from specker.checkpoints.parse import parse_config, read_json, reason
 from specker.checkpoints.quantised import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.heads import HeadSpec, HeadWeights

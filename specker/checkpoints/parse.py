@@ -10,50 +10,17 @@ from typing import Any
 
 import torch
 
+from specker.checkpoints.architectures import ARCHITECTURES, LAYER_TYPES, SLIDING, Architecture
 from specker.flags import option
 from specker.model.config import CheckpointError, LayerSpec, ModelConfig
 from specker.model.weights import Rope
 
-# architecture -> model_type; a base model (LlamaModel) has the same weights under names without "model."
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MiMoForCausalLM": "mimo",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Olmo2ForCausalLM": "olmo2",
-    "SmolLM3ForCausalLM": "smollm3",
-    "DreamModel": "Dream",
-}
-# architecture -> another class of transformers with the same fields, and the defaults that differ. transformers does
-# not know Dream and MiMo. LlamaConfig imports `generate` and with it torch's compiler, which takes 1.7 s.
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DreamModel": ("Qwen2Config", {}),
-    "MiMoForCausalLM": ("Qwen2Config", {}),
-    "Gemma3ForCausalLM": ("Gemma3TextConfig", {}),
-    "LlamaForCausalLM": (
-        "Qwen2Config",
-        {
-            "num_key_value_heads": None,
-            "max_position_embeddings": 2048,
-            "attention_bias": False,
-            "mlp_bias": False,
-        },
-    ),
-}
 SHARED = ("embed_tokens", "lm_head")
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
 OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
 # hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
-NORMS = {"Gemma3ForCausalLM": "both", "Olmo2ForCausalLM": "after"}  # LayerSpec.norms, where not "before"
-QK_NORMS = {"Qwen3ForCausalLM": "head", "Gemma3ForCausalLM": "head", "Olmo2ForCausalLM": "projection"}
-QKV_BIASES = "Qwen2ForCausalLM", "MiMoForCausalLM", "DreamModel"
-NO_BIASES = "MistralForCausalLM", *QKV_BIASES  # the field attention_bias has no effect
-SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def parse_config(
@@ -65,8 +32,8 @@ def parse_config(
     arch = _architecture(raw)
     _check_sizes(folder / "config.json", raw)
     hf = _hf_config(folder, raw, arch)
-    dream, gemma = arch == "DreamModel", arch == "Gemma3ForCausalLM"
-    act = hf.hidden_activation if gemma else hf.hidden_act
+    its = ARCHITECTURES[arch]
+    act = getattr(hf, its.activation)
     if act not in ACTIVATIONS:
         every = ", ".join(ACTIVATIONS)
         raise CheckpointError(f"hidden_act {act!r} is not supported; supported: {every}")
@@ -77,10 +44,9 @@ def parse_config(
             f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
             f"and head_dim {head_dim} even"
         )
-    if gemma:
-        _check_gemma(hf)
+    scales = its.scales(hf)
     context = _context(hf, max_context)
-    kinds = _layer_types(hf, arch)
+    kinds = _layer_types(hf, its)
     window = (hf.sliding_window if SLIDING in kinds else None) or context
     narrow = window < context  # a window as long as the context hides nothing
     diffusion, mask = _diffusion(raw, arch, bidirectional)
@@ -89,8 +55,8 @@ def parse_config(
             f"{arch} has a sliding window of {window}, which a bidirectional drafter cannot have; use "
             f"{option('max_context', window)} or less"
         )
-    ropes, table_of = _ropes(hf, arch, head_dim, kinds)
-    attention_bias = arch not in NO_BIASES and bool(hf.attention_bias)
+    ropes, table_of = _ropes(hf, its, head_dim, kinds)
+    attention_bias = its.biases in ("attention", "all") and bool(hf.attention_bias)
     config = ModelConfig(
         architecture=arch,
         vocab_size=hf.vocab_size,
@@ -103,45 +69,38 @@ def parse_config(
         rms_norm_eps=float(hf.rms_norm_eps),
         layer=LayerSpec(
             ACTIVATIONS[act],
-            qkv_bias=attention_bias or arch in QKV_BIASES,
+            qkv_bias=attention_bias or its.biases == "qkv",
             o_bias=attention_bias,
-            mlp_bias=arch in ("LlamaForCausalLM", "SmolLM3ForCausalLM") and bool(hf.mlp_bias),
-            norms=NORMS.get(arch, "before"),
-            qk_norm=QK_NORMS.get(arch, ""),
-            scale=hf.query_pre_attn_scalar**-0.5 if gemma else None,
+            mlp_bias=its.biases == "all" and bool(hf.mlp_bias),
+            norms=its.norms,
+            qk_norm=its.qk_norm,
+            scale=scales.scores,
             reaches=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,
         ),
         tied=bool(hf.tie_word_embeddings),
         causal=not diffusion,
-        shifted_logits=dream or not diffusion,
+        shifted_logits=its.masked == "always" or not diffusion,
         mask_token_id=mask,
         max_context=context,
         eos_ids=eos_ids(folder, raw),
         bos_id=raw.get("bos_token_id"),
-        embed_scale=hf.hidden_size**0.5 if gemma else 1.0,
-        norm_offset=1.0 if gemma else 0.0,
+        embed_scale=scales.embedding,
+        norm_offset=its.norm_offset,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
     )
     return config, ropes
 
 
-def _check_gemma(hf: Any) -> None:
-    """Raise CheckpointError for what the decoder does not compute."""
-    for name in SOFT_CAPS:
-        if getattr(hf, name) is not None:
-            raise CheckpointError(f"{name} {getattr(hf, name)} is not supported; specker's decoder has no soft caps")
-    if hf.use_bidirectional_attention:
-        raise CheckpointError("use_bidirectional_attention is not supported; Gemma 3 must be causal")
-
-
 def _architecture(raw: dict[str, Any]) -> str:
     """The architecture named by config.json. Raises CheckpointError if it is not supported."""
-    named = raw.get("architectures") or [a for a, t in ARCHITECTURES.items() if t == raw.get("model_type")]
-    name = str(named[0]) if named else f"of model_type {raw.get('model_type')!r}"
+    kind = raw.get("model_type")
+    named = raw.get("architectures") or [arch for arch, its in ARCHITECTURES.items() if its.model_type == kind]
+    name = str(named[0]) if named else f"of model_type {kind!r}"
     arch = name if name in ARCHITECTURES else re.sub("Model$", "ForCausalLM", name)
-    if arch not in ARCHITECTURES or raw.get("model_type", ARCHITECTURES[arch]) != ARCHITECTURES[arch]:
-        also = f" with model_type {raw.get('model_type')!r}" if arch in ARCHITECTURES else ""
+    its = ARCHITECTURES.get(arch)
+    if its is None or raw.get("model_type", its.model_type) != its.model_type:
+        also = f" with model_type {kind!r}" if arch in ARCHITECTURES else ""
         raise CheckpointError(f"architecture {name}{also} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return arch
 
@@ -162,14 +121,14 @@ def _hf_config(folder: Path, raw: dict[str, Any], arch: str) -> Any:
     """transformers' config object, which fills in defaults and normalises older RoPE spellings."""
     import transformers
 
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if arch != "Gemma3ForCausalLM" and any(isinstance(value, dict) for value in rope.values()):
+    its, rope = ARCHITECTURES[arch], raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if its.ropes != "by type" and any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"RoPE that differs by layer type ({', '.join(rope)}) is not supported")
     try:
         # AutoConfig is not used here, because it imports a table of all models.
-        name, defaults = CONFIGS.get(arch, (arch.replace("ForCausalLM", "Config"), {}))
+        name = its.config or arch.replace("ForCausalLM", "Config")
         given = {k: v for k, v in raw.items() if k not in ("model_type", "auto_map")}
-        return getattr(transformers, name).from_dict({**defaults, **given})
+        return getattr(transformers, name).from_dict({**its.defaults, **given})
     except Exception as error:  # validation raises several types, such as KeyError
         raise CheckpointError(f"{folder / 'config.json'} is not a valid {arch} config ({reason(error)})") from error
 
@@ -186,12 +145,10 @@ def _context(hf: Any, wanted: int | None) -> int:
     return context
 
 
-def _layer_types(hf: Any, arch: str) -> list[str]:
+def _layer_types(hf: Any, its: Architecture) -> list[str]:
     """Each layer's kind of attention, FULL or SLIDING."""
-    if arch in ("LlamaForCausalLM", "Olmo2ForCausalLM"):  # other fields of the file do not matter
-        return [FULL] * hf.num_hidden_layers
-    if arch == "MistralForCausalLM":
-        return [SLIDING] * hf.num_hidden_layers
+    if its.kinds in LAYER_TYPES:  # other fields of the file do not matter
+        return [its.kinds] * hf.num_hidden_layers
     if other := set(hf.layer_types) - set(LAYER_TYPES):
         kinds = ", ".join(sorted(other))
         raise CheckpointError(f"layer_types {kinds} are not supported; only {' and '.join(LAYER_TYPES)} are")
@@ -200,12 +157,13 @@ def _layer_types(hf: Any, arch: str) -> list[str]:
 
 def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[bool, int | None]:
     """Whether the model is a diffusion drafter, and its mask token."""
-    dream, mask = arch == "DreamModel", raw.get("mask_token_id")
-    if wanted is False and dream:
-        raise CheckpointError("DreamModel is always bidirectional; it cannot be loaded as a causal model")
-    if wanted and arch not in ("DreamModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        raise CheckpointError(f"{arch} cannot be bidirectional; DreamModel, Qwen2ForCausalLM and Qwen3ForCausalLM can")
-    diffusion = dream or bool(wanted)
+    masked, mask = ARCHITECTURES[arch].masked, raw.get("mask_token_id")
+    if wanted is False and masked == "always":
+        raise CheckpointError(f"{arch} is always bidirectional; it cannot be loaded as a causal model")
+    if wanted and not masked:
+        able = ", ".join(name for name, its in ARCHITECTURES.items() if its.masked)
+        raise CheckpointError(f"{arch} cannot be bidirectional; these can: {able}")
+    diffusion = masked == "always" or bool(wanted)
     if diffusion and not (isinstance(mask, int) and 0 <= mask < raw["vocab_size"]):
         raise CheckpointError(
             f"a bidirectional {arch} needs mask_token_id in config.json, an id below vocab_size; it is {mask}"
@@ -226,15 +184,15 @@ def _shares(raw: dict[str, Any], tied: bool) -> tuple[str, ...]:
     return tuple(shares)
 
 
-def _ropes(hf: Any, arch: str, head_dim: int, kinds: list[str]) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+def _ropes(hf: Any, its: Architecture, head_dim: int, kinds: list[str]) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """(the model's RoPE, LayerSpec.ropes): Gemma 3 has one for each kind of layer, SmolLM3 has layers without any."""
     rope = hf.rope_parameters or {}
-    if arch == "Gemma3ForCausalLM":
+    if its.ropes == "by type":
         found = [kind for kind in LAYER_TYPES if kind in kinds]
         ropes = tuple(_rope(hf, head_dim, rope[kind], layer_type=kind) for kind in found)
         return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
     one = _rope(hf, head_dim, rope)
-    if arch != "SmolLM3ForCausalLM" or all(hf.no_rope_layers):  # despite the name, 1 for layers with RoPE
+    if its.ropes != "some" or all(hf.no_rope_layers):  # despite the name, 1 for layers with RoPE
         return (one,), ()
     if len(hf.no_rope_layers) != len(kinds):
         raise CheckpointError(f"no_rope_layers must have an entry for each of the {len(kinds)} layers of config.json")

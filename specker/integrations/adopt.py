@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.buffers import activations, norms_of
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
-from specker.checkpoints.parse import ARCHITECTURES, parse_config
+from specker.checkpoints.parse import parse_config
 from specker.integrations.drafts import no_weights, read_sizes
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.weights import Rope, Weights

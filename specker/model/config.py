@@ -42,7 +42,7 @@ class LayerSpec:
 class ModelConfig:
     """A decoder's settings; none depends on the run's dtype or device."""
 
-    architecture: str  # a key of ARCHITECTURES (checkpoints/parse.py)
+    architecture: str  # a key of ARCHITECTURES (checkpoints/architectures.py)
     vocab_size: int
     hidden_size: int
     num_layers: int

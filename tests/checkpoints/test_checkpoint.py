@@ -13,8 +13,9 @@ import transformers
 from make_checkpoint import CASES, GEMMA3, LLAMA3, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
+from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.checkpoint import Checkpoint, read, read_config
-from specker.checkpoints.parse import ARCHITECTURES, SIZES, parse_config
+from specker.checkpoints.parse import SIZES, parse_config
 from specker.model.config import CheckpointError
 
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}

@@ -1,0 +1,76 @@
+"""The supported architectures, an entry each: what an architecture's name says about a checkpoint's layers.
+
+`parse.py` joins an entry with the fields of config.json to a `ModelConfig`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from specker.model.config import CheckpointError
+
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Scales(NamedTuple):
+    """What an architecture multiplies with."""
+
+    scores: float | None = None  # LayerSpec.scale
+    embedding: float = 1.0  # ModelConfig.embed_scale
+
+
+def _gemma(hf: Any) -> Scales:
+    """Raises CheckpointError for what the decoder does not compute."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(hf, name) is not None:
+            raise CheckpointError(f"{name} {getattr(hf, name)} is not supported; specker's decoder has no soft caps")
+    if hf.use_bidirectional_attention:
+        raise CheckpointError("use_bidirectional_attention is not supported; Gemma 3 must be causal")
+    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the name of an architecture says; config.json says the rest. The weights of a base model (LlamaModel) are
+    the same, under names without "model."."""
+
+    model_type: str
+    norms: str = "before"  # LayerSpec.norms
+    qk_norm: str = ""  # LayerSpec.qk_norm
+    biases: str = ""
+    """Which linears have biases: "qkv" always, those of "attention" if the field attention_bias says so, or "all",
+    those of the feed-forward by mlp_bias. "": none."""
+    kinds: str = "layer_types"  # where each layer's kind of attention stands; or FULL or SLIDING for all layers
+    ropes: str = ""  # "by type": a RoPE for each kind of layer; "some": for the layers that no_rope_layers names
+    norm_offset: float = 0.0  # ModelConfig.norm_offset
+    activation: str = "hidden_act"  # the field that names the activation
+    scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
+    masked: str = ""  # "always": a diffusion drafter; "may be": if the user says so
+    config: str = ""  # the name of a class of transformers with the same fields; "": the architecture's own
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that this class sets otherwise
+
+
+# transformers does not know Dream and MiMo. LlamaConfig imports `generate` and with it torch's compiler, which takes
+# 1.7 s.
+LLAMA = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA),
+    "MistralForCausalLM": Architecture("mistral", kinds=SLIDING),
+    "Qwen2ForCausalLM": Architecture("qwen2", biases="qkv", masked="may be"),
+    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm="head", biases="attention", masked="may be"),
+    "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text",
+        norms="both",
+        qk_norm="head",
+        biases="attention",
+        ropes="by type",
+        norm_offset=1.0,
+        activation="hidden_activation",
+        scales=_gemma,
+        config="Gemma3TextConfig",
+    ),
+    "Olmo2ForCausalLM": Architecture("olmo2", norms="after", qk_norm="projection", biases="attention", kinds=FULL),
+    "SmolLM3ForCausalLM": Architecture("smollm3", biases="all", ropes="some"),
+    "DreamModel": Architecture("Dream", biases="qkv", masked="always", config="Qwen2Config"),
+}
