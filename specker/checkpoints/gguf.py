@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from specker.cache import write
 from specker.checkpoints import gguf_blocks as blocks
 from specker.checkpoints import gguf_heads
 from specker.checkpoints.architectures import ARCHITECTURES
+from specker.checkpoints.gguf_families import FAMILIES, FREQUENCIES, Family, name_of
 from specker.checkpoints.parse import reason
 from specker.cpu.packed import FORMATS, Numbers, pack
 from specker.model.config import CheckpointError
@@ -98,7 +100,7 @@ def _converted(path: Path, folder: Path, digest: str, dense: bool) -> Path:
         if architecture == gguf_heads.ARCHITECTURE:
             _convert_head(path, part, file, dense)
         else:
-            _convert(path, part, tensors, dense)
+            _convert(path, part, file, dense)
         sizes = {file.name: file.stat().st_size for file in part.iterdir()}
         (part / DONE).write_text(json.dumps({"source": path.name, "sha256": digest, "sizes": sizes}, indent=1))
         if folder.exists():
@@ -167,7 +169,7 @@ def converted_size(tensors: Sequence[Any], dense: bool) -> int:
     return total
 
 
-def _convert(path: Path, folder: Path, tensors: Sequence[Any], dense: bool) -> None:
+def _convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -175,14 +177,14 @@ def _convert(path: Path, folder: Path, tensors: Sequence[Any], dense: bool) -> N
         config = AutoConfig.from_pretrained(**where)
     except Exception as error:  # the reader raises many types for damaged files
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
-    architectures = [arch for arch, its in ARCHITECTURES.items() if its.model_type == config.model_type in TYPES]
-    if not architectures:
+    family = FAMILIES.get(config.model_type)
+    if family is None:
         raise CheckpointError(
             f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
-            + ", ".join(TYPES)
+            + ", ".join(FAMILIES)
         )
     try:
-        modules, restored = _save(path, folder, tensors, config, dense)
+        modules, restored = _save(path, folder, file.tensors, config, dense, partial(name_of, family))
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except CheckpointError:
         raise
@@ -191,9 +193,23 @@ def _convert(path: Path, folder: Path, tensors: Sequence[Any], dense: bool) -> N
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    settings |= {"architectures": architectures[:1], "dtype": "float32"}
+    kinds = [arch for arch, its in ARCHITECTURES.items() if its.model_type == config.model_type]
+    settings |= {"architectures": kinds, "dtype": "float32"} | family.mend(settings, _keys(file))
+    vocabulary = tokenizer.get_vocab() if family.ends else {}
+    if ends := [vocabulary[token] for token in family.ends if token in vocabulary]:
+        settings["eos_token_id"] = sorted({settings["eos_token_id"], *ends} - {None})
     _write_config(folder, settings, modules, restored)
     _write_whole_tokenizer(folder)
+
+
+def _keys(file: Any) -> dict[str, Any]:
+    """What `Family.mend` reads: keys without the architecture's prefix, and the divisors of RoPE's frequencies."""
+    start = f"{file.fields['general.architecture'].contents()}."
+    found = {name.removeprefix(start): x.contents() for name, x in file.fields.items() if name.startswith(start)}
+    for tensor in file.tensors:
+        if tensor.name == f"{FREQUENCIES}.weight":
+            found[FREQUENCIES] = tensor.data.tolist()
+    return found
 
 
 def _convert_head(path: Path, folder: Path, file: Any, dense: bool) -> None:
@@ -240,41 +256,11 @@ def _write_whole_tokenizer(folder: Path) -> None:
     settings.write_text(json.dumps(about, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-TYPES = ("llama", "mistral", "qwen2", "qwen3")  # types of the models whose tensors llama.cpp stores as described here
-NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-UNUSED = ("rope_freqs",)  # config.json defines RoPE
-PERMUTED = ("llama", "mistral")  # llama.cpp interleaves the halves of a head that RoPE rotates
 SHARD = 1 << 30  # bytes
 TOKENIZER = 50_000_000  # bytes that a tokenizer and the other files take at most
 
 
 Named = Callable[[str, Path], str | None]  # a tensor's name in GGUF, the file -> its name in the checkpoint
-
-
-def _named(name: str, path: Path) -> str | None:
-    """The tensor's name in a Hugging Face checkpoint; None for one that is not used. Raises CheckpointError."""
-    stem, kind = name.rsplit(".", 1)
-    if stem in UNUSED:
-        return None
-    outer, layer = OUTER.get(stem), stem.split(".")
-    if outer is None and layer[0] == "blk" and len(layer) == 3 and layer[2] in NAMES:
-        outer = f"model.layers.{layer[1]}.{NAMES[layer[2]]}"
-    if outer is None:
-        raise CheckpointError(f"{path} has the tensor {name}, which no supported architecture uses")
-    return f"{outer}.{kind}"
 
 
 def _save(
@@ -283,7 +269,7 @@ def _save(
     tensors: Sequence[Any],
     config: Any,
     dense: bool,
-    named: Named = _named,
+    named: Named,
     extra: dict[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write the weights, and the tensors `extra` as they are, into shards of about SHARD bytes. Returns the quantised
@@ -344,6 +330,7 @@ def _tensors(
     value is in float32 or, without `dense`, holds the numbers of its blocks if gguf_blocks.py reads their format."""
     from gguf.quants import dequantize
 
+    family = FAMILIES.get(config.model_type, Family())
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for tensor in _with_progress(path, tensors):
         name = named(tensor.name, path)
@@ -356,10 +343,12 @@ def _tensors(
         else:
             x = torch.from_numpy(dequantize(rows, tensor.tensor_type).copy())
         part = name.split(".")[-2]
-        if part in heads and config.model_type in PERMUTED:
+        if part in heads and family.permuted:
             order = torch.arange(len(rows)).view(heads[part], -1, 2).transpose(1, 2).flatten()
             if isinstance(x, Numbers):
                 x = Numbers(x.format, *(None if y is None else y[order] for y in x[1:]))  # type: ignore[arg-type]
             else:
                 x = x[order]
+        if family.norm_offset and part.endswith("norm") and isinstance(x, Tensor):
+            x = x - family.norm_offset
         yield name, kind, x

@@ -5,12 +5,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from make_checkpoint import make
+from make_checkpoint import FULL, GEMMA3, LLAMA3, SLIDING, exact_oracle, make, oracle, oracle_logits
 from packings import exact
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import specker
 from specker.checkpoints import gguf
 from specker.checkpoints import gguf_blocks as blocks
-from specker.checkpoints.checkpoint import read, read_config
+from specker.checkpoints.checkpoint import opened, read, read_config
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import FORMATS, Packed, pack
 from specker.model.cache import KVCache
@@ -38,15 +40,22 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+GEMMA_NAMES = NAMES | {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, names: dict[str, str] = NAMES) -> str:
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     name = name.removesuffix(".weight")
     if name in outer:
         return f"{outer[name]}.weight"
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{NAMES[rest]}.weight"
+    return f"blk.{layer}.{names[rest]}.weight"
 
 
 def quantised(x: np.ndarray, kind: str) -> np.ndarray:
@@ -73,10 +82,16 @@ def random_blocks(kind: str, O: int, E: int, seed: int = 0) -> np.ndarray:
 
 
 def write(
-    path: Path, folder: Path, kind: str = "Q8_0", arch: str = "llama", kinds: dict[str, str] | None = None
+    path: Path,
+    folder: Path,
+    kind: str = "Q8_0",
+    arch: str = "llama",
+    kinds: dict[str, str] | None = None,
+    more: Callable[[Any], object] = lambda out: None,
+    extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """The tiny Llama in `folder` as a GGUF file with a byte-level tokenizer and a chat template. `kinds`: formats of
-    single tensors, by a part of their names."""
+    """The tiny Llama or Gemma 3 in `folder` as a GGUF file with a byte-level tokenizer and a chat template. `kinds`:
+    formats of single tensors, by a part of their names. `more` adds keys, `extra` tensors."""
     config = json.loads((folder / "config.json").read_text())
     out = writer.GGUFWriter(path, arch)
     out.add_block_count(config["num_hidden_layers"])
@@ -86,8 +101,10 @@ def write(
     out.add_head_count(config["num_attention_heads"])
     out.add_head_count_kv(config["num_key_value_heads"])
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    out.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     out.add_rope_dimension_count(config["head_dim"])
+    more(out)
     out.add_vocab_size(config["vocab_size"])
     tokens = [*(chr(33 + i) for i in range(94)), "ab"]
     tokens += [f"<{i}>" for i in range(config["vocab_size"] - len(tokens))]
@@ -102,11 +119,17 @@ def write(
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     for name, x in load_file(folder / "model.safetensors").items():
         x = x.numpy()
-        if "q_proj" in name or "k_proj" in name:  # GGUF interleaves the halves that RoPE rotates
+        gemma = arch == "gemma3"
+        if gemma and "norm" in name:
+            x = x + 1
+        elif not gemma and ("q_proj" in name or "k_proj" in name):  # GGUF interleaves the halves that RoPE rotates
             count = heads[name.split("self_attn.")[1][0]]
             x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
         own = next((other for part, other in (kinds or {}).items() if part in name), kind) if x.ndim == 2 else "F32"
-        out.add_tensor(gguf_name(name), quantised(x, own), raw_dtype=writer.GGMLQuantizationType[own])
+        stored = gguf_name(name, GEMMA_NAMES if gemma else NAMES)
+        out.add_tensor(stored, quantised(x, own), raw_dtype=writer.GGMLQuantizationType[own])
+    for name, array in (extra or {}).items():
+        out.add_tensor(name, array)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -139,6 +162,99 @@ def test_the_weights_are_those_of_transformers(tmp_path: Path, kind: str, tied: 
     prompt = [5, 17, 80, 3, 41]
     want = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=96)
     assert engine.generate(prompt, 20).tokens == want[0, len(prompt) :].tolist()
+
+
+def gemma_keys(out: Any) -> None:
+    out.add_key_length(16)
+    out.add_sliding_window(12)
+
+
+def all_gemma_keys(out: Any) -> None:
+    gemma_keys(out)
+    out.add_sliding_window_pattern([True, False, True])
+    out.add_rope_freq_base_swa(1000.0)
+    out.add_rope_scaling_type(writer.RopeScalingType.LINEAR)
+    out.add_rope_scaling_factor(2.0)
+
+
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+GEMMAS: dict[str, Any] = {  # what files state, and what llama.cpp takes if they do not
+    "stated": (GEMMA3 | {"query_pre_attn_scalar": 16}, all_gemma_keys),
+    "default": (
+        GEMMA3
+        | {
+            "layers": 7,
+            "layer_types": [*[SLIDING] * 5, FULL, SLIDING],
+            "query_pre_attn_scalar": 16,
+            "rope": {SLIDING: LOCAL, FULL: {"rope_type": "default", "rope_theta": 5e5}},
+            "tied": False,
+        },
+        gemma_keys,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GEMMAS)
+def test_gemma_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Its norms lack the 1 that llama.cpp adds, its windows and both bases of RoPE are the folder's, and its tied head
+    is the embedding."""
+    exact_oracle(monkeypatch)
+    options, keys = GEMMAS[case]
+    folder = make(tmp_path / "source", **options)
+    file = write(tmp_path / "tiny.gguf", folder, "F32", arch="gemma3", more=keys)
+    checkpoint, own = read(file, dtype=torch.float64, device="cpu"), read(folder, dtype=torch.float64, device="cpu")
+    rest = {"eos_ids": (), "bos_id": None, "rms_norm_eps": 1e-6}  # a file holds epsilon in float32
+    assert replace(checkpoint.config, **rest) == own.config
+    assert checkpoint.config.eos_ids == (96,) and checkpoint.config.bos_id == 95
+    text = [n * 7 % 128 for n in range(40)]
+    model = Model(checkpoint)
+    cache = KVCache(model.config, 64, dtype=torch.float64, device="cpu")
+    rows = prefill(model, cache, text, taps=(model.config.num_layers,), last=40)[model.config.num_layers]
+    want = oracle_logits(oracle(folder, torch.float64), torch.tensor(text))
+    assert (model.logits(Final(rows)) - want).abs().max() < 1e-5  # norms have lost bits beside the 1
+    packed = write(tmp_path / "packed.gguf", folder, "Q8_0", arch="gemma3", more=keys)
+    engine = specker.load(packed, strategy="lookup", device="cpu")
+    assert engine.target.quantised == "int8" and engine.check(PROMPT, engine.generate(PROMPT, 30), 30).identical
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rope_of_llama_3(tmp_path: Path, factor: float) -> None:
+    """A file has the divisors of its frequencies, for 8,192 positions."""
+    rope = {**LLAMA3, "factor": factor, "original_max_position_embeddings": 8192}
+    folder = make(tmp_path / "source", rope=rope)
+    frequency = 1e4 ** (-np.arange(8) / 8)
+    turns = 8192 * frequency / (2 * np.pi)
+    scaled = np.where(turns > 4, frequency, frequency / factor)
+    between = (turns >= 1) & (turns <= 4)
+    share = (turns - 1) / 3
+    scaled[between] = ((1 - share) * frequency / factor + share * frequency)[between]
+    assert between.sum() == 1 and (turns < 1).any()
+    divisors = (frequency / scaled).astype(np.float32)
+    file = write(tmp_path / "a.gguf", folder, "F32", extra={"rope_freqs.weight": divisors})
+    own, got = (opened(source).ropes[0].inv_freq for source in (folder, file))
+    torch.testing.assert_close(got, own, rtol=1e-6, atol=0)
+    divisors[2] *= 1.5
+    with pytest.raises(CheckpointError, match="has rope_freqs that are not those of Llama 3"):
+        read_config(write(tmp_path / "b.gguf", folder, "F32", extra={"rope_freqs.weight": divisors}))
+
+
+def test_the_tokens_that_end_an_answer_of_gemma(tmp_path: Path) -> None:
+    """A file names one; instruction-tuned models also end with another."""
+    folder = make(tmp_path / "source", **GEMMA3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gguf.FAMILIES, "gemma3_text", gguf.FAMILIES["gemma3_text"]._replace(ends=("<6>", "<none>")))
+        file = write(tmp_path / "tiny.gguf", folder, "F32", arch="gemma3", more=gemma_keys)
+        assert read_config(file).eos_ids == (96, 101)
+
+
+def test_soft_caps_of_a_file_are_refused(tmp_path: Path) -> None:
+    def keys(out: Any) -> None:
+        gemma_keys(out)
+        out.add_final_logit_softcapping(30.0)
+
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", **GEMMA3), "F32", arch="gemma3", more=keys)
+    with pytest.raises(CheckpointError, match=r"final_logit_softcapping 30\.0 is not supported"):
+        read_config(file)
 
 
 @pytest.mark.parametrize("kind", blocks.READERS)
@@ -380,9 +496,7 @@ def test_what_cannot_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
         read_config(file)
 
 
-@pytest.mark.parametrize(("arch", "name"), [("gemma2", "gemma2"), ("gemma3", "gemma3_text")])
-def test_an_architecture_that_is_not_supported(tmp_path: Path, arch: str, name: str) -> None:
-    """Gemma 3 is, but llama.cpp stores other norms than its folder has."""
-    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch=arch)
-    with pytest.raises(CheckpointError, match=f"of type '{name}', which is not supported in a GGUF file; supported: "):
+def test_an_architecture_that_is_not_supported(tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source"), arch="gemma2")
+    with pytest.raises(CheckpointError, match="of type 'gemma2', which is not supported in a GGUF file; supported: "):
         read(file, dtype=torch.float32, device="cpu")
