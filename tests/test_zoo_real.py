@@ -231,6 +231,20 @@ def test_the_command_prints_paths(
     assert real.pair_at_hand() == paths
 
 
+def test_a_model_under_other_terms_names_them(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(index, 1, 2, 3)
+    assert "ai.google.dev/gemma/terms" in real.GEMMA.terms
+    monkeypatch.setattr(real, "GEMMA", source(terms=real.GEMMA.terms))
+    assert real.gemma_at_hand() is None
+    for _ in range(2):  # also once it is at hand
+        assert real.main(["gemma"]) == 0
+        said = capsys.readouterr()
+        assert said.out == f"{tmp_path / 'cache' / NAME}\n" and f"specker: {real.GEMMA.terms}\n" in said.err
+    assert real.gemma_at_hand() == tmp_path / "cache" / NAME
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -239,6 +253,7 @@ def test_the_command_prints_paths(
         (["coder", "both"], "argument part: invalid choice: 'both'"),
         (["smollm2", "draft"], "draft belongs to coder; smollm2 is one model on PyPI"),
         (["--hub"], "--hub belongs to coder; smollm2 is one model on PyPI"),
+        (["gemma", "--hub"], "--hub belongs to coder; gemma is one model on PyPI"),
     ],
 )
 def test_errors_are_one_line(

