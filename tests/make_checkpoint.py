@@ -14,7 +14,10 @@ import transformers
 from torch import Tensor
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
-FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2"}
+FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2", "granite": "Granite"}
+FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
+BIASED = ("llama", "smollm3", "granite")
+HEADED = ("qwen3", "gemma3", "ministral", "ministral3")  # transformers does not divide there
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 # With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
@@ -36,11 +39,31 @@ GEMMA3: dict[str, Any] = {  # RoPE has a local base in windowed layers, a scaled
     "query_pre_attn_scalar": 24,
     "rope": {SLIDING: {"rope_type": "default", "rope_theta": 1000.0}, FULL: {**LINEAR, "rope_theta": 50000.0}},
 }
+GRANITE: dict[str, Any] = {
+    "arch": "granite",
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+LONGROPE: dict[str, Any] = {  # of heads of 16, of which RoPE rotates 12
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+    "long_factor": [4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+}
+PHI4: dict[str, Any] = {"arch": "phi3", "rope": LONGROPE, "original_max_position_embeddings": 256}
+LLAMA4: dict[str, Any] = {**YARN, "original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1}
 SHORT = {"use_sliding_window": True, "sliding_window": 12}
 WINDOWED: list[tuple[str, dict[str, Any]]] = [  # the tests' texts are longer
     ("mistral-short-window", {"arch": "mistral", "sliding_window": 12}),
     ("qwen2-short-window", {"arch": "qwen2", **SHORT, "max_window_layers": 1}),
     ("qwen3-short-window", {"arch": "qwen3", **SHORT, "layer_types": [FULL, SLIDING, SLIDING]}),
+    ("ministral-short-window", {"arch": "ministral", "sliding_window": 12, "layer_types": [SLIDING, FULL, SLIDING]}),
+    ("ministral3-short-window", {"arch": "ministral3", "sliding_window": 12, "rope": LLAMA4}),
+    ("phi3-short-window", {"arch": "phi3", "sliding_window": 12}),
     ("gemma3", GEMMA3),
     ("gemma3-window-of-3", {**GEMMA3, "tied": False, "sliding_window": 3, "attention_bias": True}),
 ]
@@ -84,6 +107,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", {"arch": "olmo2"}),
     ("olmo2-bias", {"arch": "olmo2", "tied": True, "attention_bias": True, "kv_heads": 4, "dtype": torch.bfloat16}),
     ("smollm3", {"arch": "smollm3", "no_rope_layers": [1, 0, 1], "tied": True}),
+    ("granite", GRANITE),
+    ("granite-biases", {**GRANITE, "tied": True, "attention_bias": True, "mlp_bias": True, "logits_scaling": 6.0}),
+    ("ministral", {"arch": "ministral", "sliding_window": None, "head_dim": 8}),
+    ("ministral3", {"arch": "ministral3", "rope": LLAMA4}),
+    ("phi3", {"arch": "phi3", "kv_heads": 4}),
+    ("phi4-mini", {**PHI4, "tied": True}),
     ("dream", {"arch": "dream"}),
     ("dream-old-file", {"arch": "dream", "rope": {"rope_type": "default", "rope_theta": 1e6}, "old_rope": True}),
     ("dream-sharded", {"arch": "dream", "shards": 2, "kv_heads": 4}),
@@ -138,11 +167,11 @@ def make(
         rope_parameters=deepcopy(rope or {"rope_type": "default", "rope_theta": 10000.0}),
         eos_token_id=eos,
         bos_token_id=bos,
-        **({"head_dim": head_dim} if head_dim * heads != hidden or arch in ("qwen3", "gemma3") else {}),
-        **({"attention_bias": attention_bias} if arch in ("llama", "qwen3", "gemma3", "olmo2", "smollm3") else {}),
-        **({"mlp_bias": mlp_bias} if arch in ("llama", "smollm3") else {}),
-        **({"sliding_window": None} if arch == "mistral" else {}),
-        **({"pad_token_id": None} if arch == "smollm3" else {}),  # its default is beyond `vocab`
+        **({"head_dim": head_dim} if head_dim * heads != hidden or arch in HEADED else {}),
+        **({"attention_bias": attention_bias} if arch in BIASED + ("qwen3", "gemma3", "olmo2") else {}),
+        **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
+        **({"sliding_window": None} if "mistral" in arch else {}),
+        **({"pad_token_id": None} if arch in ("smollm3", "phi3") else {}),  # the default is beyond `vocab`
         **({} if mask is None else {"mask_token_id": mask}),
     )
     config = getattr(transformers, f"{FAMILIES[arch]}{'Text' * (arch == 'gemma3')}Config")(**{**options, **more})
@@ -231,7 +260,7 @@ def exact_oracle(monkeypatch: Any) -> None:
         return (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
     monkeypatch.setattr(models.gemma3.modeling_gemma3.Gemma3RMSNorm, "forward", gemma)
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "SmolLM3"):
+    for family in {*FAMILIES.values()} - {"Gemma3"}:
         modeling = getattr(getattr(models, family.lower()), f"modeling_{family.lower()}")
         monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", norm)
     softmax = torch.nn.functional.softmax

@@ -5,11 +5,13 @@ from itertools import count
 
 import pytest
 import torch
-from make_checkpoint import make
+from make_checkpoint import GRANITE, make
 from make_head import Formula, make_head
 from safetensors.torch import load_file, save_file
 
 import specker
+from specker.checkpoints import checkpoint, dflash, heads, mtp
+from specker.model.config import CheckpointError
 from specker.options import Params
 from specker.runtime.choose import NONE
 from specker.runtime.policy import Fixed
@@ -207,6 +209,15 @@ def test_configs_that_do_not_fit_are_refused(target, usual, tmp_path, way):
     fields, says = BAD[way]
     with pytest.raises(ValueError, match=says):
         load(target, changed(usual, tmp_path / "head", **fields))
+
+
+@pytest.mark.parametrize("module", [heads, dflash, mtp])
+def test_a_target_in_another_scale_has_no_heads(tmp_path, module):
+    """They were trained with its hidden states as they are."""
+    target = checkpoint.read(make(tmp_path, **GRANITE), dtype=torch.float64, device="cpu")
+    source = () if module is mtp else ("head",)
+    with pytest.raises(CheckpointError, match=r"keeps those of GraniteForCausalLM in another scale .* no heads for it"):
+        module.read(*source, target, dtype=torch.float64)
 
 
 TENSORS = {

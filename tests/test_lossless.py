@@ -2,7 +2,7 @@
 
 import cases
 import pytest
-from make_checkpoint import make
+from make_checkpoint import GRANITE, PHI4, make
 from one_round import after_every_round, apart
 from pairs import perturbed
 
@@ -16,15 +16,16 @@ SAMPLING = {
     "T1": {"temperature": 1.0, "seed": 3},
     "T1-top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
 }
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")
+ARCHITECTURES = {arch: {"arch": arch} for arch in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")}
+ARCHITECTURES |= {"granite": GRANITE, "phi4-mini": PHI4}
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """arch -> (target, draft)."""
     made = {}
-    for arch in ARCHITECTURES:
-        target = make(tmp_path_factory.mktemp(arch), arch, layers=2, max_context=192)
+    for arch, options in ARCHITECTURES.items():
+        target = make(tmp_path_factory.mktemp(arch), layers=2, max_context=192, **options)
         made[arch] = target, perturbed(target, tmp_path_factory.mktemp(arch + "-draft"))
     return made
 
@@ -39,7 +40,7 @@ def drafting(pair, **options):
 
 CASES = [
     *cases.one_in(2, ["llama"], {**DRAFTS, **CAPPED}, SAMPLING),
-    *cases.one_in(2, ARCHITECTURES[1:], ["chain-5", "tree-3x4"], ["greedy", "T0.7"]),
+    *cases.one_in(2, [*ARCHITECTURES][1:], ["chain-5", "tree-3x4"], ["greedy", "T0.7"]),
 ]
 
 

@@ -16,7 +16,10 @@ class Scales(NamedTuple):
     """What an architecture multiplies with."""
 
     scores: float | None = None  # LayerSpec.scale
-    embedding: float = 1.0  # ModelConfig.embed_scale
+    embedding: float = 1.0  # ModelConfig.embed_scale, without `residual`
+    rounded: bool = False  # ModelConfig.embed_rounded
+    residual: float = 1.0  # ModelConfig.residual_scale
+    logits: float = 1.0  # ModelConfig.logits_scale
 
 
 def _gemma(hf: Any) -> Scales:
@@ -26,7 +29,16 @@ def _gemma(hf: Any) -> Scales:
             raise CheckpointError(f"{name} {getattr(hf, name)} is not supported; specker's decoder has no soft caps")
     if hf.use_bidirectional_attention:
         raise CheckpointError("use_bidirectional_attention is not supported; Gemma 3 must be causal")
-    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5)
+    return Scales(hf.query_pre_attn_scalar**-0.5, hf.hidden_size**0.5, rounded=True)
+
+
+def _granite(hf: Any) -> Scales:
+    """Raises CheckpointError for factors by which nothing can be divided."""
+    for name in ("residual_multiplier", "logits_scaling"):
+        if not 0 < getattr(hf, name) < float("inf"):
+            raise CheckpointError(f"{name} must be a positive number, but config.json has {getattr(hf, name)}")
+    factors = hf.attention_multiplier, hf.embedding_multiplier
+    return Scales(*factors, residual=hf.residual_multiplier, logits=1 / hf.logits_scaling)
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,8 @@ class Architecture:
     those of the feed-forward by mlp_bias. "": none."""
     kinds: str = "layer_types"  # where each layer's kind of attention stands; or FULL or SLIDING for all layers
     ropes: str = ""  # "by type": a RoPE for each kind of layer; "some": for the layers that no_rope_layers names
+    partial: bool = False  # RoPE may rotate only a head's first dimensions
+    fused: bool = False  # ModelConfig.fused
     norm_offset: float = 0.0  # ModelConfig.norm_offset
     activation: str = "hidden_act"  # the field that names the activation
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
@@ -56,6 +70,8 @@ LLAMA = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attentio
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", biases="all", kinds=FULL, config="Qwen2Config", defaults=LLAMA),
     "MistralForCausalLM": Architecture("mistral", kinds=SLIDING),
+    "MinistralForCausalLM": Architecture("ministral"),
+    "Ministral3ForCausalLM": Architecture("ministral3", kinds=SLIDING),
     "Qwen2ForCausalLM": Architecture("qwen2", biases="qkv", masked="may be"),
     "Qwen3ForCausalLM": Architecture("qwen3", qk_norm="head", biases="attention", masked="may be"),
     "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
@@ -72,5 +88,7 @@ ARCHITECTURES = {
     ),
     "Olmo2ForCausalLM": Architecture("olmo2", norms="after", qk_norm="projection", biases="attention", kinds=FULL),
     "SmolLM3ForCausalLM": Architecture("smollm3", biases="all", ropes="some"),
+    "GraniteForCausalLM": Architecture("granite", biases="all", kinds=FULL, scales=_granite),
+    "Phi3ForCausalLM": Architecture("phi3", kinds=SLIDING, partial=True, fused=True),
     "DreamModel": Architecture("Dream", biases="qkv", masked="always", config="Qwen2Config"),
 }

@@ -58,14 +58,25 @@ class Piece:
     stored: tuple[int, ...]  # shape of the whole tensor
     first: tuple[int, ...]  # first index of the part in the tensor
     offset: float = 0.0  # added to the tensor, in the buffer's dtype
+    factor: float = 1.0  # multiplied with it after that
+    order: tuple[int, ...] = ()  # the tensor's rows in the piece's order; empty: consecutive ones
 
     @property
     def whole(self) -> bool:
-        return self.shape == self.stored
+        return self.shape == self.stored and not self.order
 
     @property
     def at(self) -> tuple[slice, ...]:
         return tuple(slice(first, first + count) for first, count in zip(self.first, self.shape, strict=True))
+
+    def read(self, file: Any, name: str) -> Tensor:
+        """The piece of the tensor `name` of an open safetensors file."""
+        found: Tensor
+        if self.order:
+            found = file.get_tensor(name)[list(self.order)]
+        else:
+            found = file.get_tensor(name) if self.whole else file.get_slice(name)[self.at]
+        return found
 
     @property
     def is_matrix(self) -> bool:
@@ -91,19 +102,45 @@ def norms_of(layer: LayerSpec) -> dict[str, str]:
     return NORMS[layer.norms] | heads
 
 
+def final_norm(weight: Tensor, c: ModelConfig) -> Tensor:
+    """The weights of the final norm [E], as a run needs them."""
+    moved = weight + c.norm_offset if c.norm_offset else weight
+    return moved if c.logits_scale == 1 else moved * c.logits_scale
+
+
+def _halves(rows: range, c: ModelConfig) -> list[int]:
+    """Rows of q or k, in an order in which RoPE rotates (i, i + D / 2) of a head, with the dimensions that it does not
+    rotate at the ends of the halves."""
+    R, D = c.rotated or c.head_dim, c.head_dim
+    halves = [range(R // 2), range(R, (R + D) // 2), range(R // 2, R), range((R + D) // 2, D)]
+    return [head + i for head in rows[::D] for half in halves for i in half]
+
+
 def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
     """The piece of each tensor that `part` holds; with `whole_head`, all rows of the head."""
     (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
     D, e = c.head_dim, c.hidden_size
     q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
     Q, KV, F = c.num_heads * D, c.num_kv_heads * D, c.intermediate_size
-    rows = [  # matrices split by output: name, buffer, first row, (first, count, total), has a bias
-        ("self_attn.q_proj", "qkv", 0, (q0, q, Q), c.layer.qkv_bias),
-        ("self_attn.k_proj", "qkv", q, (k0, kv, KV), c.layer.qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, (k0, kv, KV), c.layer.qkv_bias),
-        ("mlp.gate_proj", "gate_up", 0, (f0, f, F), c.layer.mlp_bias),
-        ("mlp.up_proj", "gate_up", f, (f0, f, F), c.layer.mlp_bias),
-    ]
+    qs, ks = _halves(range(q0, q0 + q), c), _halves(range(k0, k0 + kv), c)
+    vs, fs = range(k0, k0 + kv), range(f0, f0 + f)
+    rows: list[tuple[str, str, int, Sequence[int], int, bool]]
+    if c.fused:
+        every = [*qs, *(Q + i for i in ks), *(Q + KV + i for i in vs)]
+        both = [*fs, *(F + i for i in fs)]
+        rows = [
+            ("self_attn.qkv_proj", "qkv", 0, every, Q + 2 * KV, c.layer.qkv_bias),
+            ("mlp.gate_up_proj", "gate_up", 0, both, 2 * F, c.layer.mlp_bias),
+        ]
+    else:  # matrices split by output: name, buffer, first row there, rows of how many, has a bias
+        rows = [
+            ("self_attn.q_proj", "qkv", 0, qs, Q, c.layer.qkv_bias),
+            ("self_attn.k_proj", "qkv", q, ks, KV, c.layer.qkv_bias),
+            ("self_attn.v_proj", "qkv", q + kv, vs, KV, c.layer.qkv_bias),
+            ("mlp.gate_proj", "gate_up", 0, fs, F, c.layer.mlp_bias),
+            ("mlp.up_proj", "gate_up", f, fs, F, c.layer.mlp_bias),
+        ]
+    orders = [() if list(rs) == [*range(rs[0], rs[0] + len(rs))] else tuple(rs) for _, _, _, rs, _, _ in rows]
     columns = [  # matrices split by input; only rank 0 adds the bias
         ("self_attn.o_proj", "o", (q0, q, Q), c.layer.o_bias),
         ("mlp.down_proj", "down", (f0, f, F), c.layer.mlp_bias),
@@ -117,17 +154,18 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
     if "embed_tokens" not in c.shares:
         yield Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
     for i in range(c.num_layers):
-        for name, buffer, row, (first, count, of), bias in rows:
-            yield Piece(f"layers.{i}.{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0))
+        for (name, buffer, row, rs, of, bias), order in zip(rows, orders, strict=True):
+            first, count, name = rs[0], len(rs), f"layers.{i}.{name}"
+            yield Piece(f"{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0), order=order)
             if bias:
-                yield Piece(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,))
+                yield Piece(f"{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,), order=order)
         for name, buffer, (first, count, of), bias in columns:
             yield Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
             if bias:
                 yield vector(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, e)
         for buffer, name in norms_of(c.layer).items():
             yield vector(f"layers.{i}.{name}.weight", buffer, i, widths.get(buffer, e), c.norm_offset)
-    yield vector("norm.weight", "norm", None, e, c.norm_offset)
+    yield replace(vector("norm.weight", "norm", None, e, c.norm_offset), factor=c.logits_scale)
     if not c.tied and "lm_head" not in c.shares:
         first, count = (0, V) if whole_head else part.vocabulary(c)
         yield Piece("lm_head.weight", "head", None, 0, (count, e), (V, e), (first, 0))
@@ -238,6 +276,8 @@ class Buffers:
         _copy(place, source)
         if p.offset:
             place += p.offset
+        if p.factor != 1:
+            place *= p.factor
 
     def done(self) -> dict[str, Any]:
         """All buffers. Raises CheckpointError if the quantised pieces of a matrix do not fit together."""
@@ -271,6 +311,8 @@ def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed
         return whole
     if isinstance(whole, Packed):
         whole = quant.joined(whole.quantised())
+    if p.order:
+        return whole[torch.tensor(p.order)]
     (row, column), (count, columns), group = p.first, p.shape, math.gcd(whole.group, p.first[1], p.shape[1])
     if group != whole.group:  # the ranks' columns split a group
         if group % quant.LEAST[whole.kind]:
@@ -317,7 +359,7 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
     for p in pieces:
         source = torch.empty(p.shape, device=storage.device)
         _fill(p.buffer, source, generator)
-        buffers.put(replace(p, offset=0.0), source)
+        buffers.put(replace(p, offset=0.0, factor=1.0), source)
     return buffers.done()
 
 

@@ -182,7 +182,7 @@ def read(
     absent |= dict.fromkeys(("norm_in", "norm_post", "norm_o", "norm_down"))
     if not layers:
         absent |= dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "norm_post"), buffers["norm"].new_empty(0))
-    ropes = tuple(rope._replace(inv_freq=rope.inv_freq.to(device)) for rope in found.ropes)
+    ropes = tuple(rope.to(device) for rope in found.ropes)
     weights = Weights(**{**absent, **buffers}, ropes=ropes)  # type: ignore[arg-type]
     restored = getattr(scheme, "restored", ())
     return Checkpoint(config, weights, folder, restored, part=part, activations=activations or "int8")
@@ -266,7 +266,7 @@ def _read_weights(
             if storage.scheme is not None and storage.covers(name):
                 source = part_of(p, name, storage.scheme, get)
             else:
-                source = where[name].get_tensor(name) if p.whole else where[name].get_slice(name)[p.at]
+                source = p.read(where[name], name)
             mapped += 0 if isinstance(source, Packed) and storage.packs else source.nbytes  # the run keeps the map
             buffers.put(p, source)
             done += math.prod(p.shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 from specker.checkpoints.architectures import LAYER_TYPES, SLIDING
 from specker.checkpoints.buffers import Piece, Storage, pieces_of
 from specker.checkpoints.checkpoint import Checkpoint, folder_of, open_files
-from specker.checkpoints.heads import IGNORED, ids_of, read_tensors
+from specker.checkpoints.heads import IGNORED, check_stream, ids_of, read_tensors
 from specker.checkpoints.parse import SHARED, parse_config, read_json, reason
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.dflash import BlockSpec, BlockWeights, Markov
@@ -72,6 +72,7 @@ class BlockCheckpoint(Checkpoint):
 def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> BlockCheckpoint:
     """Read a drafter for `target` from a folder or hub id, in `dtype`, onto the target's device. `quantize` rounds the
     matrices of its layers and its LM head as `checkpoint.read` does. Raises CheckpointError."""
+    check_stream(source, target.config)
     own = target.weights
     device = own.norm.device
     folder = folder_of(source, weights=True, formats=("*.safetensors", MASK))
@@ -93,7 +94,7 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
     )
     usual: dict[str, Any] = {"embed": own.embed, "head": own.head, "qkv_bias": None, "o_bias": None}
     usual |= {"gate_up_bias": None, "down_bias": None} | found
-    ropes = tuple(rope._replace(inv_freq=rope.inv_freq.to(device)) for rope in layout.ropes)
+    ropes = tuple(rope.to(device) for rope in layout.ropes)
     return BlockCheckpoint(
         config,
         Weights(**usual, ropes=ropes),
@@ -155,7 +156,7 @@ class Layout:
             tuple((n and not raw.get("sliding_window_non_causal")) if causal is None else causal for n in windowed),
         )
         own = frozenset(name for name in SHARED if f"{name}.weight" in names)
-        scale = config.embed_scale if "embed_tokens" in own else target.embed_scale
+        source = config if "embed_tokens" in own else target  # of the embedding
         mask = flat.get("mask_token_id")
         config = replace(
             config,
@@ -164,7 +165,8 @@ class Layout:
             shifted_logits=following,
             mask_token_id=mask,
             eos_ids=(),
-            embed_scale=scale,
+            embed_scale=source.embed_scale,
+            embed_rounded=source.embed_rounded,
         )
         rank, confident = raw.get("markov_rank") or 0, bool(raw.get("enable_confidence_head"))
         markov = raw.get("markov_head_type", "vanilla")

@@ -120,6 +120,7 @@ class _Header:
 def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
     """Read a head for `target` from a folder or hub id, in `dtype`, onto the target's device. `quantize` rounds the
     matrices of its layers and its LM head as `checkpoint.read` does. Raises CheckpointError."""
+    check_stream(source, target.config)
     device = target.weights.norm.device
     folder = folder_of(source, weights=True, formats=("*.safetensors", "pytorch_model.bin"))
     raw = read_json(folder / "config.json")
@@ -151,6 +152,15 @@ def read(source: str | Path, target: Checkpoint, *, dtype: torch.dtype, quantize
             ids=None if ids is None else ids.to(device),
         ),
     )
+
+
+def check_stream(source: str | Path, target: ModelConfig) -> None:
+    """Raise CheckpointError for a target whose hidden states have another scale here than a head was trained with."""
+    if target.residual_scale != 1 or target.logits_scale != 1:
+        raise CheckpointError(
+            f"{source} is a head that reads the target's hidden states; specker keeps those of {target.architecture} "
+            "in another scale (residual_multiplier, logits_scaling) and supports no heads for it"
+        )
 
 
 def _mask(mask: Tensor | None, spec: HeadSpec, storage: Storage, source: str | Path) -> Tensor | None:
@@ -198,7 +208,7 @@ def _weights(found: dict[str, Any], layout: "Layout", target: Checkpoint) -> Wei
         **{name: found.get(name) for name in (*names, "norm_in", "norm_post")},  # type: ignore[arg-type]
         norm=own.norm.new_ones(config.hidden_size) if norm is None else norm,
         head=head,
-        ropes=tuple(rope._replace(inv_freq=rope.inv_freq.to(own.norm.device)) for rope in layout.ropes),
+        ropes=tuple(rope.to(own.norm.device) for rope in layout.ropes),
     )
 
 

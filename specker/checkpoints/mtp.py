@@ -27,7 +27,7 @@ import torch
 
 from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of
 from specker.checkpoints.checkpoint import Checkpoint, check_tensors, open_files
-from specker.checkpoints.heads import HeadCheckpoint
+from specker.checkpoints.heads import HeadCheckpoint, check_stream
 from specker.checkpoints.parse import read_json
 from specker.checkpoints.quantised import scheme_of
 from specker.model.config import CheckpointError, ModelConfig
@@ -111,6 +111,7 @@ def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None)
     others as its `further`. `quantize` rounds their matrices as `checkpoint.read` does. Raises CheckpointError if the
     target has none, or some that do not fit."""
     folder, layers = target.folder, target.config.num_layers
+    check_stream(folder, target.config)
     config = _config(target.config)
     with ExitStack() as stack:
         every = open_files(folder, stack)
@@ -159,7 +160,7 @@ def _head(
         if storage.scheme is not None and storage.covers(name):
             buffers.put(p, part_of(p, name, storage.scheme, lambda name: where[name].get_tensor(name)))
         else:
-            buffers.put(p, where[name].get_tensor(name))
+            buffers.put(p, p.read(where[name], name))
     found = buffers.done()
     fc, H = found.pop("fc"), config.hidden_size
     parts = HeadWeights(

@@ -20,7 +20,7 @@ SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
 OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
 # hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def parse_config(
@@ -46,6 +46,7 @@ def parse_config(
         )
     scales = its.scales(hf)
     context = _context(hf, max_context)
+    _check_reach(hf.rope_parameters or {}, context)
     kinds = _layer_types(hf, its)
     window = (hf.sliding_window if SLIDING in kinds else None) or context
     narrow = window < context  # a window as long as the context hides nothing
@@ -66,7 +67,7 @@ def parse_config(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=hf.intermediate_size,
-        rms_norm_eps=float(hf.rms_norm_eps),
+        rms_norm_eps=float(hf.rms_norm_eps) / scales.residual**2,
         layer=LayerSpec(
             ACTIVATIONS[act],
             qkv_bias=attention_bias or its.biases == "qkv",
@@ -85,7 +86,12 @@ def parse_config(
         max_context=context,
         eos_ids=eos_ids(folder, raw),
         bos_id=raw.get("bos_token_id"),
-        embed_scale=scales.embedding,
+        embed_scale=scales.embedding / scales.residual,
+        embed_rounded=scales.rounded,
+        residual_scale=scales.residual,
+        logits_scale=scales.logits,
+        rotated=_rotated(hf, its, head_dim),
+        fused=its.fused,
         norm_offset=its.norm_offset,
         shares=_shares(raw, bool(hf.tie_word_embeddings)),
     )
@@ -145,6 +151,35 @@ def _context(hf: Any, wanted: int | None) -> int:
     return context
 
 
+def _check_reach(rope: dict[str, Any], context: int) -> None:
+    """Raise CheckpointError for a context in which positions change what earlier ones compute."""
+    original = rope.get("original_max_position_embeddings") or context
+    for what, found in (
+        ("longrope changes all frequencies", rope.get("rope_type") == "longrope"),
+        ("llama_4_scaling_beta scales the queries", bool(rope.get("llama_4_scaling_beta"))),
+    ):
+        if found and context > original:
+            raise CheckpointError(
+                f"{what} beyond {original} positions, which is not supported; use {option('max_context', original)} or "
+                "less"
+            )
+
+
+def _rotated(hf: Any, its: Architecture, head_dim: int) -> int:
+    """ModelConfig.rotated."""
+    rope = hf.rope_parameters or {}
+    given = [part.get("partial_rotary_factor") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    partial = next((share for share in given if share not in (None, 1.0)), None)
+    if partial is None:
+        return 0
+    rotated = int(head_dim * partial)
+    if not its.partial:
+        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; RoPE must rotate whole heads")
+    if not 0 < rotated < head_dim or rotated % 2:
+        raise CheckpointError(f"partial_rotary_factor {partial} of head_dim {head_dim} must leave an even number")
+    return rotated
+
+
 def _layer_types(hf: Any, its: Architecture) -> list[str]:
     """Each layer's kind of attention, FULL or SLIDING."""
     if its.kinds in LAYER_TYPES:  # other fields of the file do not matter
@@ -191,7 +226,10 @@ def _ropes(hf: Any, its: Architecture, head_dim: int, kinds: list[str]) -> tuple
         found = [kind for kind in LAYER_TYPES if kind in kinds]
         ropes = tuple(_rope(hf, head_dim, rope[kind], layer_type=kind) for kind in found)
         return ropes, tuple(map(found.index, kinds)) if len(found) > 1 else ()
-    one = _rope(hf, head_dim, rope)
+    one = _rope(hf, _rotated(hf, its, head_dim) or head_dim, rope)
+    if rest := head_dim // 2 - len(one.inv_freq):  # of dimensions that are not rotated, nor scaled
+        scale = torch.cat((torch.full_like(one.inv_freq, float(one.scale)), torch.ones(rest)))
+        one = Rope(torch.cat((one.inv_freq, torch.zeros(rest))), scale)
     if its.ropes != "some" or all(hf.no_rope_layers):  # despite the name, 1 for layers with RoPE
         return (one,), ()
     if len(hf.no_rope_layers) != len(kinds):
@@ -199,18 +237,15 @@ def _ropes(hf: Any, its: Architecture, head_dim: int, kinds: list[str]) -> tuple
     return (one, Rope(torch.zeros(head_dim // 2))), tuple(int(not has) for has in hf.no_rope_layers)
 
 
-def _rope(hf: Any, head_dim: int, rope: dict[str, Any], **which: str) -> Rope:
-    """RoPE of config.json's parameters `rope`, computed by transformers' initialisers. `which`: a keyword argument of
-    these initialisers, which selects the parameters of one layer type."""
+def _rope(hf: Any, width: int, rope: dict[str, Any], **which: str) -> Rope:
+    """RoPE of `width` dimensions with config.json's parameters `rope`, computed by transformers' initialisers. `which`:
+    a keyword argument of these initialisers, which selects the parameters of one layer type."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    partial = rope.get("partial_rotary_factor", 1.0)
-    if partial not in (None, 1.0):
-        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; RoPE must rotate whole heads")
     try:
         if kind == "default":  # not in transformers' table: its model classes compute it
-            powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            powers = torch.arange(0, width, 2, dtype=torch.float32) / width
             return Rope(1.0 / (rope["rope_theta"] ** powers))
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

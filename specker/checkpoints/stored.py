@@ -30,7 +30,7 @@ from specker.model.config import CheckpointError
 Get = Callable[[str], Tensor | None]  # a tensor's full name -> the tensor, None if the checkpoint lacks it
 Stored = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # a tensor's full name -> (shape, safetensors dtypes)
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 FLOATS = ("F32", "F16", "BF16")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specker.checkpoints.architectures import ARCHITECTURES
-from specker.checkpoints.buffers import activations, norms_of
+from specker.checkpoints.buffers import activations, final_norm, norms_of
 from specker.checkpoints.checkpoint import DTYPES, Checkpoint, folder_of
 from specker.checkpoints.parse import parse_config
 from specker.integrations.drafts import no_weights, read_sizes
@@ -26,9 +26,10 @@ from specker.model.weights import Rope, Weights
 
 def adoptable(model: Any) -> bool:
     """Whether the model is one of specker's architectures, as transformers made it: no adapters, hooks, quantised,
-    offloaded or split weights."""
+    offloaded or split weights, and q, k and v apart."""
     kind, parameters = type(model), list(model.parameters())
-    if kind.__name__ not in ARCHITECTURES or not kind.__module__.startswith("transformers.models.") or model.training:
+    its = ARCHITECTURES.get(kind.__name__)
+    if its is None or its.fused or not kind.__module__.startswith("transformers.models.") or model.training:
         return False
     first = parameters[0]
     return (
@@ -86,6 +87,7 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
         own = [weight.detach().to(kind) for weight in each(name)]
         return [weight + config.norm_offset for weight in own] if config.norm_offset else own
 
+    last = final_norm(model.model.norm.weight.detach().to(kind), config)
     qkv, gate_up = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
     with torch.inference_mode(False), torch.no_grad():  # a parameter made in inference mode could not be trained
         weights: dict[str, Any] = {  # a list holds each layer's tensor
@@ -100,10 +102,10 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
             "gate_up_bias": bias(*gate_up),
             "down": [weight.detach() for weight in each("mlp.down_proj")],
             "down_bias": bias("mlp.down_proj"),
-            "norm": model.model.norm.weight.detach().to(kind),
+            "norm": last,
             "head": model.lm_head.weight.detach(),
         }
-    placed = tuple(rope._replace(inv_freq=rope.inv_freq.to(model.device)) for rope in ropes)
+    placed = tuple(rope.to(model.device) for rope in ropes)
     return Checkpoint(config, Weights(**weights, ropes=placed), folder)
 
 
@@ -126,7 +128,7 @@ def outer(model: Any, context: int | None, folder: Path) -> Checkpoint:
         norm = embed.new_empty(embed.shape[1], dtype=kind)  # never read
     else:
         config = parsed[0]
-        norm = model.get_decoder().norm.weight.detach().to(kind) + config.norm_offset
+        norm = final_norm(model.get_decoder().norm.weight.detach().to(kind), config)
     return Checkpoint(config, replace(no_weights(embed.device), embed=embed, head=head, norm=norm), folder)
 
 

@@ -102,7 +102,7 @@ def _norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (F.rms_norm(grouped, heads.shape[-1:], None, eps) * weight[:, None, None, :]).flatten(0, 1)
 
 
-def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) -> Tensor:
+def rope_table(inv_freq: Tensor, scale: float | Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The table of cosines and signed sines that `kv_calibrate` and `kv_project` rotate with.
 
         table[p, 0] = [cos, cos] * scale,  table[p, 1] = [-sin, sin] * scale   of the angles p * inv_freq
@@ -111,7 +111,7 @@ def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) 
 
     Args:
         inv_freq: [D / 2], inverse frequencies.
-        scale: RoPE's attention factor (YaRN), otherwise 1.
+        scale: RoPE's attention factor (YaRN, LongRoPE), otherwise 1; or one for each frequency [D / 2].
         length: the number of positions C.
         dtype: the model's dtype.
 
@@ -137,7 +137,7 @@ def rope_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) 
     return table.to(torch.float64) if dtype == torch.float64 else table
 
 
-def _check_table(inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype) -> None:
+def _check_table(inv_freq: Tensor, scale: float | Tensor, length: int, dtype: torch.dtype) -> None:
     if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
         raise ValueError(f"inv_freq must be [D / 2] floating point, got {tuple(inv_freq.shape)} {inv_freq.dtype}")
     if length < 0:

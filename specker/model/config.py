@@ -60,6 +60,16 @@ class ModelConfig:
     eos_ids: tuple[int, ...]  # sorted, from config.json, generation_config.json and the tokenizer; may be empty
     bos_id: int | None
     embed_scale: float = 1.0  # factor of the embedding's rows, but not of the head's
+    embed_rounded: bool = False  # embed_scale is rounded to the activations' dtype first, as in Gemma's training
+    residual_scale: float = 1.0
+    """Factor m of what attention and the feed-forward add to the residual stream h (Granite). The stream is kept as
+    h / m, so that layers add their outputs as they are: embed_scale contains 1 / m and rms_norm_eps 1 / m^2, because
+    norm(h / m, eps / m^2) = norm(h, eps)."""
+    logits_scale: float = 1.0  # factor of the logits, which the final norm's weight contains (Granite)
+    rotated: int = 0
+    """RoPE rotates only this many of a head's first dimensions (Phi-4-mini); 0: all. The rows of q and k are then read
+    in another order, in which a head's halves hold the halves of these dimensions first."""
+    fused: bool = False  # the checkpoint has q, k and v as one matrix, and gate and up as one (Phi-3)
     norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
     shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
 

@@ -119,14 +119,14 @@ class Model:
         self.embed, self.norm = weights.embed, weights.norm
         self.dtype, self.device = weights.norm.dtype, weights.norm.device  # dtype of activations and K/V
         self.linear = linear
-        tables = [(rope.inv_freq.to(self.device), rope.scale) for rope in weights.ropes]
+        tables = [rope.to(self.device) for rope in weights.ropes]
         self.ropes = [rope_table(*made, config.max_context, self.dtype) for made in tables]
         self.layers = _layers(weights, config, self.ropes)
         self.head: Any = parameters.own_head  # a matrix of any kind
         self.positions = torch.arange(config.max_context, device=self.device)
         self.scale = config.head_dim**-0.5 if config.layer.scale is None else config.layer.scale
         self.embed_scale = config.embed_scale
-        if config.embed_scale != 1:  # rounded to the dtype, as in training
+        if config.embed_rounded:
             self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype).item()
         check_reaches(config, self.device)
         self.activations = parameters.activations

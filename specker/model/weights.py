@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from specker.cpu.packed import Packed
@@ -19,7 +20,11 @@ class Rope(NamedTuple):
     """The parameters of a RoPE table (kernels.rope_table). Frequencies of 0 rotate nothing."""
 
     inv_freq: Tensor  # [D / 2] float32 in every run
-    scale: float = 1.0  # factor of cos and sin (yarn)
+    scale: float | Tensor = 1.0  # factor of cos and sin (yarn, longrope), or one for each frequency [D / 2]
+
+    def to(self, device: torch.device) -> "Rope":
+        scale = self.scale
+        return Rope(self.inv_freq.to(device), scale.to(device) if isinstance(scale, Tensor) else scale)
 
 
 @dataclass(frozen=True, eq=False)

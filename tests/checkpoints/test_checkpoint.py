@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_checkpoint import CASES, GEMMA3, LLAMA3, edit, make, oracle
+from make_checkpoint import CASES, GEMMA3, GRANITE, LLAMA3, LLAMA4, PHI4, edit, make, oracle
 from safetensors.torch import load_file, save_file
 
 from specker.checkpoints.architectures import ARCHITECTURES
@@ -21,6 +21,8 @@ from specker.model.config import CheckpointError
 NAMES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "dream": "DreamModel"}
 NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
+NAMES |= {"granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM"}
+NAMES |= {"ministral": "MinistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 
 
 def read_here(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
@@ -56,13 +58,19 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
         got = torch.stack(got) if isinstance(got, list) else got
         assert got is None or (got.is_contiguous() and got.dtype == torch.float32 and torch.equal(got, want))
 
+    arch, factors = options.get("arch", "llama"), options if options.get("arch") == "granite" else {}
+    apart = arch != "phi3"
     for field, suffix in (("", "weight"), ("_bias", "bias")):
-        qkv = stack(*(f"self_attn.{x}_proj.{suffix}" for x in "qkv"))
+        qkv = stack(*(f"self_attn.{x}_proj.{suffix}" for x in ("q", "k", "v"))) if apart else None
+        up = stack(f"mlp.gate_proj.{suffix}", f"mlp.up_proj.{suffix}") if apart else stack(f"mlp.gate_up_proj.{suffix}")
+        if not apart and (qkv := stack(f"self_attn.qkv_proj.{suffix}")) is not None and name == "phi4-mini":
+            halves = [*range(6), 12, 13, *range(6, 12), 14, 15]  # 12 dimensions rotate, the others end the halves
+            order = [16 * head + i for head in range(6) for i in halves]  # four heads of q, two of k
+            qkv = torch.cat((qkv[:, order], qkv[:, 96:]), 1)
         same(getattr(w, "qkv" + field), qkv)
         same(getattr(w, "o" + field), stack(f"self_attn.o_proj.{suffix}"))
-        same(getattr(w, "gate_up" + field), stack(f"mlp.gate_proj.{suffix}", f"mlp.up_proj.{suffix}"))
+        same(getattr(w, "gate_up" + field), up)
         same(getattr(w, "down" + field), stack(f"mlp.down_proj.{suffix}"))
-    arch = options.get("arch", "llama")
 
     def same_norm(got: torch.Tensor | None, name: str) -> None:
         want = stack(f"{name}.weight")
@@ -77,19 +85,24 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     same_norm(w.norm_post, before)
     same_norm(w.norm_down, "post_feedforward_layernorm")
     same(w.embed, state["model.embed_tokens.weight"])
-    same(w.norm, state["model.norm.weight"] + (arch == "gemma3"))
+    same(w.norm, (state["model.norm.weight"] + (arch == "gemma3")) * (1 / factors.get("logits_scaling", 1)))
     same(w.head, state["lm_head.weight"])
     assert state.keys() - used == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert (w.head is w.embed) == c.tied == options.get("tied", False)
     rotary, hf = model.model.rotary_emb, model.config
     for n in range(c.num_layers):  # RoPE and the window of each layer
         kind = f"{hf.layer_types[n]}_" if arch == "gemma3" else ""
-        rotates = arch != "smollm3" or hf.no_rope_layers[n]
+        rotates = arch != "smollm3" or bool(hf.no_rope_layers[n])
         rope = w.ropes[c.layer.rope(n)]
-        same(rope.inv_freq, getattr(rotary, f"{kind}inv_freq") * (1 if rotates else 0))
-        assert rope.scale == getattr(rotary, f"{kind}attention_scaling")
+        freq, scale = getattr(rotary, f"{kind}inv_freq") * rotates, getattr(rotary, f"{kind}attention_scaling")
+        if name == "phi4-mini":  # of a head's 8 pairs 6 rotate
+            same(rope.inv_freq, torch.cat((freq, torch.zeros(2))))
+            same(rope.scale, torch.tensor([scale] * 6 + [1.0] * 2))
+        else:
+            same(rope.inv_freq, freq)
+            assert rope.scale == scale
         window = getattr(model.model.layers[n].self_attn, "sliding_window", None)
-        window = hf.sliding_window if arch == "mistral" else window
+        window = hf.sliding_window if arch in ("mistral", "ministral3", "phi3") else window
         assert c.layer.reach(n) == (window if (window or 256) < 256 else 0)
     assert len(w.ropes) == 1 + (arch == "smollm3" or len(set(c.layer.ropes)) == 2)
 
@@ -98,14 +111,16 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     assert c.layer.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
     assert c.layer.qk_norm == {"qwen3": "head", "gemma3": "head", "olmo2": "projection"}.get(arch, "")
     assert c.layer.norms == {"gemma3": "both", "olmo2": "after"}.get(arch, "before")
-    assert c.layer.scale == (options.get("query_pre_attn_scalar", 256) ** -0.5 if arch == "gemma3" else None)
-    assert c.embed_scale == (8 if arch == "gemma3" else 1)
+    gemma = options.get("query_pre_attn_scalar", 256) ** -0.5 if arch == "gemma3" else None
+    assert c.layer.scale == factors.get("attention_multiplier", gemma)
+    assert c.embed_scale == (8 if arch == "gemma3" else 6 / 0.22 if factors else 1)
+    assert (c.residual_scale, c.logits_scale) == ((0.22, 1 / options["logits_scaling"]) if factors else (1, 1))
     assert (c.causal, c.shifted_logits) == (arch != "dream", True)
     assert c.mask_token_id == (127 if arch == "dream" else None)
     assert (c.vocab_size, c.hidden_size, c.num_layers) == (hf.vocab_size, hf.hidden_size, hf.num_hidden_layers)
     assert (c.num_heads, c.num_kv_heads) == (hf.num_attention_heads, hf.num_key_value_heads)
     assert c.head_dim == model.model.layers[0].self_attn.head_dim
-    assert (c.intermediate_size, c.rms_norm_eps) == (hf.intermediate_size, hf.rms_norm_eps)
+    assert (c.intermediate_size, c.rms_norm_eps) == (hf.intermediate_size, hf.rms_norm_eps / c.residual_scale**2)
     assert c.max_context == 256
     assert read_config(folder) == c
 
@@ -289,6 +304,34 @@ def test_what_of_gemma_is_refused(tmp_path: Path, change: dict[str, Any], messag
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [(PHI4, "longrope changes all frequencies"), ({"arch": "ministral3", "rope": LLAMA4}, "llama_4_scaling_beta .*")],
+    ids=["phi3", "ministral3"],
+)
+def test_a_context_in_which_positions_change_earlier_ones(tmp_path: Path, options: Any, what: str) -> None:
+    """Up to it they decode; with 257 positions transformers would give the first 256 another K/V."""
+    folder = make(tmp_path, **{**options, "max_context": 512})
+    assert read_config(folder, max_context=256).max_context == 256
+    for context in (None, 257):
+        with pytest.raises(CheckpointError, match=f"{what} beyond 256 positions, .* use max_context=256 or less"):
+            read_config(folder, max_context=context)
+
+
+@pytest.mark.parametrize("change", [{"residual_multiplier": 0.0}, {"logits_scaling": -1.0}])
+def test_factors_of_granite_are_positive(tmp_path: Path, change: dict[str, float]) -> None:
+    edit(make(tmp_path, **GRANITE), **change)
+    with pytest.raises(CheckpointError, match=f"{next(iter(change))} must be a positive number, but config.json has"):
+        read_config(tmp_path)
+
+
+def test_a_rotated_part_of_heads_is_even(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.7}
+    edit(make(tmp_path, "phi3"), rope_parameters=rope)
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor 0\.7 of head_dim 16 must leave an even number"):
+        read_config(tmp_path)
+
+
 def test_old_gemma_files_have_two_bases(tmp_path: Path) -> None:
     """As transformers 4 wrote them: the local base, and the scaling of the global one, in keys of their own."""
     folder = make(tmp_path, **GEMMA3)
@@ -311,6 +354,23 @@ def test_every_norm_of_gemma_is_read(tmp_path: Path) -> None:
     rewrite(folder, lambda s: s.update({"model.layers.0.input_layernorm.weight": torch.ones(64)}))
     with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.input_layernorm\.weight, which Olmo2For"):
         read_here(folder)
+
+
+def test_fused_matrices_are_split_and_quantised_by_their_parts(tmp_path: Path) -> None:
+    """A rank's q, k and v, and gate and up, stand apart in the checkpoint's matrices."""
+    from specker.model.split import Part
+
+    folder = make(tmp_path, **PHI4)
+    whole = tensors(read_here(folder))
+    rows = [(0, 32), (64, 16), (96, 16)]  # of q, k and v: the first, those of a rank
+    for rank in range(2):
+        part = tensors(read_here(folder, part=Part(rank, 2)))
+        qkv = [whole["qkv"][:, first + rank * each : first + (rank + 1) * each] for first, each in rows]
+        assert torch.equal(part["qkv"], torch.cat(qkv, 1))
+        both = [whole["gate_up"][:, first + rank * 48 : first + (rank + 1) * 48] for first in (0, 96)]
+        assert torch.equal(part["gate_up"], torch.cat(both, 1))
+    packed = read_here(folder, quantize="int8").weights.qkv[0]
+    assert (packed.dequantised(torch.float32) - whole["qkv"][0]).abs().max() < 0.02
 
 
 def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
@@ -417,17 +477,13 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
         "rope-dynamic",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         {},
-        "rope type 'dynamic' is not supported; supported: default, linear, llama3, yarn",
+        "rope type 'dynamic' is not supported; supported: default, linear, llama3, yarn, longrope",
     ),
     (
-        "rope-longrope-old-file",
-        {
-            "rope_parameters": ...,
-            "rope_theta": 1e4,
-            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
-        },
+        "rope-dynamic-old-file",
+        {"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {},
-        "rope type 'longrope' is not supported",
+        "rope type 'dynamic' is not supported",
     ),
     ("rope-unknown", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, {}, "rope type 'spiral' is not"),
     (

@@ -16,6 +16,14 @@ MODELS = {
     "Qwen3": {"num_key_value_heads": 1, "head_dim": 12, **SMALL},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 12, **SMALL},
+    "Gemma3Text": {  # a mask for each kind of layer, and a scale of its own
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 20,
+        **SMALL,
+    },
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from formulas import chi_square_bound, law
-from make_checkpoint import edit, make, randomize
+from make_checkpoint import FULL, GEMMA3, GRANITE, SLIDING, edit, make, randomize
 from make_dflash import Formula as BlockFormula
 from make_dflash import make_dflash
 from make_head import Formula, make_head
@@ -20,7 +20,13 @@ from specker.integrations import adopt
 from specker.integrations import transformers as integration
 from specker.integrations.transformers import Generate
 
-OURS = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "mistral-window")
+OURS = {arch: {"arch": arch} for arch in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")}
+OURS |= {  # the windows are shorter than the texts
+    "mistral-window": {"arch": "mistral", "sliding_window": 12},
+    "gemma3": GEMMA3 | {"layer_types": [SLIDING, FULL], "tied": False},
+    "granite": GRANITE,
+    "ministral": {"arch": "ministral", "sliding_window": 12, "layer_types": [SLIDING, FULL]},
+}
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 192}
 OWN = {
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 192},
@@ -41,10 +47,7 @@ def pairs(tmp_path_factory):
 
     @cache
     def made(arch):
-        window = {"sliding_window": 12} if arch == "mistral-window" else {}  # shorter than the texts
-        target = make(
-            tmp_path_factory.mktemp(arch), arch.removesuffix("-window"), layers=2, vocab=64, max_context=256, **window
-        )
+        target = make(tmp_path_factory.mktemp(arch), layers=2, vocab=64, max_context=256, **OURS[arch])
         draft = perturbed(target, tmp_path_factory.mktemp(f"{arch}-draft"))
         return target, draft, AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
 
@@ -53,7 +56,7 @@ def pairs(tmp_path_factory):
 
 @cache
 def own(name, vocab=64):
-    """A model that specker's decoder does not know."""
+    """A model that specker's decoder does not know, or whose q, k and v are one matrix."""
     no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = getattr(transformers, f"{name}Config")(**OWN[name], vocab_size=vocab, **no_ids)
     model = AutoModelForCausalLM.from_config(config).double().eval()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, SHORT, SLIDING, edit, exact_oracle, make, oracle
+from make_checkpoint import FULL, GEMMA3, GRANITE, PHI4, SHORT, SLIDING, edit, exact_oracle, make, oracle
 from pairs import perturbed
 from recorded import kernels, recording
 
@@ -25,6 +25,9 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "qwen2": {"arch": "qwen2", "layers": 4, "max_window_layers": 1, **SHORT},
     "olmo2": {"arch": "olmo2", "layers": 4},
     "smollm3": {"arch": "smollm3", "layers": 4},
+    "granite": GRANITE | {"layers": 4},
+    "phi4-mini": PHI4 | {"layers": 4},
+    "ministral": {"arch": "ministral", "layers": 4, "sliding_window": 5, "layer_types": [SLIDING, FULL] * 2},
 }
 HOW = {
     "chain": {"strategy": "draft", "draft_tokens": 4},

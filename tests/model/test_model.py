@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import CASES, GEMMA3, exact_oracle, make, oracle, oracle_logits
+from make_checkpoint import CASES, GEMMA3, GRANITE, PHI4, exact_oracle, make, oracle, oracle_logits
 
 from specker.checkpoints.checkpoint import read
 from specker.kernels.attention import ancestor_words
@@ -73,6 +73,8 @@ def test_logits_equal_transformers(tmp_path, name, kwargs):
         *({"arch": "mistral", "sliding_window": n} for n in (1, 2, 3, 6)),
         GEMMA3,
         {"arch": "olmo2"},
+        GRANITE,
+        PHI4,
     ],
     ids=str,
 )
