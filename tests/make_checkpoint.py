@@ -109,7 +109,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"arch": "smollm3", "no_rope_layers": [1, 0, 1], "tied": True}),
     ("granite", GRANITE),
     ("granite-biases", {**GRANITE, "tied": True, "attention_bias": True, "mlp_bias": True, "logits_scaling": 6.0}),
-    ("ministral", {"arch": "ministral", "sliding_window": None, "head_dim": 8}),
+    ("ministral", {"arch": "ministral", "sliding_window": 256, "head_dim": 8}),
     ("ministral3", {"arch": "ministral3", "rope": LLAMA4}),
     ("phi3", {"arch": "phi3", "kv_heads": 4}),
     ("phi4-mini", {**PHI4, "tied": True}),

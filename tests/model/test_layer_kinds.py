@@ -26,7 +26,7 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "olmo2": {"arch": "olmo2", "layers": 4},
     "smollm3": {"arch": "smollm3", "layers": 4},
     "granite": GRANITE | {"layers": 4},
-    "phi4-mini": PHI4 | {"layers": 4},
+    "phi4-mini": PHI4 | {"layers": 4, "seed": 3},
     "ministral": {"arch": "ministral", "layers": 4, "sliding_window": 5, "layer_types": [SLIDING, FULL] * 2},
 }
 HOW = {
