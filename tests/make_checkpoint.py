@@ -44,7 +44,7 @@ GRANITE: dict[str, Any] = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
+    "logits_scaling": 2.0,
 }
 LONGROPE: dict[str, Any] = {  # of heads of 16, of which RoPE rotates 12
     "rope_type": "longrope",

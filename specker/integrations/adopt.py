@@ -5,6 +5,7 @@ become views of the result. The model still computes the same, and only one laye
 All other matrices are shared as they are. Only biases are copied, and the norms of a bfloat16 model on a CPU.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,9 +39,17 @@ def adoptable(model: Any) -> bool:
         and all(type(p.data) is Tensor and (p.dtype, p.device) == (first.dtype, first.device) for p in parameters)
         and not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         and all(
-            type(m) in (nn.Linear, nn.Embedding) for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2
+            type(m) in (nn.Linear, nn.Embedding, *_scaled(kind))
+            for m in model.modules()
+            if hasattr(m, "weight") and m.weight.ndim == 2
         )
     )
+
+
+def _scaled(kind: type) -> list[type]:
+    """The embeddings in the module of a model's class that scale their rows, as ModelConfig.embed_scale does."""
+    own = vars(sys.modules[kind.__module__]).values()
+    return [x for x in own if isinstance(x, type) and issubclass(x, nn.Embedding) and x is not nn.Embedding]
 
 
 def state(model: Any) -> tuple[tuple[int, int], ...]:
