@@ -18,7 +18,7 @@ from specker.kernels.linear import (
     COMMON,
     MAX_ROWS,
     _row_linear_merge_kernel,
-    _silu_mul,
+    gate_mul,
     like,
     row_linear,
     split_of,
@@ -251,7 +251,7 @@ def _expert_linear_kernel(
             tl.store(p_y + COLUMNS, b_up, mask=m_mn)
     else:
         if SILU:
-            b_y = _silu_mul(b_y, b_up)
+            b_y = gate_mul(b_y, b_up, "silu")
         p_y = y_ptr + o_choice.to(tl.int64)[:, None] * COLUMNS + o_n[None, :]
         tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_mn)
 

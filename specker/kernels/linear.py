@@ -1,4 +1,4 @@
-"""row_linear: y = x W^T (+ bias) for few rows (a decoding step, a verify pass), with an optional SiLU(gate) * up.
+"""row_linear: y = x W^T (+ bias) for few rows (a decoding step, a verify pass), with an optional act(gate) * up.
 
 The matrix tile has 64 rows for any T; rows beyond T are zeros. Sums run along K in order. The number of splits of K
 depends only on (G, O, E, device), and a second kernel adds their float32 partials in order, without atomics; "split"
@@ -46,7 +46,8 @@ from specker.kernels.variant import (
     wait_for_previous,
 )
 
-EPILOGUES = ("none", "silu_mul", "float32", "split")
+GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}  # epilogues of a gated feed-forward -> its activation
+EPILOGUES = ("none", *GATES, "float32", "split")
 # On a CPU, the compiled products are fastest for weights of at least this many elements (waking their threads takes 20
 # to 50 us) and at most this many rows. For more rows in float32, oneDNN on unpacked weights is faster (bench/LOG.md).
 COMPILED_MIN, COMPILED_ROWS = 1 << 18, 32
@@ -63,15 +64,15 @@ def row_linear(
         y = x W^T + bias
 
     Sums run in float32 (float64 for float64). The kernel serves up to 1,024 rows, in tiles of 64, and is
-    batch-invariant: a row's bits depend on that row, the weight and the architecture alone. It applies bias and SiLU
+    batch-invariant: a row's bits depend on that row, the weight and the architecture alone. It applies bias and gate
     before its only rounding. Memory moves the weight once. One call can run G layers side by side. The reference serves
     float64 and more rows, such as a long prompt's: it calls cuBLAS, whose bits depend on the number of rows, and rounds
-    before SiLU. For 1,025 rows or more with invariant bits, call the op on parts of at most 1,024 rows.
+    before the gate. For 1,025 rows or more with invariant bits, call the op on parts of at most 1,024 rows.
 
     On a CPU, up to 32 float32 rows with a large unquantised matrix are batch-invariant too (specker/cpu); in other
     cases a row's last bits may depend on the other rows. On a CPU, x and bias may be float32 with a bfloat16 weight;
     the result is then float32. CPUs with AVX-512 BF16 round x and the product to bfloat16 in that case. Without a bias,
-    they also compute SiLU and the gating product in bfloat16.
+    they also compute the gate in bfloat16.
 
     Args:
         x: [T, E] or [G, T, E].
@@ -79,19 +80,21 @@ def row_linear(
             dtype before the product.
         bias: [O] or [G, O], or None.
         epilogue: "none"; "silu_mul": the weight's first O / 2 rows are the gate Wg, the rest the up projection Wu, and
-            the result is silu(x Wg^T) * (x Wu^T); "float32": the result is not rounded, for logits; "split", without a
-            bias: the sums over S splits of K, which `residual_merge` adds up.
+            the result is silu(x Wg^T) * (x Wu^T); "gelu_tanh_mul": the same with GELU's tanh form; "float32": the
+            result is not rounded, for logits; "split", without a bias: the sums over S splits of K, which
+            `residual_merge` adds up.
         out: contiguous, of the result's shape and dtype; the result is written there and returned.
 
     Returns:
-        [T, O], with a leading G if x has one; [T, O / 2] for "silu_mul"; [T, O] float32 (float64 for float64) for
-        "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E, device) alone.
+        [T, O], with a leading G if x has one; [T, O / 2] for "silu_mul" and "gelu_tanh_mul"; [T, O] float32 (float64
+        for float64) for "float32"; [S, T, O] float32 (float64 for float64) for "split", where S depends on (G, O, E,
+        device) alone.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: other shapes, dtypes or devices, an unknown epilogue, or "split" with a bias.
 
-    Source: SwiGLU, arXiv 2002.05202, equation 6, for "silu_mul".
+    Source: GEGLU and SwiGLU, arXiv 2002.05202, equation 6; GELU's tanh form, arXiv 1606.08415, section 2.
 
     Examples:
         >>> import torch
@@ -113,7 +116,7 @@ def row_linear(
         if done is not None:
             return done
         matrices = x.dim() == weight.dim() > 1
-        simple = epilogue == "none" or (epilogue == "silu_mul" and matrices and weight.shape[-2] % 2 == 0)
+        simple = epilogue == "none" or (epilogue in GATES and matrices and weight.shape[-2] % 2 == 0)
         concrete = type(x) is type(weight) is Tensor and not is_dynamo_compiling()  # not a fake tensor of torch.export
         if concrete and x.is_cpu and bias is None and matrices and simple and like(x, weight):
             return row_linear_ref(x, weight, bias, epilogue)
@@ -136,8 +139,8 @@ def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilog
     if x.dtype != weight.dtype:
         if multiplies_bfloat16():
             y = row_linear_ref(x.to(weight.dtype), weight)
-            if bias is None and epilogue == "silu_mul":  # moves half the bytes of float32
-                return _gated(y).to(x.dtype)
+            if bias is None and epilogue in GATES:  # moves half the bytes of float32
+                return gated(y, GATES[epilogue]).to(x.dtype)
             y = y.to(x.dtype)
         else:  # without AVX-512 BF16, torch's bfloat16 product takes several times as long as a cast and a float32 one
             y = row_linear_ref(x, weight.to(x.dtype))
@@ -148,7 +151,7 @@ def row_linear_ref(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilog
     else:
         by = weight.transpose(1, 2)
         y = torch.bmm(x, by) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, by)
-    return _gated(y) if epilogue == "silu_mul" else y
+    return gated(y, GATES[epilogue]) if epilogue in GATES else y
 
 
 @cache
@@ -161,8 +164,8 @@ def row_linear_cost(x: Tensor, weight: Matrix, bias: Tensor | None = None, epilo
     """(bytes, flops) that any implementation needs: x, weight and bias read once, the result written."""
     T, E = x.shape[-2:]
     G, O = math.prod(weight.shape[:-2]), weight.shape[-2]
-    out = T * O // 2 if epilogue == "silu_mul" else T * O
-    written = out * (x.element_size() if epilogue in ("none", "silu_mul") else sum_dtype(x.dtype).itemsize)
+    out = T * O // 2 if epilogue in GATES else T * O
+    written = out * (x.element_size() if epilogue in ("none", *GATES) else sum_dtype(x.dtype).itemsize)
     read = T * E + (O if bias is not None else 0)
     return G * (read * x.element_size() + written) + weight.nbytes, 2 * G * T * O * E
 
@@ -176,7 +179,7 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
     kernels = native()
     if kernels is None or not kernels.serves(x, weight):
         return None
-    if epilogue not in ("none", "silu_mul") or (epilogue == "silu_mul" and len(weight) % 2):
+    if epilogue not in ("none", *GATES) or (epilogue in GATES and len(weight) % 2):
         return None
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1] or not bias.is_cpu):
         return None
@@ -188,13 +191,15 @@ def _row_linear_cpu(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: st
         return None
     if bias is not None:
         y += bias
-    return _gated(y) if epilogue == "silu_mul" else y
+    return gated(y, GATES[epilogue]) if epilogue in GATES else y
 
 
-def _gated(y: Tensor) -> Tensor:
-    """[.., O] -> silu(first half) * second half, [.., O / 2]."""
+def gated(y: Tensor, activation: str) -> Tensor:
+    """[.., O] -> activation(first half) * second half, [.., O / 2]. Activations: silu, gelu, gelu_tanh."""
     gate, up = y.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
 
 
 def like(x: Tensor, weight: Matrix) -> bool:
@@ -497,8 +502,13 @@ def lines(rows: int, row: int) -> int:
 
 
 @triton.jit
-def _silu_mul(gate, up):
-    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+def gate_mul(gate, up, GATE: tl.constexpr):
+    """act(gate) * up. GELU's tanh form, x (1 + tanh(c (x + d x^3))) / 2, is x sigmoid(2 c (x + d x^3))."""
+    if GATE == "silu":
+        z = gate
+    else:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return tl.div_rn(gate, 1.0 + tl.exp(-z)) * up
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -508,18 +518,18 @@ def _row_linear_kernel(
     scale_ptr,  # [G, O, E / GROUP], or None
     shift_ptr,  # [G, O, E / GROUP], or None
     bias_ptr,  # [G, O]
-    y_ptr,  # [G, T, O], or [G, T, O / 2] with SILU; with PARTS the sums of the splits [SPLITS, G, T, O] float32
+    y_ptr,  # [G, T, O], or [G, T, O / 2] with GATE; with PARTS the sums of the splits [SPLITS, G, T, O] float32
     T,
     G: tl.constexpr,
     O: tl.constexpr,
     E: tl.constexpr,
     M: tl.constexpr,  # rows of x per program
-    N: tl.constexpr,  # output columns per program; with SILU each takes two rows of the weight
+    N: tl.constexpr,  # output columns per program; with GATE each takes two rows of the weight
     BLOCK_E: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_E: tl.constexpr,  # a multiple of BLOCK_E
     PARTS: tl.constexpr,  # write the splits' sums; always true if SPLITS > 1
-    SILU: tl.constexpr,
+    GATE: tl.constexpr,  # "", "silu" or "gelu_tanh"
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -529,7 +539,7 @@ def _row_linear_kernel(
 ):
     tl.static_assert(SPLIT_E % BLOCK_E == 0 and SPLITS * SPLIT_E >= E and N * E < 2**31 and 1024 * E < 2**31)
     let_next_start(PDL)
-    COLUMNS: tl.constexpr = O // 2 if SILU else O
+    COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
     PACK: tl.constexpr = 4 if KIND == "int4" else 1
     ROW: tl.constexpr = E // PACK  # elements of a row of the weight
     o_m = tl.program_id(0) * M + tl.arange(0, M)  # programs of one weight tile are adjacent
@@ -553,7 +563,7 @@ def _row_linear_kernel(
     stop = tl.minimum(i_s * SPLIT_E + SPLIT_E, E) if SPLITS > 1 else E
     pair = tl.full([], COLUMNS, tl.int64)
     if PDL and LINES:
-        prefetch_rows(w_ptr, COLUMNS - i_n, start // PACK, stop // PACK, pair * ROW, ROW, N, LINES, SILU)
+        prefetch_rows(w_ptr, COLUMNS - i_n, start // PACK, stop // PACK, pair * ROW, ROW, N, LINES, GATE != "")
     wait_for_previous(PDL)
     b_y, b_up = stream_rows(
         x_ptr,
@@ -573,7 +583,7 @@ def _row_linear_kernel(
         BLOCK_E,
         E % BLOCK_E == 0,
         COLUMNS % N == 0,
-        SILU,
+        GATE != "",
         KIND,
         GROUP,
         LEFT,
@@ -583,15 +593,15 @@ def _row_linear_kernel(
     if PARTS:
         p_y = y_ptr + (i_s.to(tl.int64) * G * T + o_m)[:, None] * O + o_n[None, :]
         tl.store(p_y, b_y, mask=m_mn)
-        if SILU:
+        if GATE != "":
             tl.store(p_y + COLUMNS, b_up, mask=m_mn)
     else:
         if BIAS:
             b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
-        if SILU:
+        if GATE != "":
             if BIAS:
                 b_up += tl.load(bias_ptr + COLUMNS + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
-            b_y = _silu_mul(b_y, b_up)
+            b_y = gate_mul(b_y, b_up, GATE)
         p_y = y_ptr + o_m[:, None].to(tl.int64) * COLUMNS + o_n[None, :]
         tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_mn)
 
@@ -600,18 +610,18 @@ def _row_linear_kernel(
 def _row_linear_merge_kernel(
     partial_ptr,  # [SPLITS, G, T, O] float32
     bias_ptr,  # [G, O]
-    y_ptr,  # [G, T, O], or [G, T, O / 2] with SILU
+    y_ptr,  # [G, T, O], or [G, T, O / 2] with GATE
     T,
     G: tl.constexpr,
     O: tl.constexpr,
     SPLITS: tl.constexpr,
-    SILU: tl.constexpr,
+    GATE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
-    COLUMNS: tl.constexpr = O // 2 if SILU else O
+    COLUMNS: tl.constexpr = O // 2 if GATE != "" else O
     i_t = tl.program_id(0).to(tl.int64)  # row index among all G * T rows
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < COLUMNS
@@ -622,14 +632,14 @@ def _row_linear_merge_kernel(
     for i_s in tl.static_range(SPLITS):
         p_partial = partial_ptr + (i_s * G * T.to(tl.int64) + i_t) * O
         b_y += tl.load(p_partial + o_n, mask=m_n, other=0.0)
-        if SILU:
+        if GATE != "":
             b_up += tl.load(p_partial + COLUMNS + o_n, mask=m_n, other=0.0)
     if BIAS:
         b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-    if SILU:
+    if GATE != "":
         if BIAS:
             b_up += tl.load(bias_ptr + COLUMNS + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_y = _silu_mul(b_y, b_up)
+        b_y = gate_mul(b_y, b_up, GATE)
     tl.store(y_ptr + i_t * COLUMNS + o_n, b_y.to(y_ptr.dtype.element_ty), mask=m_n)
 
 
@@ -769,15 +779,15 @@ def _variants(
     products, and K is split for two programs per SM.
     """
     m, n, block, stages, splits = tiles(dtype, O, E, arch, G, sms, epilogue == "split", form)
-    t, half, silu, parts = TYPES[dtype], dtype != torch.float32, epilogue == "silu_mul", epilogue == "split"
-    out = t if epilogue in ("none", "silu_mul") else "fp32"
+    t, half, gate, parts = TYPES[dtype], dtype != torch.float32, GATES.get(epilogue, ""), epilogue == "split"
+    out = t if epilogue in ("none", *GATES) else "fp32"
     name = f"{t} {E}->{O}" + f" x{G}" * (G > 1) + f" {epilogue}" * (epilogue != "none") + " bias" * bias
     name += "" if form is None else f" {form}"
     smoke = dtype == torch.bfloat16 and (O, E, bias) in ((4096, 14336, False), (28672, 4096, False))
     smoke = smoke and (form is None or epilogue == "silu_mul")
     split = -(-E // (splits * block)) * block
-    left = half and weight_left(n // 2 if silu else n, arch, form)
-    common = {"G": G, "O": O, "SPLITS": splits, "SILU": silu, "BIAS": bias}
+    left = half and weight_left(n // 2 if gate else n, arch, form)
+    common = {"G": G, "O": O, "SPLITS": splits, "GATE": gate, "BIAS": bias}
     stream = Variant(
         name=name,
         kernel=_row_linear_kernel,
@@ -786,7 +796,7 @@ def _variants(
             **common,
             "E": E,
             "M": m,
-            "N": n // 2 if silu else n,
+            "N": n // 2 if gate else n,
             "BLOCK_E": block,
             "SPLIT_E": split,
             "PARTS": parts or splits > 1,
@@ -804,7 +814,7 @@ def _variants(
     )
     if parts or splits == 1:
         return stream, None
-    columns = O // 2 if silu else O
+    columns = O // 2 if gate else O
     merge = Variant(
         name=name + " merge",
         kernel=_row_linear_merge_kernel,
@@ -836,6 +846,7 @@ def variants(arch: int) -> Iterator[Variant]:
         (bf16, 6144, 4096, "none", True),
         (bf16, 28672, 4096, "none", False),
         (bf16, 28672, 4096, "silu_mul", False),
+        (bf16, 20480, 2560, "gelu_tanh_mul", False),  # Gemma 3 4B
         (bf16, 128256, 4096, "float32", False),
         (bf16, 4096, 14336, "none", False),
         (bf16, 4096, 14336, "split", False),
@@ -859,6 +870,7 @@ def variants(arch: int) -> Iterator[Variant]:
         *((bf16, 4096, 4096, "none", form) for form in COMMON),
         (bf16, 28672, 4096, "silu_mul", Format("int8", 4096, f16, None)),
         (bf16, 28672, 4096, "silu_mul", Format("int4", 32, f16, f16)),
+        (bf16, 20480, 2560, "gelu_tanh_mul", Format("int4", 32, f16, f16)),
         (bf16, 4096, 14336, "split", Format("int8", 14336, f16, None)),
         (bf16, 4096, 14336, "split", Format("fp8", 128, f32, None)),
         (bf16, 4096, 14336, "split", Format("int4", 128, f16, f16)),
@@ -885,7 +897,7 @@ def split_of(x: Tensor, weight: Matrix) -> tuple[int, int]:
 def _launch(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str, into: Tensor | None = None) -> Tensor:
     x, (w, scale, shift) = x.contiguous(), arguments_of(weight)
     (*layers, T, E), O, form = x.shape, weight.shape[-2], format_of(weight)
-    G, columns = math.prod(layers), O // 2 if epilogue == "silu_mul" else O
+    G, columns = math.prod(layers), O // 2 if epilogue in GATES else O
     stream, merge = _variants(x.dtype, O, E, epilogue, bias is not None, arch(x.device), G, sms(x.device), form)
     sizes = stream.constexprs
     splits = sizes["SPLITS"]
@@ -921,8 +933,8 @@ def _check(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Non
         raise ValueError(f"bias must be like x, {x.dtype}, got {bias.dtype}")
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue must be one of {EPILOGUES}, got {epilogue!r}")
-    if epilogue == "silu_mul" and weight.shape[-2] % 2:
-        raise ValueError(f"silu_mul needs an even number of weight rows, got {weight.shape[-2]}")
+    if epilogue in GATES and weight.shape[-2] % 2:
+        raise ValueError(f"{epilogue} needs an even number of weight rows, got {weight.shape[-2]}")
     if epilogue == "split" and not weight.numel():
         raise ValueError(f"split needs a weight with elements, got {list(weight.shape)}")
     if epilogue == "split" and bias is not None:
@@ -945,7 +957,7 @@ def _fake(x: Tensor, weight: Matrix, bias: Tensor | None, epilogue: str) -> Tens
         return x.new_empty(split_of(x, weight)[0], *x.shape[:-1], O, dtype=sum_dtype(x.dtype))
     if epilogue == "float32":
         return x.new_empty(*x.shape[:-1], O, dtype=sum_dtype(x.dtype))
-    return x.new_empty(*x.shape[:-1], O // 2 if epilogue == "silu_mul" else O)
+    return x.new_empty(*x.shape[:-1], O // 2 if epilogue in GATES else O)
 
 
 def _fits(x: Tensor, weight: Matrix, *_: object) -> bool:

@@ -17,7 +17,7 @@ from specker.flags import option
 from specker.kernels.attention import MAX_WORDS, tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.kv import kv_calibrate, rope_table
-from specker.kernels.linear import MAX_ROWS, row_linear, row_linear_ref
+from specker.kernels.linear import GATES, MAX_ROWS, gated, row_linear, row_linear_ref
 from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix
 from specker.kernels.residual import add_norm, residual_merge
@@ -279,10 +279,9 @@ def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
 
 def _gated(linear: Callable[..., Tensor], activation: str, x: Tensor, mlp: FeedForward) -> Tensor:
     """The feed-forward's gate times its up projection, [T, F]."""
-    if activation == "silu":
-        return linear(x, mlp.gate_up, mlp.gate_up_bias, epilogue="silu_mul")
-    gate, up = linear(x, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    if activation in GATES.values():
+        return linear(x, mlp.gate_up, mlp.gate_up_bias, epilogue=f"{activation}_mul")
+    return gated(linear(x, mlp.gate_up, mlp.gate_up_bias), activation)
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:

@@ -3,6 +3,7 @@ its contract. tests/kernels/test_row_ops.py has the reference."""
 
 import importlib
 import math
+from itertools import product
 
 import cases
 import pytest
@@ -30,9 +31,10 @@ def inputs(T, O, E, dtype, device="cpu"):
 
 def formula(x, weight, bias, epilogue):
     y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    if epilogue == "silu_mul":
+    if epilogue in op.GATES:
         gate, up = y.chunk(2, dim=1)
-        y = gate / (1 + torch.exp(-gate)) * up
+        cube = (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        y = (gate / (1 + torch.exp(-gate)) if epilogue == "silu_mul" else gate * (1 + torch.tanh(cube)) / 2) * up
     return y
 
 
@@ -43,10 +45,12 @@ def close(got, want, dtype, roundings):
     return want.shape == got.shape and bool(((got.double() - want).abs() <= own + 1e-5 * scale).all())
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("O", "E"), SIZES)
-@pytest.mark.parametrize("epilogue", ["none", "silu_mul"])
-def test_kernel(poisoned, dtype, O, E, epilogue):
+@pytest.mark.parametrize(
+    ("dtype", "size", "epilogue"),
+    [*product(HALF, SIZES, ["none", "silu_mul"]), *product(HALF, (SIZES[1], SIZES[4]), ["gelu_tanh_mul"])],
+)
+def test_kernel(poisoned, dtype, size, epilogue):
+    O, E = size
     for T in (0, 1, 7, 65) if E < 1000 else (3, 65) if E < 2000 else (3,):
         x, weight, b = inputs(T, O, E, dtype)
         for bias in (None, b):

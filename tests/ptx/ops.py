@@ -98,6 +98,8 @@ def row_linear(dtype: torch.dtype) -> Iterator[Case]:
         (5, 256, 8192, "none", True, 1),
         (2, 128, 9000, "silu_mul", False, 1),
         (3, 64, 2048, "silu_mul", False, 2),
+        (9, 384, 512, "gelu_tanh_mul", False, 1),
+        (3, 70, 1100, "gelu_tanh_mul", True, 1),
         (4, 37, 1023, "none", True, 1),
         (2, 46, 33, "silu_mul", True, 1),
         (200, 64, 256, "none", False, 1),
@@ -117,6 +119,7 @@ def quantised_linear(dtype: torch.dtype) -> Iterator[Case]:
     for T, O, E, epilogue, bias, G, kind, group, shift in (
         (9, 384, 512, "silu_mul", False, 1, "int8", None, False),
         (3, 70, 1152, "silu_mul", True, 1, "int4", 32, True),
+        (9, 384, 512, "gelu_tanh_mul", False, 1, "int8", None, False),
         (4, 96, 128, "none", True, 3, "fp8", 32, False),
         (5, 256, 1024, "none", False, 1, "int4", 128, False),
         (65, 128, 640, "none", True, 1, "int4", 64, True),
