@@ -336,7 +336,7 @@ def _variants(
             "G": 1,
             "O": O,
             "SPLITS": splits * k if weighted else splits,
-            "SILU": silu,
+            "GATE": "silu" if silu else "",
             "BIAS": False,
             "BLOCK": min(triton.next_power_of_2(columns), 512),
         },
