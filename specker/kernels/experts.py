@@ -238,9 +238,11 @@ def _expert_linear_kernel(
         LEFT,
     )
     let_next_start_late(PDL)
+    o_choice = tl.load(order_ptr + o_place, mask=m_m, other=0, volatile=True)  # again: the loop needs the registers
     m_mn = m_m[:, None] & m_n[None, :]
     if PARTS:
         if WEIGHTED:
+            o_t = o_choice // K
             o_y = ((o_choice % K) * SPLITS + i_s).to(tl.int64) * T + o_t
             b_y *= tl.load(scores_ptr + o_choice, mask=m_m, other=0.0)[:, None]
         else:
@@ -321,7 +323,7 @@ def _variants(
         num_stages=stages,
         dot=half,
         left=left,
-        wide=wide_rows(dtype, E, arch, form),
+        wide=half and wide_rows(dtype, E, arch, form),  # float32's small tiles are no larger than the indices
         smoke=smoke,
         options={"maxnreg": 255},  # see linear.py
     )
@@ -341,7 +343,7 @@ def _variants(
             "BLOCK": min(triton.next_power_of_2(columns), 512),
         },
         num_warps=4 if columns > 256 else 1,
-        wide=columns % 8 == 0,
+        wide=columns % 8 == 0 and columns >= 128,
     )
     return stream, merge
 
