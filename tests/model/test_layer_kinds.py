@@ -5,7 +5,7 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, GRANITE, PHI4, SHORT, SLIDING, edit, exact_oracle, make, oracle
+from make_checkpoint import FULL, GEMMA3, GRANITE, LONGROPE, PHI4, SHORT, SLIDING, edit, exact_oracle, make, oracle
 from pairs import perturbed
 from recorded import kernels, recording
 
@@ -117,11 +117,13 @@ def test_a_group_of_unlike_layers_is_refused(pairs, kind):
 # The CPU's compiled layers
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96}
+TWICE = {name: LONGROPE[name] * 2 for name in ("short_factor", "long_factor")}  # for heads twice as wide
+OTHER_SIZES = {"phi4-mini": {"hidden": 128, "rope": LONGROPE | TWICE}}  # the head's width follows from hidden
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_compiled(tmp_path, kind):
-    folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES)
+    folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     engine = specker.load(folder, strategy="lookup", device="cpu", dtype="float32")
     assert engine.model.stack is not None and "cpu" not in engine.remarks
     exact = specker.load(folder, strategy="ar", device="cpu", dtype="float64").generate(PROMPT, max_new_tokens=25)
