@@ -28,10 +28,27 @@ def _config(
     }
 
 
+def _mixture(arch: str, kind: str, sizes: tuple[int, ...], **experts: Any) -> Any:
+    return _config(arch, *sizes, False) | {"model_type": kind, **experts}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": _config("Llama", 128256, 2048, 8192, 16, 32, 8, 64, True),  # Llama-3.2-1B
     "8b": _config("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False),  # Llama-3-8B
     "32b": _config("Qwen2", 152064, 5120, 27648, 64, 40, 8, 128, False),  # Qwen2.5-32B
+    "0.6b": _config("Qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),  # Qwen3-0.6B
+    "30b-a3b": _mixture(
+        "Qwen3Moe",
+        "qwen3_moe",
+        (151936, 2048, 6144, 48, 32, 4, 128),
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),  # Qwen3-30B-A3B
+    "8x7b": _mixture(
+        "Mixtral", "mixtral", (32000, 4096, 14336, 32, 32, 8, 128), num_local_experts=8, num_experts_per_tok=2
+    ),  # Mixtral-8x7B
     "tiny": _config("Llama", 512, 64, 96, 2, 4, 2, 16, True),
 }
 

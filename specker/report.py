@@ -323,6 +323,8 @@ def _column(stats: Stats) -> dict[str, str]:
         "acceptance length": f"{stats.acceptance_length:.2f}",
         "acceptance by position": " ".join(f"{share:.0%}" for share in stats.accepted_per_position[:8]),
     }
+    if stats.experts:
+        column["experts read per layer"] = f"{stats.experts_read:.1f}"
     if stats.found:
         found = stats.diffusion
         column["tokens per block"] = f"{found['k']:.1f}"

@@ -15,9 +15,10 @@ from torch import Tensor
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2"}
 FAMILIES |= {"gemma3": "Gemma3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "mimo": "Qwen2", "granite": "Granite"}
+FAMILIES |= {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 FAMILIES |= {"phi3": "Phi3", "ministral": "Ministral", "ministral3": "Ministral3"}
 BIASED = ("llama", "smollm3", "granite")
-HEADED = ("qwen3", "gemma3", "ministral", "ministral3")  # transformers does not divide there
+HEADED = ("qwen3", "qwen3_moe", "gemma3", "ministral", "ministral3")  # transformers does not divide there
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 # With these context lengths a head of 16 has frequencies in all three ranges of llama3's and yarn's scaling.
@@ -56,6 +57,14 @@ LONGROPE: dict[str, Any] = {  # of heads of 16, of which RoPE rotates 12
 }
 PHI4: dict[str, Any] = {"arch": "phi3", "rope": LONGROPE, "original_max_position_embeddings": 256}
 LLAMA4: dict[str, Any] = {**YARN, "original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1}
+MIXTRAL: dict[str, Any] = {"arch": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "ffn": 48}
+QWEN3_MOE: dict[str, Any] = {
+    "arch": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 SHORT = {"use_sliding_window": True, "sliding_window": 12}
 WINDOWED: list[tuple[str, dict[str, Any]]] = [  # the tests' texts are longer
     ("mistral-short-window", {"arch": "mistral", "sliding_window": 12}),
@@ -113,6 +122,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ministral3", {"arch": "ministral3", "rope": LLAMA4}),
     ("phi3", {"arch": "phi3", "kv_heads": 4}),
     ("phi4-mini", {**PHI4, "tied": True}),
+    ("mixtral", MIXTRAL),
+    ("mixtral-window", {**MIXTRAL, "sliding_window": 12, "num_experts_per_tok": 1, "tied": True, "shards": 2}),
+    ("qwen3-moe", QWEN3_MOE),
+    ("qwen3-moe-fused", {**QWEN3_MOE, "fused": True, "norm_topk_prob": False}),
+    ("qwen3-moe-some-dense", {**QWEN3_MOE, "mlp_only_layers": [1], "attention_bias": True, "num_experts_per_tok": 6}),
+    ("qwen3-moe-step", {**QWEN3_MOE, "decoder_sparse_step": 2, "fused": True, "dtype": torch.bfloat16}),
     ("dream", {"arch": "dream"}),
     ("dream-old-file", {"arch": "dream", "rope": {"rope_type": "default", "rope_theta": 1e6}, "old_rope": True}),
     ("dream-sharded", {"arch": "dream", "shards": 2, "kv_heads": 4}),
@@ -144,14 +159,16 @@ def make(
     bos: int | None = None,
     mask: int | None = None,
     tokenizer: bool = False,
+    fused: bool = False,
     **more: Any,
 ) -> Path:
     """Write a random checkpoint into `folder` and return it.
 
     `shards` is a lower bound on the number of files; `old_rope` writes RoPE as transformers 4 did (rope_theta and
     rope_scaling); `prefix=False` saves the base model (no "model." in names, no head: with `tied` only); `mask` is the
-    mask token, the last id for Dream unless given; `tokenizer` adds a byte-level one (`vocab` becomes 320 at least);
-    `more` goes to transformers' config (sliding_window, layer_types, rms_norm_eps, ...).
+    mask token, the last id for Dream unless given; `fused` writes all experts of a layer as one tensor; `tokenizer`
+    adds a byte-level one (`vocab` becomes 320 at least); `more` goes to transformers' config (sliding_window,
+    layer_types, rms_norm_eps, ...).
     """
     vocab = max(vocab, 320) if tokenizer else vocab
     mask = vocab - 1 if mask is None and arch == "dream" else mask
@@ -168,7 +185,7 @@ def make(
         eos_token_id=eos,
         bos_token_id=bos,
         **({"head_dim": head_dim} if head_dim * heads != hidden or arch in HEADED else {}),
-        **({"attention_bias": attention_bias} if arch in BIASED + ("qwen3", "gemma3", "olmo2") else {}),
+        **({"attention_bias": attention_bias} if arch in BIASED + ("qwen3", "qwen3_moe", "gemma3", "olmo2") else {}),
         **({"mlp_bias": mlp_bias} if arch in BIASED else {}),
         **({"sliding_window": None} if "mistral" in arch else {}),
         **({"pad_token_id": None} if arch in ("smollm3", "phi3") else {}),  # the default is beyond `vocab`
@@ -179,7 +196,8 @@ def make(
     randomize(model, seed)
     saved = model if prefix else model.model
     size = sum(p.numel() * p.element_size() for p in saved.parameters())
-    saved.save_pretrained(folder, max_shard_size=size // shards if shards > 1 else size * 2)
+    most = size // shards if shards > 1 else size * 2
+    saved.save_pretrained(folder, max_shard_size=most, save_original_format=not fused)
     if arch == "dream":
         edit(
             folder,
@@ -209,7 +227,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         if p.ndim == 1:
             p.copy_(mean + 0.2 * noise if "norm" in name else 0.3 * noise)
         else:
-            p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[1] ** -0.5))
+            p.copy_(noise * (0.3 if "embed" in name else 1.2 * p.shape[-1] ** -0.5))
 
 
 def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
@@ -239,11 +257,13 @@ def byte_tokenizer() -> Any:
 
 
 def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' own model of the checkpoint, eager attention. Dream and MiMo are Qwen2: see `oracle_logits`."""
+    """transformers' own model of the checkpoint, without fused operators. Dream and MiMo are Qwen2: see
+    `oracle_logits`."""
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     if json.loads((folder / "config.json").read_text())["model_type"] not in ("Dream", "mimo"):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+        eager = dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager).eval()
     raw = json.loads((folder / "config.json").read_text())
     config = Qwen2Config.from_dict({k: v for k, v in raw.items() if k not in ("model_type", "auto_map")})
     return Qwen2ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
@@ -261,8 +281,16 @@ def exact_oracle(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(models.gemma3.modeling_gemma3.Gemma3RMSNorm, "forward", gemma)
     for family in {*FAMILIES.values()} - {"Gemma3"}:
-        modeling = getattr(getattr(models, family.lower()), f"modeling_{family.lower()}")
+        module = "qwen3_moe" if family == "Qwen3Moe" else family.lower()
+        modeling = getattr(getattr(models, module), f"modeling_{module}")
         monkeypatch.setattr(getattr(modeling, f"{family}RMSNorm"), "forward", norm)
+
+    def route(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = torch.nn.functional.linear(x, self.weight)
+        scores, chosen = logits.softmax(-1).topk(self.top_k)
+        return logits, scores / scores.sum(-1, keepdim=True), chosen
+
+    monkeypatch.setattr(models.mixtral.modeling_mixtral.MixtralTopKRouter, "forward", route)
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
 

@@ -13,7 +13,7 @@ import caches
 import pytest
 import torch
 import warm
-from make_checkpoint import GEMMA3, make
+from make_checkpoint import GEMMA3, QWEN3_MOE, make
 from make_dflash import make_dflash
 from make_head import make_head
 from pairs import perturbed
@@ -42,6 +42,7 @@ ALIKE = (
     "lookup",
     "static",
     "gemma3",
+    "experts",
 )  # one of SAMPLING each
 ROOT = Path(__file__).parent.parent
 
@@ -73,6 +74,7 @@ def models(tmp_path_factory):
     draft = perturbed(target, folder / "draft")
     dream = make(folder / "dream", "dream", layers=2, max_context=192, vocab=129)
     gemma = make(folder / "gemma3", max_context=192, vocab=129, **GEMMA3 | {"tied": False})
+    experts = make(folder / "experts", max_context=192, vocab=129, **QWEN3_MOE)
     like, often = json.loads((target / "config.json").read_text()), [28, 125]
     eagle = make_head(folder / "eagle", like, layout="nested", ids=often, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     dflash = make_dflash(folder / "dflash", like, layout="dflash", ids=often, layer_ids=[1, 2])
@@ -83,6 +85,7 @@ def models(tmp_path_factory):
         "draft": draft,
         "dream": dream,
         "gemma3": gemma,
+        "experts": experts,
         "eagle": eagle,
         "dflash": dflash,
     }
@@ -107,6 +110,7 @@ def cases_of(models):
         "batch": (pair, {"strategy": "easyspec", "layer_parallel": "2", "tree": "2x3", "batch_size": 2}),
         "del-batch": (alone, {"strategy": "del", "batch_size": 3}),
         "gemma3": ([models["gemma3"]], {"strategy": "lookup", "tree": "2x3"}),
+        "experts": ([models["experts"]], {"strategy": "del", "policy": "fixed", "exit_layer": 2, "draft_tokens": 3}),
         "eagle": ([models["target"], models["eagle"]], {"strategy": "eagle", "draft_tokens": 3, "batch_size": 2}),
         "eagle-tree": ([models["target"], models["eagle"]], {"strategy": "eagle", "tree": "2x2", "graphs": "on"}),
         "mtp": ([models["mtp"]], {"strategy": "mtp", "draft_tokens": 3, "batch_size": 2}),
@@ -131,7 +135,7 @@ def plain(models):
 
 QUICK = {
     *("ar", "chain", "tree", "easyspec", "easyspec-uneven", "del"),
-    *("static", "batch", "eagle", "mtp", "del+vocabtrim"),
+    *("static", "batch", "eagle", "mtp", "del+vocabtrim", "experts"),
 }
 
 
@@ -223,6 +227,24 @@ def test_the_parts_of_all_ranks_make_the_model(tmp_path, monkeypatch, arch, size
                     sum(getattr(p.weights, name)[layer] for p in parts), getattr(whole.weights, name)[layer]
                 )
     assert torch.equal(torch.cat([p.own_head for p in parts]), whole.weights.head)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_expert_is_split(tmp_path, fused):
+    folder = make(tmp_path / "m", layers=1, fused=fused, **QWEN3_MOE)
+    whole, *parts = (
+        checkpoint.read(folder, dtype=torch.float64, device="cpu", part=part).weights
+        for part in (Part(), Part(0, 2), Part(1, 2))
+    )
+    gate_up, down = whole.gate_up[0].view(6, 2, 32, 64), whole.down[0].view(6, 64, 32)
+    for rank, part in enumerate(parts):
+        half = slice(16 * rank, 16 * rank + 16)
+        assert torch.equal(part.gate_up[0].view(6, 2, 16, 64), gate_up[:, :, half])
+        assert torch.equal(part.down[0].view(6, 64, 16), down[:, :, half])
+        assert torch.equal(part.router[0], whole.router[0])
+    with pytest.raises(CheckpointError, match="tp=4 does not divide the target's experts' intermediate size, 30"):
+        odd = make(tmp_path / "odd", layers=1, **QWEN3_MOE | {"moe_intermediate_size": 30, "kv_heads": 4})
+        checkpoint.read(odd, dtype=torch.float64, device="cpu", part=Part(0, 4))
 
 
 def test_what_cannot_be_split_is_refused(tmp_path):

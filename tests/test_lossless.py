@@ -2,7 +2,7 @@
 
 import cases
 import pytest
-from make_checkpoint import GRANITE, PHI4, make
+from make_checkpoint import GRANITE, PHI4, QWEN3_MOE, make
 from one_round import after_every_round, apart
 from pairs import perturbed
 
@@ -17,7 +17,7 @@ SAMPLING = {
     "T1-top": {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
 }
 ARCHITECTURES = {arch: {"arch": arch} for arch in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")}
-ARCHITECTURES |= {"granite": GRANITE, "phi4-mini": PHI4}
+ARCHITECTURES |= {"granite": GRANITE, "phi4-mini": PHI4, "qwen3-moe": QWEN3_MOE}
 
 
 @pytest.fixture(scope="module")

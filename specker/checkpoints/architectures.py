@@ -59,6 +59,9 @@ class Architecture:
     norm_offset: float = 0.0  # ModelConfig.norm_offset
     activation: str = "hidden_act"  # the field that names the activation
     scales: Callable[[Any], Scales] = lambda hf: Scales()  # of transformers' config
+    experts: tuple[str, ...] = ()
+    """The fields with the number of experts, how many each row chooses, and an expert's intermediate size. Empty: every
+    layer has one feed-forward."""
     masked: str = ""  # "always": a diffusion drafter; "may be": if the user says so
     config: str = ""  # the name of a class of transformers with the same fields; "": the architecture's own
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that this class sets otherwise
@@ -72,8 +75,18 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture("mistral", kinds=SLIDING),
     "MinistralForCausalLM": Architecture("ministral"),
     "Ministral3ForCausalLM": Architecture("ministral3", kinds=SLIDING),
+    "MixtralForCausalLM": Architecture(
+        "mixtral", kinds=SLIDING, experts=("num_local_experts", "num_experts_per_tok", "intermediate_size")
+    ),
     "Qwen2ForCausalLM": Architecture("qwen2", biases="qkv", masked="may be"),
     "Qwen3ForCausalLM": Architecture("qwen3", qk_norm="head", biases="attention", masked="may be"),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        qk_norm="head",
+        biases="attention",
+        kinds=SLIDING,
+        experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
     "MiMoForCausalLM": Architecture("mimo", biases="qkv", config="Qwen2Config"),
     "Gemma3ForCausalLM": Architecture(
         "gemma3_text",

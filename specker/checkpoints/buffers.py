@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specker.checkpoints import experts
 from specker.checkpoints.quantised import Get, Scheme
 from specker.cpu import packed
 from specker.cpu.packed import Packed
@@ -48,7 +49,8 @@ def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the checkpoint, or a part of one, stored at buffers[buffer][layer][row : row + shape[0]]."""
+    """A tensor of the checkpoint, or a part of one, stored at buffers[buffer][layer][row : row + rows]. A tensor of all
+    experts has three dimensions, of which the first two become rows."""
 
     name: str  # without the "model." prefix
     buffer: str  # a field of Weights
@@ -60,6 +62,7 @@ class Piece:
     offset: float = 0.0  # added to the tensor, in the buffer's dtype
     factor: float = 1.0  # multiplied with it after that
     order: tuple[int, ...] = ()  # the tensor's rows in the piece's order; empty: consecutive ones
+    parts: int = 1  # of three dimensions: the tensor's second one has so many equal parts, and the piece some of each
 
     @property
     def whole(self) -> bool:
@@ -69,19 +72,43 @@ class Piece:
     def at(self) -> tuple[slice, ...]:
         return tuple(slice(first, first + count) for first, count in zip(self.first, self.shape, strict=True))
 
-    def read(self, file: Any, name: str) -> Tensor:
-        """The piece of the tensor `name` of an open safetensors file."""
-        found: Tensor
-        if self.order:
-            found = file.get_tensor(name)[list(self.order)]
-        else:
-            found = file.get_tensor(name) if self.whole else file.get_slice(name)[self.at]
-        return found
-
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a layer's matrix."""
-        return self.layer is not None and len(self.shape) == 2
+        """Whether it is a layer's matrix that may be quantised. Routers stay as they are: they are small, and decide
+        which experts are read."""
+        return self.layer is not None and len(self.shape) > 1 and self.buffer != "router"
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the whole tensor as a matrix."""
+        return math.prod(self.stored[:-1]), self.stored[-1]
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """The piece's rows of the whole tensor's [rows, ...]."""
+        if self.order:
+            return x[list(self.order)]
+        if len(self.stored) < 3:
+            return x[self.first[0] : self.first[0] + self.shape[0]]
+        (X, O, _), (_, count, _) = self.stored, self.shape
+        each = x.reshape(X, self.parts, O // self.parts, *x.shape[1:])
+        return each[:, :, self.first[1] : self.first[1] + count // self.parts].flatten(0, 2)
+
+    def read(self, file: Any, name: str) -> Tensor:
+        """The piece of the tensor `name` of an open safetensors file, [rows, columns] or [rows]."""
+        found: Tensor
+        if len(self.stored) < 3 and not self.order:
+            found = file.get_tensor(name) if self.whole else file.get_slice(name)[self.at]
+            return found
+        found = file.get_tensor(name)
+        found = found.flatten(0, -2) if len(self.stored) == 3 else found
+        if self.whole:
+            return found
+        found = self.rows_of(found)
+        return found if found.dim() == 1 else found[:, self.first[-1] : self.first[-1] + self.shape[-1]]
 
 
 NORMS = {  # LayerSpec.norms -> the field of Weights and the checkpoint's name of each norm
@@ -116,8 +143,9 @@ def _halves(rows: range, c: ModelConfig) -> list[int]:
     return [head + i for head in rows[::D] for half in halves for i in half]
 
 
-def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
-    """The piece of each tensor that `part` holds; with `whole_head`, all rows of the head."""
+def pieces_of(c: ModelConfig, part: Part, whole_head: bool, fused: bool = False) -> Iterator[Piece]:
+    """The piece of each tensor that `part` holds; with `whole_head`, all rows of the head. `fused`: the layout of
+    experts (experts.py)."""
     (q0, q), (k0, kv), (f0, f) = part.heads(c), part.kv_heads(c), part.inner(c)
     D, e = c.head_dim, c.hidden_size
     q0, q, k0, kv = q0 * D, q * D, k0 * D, kv * D
@@ -154,12 +182,17 @@ def pieces_of(c: ModelConfig, part: Part, whole_head: bool) -> Iterator[Piece]:
     if "embed_tokens" not in c.shares:
         yield Piece("embed_tokens.weight", "embed", None, 0, (V, e), (V, e), (0, 0))
     for i in range(c.num_layers):
+        mixture = c.layer.mixture(i)
+        for s in () if mixture is None else experts.slices(c, mixture, part, fused):
+            yield Piece(f"layers.{i}.{s.name}", s.buffer, i, s.row, s.shape, s.stored, s.first, parts=s.parts)
         for (name, buffer, row, rs, of, bias), order in zip(rows, orders, strict=True):
+            if mixture is not None and buffer != "qkv":
+                continue
             first, count, name = rs[0], len(rs), f"layers.{i}.{name}"
             yield Piece(f"{name}.weight", buffer, i, row, (count, e), (of, e), (first, 0), order=order)
             if bias:
                 yield Piece(f"{name}.bias", f"{buffer}_bias", i, row, (count,), (of,), (first,), order=order)
-        for name, buffer, (first, count, of), bias in columns:
+        for name, buffer, (first, count, of), bias in columns if mixture is None else columns[:1]:
             yield Piece(f"layers.{i}.{name}.weight", buffer, i, 0, (e, count), (e, of), (0, first))
             if bias:
                 yield vector(f"layers.{i}.{name}.bias", f"{buffer}_bias", i, e)
@@ -198,8 +231,8 @@ class Storage:
         return source.to(self.device)
 
     def covers(self, name: str) -> bool:
-        """Whether the checkpoint has the matrix `name` (a full name that ends in .weight) in eight or four bits."""
-        return self.scheme is not None and name.endswith(".weight") and self.scheme.covers(name[: -len(".weight")])
+        """Whether the checkpoint has the matrix `name` (a tensor's full name) in eight or four bits."""
+        return self.scheme is not None and self.scheme.covers(name.removesuffix(".weight"))
 
     def rounding(self, p: Piece, c: ModelConfig) -> str | None:
         """The kind (int8, int4 or fp8) to which a piece is rounded; None if it is not rounded."""
@@ -230,9 +263,8 @@ class Storage:
             return head + (0.625 if kind == "int4" else 1.0)
         name = p.name if p.name == "lm_head.weight" else f"model.{p.name}"
         if self.keeps and self.scheme is not None and self.covers(name):
-            O, E = p.stored
-            tensors = self.scheme.stored(name[: -len(".weight")], (O, E)).values()
-            return sum(math.prod(shape) * SIZES.get(kinds[0], 4) for shape, kinds in tensors) / (O * E)
+            tensors = self.scheme.stored(name.removesuffix(".weight"), p.matrix).values()
+            return sum(math.prod(shape) * SIZES.get(kinds[0], 4) for shape, kinds in tensors) / math.prod(p.stored)
         return self.dtype.itemsize
 
 
@@ -272,7 +304,7 @@ class Buffers:
         if not isinstance(source, Tensor):
             source = source.dequantised(torch.float32)
         whole = self.dense[p.buffer] if p.layer is None else self.dense[p.buffer][p.layer]
-        place = whole[p.row : p.row + p.shape[0]]
+        place = whole[p.row : p.row + p.rows]
         _copy(place, source)
         if p.offset:
             place += p.offset
@@ -284,6 +316,9 @@ class Buffers:
         for (buffer, layer), parts in self._parts.items():
             try:
                 whole = _joined(parts, self.storage.dtype)
+                experts = buffer in ("gate_up", "down") and layer is not None and self.c.layer.mixture(layer)
+                if experts and isinstance(whole, Packed):
+                    whole = packed.merged(whole)  # the compiled layers find an expert by its first row
             except ValueError as error:
                 raise CheckpointError(f"the {buffer} matrix of layer {layer} cannot be read: {error}") from error
             parts.clear()
@@ -306,19 +341,20 @@ def _joined(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
 
 def part_of(p: Piece, name: str, scheme: Scheme, get: Get) -> Quantized | Packed:
     """Read a piece of the matrix `name`, which the checkpoint stores in eight or fewer bits."""
-    whole = scheme.read(name[: -len(".weight")], (p.stored[0], p.stored[1]), get)
+    whole = scheme.read(name.removesuffix(".weight"), p.matrix, get)
     if p.whole:
         return whole
     if isinstance(whole, Packed):
         whole = quant.joined(whole.quantised())
     if p.order:
         return whole[torch.tensor(p.order)]
-    (row, column), (count, columns), group = p.first, p.shape, math.gcd(whole.group, p.first[1], p.shape[1])
+    column, columns = p.first[-1], p.shape[-1]
+    group = math.gcd(whole.group, column, columns)
     if group != whole.group:  # the ranks' columns split a group
         if group % quant.LEAST[whole.kind]:
             raise CheckpointError(f"{name} has {whole.kind} weights, which cannot be split over so many ranks")
         whole = quant.spread(whole, group)
-    return whole[row : row + count].columns(column, columns)
+    return whole.each(p.rows_of).columns(column, columns)
 
 
 def _allocated(
@@ -334,7 +370,7 @@ def _allocated(
         return torch.empty((*layers, *shape), dtype=kinds[len(shape)], device=device)
 
     for name in dict.fromkeys(name for name, _ in last):
-        shapes = {n: (p.row + p.shape[0], *p.shape[1:]) for (own, n), p in last.items() if own == name}
+        shapes = {n: (p.row + p.rows, *p.shape[1:][-1:]) for (own, n), p in last.items() if own == name}
         if None in shapes:
             buffers[name] = None if (name, None) in stays else empty(shapes[None])
         elif len(shapes) < c.num_layers or len({*shapes.values()}) > 1 or any((name, n) in stays for n in shapes):
@@ -357,7 +393,7 @@ def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, se
         return found
     buffers = Buffers(named, c, storage)
     for p in pieces:
-        source = torch.empty(p.shape, device=storage.device)
+        source = torch.empty(p.rows, *p.shape[1:][-1:], device=storage.device)
         _fill(p.buffer, source, generator)
         buffers.put(replace(p, offset=0.0, factor=1.0), source)
     return buffers.done()

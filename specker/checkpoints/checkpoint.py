@@ -5,7 +5,7 @@ Tensors are cast while they are copied from the memory-mapped safetensors file t
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specker.checkpoints import gguf
 from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of, random_weights
+from specker.checkpoints.experts import is_fused
 from specker.checkpoints.parse import parse_config, read_json, reason
 from specker.checkpoints.quantised import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
@@ -157,7 +158,11 @@ def read(
     if config.shares:
         _check_owner(source, config, owner)
     storage = Storage(scheme, quantize, dtype, device, pack and packs(config, dtype, device))
-    pieces = [p for p in pieces_of(config, part, whole_head) if layers or p.layer is None]
+
+    def pieces_in(fused: bool) -> list[Piece]:
+        return [p for p in pieces_of(config, part, whole_head, fused) if layers or p.layer is None]
+
+    pieces = pieces_in(is_fused(getattr(scheme, "modules", ())))
     elements = sum(math.prod(p.shape) for p in pieces)
     size = str(source), storage.bytes_of(pieces, config), elements, dtype, memory.free(device), device.type
     memory.check_weights(*size)
@@ -170,7 +175,7 @@ def read(
                 if owner is not None and config.shares and not _same_rows(source, where, config, owner):
                     raise _another(source, config, owner, "the rows of its embedding differ")
 
-            buffers = _read_weights(folder, config, pieces, storage, part, proof, tell)
+            buffers = _read_weights(folder, config, pieces_in, storage, part, proof, tell)
         else:
             buffers = random_weights(config, pieces, storage, random)
     if owner is not None and "embed_tokens" in config.shares:
@@ -240,18 +245,20 @@ def folder_of(source: str | Path, weights: bool, formats: tuple[str, ...] = ("*.
 def _read_weights(
     folder: Path,
     c: ModelConfig,
-    kept: Iterable[Piece],
+    pieces_in: Callable[[bool], list[Piece]],
     storage: Storage,
     part: Part,
     proof: Callable[[dict[str, Any]], None],
     tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
-    only this part of split tensors. `proof` is called with the open files before any weight is read, and may raise."""
+    only this part of split tensors. `pieces_in`: the pieces, given whether experts are fused (experts.py). `proof` is
+    called with the open files before any weight is read, and may raise."""
     with ExitStack() as stack:
         where = open_files(folder, stack)
         proof(where)
         prefix = "model." if any(name.startswith("model.") for name in where) else ""
+        kept = pieces_in(is_fused(where))
         pieces = {p.name if p.name == "lm_head.weight" else prefix + p.name: p for p in kept}
         check_tensors(_without_heads(where, prefix, c.num_layers), pieces, c, prefix, storage)
 
@@ -375,8 +382,8 @@ def check_tensors(
     for name, p in pieces.items():
         if storage.covers(name):
             assert storage.scheme is not None
-            wanted |= storage.scheme.stored(name[: -len(".weight")], (p.stored[0], p.stored[1]))
-            ignored.update(storage.scheme.optional(name[: -len(".weight")]))
+            wanted |= storage.scheme.stored(name.removesuffix(".weight"), p.matrix)
+            ignored.update(storage.scheme.optional(name.removesuffix(".weight")))
         else:
             wanted[name] = p.stored, ("F64", "F32", "F16", "BF16")
     missing = [name for name in wanted if name not in where]

@@ -208,7 +208,8 @@ def _in(stem: str, name: str) -> bool:
 
 def _config(c: ModelConfig) -> ModelConfig:
     """The config of the head's layer. Raises CheckpointError if the target's layers differ."""
-    if len(set(c.layer.reaches)) > 1 or len(set(c.layer.ropes)) > 1:
+    mixed = c.layer.experts is not None and c.layer.experts.dense
+    if len(set(c.layer.reaches)) > 1 or len(set(c.layer.ropes)) > 1 or mixed:
         raise CheckpointError(
             f"the layers of this {c.architecture} differ, and specker cannot tell which the MTP head has"
         )

@@ -12,11 +12,12 @@ import torch
 
 from specker.checkpoints.architectures import ARCHITECTURES, LAYER_TYPES, SLIDING, Architecture
 from specker.flags import option
-from specker.model.config import CheckpointError, LayerSpec, ModelConfig
+from specker.model.config import CheckpointError, Experts, LayerSpec, ModelConfig
 from specker.model.weights import Rope
 
 SHARED = ("embed_tokens", "lm_head")
 SIZES = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
+ALSO = {"num_experts": "num_local_experts"}  # transformers 5 writes the second name
 OPTIONAL_SIZES = "num_key_value_heads", "head_dim", "max_position_embeddings"
 # hidden_act (Gemma: hidden_activation) -> LayerSpec.activation
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -30,7 +31,7 @@ def parse_config(
     CheckpointError."""
     raw = read_json(folder / "config.json") if raw is None else raw
     arch = _architecture(raw)
-    _check_sizes(folder / "config.json", raw)
+    _check_sizes(folder / "config.json", raw, arch)
     hf = _hf_config(folder, raw, arch)
     its = ARCHITECTURES[arch]
     act = getattr(hf, its.activation)
@@ -78,6 +79,7 @@ def parse_config(
             scale=scales.scores,
             reaches=tuple(window if kind == SLIDING else 0 for kind in kinds) if narrow else (),
             ropes=table_of,
+            experts=_experts(hf, its),
         ),
         tied=bool(hf.tie_word_embeddings),
         causal=not diffusion,
@@ -111,11 +113,11 @@ def _architecture(raw: dict[str, Any]) -> str:
     return arch
 
 
-def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
+def _check_sizes(path: Path, raw: dict[str, Any], arch: str) -> None:
     """Raise CheckpointError unless config.json's sizes are whole numbers from 1 on. If one is missing, transformers
     would use the size of the family's first model."""
-    for name in (*SIZES, *OPTIONAL_SIZES):
-        value = raw.get(name)
+    for name in dict.fromkeys((*SIZES, *OPTIONAL_SIZES, *ARCHITECTURES[arch].experts)):
+        value = raw.get(name, raw.get(ALSO.get(name, "")))
         if value is None and name in OPTIONAL_SIZES:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -188,6 +190,23 @@ def _layer_types(hf: Any, its: Architecture) -> list[str]:
         kinds = ", ".join(sorted(other))
         raise CheckpointError(f"layer_types {kinds} are not supported; only {' and '.join(LAYER_TYPES)} are")
     return list(hf.layer_types)
+
+
+def _experts(hf: Any, its: Architecture) -> Experts | None:
+    """The experts of transformers' config; None if every layer has one feed-forward."""
+    if not its.experts:
+        return None
+    count, chosen, width = (getattr(hf, name) for name in its.experts)
+    step, only = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", ())
+    if chosen > count or step < 1:
+        raise CheckpointError(
+            f"num_experts_per_tok {chosen} must be at most the number of experts, {count}, and decoder_sparse_step "
+            f"{step} at least 1"
+        )
+    dense = tuple(n for n in range(hf.num_hidden_layers) if n in only or (n + 1) % step)
+    if len(dense) == hf.num_hidden_layers:
+        return None
+    return Experts(count, chosen, width, bool(getattr(hf, "norm_topk_prob", True)), dense)
 
 
 def _diffusion(raw: dict[str, Any], arch: str, wanted: bool | None) -> tuple[bool, int | None]:

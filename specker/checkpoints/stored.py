@@ -30,7 +30,11 @@ from specker.model.config import CheckpointError
 Get = Callable[[str], Tensor | None]  # a tensor's full name -> the tensor, None if the checkpoint lacks it
 Stored = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # a tensor's full name -> (shape, safetensors dtypes)
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+MIXTRAL = "w1", "w2", "w3"  # an expert's gate, down and up
+LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", *MIXTRAL),
+)
 FLOATS = ("F32", "F16", "BF16")
 
 

@@ -58,6 +58,8 @@ class Spec(Protocol):
     def activation(self) -> str: ...
     @property
     def qk_norm(self) -> str: ...
+    @property
+    def experts(self) -> Any: ...
     def reach(self, layer: int) -> int: ...
 
 
@@ -130,6 +132,8 @@ class Stack:
     @staticmethod
     def lacks(layer: Spec) -> str:
         """What the layer computes and the library does not, for messages; empty if it computes all."""
+        if layer.experts is not None:
+            return "mixtures of experts"
         return "" if layer.activation in GATES else f"the activation {layer.activation}"
 
     @staticmethod

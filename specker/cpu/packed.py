@@ -181,6 +181,13 @@ def joined(parts: Sequence[Packed]) -> Packed:
     return Packed(tuple(run for part in parts for run in part.runs), parts[0].columns)
 
 
+def merged(w: Packed) -> Packed:
+    """The matrix in one run, by a copy, if all runs have one format and whole blocks; else as it is."""
+    if len(w.runs) == 1 or len({run.format for run in w.runs}) > 1 or any(run.rows % ROWS for run in w.runs):
+        return w
+    return Packed((Run(torch.cat([run.data for run in w.runs]), w.runs[0].format, len(w)),), w.columns)
+
+
 def _blocks(x: Tensor, values: int) -> Tensor:
     """[O, units * values] -> the bytes of [blocks, units, values, 16 rows]."""
     O = len(x)

@@ -39,7 +39,7 @@ def adoptable(model: Any) -> bool:
         and all(type(p.data) is Tensor and (p.dtype, p.device) == (first.dtype, first.device) for p in parameters)
         and not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         and all(
-            type(m) in (nn.Linear, nn.Embedding, *_scaled(kind))
+            type(m) in (nn.Linear, nn.Embedding, *_scaled(kind)) or type(m).__name__.endswith("TopKRouter")
             for m in model.modules()
             if hasattr(m, "weight") and m.weight.ndim == 2
         )
@@ -88,6 +88,16 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
     def fused(*names: str) -> list[Tensor]:
         return [_fused(parts) for parts in zip(*map(each, names), strict=True)]
 
+    def inner(name: str, *parts: str) -> list[Tensor]:
+        """A matrix of the feed-forwards: `name` of the experts, [X, O, E] as [X * O, E], or `parts`."""
+        mlps = [layer.mlp for layer in model.model.layers]
+        return [
+            _fused(tuple(mlp.get_submodule(part).weight for part in parts))
+            if config.layer.mixture(n) is None
+            else getattr(mlp.experts, name).detach().flatten(0, 1)
+            for n, mlp in enumerate(mlps)
+        ]
+
     def bias(*names: str) -> list[Tensor] | None:
         own = list(zip(*(each(name, "bias") for name in names), strict=True))
         return None if own[0][0] is None else [torch.cat(parts).to(kind) for parts in own]
@@ -98,6 +108,8 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
 
     last = final_norm(model.model.norm.weight.detach().to(kind), config)
     qkv, gate_up = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+    mixed, layers = config.layer.experts is not None, model.model.layers
+    routers = [None if config.layer.mixture(n) is None else x.mlp.gate.weight.detach() for n, x in enumerate(layers)]
     with torch.inference_mode(False), torch.no_grad():  # a parameter made in inference mode could not be trained
         weights: dict[str, Any] = {  # a list holds each layer's tensor
             "embed": model.model.embed_tokens.weight.detach(),
@@ -107,10 +119,11 @@ def adopt(model: Any, context: int, folder: Path) -> Checkpoint | None:
             **{field: norm(name) for field, name in norms_of(config.layer).items()},
             "o": [weight.detach() for weight in each("self_attn.o_proj")],
             "o_bias": bias("self_attn.o_proj"),
-            "gate_up": fused(*gate_up),
-            "gate_up_bias": bias(*gate_up),
-            "down": [weight.detach() for weight in each("mlp.down_proj")],
-            "down_bias": bias("mlp.down_proj"),
+            "gate_up": inner("gate_up_proj", "gate_proj", "up_proj"),
+            "gate_up_bias": None if mixed else bias(*gate_up),
+            "down": inner("down_proj", "down_proj"),
+            "down_bias": None if mixed else bias("mlp.down_proj"),
+            "router": routers if mixed else None,
             "norm": last,
             "head": model.lm_head.weight.detach(),
         }

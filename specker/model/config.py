@@ -8,6 +8,22 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: a router chooses some of many feed-forwards for each row, and their outputs are added,
+    weighted by its scores (arXiv 2401.04088)."""
+
+    count: int
+    chosen: int  # by each row
+    width: int  # intermediate size of each expert
+    normalised: bool  # the scores of a row's chosen experts are divided by their sum
+    dense: tuple[int, ...] = ()  # layers that have an ordinary feed-forward instead
+
+    def read(self, rows: float) -> float:
+        """How many experts a layer reads for so many rows, if the router chooses all equally often."""
+        return self.count * (1 - (1 - self.chosen / self.count) ** rows)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What a layer computes, apart from its sizes. All layers are alike, except for `reaches` and `ropes`. The decoder
     implements every value; another implementation (the compiled CPU layers) reports a value that it lacks."""
@@ -27,6 +43,7 @@ class LayerSpec:
     """Each layer's sliding window: how many of the last columns a row sees, including its own; 0: all columns. Empty if
     no layer has a window."""
     ropes: tuple[int, ...] = ()  # the RoPE table of each layer, an index into Weights.ropes; empty if there is only one
+    experts: Experts | None = None  # the feed-forwards are mixtures of experts
     first: str = "usual"
     """The input of the first layer's attention: "usual", the norm of the stream; "joined", the norms of the next
     token's embedding and of the stream side by side (EAGLE-3); or "bare", the stream itself (EAGLE-1)."""
@@ -36,6 +53,15 @@ class LayerSpec:
 
     def rope(self, layer: int) -> int:
         return self.ropes[layer] if self.ropes else 0
+
+    def mixture(self, layer: int) -> Experts | None:
+        """The layer's experts; None if its feed-forward is an ordinary one."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    def share(self, layer: int) -> float:
+        """The part of the layer's feed-forward weights that a row reads."""
+        mixture = self.mixture(layer)
+        return 1.0 if mixture is None else mixture.chosen / mixture.count
 
 
 @dataclass(frozen=True)
@@ -73,9 +99,19 @@ class ModelConfig:
     norm_offset: float = 0.0  # added to the weights of all RMSNorms when they are read (Gemma's lack it)
     shares: tuple[str, ...] = ()  # the target's tensors that this draft uses: embed_tokens, lm_head or both
 
+    @property
+    def mixtures(self) -> int:
+        """The number of layers that are mixtures of experts."""
+        return sum(self.layer.mixture(n) is not None for n in range(self.num_layers))
 
-def layer_elements(config: ModelConfig) -> int:
-    """Elements of all layers' linear weights, which every step reads in addition to the head."""
+
+def layer_elements(config: ModelConfig, rows: float = 1) -> int:
+    """Elements of all layers' linear weights that a pass over so many rows reads in addition to the head; of experts,
+    the expected number (`Experts.read`)."""
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+    dense = (c.num_layers - c.mixtures) * 3 * c.hidden_size * c.intermediate_size
+    if (experts := c.layer.experts) is None:
+        return c.num_layers * attention + dense
+    mixture = c.hidden_size * (experts.count + 3 * experts.width * experts.read(rows))
+    return c.num_layers * attention + dense + round(c.mixtures * mixture)

@@ -5,7 +5,8 @@ few rows (a decoding step, a verify pass, a tree level) of one or several sequen
 long chunks of a prompt with torch's SDPA, and strategies/easyspec/drafter.py runs several layers side by side.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -13,14 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specker.cpu.packed import Packed
 from specker.flags import option
 from specker.kernels.attention import MAX_WORDS, tree_attention
 from specker.kernels.cpu import native
+from specker.kernels.experts import expert_linear
 from specker.kernels.kv import kv_calibrate, rope_table
 from specker.kernels.linear import GATES, MAX_ROWS, gated, row_linear, row_linear_ref
 from specker.kernels.project import kv_project
-from specker.kernels.quant import Matrix
+from specker.kernels.quant import Matrix, Quantized
 from specker.kernels.residual import add_norm, residual_merge
+from specker.kernels.route import expert_route
 from specker.kernels.variant import heal_counters
 from specker.model.cache import KVCache, Rows, sequence_bounds
 from specker.model.config import CheckpointError, ModelConfig
@@ -52,12 +56,13 @@ class FeedForward(NamedTuple):
     """Feed-forward weights of one layer, and the norms of its sublayers' outputs."""
 
     norm_post: Tensor | None  # [E]
-    gate_up: Matrix
+    gate_up: Matrix  # [2 F, E], of experts [X, 2 F, E]
     gate_up_bias: Tensor | None
-    down: Matrix
+    down: Matrix  # [E, F], of experts [X, E, F]
     down_bias: Tensor | None
     norm_o: Tensor | None  # [E], norm of the attention's output
     norm_down: Tensor | None  # [E], norm of the feed-forward's output
+    router: Tensor | None  # [X, E], of a mixture of experts
 
 
 class Group(NamedTuple):
@@ -97,6 +102,7 @@ class Output(NamedTuple):
     hidden: Tensor  # [T, E], the residual stream after the last layer run, before the final norm
     taps: dict[int, Tensor]  # n -> [T, E], the residual stream after n layers
     normed: Tensor | None = None  # [T, E], the final norm of `hidden`, if the last residual add computed it
+    routed: tuple[Tensor, ...] = ()  # `starts` of `expert_route` [X + 1], of each mixture of experts
 
     @property
     def final(self) -> Final:
@@ -139,17 +145,23 @@ class Model:
         kernels, c = native(), self.config
         if kernels is None or kernels.Stack.lacks(c.layer):
             return None
-        layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
+        layers = [(*layer.attention, *layer.mlps[0][:-1]) for layer in self.layers]
         if not kernels.Stack.takes(layers, c.head_dim):
             return None
         how = [layer.rope for layer in self.layers], c.rms_norm_eps, self.scale, self.activations
         return kernels.Stack(layers, c.layer, (c.num_heads, c.num_kv_heads), *how)
 
     @property
+    def counts_experts(self) -> bool:
+        """Whether its outputs say which experts were read (`Output.routed`)."""
+        return self.config.layer.experts is not None and self.stack is None
+
+    @property
     def matrices(self) -> list[Matrix]:
         """The matrices of the layers' products, and the head."""
         attending = [m for w in self.layers for m in (w.attention.qkv, w.attention.o)]
-        return [*attending, *(m for w in self.layers for f in w.mlps for m in (f.gate_up, f.down)), self.head]
+        feeding = [m for w in self.layers for f in w.mlps for m in (f.router, f.gate_up, f.down) if m is not None]
+        return [*attending, *feeding, self.head]
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] int64 -> embeddings [T, E], the first layer's input."""
@@ -209,16 +221,18 @@ def run_layers(
         a_i = norm_o_i(o_i(attention_i(norm_in_i(h))))      i = 0..N-1, in one batch
         h   = h + a_i;  h = h + norm_down_i(mlp_i(norm_post_i(h)))
 
-    where each norm may be absent (LayerSpec.norms). Each residual add is fused with the norm of the next sublayer.
-    `taps`: depths n at which to keep the stream; only the input of a group can be tapped. For few rows on a GPU an
-    ordinary layer is seven launches: norm, kv_project, attention, o, norm, gate_up, down; the norms also reduce the
-    split-K partials of o and down. There, the last residual add is fused with the final norm, whichever layer is the
-    last, because every head uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS.
-    `entered`: the input of the first layer's attention, if it is not the norm of `hidden` (LayerSpec.first)."""
+    where each norm may be absent (LayerSpec.norms), and each mlp may be a mixture of experts (`_mixed`). Each residual
+    add is fused with the norm of the next sublayer. `taps`: depths n at which to keep the stream; only the input of a
+    group can be tapped. For few rows on a GPU an ordinary layer is seven launches: norm, kv_project, attention, o,
+    norm, gate_up, down, and those of the router before experts; the norms also reduce the split-K partials of o and
+    down. There, the last residual add is fused with the final norm, whichever layer is the last, because every head
+    uses the same norm. `dense`: for a chunk of a prompt on a GPU, products by cuBLAS. `entered`: the input of the first
+    layer's attention, if it is not the norm of `hidden` (LayerSpec.first)."""
     eps, layer = model.config.rms_norm_eps, model.config.layer
     linear = row_linear_ref if dense and model.linear is row_linear else model.linear
     whole, after = layer.qk_norm == "projection", layer.norms != "before"
     kept: dict[int, Tensor] = {}
+    routed: list[Tensor] = []
     few = fuses(model, hidden) and not dense
     delta = None  # output of the last feed-forward, or its split-K partials, not yet added to `hidden`
     for (w, mlps, rope, reach), (k, v), batch in steps:
@@ -255,9 +269,13 @@ def run_layers(
                 hidden, normed = _entering(hidden, own, mlp.norm_post, eps)
             else:
                 hidden, normed = _entering(hidden, delta, mlp.norm_post, eps, own)
-            up = _gated(linear, layer.activation, normed, mlp)
-            delta = model.summed(_added(model, linear, up, mlp.down, mlp.down_bias, few and not after))
-            delta = _normed(delta, mlp.norm_down, eps)
+            if mlp.router is None:
+                up = _gated(partial(linear, normed, mlp.gate_up, mlp.gate_up_bias), layer.activation)
+                delta = _added(model, linear, up, mlp.down, mlp.down_bias, few and not after)
+            else:
+                delta, starts = _mixed(model, linear, normed, mlp, few and not after)
+                routed.append(starts)
+            delta = _normed(model.summed(delta), mlp.norm_down, eps)
     final: Tensor | None = None
     if few:
         hidden, final = add_norm(hidden, delta, model.norm, eps)
@@ -265,7 +283,7 @@ def run_layers(
         hidden = hidden + delta
     if first in taps:
         kept[first] = hidden
-    return Output(hidden, kept, final)
+    return Output(hidden, kept, final, tuple(routed))
 
 
 def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
@@ -277,11 +295,28 @@ def _whole_norms(qkv: Tensor, w: Attention, eps: float) -> Tensor:
     return torch.cat((q, k, v), -1)
 
 
-def _gated(linear: Callable[..., Tensor], activation: str, x: Tensor, mlp: FeedForward) -> Tensor:
-    """The feed-forward's gate times its up projection, [T, F]."""
-    if activation in GATES.values():
-        return linear(x, mlp.gate_up, mlp.gate_up_bias, epilogue=f"{activation}_mul")
-    return gated(linear(x, mlp.gate_up, mlp.gate_up_bias), activation)
+def _gated(gate_up: Callable[..., Tensor], activation: str, fused: Collection[str] = GATES.values()) -> Tensor:
+    """The feed-forward's gate times its up projection, [.., F]. `gate_up`: the product with both, [.., 2 F], which has
+    epilogues for the activations `fused`."""
+    if activation in fused:
+        return gate_up(epilogue=f"{activation}_mul")
+    return gated(gate_up(), activation)
+
+
+def _mixed(
+    model: Model, linear: Callable[..., Tensor], x: Tensor, mlp: FeedForward, few: bool
+) -> tuple[Tensor, Tensor]:
+    """A mixture of experts over x [T, E]: the chosen experts' outputs, weighted by the router's scores p,
+
+        p, e = the largest entries of softmax(router(x));  y = sum over j of p_j mlp_(e_j)(x)
+
+    or its partials as in `_added`, and where each expert's rows begin in their common order (`expert_route`)."""
+    layer, logits = model.config.layer, linear(x, mlp.router, epilogue="float32")
+    assert layer.experts is not None
+    experts, scores, order, starts = expert_route(logits, layer.experts.chosen, layer.experts.normalised)
+    up = _gated(partial(expert_linear, x, mlp.gate_up, experts, order, starts), layer.activation, ("silu",))
+    epilogue = "split" if few and model.ranks is None else "sum"
+    return expert_linear(up, mlp.down, experts, order, starts, epilogue, scores), starts
 
 
 def fuses(model: Model, hidden: Tensor) -> bool:
@@ -357,7 +392,8 @@ def in_blocks(model: Model, rows: Rows, hidden: Tensor, run: Callable[[Rows, Ten
     outs = [run(block, hidden[at]) for at, block in rows.blocks(most)]
     taps = {n: torch.cat([out.taps[n] for out in outs]) for n in outs[0].taps}
     normed = [out.normed for out in outs if out.normed is not None]
-    return Output(torch.cat([out.hidden for out in outs]), taps, torch.cat(normed) if normed else None)
+    routed = tuple(starts for out in outs for starts in out.routed)
+    return Output(torch.cat([out.hidden for out in outs]), taps, torch.cat(normed) if normed else None, routed)
 
 
 def compiled(
@@ -376,6 +412,12 @@ def compiled(
     masks = rows.ancestors, rows.table
     out = model.stack.run(hidden, kv, groups, taps, places, sequences, *masks, features=features)
     return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)))
+
+
+def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
+    """How many experts the passes read in a layer, on average over the mixtures of experts, [1] float32."""
+    starts = torch.stack([each for out in outs for each in out.routed])
+    return ((starts[:, 1:] > starts[:, :-1]).sum() / model.config.mixtures).view(1)
 
 
 def over_pages(model: Model, rows: Rows) -> Attend:
@@ -536,6 +578,15 @@ def _layers(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[G
     def row(stack: Tensor | None, n: int) -> Tensor | None:
         return None if stack is None else stack[n].unsqueeze(0)
 
+    def inner(stack: Any, n: int) -> Any:
+        """A matrix of the feed-forward; of experts by expert, unless the compiled layers read it."""
+        matrix, mixture = stack[n], c.layer.mixture(n)
+        if mixture is None or isinstance(matrix, Packed):
+            return matrix
+        if isinstance(matrix, Quantized):
+            return matrix.each(lambda part: part.unflatten(0, (mixture.count, -1)))
+        return matrix.unflatten(0, (mixture.count, -1))
+
     return [
         Group(
             Attention(
@@ -550,12 +601,13 @@ def _layers(weights: Weights, c: ModelConfig, ropes: Sequence[Tensor]) -> list[G
             (
                 FeedForward(
                     norm_post=at(weights.norm_post, n),
-                    gate_up=at(weights.gate_up, n),
+                    gate_up=inner(weights.gate_up, n),
                     gate_up_bias=at(weights.gate_up_bias, n),
-                    down=at(weights.down, n),
+                    down=inner(weights.down, n),
                     down_bias=at(weights.down_bias, n),
                     norm_o=at(weights.norm_o, n),
                     norm_down=at(weights.norm_down, n),
+                    router=at(weights.router, n),
                 ),
             ),
             ropes[c.layer.rope(n)],

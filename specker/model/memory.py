@@ -44,10 +44,18 @@ def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.de
     GPU KERNELS. `rows`: of the largest verify pass, all sequences together. The layers run many rows in blocks, but the
     logits of all rows are held at once. If the warm-up needs more, it ends with the error of `CacheMemory.running`,
     which names a shorter context."""
-    wide, vocab = max(c.intermediate_size for c in configs), max(c.vocab_size for c in configs)
+    wide, vocab = max(map(_wide, configs)), max(c.vocab_size for c in configs)
     activations = 2 * PREFILL_ROWS * 3 * wide * dtype.itemsize
     kernels = KERNELS if device.type == "cuda" else 0
     return activations + max(rows, LOGIT_ROWS) * vocab * (dtype.itemsize + 3 * 4) + kernels
+
+
+def _wide(c: ModelConfig) -> int:
+    """Columns of a feed-forward's activations for each row; a row has some in each expert that it chose."""
+    experts = c.layer.experts
+    if experts is None:
+        return c.intermediate_size
+    return max(experts.chosen * experts.width, c.intermediate_size if experts.dense else 0)
 
 
 def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:

@@ -1,8 +1,8 @@
 """The part of a model that a tensor-parallel rank holds: heads, feed-forward columns and rows of the LM head.
 
 qkv and gate-up are split by output, o and down by input with one all-reduce each, and the LM head by id (Megatron-LM,
-arXiv 1909.08053). A rank's part is a smaller model with the same hidden size; every rank has the whole embedding and
-norms.
+arXiv 1909.08053). Every expert of a mixture is split like an ordinary feed-forward. A rank's part is a smaller model
+with the same hidden size; every rank has the whole embedding, the norms and the routers.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specker.flags import option
-from specker.model.config import CheckpointError, ModelConfig
+from specker.model.config import CheckpointError, Experts, ModelConfig
 from specker.model.sampling import Draws
 
 
@@ -26,7 +26,7 @@ class Part:
             raise CheckpointError(
                 f"{option('tp', self.size)} cannot split the target: its norms of q and k are over all heads"
             )
-        for what, count in (("num_attention_heads", c.num_heads), ("intermediate_size", c.intermediate_size)):
+        for what, count in (("num_attention_heads", c.num_heads), *_inner(c)):
             if count % self.size:
                 raise CheckpointError(f"{option('tp', self.size)} does not divide the target's {what}, {count}")
         if c.num_kv_heads % self.size and self.size % c.num_kv_heads:
@@ -47,6 +47,10 @@ class Part:
         """(first, count) of the feed-forward's columns."""
         return self._share(c.intermediate_size)
 
+    def within(self, experts: Experts) -> tuple[int, int]:
+        """(first, count) of each expert's columns."""
+        return self._share(experts.width)
+
     def vocabulary(self, c: ModelConfig) -> tuple[int, int]:
         """(first, count) of the LM head's rows; the last ranks may have fewer."""
         each = -(-c.vocab_size // self.size)
@@ -58,11 +62,23 @@ class Part:
         if self.size == 1:
             return c
         heads, kv_heads, inner = (share(c)[1] for share in (self.heads, self.kv_heads, self.inner))
+        if c.layer.experts is not None:
+            experts = replace(c.layer.experts, width=self.within(c.layer.experts)[1])
+            c = replace(c, layer=replace(c.layer, experts=experts))
         return replace(c, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
 
     def _share(self, count: int) -> tuple[int, int]:
         each = count // self.size
         return self.rank * each, each
+
+
+def _inner(c: ModelConfig) -> list[tuple[str, int]]:
+    """The names and sizes of the feed-forwards' columns that a part shares."""
+    experts = c.layer.experts
+    dense = [("intermediate_size", c.intermediate_size)]
+    if experts is None:
+        return dense
+    return [("experts' intermediate size", experts.width), *(dense if experts.dense else [])]
 
 
 WHOLE = Part()

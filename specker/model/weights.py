@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,9 +41,9 @@ class Weights:
     k_norm: Tensor | None  # [L, D] or [L, Hkv * D]
     o: Stacked  # [L, E, Hq * D]
     o_bias: Tensor | None  # [L, E]
-    gate_up: Stacked  # [L, 2 * F, E], gate rows first
+    gate_up: Stacked  # [L, 2 * F, E], gate rows first; of X experts one after another [L, X * 2 * F, E]
     gate_up_bias: Tensor | None  # [L, 2 * F]
-    down: Stacked  # [L, E, F]
+    down: Stacked  # [L, E, F], of experts [L, X * E, F]
     down_bias: Tensor | None  # [L, E]
     norm_in: Tensor | None  # [L, E], before attention
     norm_post: Tensor | None  # [L, E], before the feed-forward
@@ -52,6 +52,7 @@ class Weights:
     ropes: tuple[Rope, ...]  # the layers' RoPE parameters, see LayerSpec.ropes
     norm_o: Tensor | None = None  # [L, E], norm of the attention's output
     norm_down: Tensor | None = None  # [L, E], norm of the feed-forward's output
+    router: Tensor | Sequence[Tensor | None] | None = None  # [L, X, E], of mixtures of experts
 
 
 def _matrices(w: Weights) -> list[Matrix]:
@@ -84,10 +85,16 @@ class Parameters:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of the matrices of all layers in the whole model, not only in this part."""
+        """Bytes of the layers' matrices that a step of one row reads in the whole model, not only in this part."""
         w, c = self.weights, self.local
-        if not (held := sum(x.nbytes for x in _matrices(w))):  # another engine runs the layers
+        if not sum(x.nbytes for x in _matrices(w)):  # another engine runs the layers
             return layer_elements(self.config) * w.norm.element_size()
+        whole: list[Any] = [w.qkv, w.o] if w.router is None else [w.qkv, w.o, w.router]
+        inner: list[Any] = [w.gate_up, w.down]
+        held = 0.0
+        for n in range(c.num_layers):
+            held += sum(stack[n].nbytes for stack in whole if stack[n] is not None)
+            held += sum(stack[n].nbytes for stack in inner) * c.layer.share(n)
         return held * layer_elements(self.config) / layer_elements(c)
 
     @property

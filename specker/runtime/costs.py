@@ -105,9 +105,10 @@ class Curve:
 class Costs:
     """Seconds of drafts and verify passes, for each number of sequences and each way to draft."""
 
-    def __init__(self, prior: Callable[[Budget], float]):
-        """`prior`: the cost of a draft of this shape in plain decoding steps, by the weights that it reads."""
-        self.prior = prior
+    def __init__(self, prior: Callable[[Budget], float], reads: Callable[[float], float] = lambda rows: 1.0):
+        """`prior`: the cost of a draft of this shape in plain decoding steps, by the weights that it reads. `reads`:
+        the weights that a verify pass over so many rows reads, in any unit; more rows choose more experts."""
+        self.prior, self.reads = prior, reads
         self.clear()
 
     def clear(self) -> None:
@@ -191,7 +192,7 @@ class Costs:
         self._prefill += (each - self._prefill) * (0.3 if self._prefill else 1.0)
 
     def _verifying(self, n: int, exit: int) -> Curve:
-        return self._of(self._verify, (n, exit), lambda rows: 1.0)
+        return self._of(self._verify, (n, exit), lambda rows: self.reads(n * rows) / self.reads(n))
 
     def _drafting(self, n: int, budget: Budget) -> Curve:
         how = Budget(1, 1, budget.exit, block=budget.block, part=budget.part)

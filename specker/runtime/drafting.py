@@ -126,5 +126,6 @@ def account(r: Round, slot: int, path: list[int]) -> None:
     stats = request.stats
     stats.observe_budget(drafted, r.budget.exit if drafted else 0, r.reason)
     stats.copied += bool(drafted and r.budget.part)
+    stats.experts += r.experts
     if found is not None:
         stats.observe_found(found, draft.depth, len(path) - 1)

@@ -15,6 +15,7 @@ from specker.checkpoints.checkpoint import Checkpoint
 from specker.flags import option
 from specker.model import memory
 from specker.model.cache import KVCache
+from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.options import Options, Params
 from specker.runtime import check, strategies, text
@@ -84,7 +85,8 @@ class Engine:
         head_cost = 0.0 if inner is None else strategy.head_cost(o, inner.head, model)
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
-        known = Experience(Costs(memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))))
+        prior = memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))
+        known = Experience(Costs(prior, memoised(lambda rows: pass_elements(self.target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
         reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.every_rank))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, known, head_cost, reads)
@@ -337,6 +339,11 @@ def draft_cost(budget: Budget, target: Checkpoint, draft: Checkpoint | None, hea
     each = head.nbytes / head.numel() if head.numel() else target.weights.norm.element_size()
     whole = target.layer_bytes + each * c.vocab_size * c.hidden_size
     return passes * own / whole
+
+
+def pass_elements(c: ModelConfig, rows: float) -> float:
+    """Elements of the weights that a pass over so many rows reads."""
+    return layer_elements(c, rows) + c.vocab_size * c.hidden_size
 
 
 def cache_memory(

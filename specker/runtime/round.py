@@ -26,7 +26,7 @@ from specker.kernels.kv import kv_commit
 from specker.kernels.round.settle import settle
 from specker.kernels.sample import Splits
 from specker.model.cache import KVCache, Lengths
-from specker.model.decoder import Model, forward
+from specker.model.decoder import Model, experts_read, forward
 from specker.model.rows import begin
 from specker.model.sampling import Draws
 from specker.runtime.drafter import Draft, Drafter
@@ -112,6 +112,7 @@ class Round:
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     draft: Draft = field(default_factory=Draft)
+    instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure the time
     taps: tuple[int, ...] = ()  # depths of the target whose hidden rows the drafter reads
     behind: int = 0  # tokens that the drafter prefilled before it drafted
     price: float = 0.0  # what a further row of one sequence costs in the verify pass, in tokens (Costs.row_price)
@@ -119,6 +120,7 @@ class Round:
     host: dict[str, Tensor] = field(default_factory=dict)  # copies on the host, complete once `done`
     broken: set[int] = field(default_factory=set)  # slots whose logits are not finite, known once collected
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, known once collected
+    experts: float = 0.0  # that the verify pass read in a layer, on average, known once collected
     usual: float | None = None  # mean seconds of a round of fixed shape; None where there are none
     places: Tensor | None = None
     """If the sequences verify unequally many rows: which entries of [n, size + 1] they are, [rows] int64."""
@@ -196,6 +198,8 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
         if drafts:
             r.draft = drafter.draft(r)
             r.places = unequal(r, target)
+            if r.instead is not None:
+                r.window[: len(r.instead), 1 : r.instead.shape[1] + 1] = r.instead
     r.marks.append(now(capture))
     r.allowed = guided(r)
     verify(r, target, cache)
@@ -241,25 +245,27 @@ def _verify(r: Round, model: Model, cache: KVCache, exit: int) -> None:
         counts = [d.count(slot) + 1 for slot in range(r.n)]
         rows = cache.after([length - 1 for length in r.lengths], counts)
         hidden = model.embed_tokens(s.window[:, : N + 1].reshape(-1)[r.places])
-        out, taps = forward(model, cache, rows, hidden), {}
+        outs, taps = [forward(model, cache, rows, hidden)], {}
     elif exit:
         assert d.hidden is not None
         below = tuple(n for n in r.taps if n < exit)
         last, hidden = begin(model, cache, r.lengths, 1, N, s.window[:, N : N + 1])
-        out = forward(model, cache, last, hidden, slice(exit), below)
-        hidden = _beside(d.hidden, out.hidden)
-        taps = {n: _beside(d.taps[n], out.taps[n]) for n in below}
+        first = forward(model, cache, last, hidden, slice(exit), below)
+        hidden = _beside(d.hidden, first.hidden)
+        taps = {n: _beside(d.taps[n], first.taps[n]) for n in below}
         rows = cache.place(r.lengths, 1, 0, N + 1, positions=positions)
-        out = forward(model, cache, rows, hidden, slice(exit, None), tuple(n for n in r.taps if n >= exit))
-        taps |= out.taps
+        outs = [first, forward(model, cache, rows, hidden, slice(exit, None), tuple(n for n in r.taps if n >= exit))]
+        taps |= outs[1].taps
     else:
         parents = s.parents[:, :N] if d.tree else None
         rows, hidden = begin(model, cache, r.lengths, 1, 0, s.window[:, : N + 1], parents, positions=positions)
-        out = forward(model, cache, rows, hidden, taps=r.taps)
-        taps = out.taps
+        outs = [forward(model, cache, rows, hidden, taps=r.taps)]
+        taps = outs[0].taps
     if r.taps:
         r.memory.put_taps([taps[n] for n in r.taps])
-    r.memory.put("logits", model.logits(out.final, r.memory.out("logits", r.rows)))
+    if model.counts_experts:
+        r.memory.put("experts", experts_read(model, outs))
+    r.memory.put("logits", model.logits(outs[-1].final, r.memory.out("logits", r.rows)))
     r.memory.put("positions", rows.positions)
 
 
@@ -307,6 +313,8 @@ def send(r: Round, model: Model) -> None:
     # One logit tells: a number that is not finite in a hidden row spoils them all.
     first = r.padded(logits[:, 0], 0)
     copies = {"report": r.memory.get("report", n * (3 + 2 * N)).view(n, -1), "first": first}
+    if model.counts_experts:
+        copies["experts"] = r.memory.get("experts", 1)
     if r.traced or r.draft.observed:
         copies["draft"] = s.window[:, 1 : N + 1]
     if r.traced:
@@ -370,6 +378,8 @@ def collect(r: Round) -> list[tuple[list[int], list[int]]]:
         if sound < count:
             r.broken.add(slot)
         each.append((rest[:sound], rest[r.draft.size + 1 : r.draft.size + 1 + sound]))
+    if "experts" in r.host:
+        r.experts = float(r.host["experts"])
     r.seconds = {stage: _seconds(a, b) for stage, a, b in zip(STAGES, r.marks[:-1], r.marks[1:], strict=True)}
     return each
 

@@ -67,6 +67,7 @@ class State:
     positions: Tensor  # [n * R] int64
     logits: Tensor  # [n * R, V]
     target: Tensor  # [n * R] int64, the target's token after each row
+    experts: Tensor  # [1] float32, experts that the verify pass read in a layer, on average
     report: Tensor  # [n * (1 + 2 R)] int64, of `settle`
 
     @classmethod
@@ -105,6 +106,7 @@ class State:
             positions=ints(sequences * rows),
             logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
             target=ints(sequences * rows),
+            experts=torch.zeros(1, device=device),
             report=ints(sequences * (1 + 2 * rows)),
         )
 

@@ -34,6 +34,7 @@ class Stats:
     forced: int = 0  # accepted tokens that a grammar left no choice about
     copied: int = 0  # rounds whose draft copied text, if a drafter is joined with lookup
     exits: dict[int, int] = field(default_factory=dict)  # rounds by exit layer, for a self-drafting target
+    experts: float = 0.0  # sum over rounds: experts that the verify pass read in a layer, on average over layers
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
     lost: int = 0  # rounds whose draft ended at a token outside it
     found: dict[str, float] = field(default_factory=dict)  # sums of `DiffusionStats` over rounds
@@ -87,6 +88,11 @@ class Stats:
         return 1 + self.accepted / self.rounds if self.rounds else 1.0
 
     @property
+    def experts_read(self) -> float:
+        """The mean number of experts that a round's verify pass read in a layer, for all its sequences together."""
+        return self.experts / self.rounds if self.rounds else 0.0
+
+    @property
     def diffusion(self) -> dict[str, float]:
         """Means per round: L_gen, L_acc, length k, passes, candidates per position and path score per token."""
         rounds = self.found.get("rounds", 0) or 1
@@ -129,6 +135,7 @@ class Stats:
             forced=self.forced + other.forced,
             copied=self.copied + other.copied,
             exits=_joined(self.exits, other.exits),
+            experts=self.experts + other.experts,
             kept=self.kept + other.kept,
             found=_joined(self.found, other.found),
             lost=self.lost + other.lost,
@@ -150,6 +157,7 @@ class Stats:
             **({"forced": self.forced} if self.forced else {}),
             **({"copied": self.copied} if self.copied else {}),
             **({"exits": dict(sorted(self.exits.items()))} if self.exits else {}),
+            **({"experts_read": self.experts_read} if self.experts else {}),
             **({"diffusion": self.diffusion} if self.found else {}),
             "tokens_per_second": self.tokens_per_second,
             "decode_tokens_per_second": self.decode_tokens_per_second,

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -125,12 +125,18 @@ def measure(loop: Loop, budgets: Sequence[Budget], confident: bool) -> None:
 def _admitted(loop: Loop, n: int) -> bool:
     """Fill the batch with n texts that never grow. False if there is no memory for them."""
     loop.clear()
-    for _ in range(n):
-        request = _text([i % (MEASURED // 2) for i in range(MEASURED)], Sampling())
+    for slot in range(n):
+        request = _text(_spread(loop, slot, range(MEASURED // 2)) * 2, Sampling())
         if loop.target.config.max_context < 2 * MEASURED or not loop.slots.admits(request):
             return False
         loop.admit(request)
     return True
+
+
+def _spread(loop: Loop, slot: int, places: Iterable[int]) -> list[int]:
+    """Tokens from all over the vocabulary, other ones in each slot: those of a text choose different experts."""
+    V = loop.target.config.vocab_size
+    return [(7919 * i + 104729 * slot + 1) % V for i in places]
 
 
 def _time(loop: Loop, budget: Budget, confident: bool) -> None:
@@ -141,6 +147,10 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     own = drafter.cache if drafter.cache is not loop.cache else None
     fixed = loop.fixed and (not budget.nodes or drafter.fixed(MEASURED, budget))
     rounds, began = [], time.perf_counter()
+    mixed = loop.target.config.layer.experts is not None
+    if mixed:  # a draft after a text without meaning may be one token again and again, whose rows share experts
+        drafts = [_spread(loop, slot, range(MEASURED, MEASURED + budget.nodes)) for slot in range(n)]
+        instead = torch.tensor(drafts, device=loop.target.device)
     for repeat in range(MANY + 1):
         # As before a first draft; then as after a round of which nothing was accepted. A drafter that reads the target
         # never lacks the prompt.
@@ -148,6 +158,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
             own.exact_len[:n] = [0 if repeat < 2 else MEASURED - 1] * n
         r = loop.new_round(budget, fixed)
         r.confident = confident and not budget.part
+        r.instead = instead if mixed else None
         with loop.threads():
             launch(r, loop.target, loop.cache, drafter)
             send(r, loop.target)

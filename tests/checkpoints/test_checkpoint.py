@@ -23,6 +23,7 @@ NAMES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "
 NAMES |= {"gemma3": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "mimo": "MiMoForCausalLM"}
 NAMES |= {"granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM"}
 NAMES |= {"ministral": "MinistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+NAMES |= {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 def read_here(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
@@ -62,15 +63,21 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     apart = arch != "phi3"
     for field, suffix in (("", "weight"), ("_bias", "bias")):
         qkv = stack(*(f"self_attn.{x}_proj.{suffix}" for x in ("q", "k", "v"))) if apart else None
-        up = stack(f"mlp.gate_proj.{suffix}", f"mlp.up_proj.{suffix}") if apart else stack(f"mlp.gate_up_proj.{suffix}")
         if not apart and (qkv := stack(f"self_attn.qkv_proj.{suffix}")) is not None and name == "phi4-mini":
             halves = [*range(6), 12, 13, *range(6, 12), 14, 15]  # 12 dimensions rotate, the others end the halves
             order = [16 * head + i for head in range(6) for i in halves]  # four heads of q, two of k
             qkv = torch.cat((qkv[:, order], qkv[:, 96:]), 1)
         same(getattr(w, "qkv" + field), qkv)
         same(getattr(w, "o" + field), stack(f"self_attn.o_proj.{suffix}"))
-        same(getattr(w, "gate_up" + field), up)
-        same(getattr(w, "down" + field), stack(f"mlp.down_proj.{suffix}"))
+        if c.layer.experts is None:
+            gate_up = ("gate_proj", "up_proj") if apart else ("gate_up_proj",)
+            same(getattr(w, "gate_up" + field), stack(*(f"mlp.{name}.{suffix}" for name in gate_up)))
+            same(getattr(w, "down" + field), stack(f"mlp.down_proj.{suffix}"))
+    if c.layer.experts is not None:
+        used |= _same_experts(c, w, state)
+        own, theirs = c.layer.experts, model.config
+        assert (own.count, own.chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert own.normalised == getattr(theirs, "norm_topk_prob", True)
 
     def same_norm(got: torch.Tensor | None, name: str) -> None:
         want = stack(f"{name}.weight")
@@ -102,14 +109,16 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
             same(rope.inv_freq, freq)
             assert rope.scale == scale
         window = getattr(model.model.layers[n].self_attn, "sliding_window", None)
-        window = hf.sliding_window if arch in ("mistral", "ministral3", "phi3") else window
+        window = hf.sliding_window if arch in ("mistral", "mixtral", "ministral3", "phi3") else window
         assert c.layer.reach(n) == (window if (window or 256) < 256 else 0)
     assert len(w.ropes) == 1 + (arch == "smollm3" or len(set(c.layer.ropes)) == 2)
 
     assert c.architecture == NAMES[arch]
     assert (c.layer.qkv_bias, c.layer.o_bias) == (w.qkv_bias is not None, w.o_bias is not None)
     assert c.layer.mlp_bias == (w.gate_up_bias is not None) == (w.down_bias is not None)
-    assert c.layer.qk_norm == {"qwen3": "head", "gemma3": "head", "olmo2": "projection"}.get(arch, "")
+    assert c.layer.qk_norm == {"qwen3": "head", "qwen3_moe": "head", "gemma3": "head", "olmo2": "projection"}.get(
+        arch, ""
+    )
     assert c.layer.norms == {"gemma3": "both", "olmo2": "after"}.get(arch, "before")
     gemma = options.get("query_pre_attn_scalar", 256) ** -0.5 if arch == "gemma3" else None
     assert c.layer.scale == factors.get("attention_multiplier", gemma)
@@ -123,6 +132,25 @@ def test_weights_equal_transformers(tmp_path: Path, name: str, options: dict[str
     assert (c.intermediate_size, c.rms_norm_eps) == (hf.intermediate_size, hf.rms_norm_eps / c.residual_scale**2)
     assert c.max_context == 256
     assert read_config(folder) == c
+
+
+def _same_experts(c: Any, w: Any, state: dict[str, torch.Tensor]) -> set[str]:
+    """Compare each layer's router and experts, or its ordinary feed-forward. Returns transformers' names."""
+    used = set()
+    for n in range(c.num_layers):
+        sparse = f"model.layers.{n}.mlp.gate.weight" in state
+        assert (c.layer.mixture(n) is not None) == sparse
+        parts = ("gate.weight",), ("experts.gate_up_proj",), ("experts.down_proj",)
+        dense = (), ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
+        for got, names in zip((w.router, w.gate_up, w.down), parts if sparse else dense, strict=True):
+            names = [f"model.layers.{n}.mlp.{name}" for name in names]
+            if not names:
+                assert got[n] is None
+                continue
+            want = torch.cat([state[name] for name in names])
+            assert torch.equal(got[n], want.reshape(-1, want.shape[-1])) and got[n].is_contiguous()
+            used.update(names)
+    return used
 
 
 def test_cases_cover_every_architecture() -> None:
@@ -448,7 +476,7 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # id
         {},
         f"architecture Gemma2ForCausalLM is not supported; supported: {SUPPORTED}",
     ),
-    ("moe", {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, {}, "Qwen3MoeForCausalLM is not"),
+    ("moe", {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, {}, "Qwen2MoeForCausalLM is not"),
     ("vision", {"architectures": ["Qwen2VLForConditionalGeneration"]}, {}, "Qwen2VLForConditionalGeneration is not"),
     ("classifier", {"architectures": ["LlamaForSequenceClassification"]}, {}, "LlamaForSequenceClassification is not"),
     ("type-mismatch", {"model_type": "qwen2"}, {}, "LlamaForCausalLM with model_type 'qwen2' is not supported"),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from make_checkpoint import edit, make, oracle
+from make_checkpoint import MIXTRAL, QWEN3_MOE, edit, make, oracle
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -300,7 +300,7 @@ def quantise(
     tensors, expected = {}, {}
     for name, x in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if x.dim() == 2 and "proj" in name and only(module):
+        if x.dim() == 2 and ("proj" in name or ".experts." in name) and only(module):
             parts, expected[name] = form.write(x.shape[0], x.shape[1], rng)
             tensors |= {f"{module}.{part}": y for part, y in parts.items()}
         else:
@@ -367,6 +367,29 @@ def test_tokens_are_those_of_transformers(tmp_path, form):
     want = greedy(model)
     assert len(expected) == 14 and len(set(want)) > 5, "this text proves little"
     assert engine.generate(PROMPT, 30).tokens == want
+
+
+EXPERTS = {
+    "mixtral": (MIXTRAL, "block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "qwen3_moe": (QWEN3_MOE, "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-blocks", "packed-4", "int8-rows"])
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_experts_are_read_by_their_names(tmp_path, arch, name):
+    options, module, parts = EXPERTS[arch]
+    form = FORMATS[name]
+    folder = make(tmp_path, **SIZES | options | {"layers": 1, "moe_intermediate_size": 64, "ffn": 64})
+    expected = quantise(folder, form)
+    assert not any("gate.weight" in name for name in expected)
+    count = options.get("num_experts") or options["num_local_experts"]
+    gate, up, down = ([expected[f"model.layers.0.{module}.{n}.{p}.weight"] for n in range(count)] for p in parts)
+    w = read(folder, dtype=torch.float32, device="cpu").weights
+    assert w.gate_up[0].kinds == w.down[0].kinds == {form.kind}
+    want = torch.cat([x for pair in zip(gate, up, strict=True) for x in pair])
+    assert torch.equal(w.gate_up[0].dequantised(torch.float32), want)
+    assert torch.equal(w.down[0].dequantised(torch.float32), torch.cat(down))
 
 
 def test_zero_points_below_one(tmp_path):

@@ -5,11 +5,26 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, GRANITE, LONGROPE, PHI4, SHORT, SLIDING, edit, exact_oracle, make, oracle
+from make_checkpoint import (
+    FULL,
+    GEMMA3,
+    GRANITE,
+    LONGROPE,
+    MIXTRAL,
+    PHI4,
+    QWEN3_MOE,
+    SHORT,
+    SLIDING,
+    edit,
+    exact_oracle,
+    make,
+    oracle,
+)
 from pairs import perturbed
 from recorded import kernels, recording
 
 import specker
+from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed
 from specker.model.cache import KVCache
@@ -28,6 +43,8 @@ KINDS = {  # the windows are shorter than the prompts, and than some drafts
     "granite": GRANITE | {"layers": 4},
     "phi4-mini": PHI4 | {"layers": 4, "seed": 3},
     "ministral": {"arch": "ministral", "layers": 4, "sliding_window": 5, "layer_types": [SLIDING, FULL] * 2},
+    "mixtral": {**MIXTRAL, "layers": 4, "sliding_window": 5},
+    "qwen3-moe": {**QWEN3_MOE, "layers": 4, "mlp_only_layers": [2], "seed": 5},
 }
 HOW = {
     "chain": {"strategy": "draft", "draft_tokens": 4},
@@ -95,6 +112,7 @@ def test_sampled_trees_too(pairs, kind):
 
 
 GROUPS = {"gemma3": "[[0],[1,2],[3]]", "gemma3-window-of-2": "[[0,1,2],[3]]", "qwen2": "2", "olmo2": "2"}
+GROUPS |= {"mixtral": "2", "qwen3-moe": "[[0],[1,2],[3]]"}
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -121,7 +139,19 @@ TWICE = {name: LONGROPE[name] * 2 for name in ("short_factor", "long_factor")}  
 OTHER_SIZES = {"phi4-mini": {"hidden": 128, "rope": LONGROPE | TWICE}}  # the head's width follows from hidden
 
 
-@pytest.mark.parametrize("kind", KINDS)
+EXPERTS = ("mixtral", "qwen3-moe")
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_the_compiled_layers_decline_experts_by_name(tmp_path, kind):
+    folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES)
+    engine = specker.load(folder, strategy="lookup", device="cpu", quantize="int8")
+    assert engine.model.stack is None and not served(engine.target.config)
+    assert engine.remarks["cpu"] == "decoding is slow, because the compiled kernels lack mixtures of experts"
+    assert not any(isinstance(w, Packed) for w in engine.target.weights.gate_up)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EXPERTS])
 def test_every_kind_is_compiled(tmp_path, kind):
     folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     engine = specker.load(folder, strategy="lookup", device="cpu", dtype="float32")

@@ -28,7 +28,7 @@ from specker.runtime.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Poli
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.model.decoder import Group, Model
+    from specker.model.decoder import Model
     from specker.runtime.head import Head
     from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
 
@@ -107,7 +107,7 @@ class SelfDrafting(Strategy):
         """The LM head's bytes, in layers of the target."""
         if head is None or options.own.exit_cost == "layers":
             return 0.0
-        return head.weight.nbytes / sum(_bytes(layer) for layer in model.layers) * len(model.layers)
+        return head.weight.nbytes / _bytes(model) * len(model.layers)
 
     def policy(self, context: PolicyContext) -> Policy:
         from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
@@ -141,6 +141,9 @@ class SelfDrafting(Strategy):
         return Plan(size, tuple(Budget(length, length, exit) for exit in exits), (0,), sizes, pairs)
 
 
-def _bytes(layer: Group) -> int:
-    """Bytes of a layer's matrices."""
-    return sum(w.nbytes for w in (layer.attention.qkv, layer.attention.o, layer.mlps[0].gate_up, layer.mlps[0].down))
+def _bytes(model: Model) -> float:
+    """Bytes of the layers' matrices that a step of one row reads."""
+    share, layers = model.config.layer.share, model.layers
+    attending = sum(w.attention.qkv.nbytes + w.attention.o.nbytes for w in layers)
+    feeding = [(w.mlps[0].gate_up.nbytes + w.mlps[0].down.nbytes) * share(n) for n, w in enumerate(layers)]
+    return attending + sum(feeding)
