@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from torch import Tensor
 from specker.cache import root as cache_root
 from specker.cache import write
 from specker.checkpoints import gguf_blocks as blocks
-from specker.checkpoints import gguf_heads
+from specker.checkpoints import gguf_experts, gguf_heads
 from specker.checkpoints.architectures import ARCHITECTURES
 from specker.checkpoints.gguf_families import FAMILIES, FREQUENCIES, Family, name_of
 from specker.checkpoints.parse import reason
@@ -162,8 +163,8 @@ def converted_size(tensors: Sequence[Any], dense: bool) -> int:
     total = 0
     for tensor in tensors:
         kind, shape = tensor.tensor_type.name, tensor.shape.tolist()  # columns first
-        if not dense and kind in blocks.PACKED and len(shape) == 2:
-            total += FORMATS[blocks.PACKED[kind]].bytes_of(shape[1], shape[0])
+        if not dense and kind in blocks.PACKED and len(shape) > 1:
+            total += FORMATS[blocks.PACKED[kind]].bytes_of(math.prod(shape[1:]), shape[0])
         else:
             total += 4 * int(tensor.n_elements)
     return total
@@ -177,7 +178,9 @@ def _convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
         config = AutoConfig.from_pretrained(**where)
     except Exception as error:  # the reader raises many types for damaged files
         raise CheckpointError(f"{path} cannot be read as a GGUF file ({reason(error)}); download it again") from error
-    family = FAMILIES.get(config.model_type)
+    keys = _keys(file)
+    model_type = "mixtral" if config.model_type == "llama" and keys.get("expert_count") else config.model_type
+    family = FAMILIES.get(model_type)
     if family is None:
         raise CheckpointError(
             f"{path} has a model of type {config.model_type!r}, which is not supported in a GGUF file; supported: "
@@ -193,8 +196,8 @@ def _convert(path: Path, folder: Path, file: Any, dense: bool) -> None:
     tokenizer.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     settings = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    kinds = [arch for arch, its in ARCHITECTURES.items() if its.model_type == config.model_type]
-    settings |= {"architectures": kinds, "dtype": "float32"} | family.mend(settings, _keys(file))
+    kinds = [arch for arch, its in ARCHITECTURES.items() if its.model_type == model_type]
+    settings |= {"architectures": kinds, "dtype": "float32"} | family.mend(settings, keys)
     vocabulary = tokenizer.get_vocab() if family.ends else {}
     if ends := [vocabulary[token] for token in family.ends if token in vocabulary]:
         settings["eos_token_id"] = sorted({settings["eos_token_id"], *ends} - {None})
@@ -288,7 +291,8 @@ def _save(
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    for name, kind, x in _tensors(path, tensors, config, dense, named):
+    experts = next((int(tensor.shape[2]) for tensor in tensors if len(tensor.shape) == 3), 0)
+    for name, kind, x in gguf_experts.fused(_tensors(path, tensors, config, dense, named), experts):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module = name.removesuffix(".weight")
@@ -338,8 +342,8 @@ def _tensors(
             continue
         kind, rows = tensor.tensor_type.name, tensor.data
         x: Tensor | Numbers
-        if not dense and kind in blocks.READERS and rows.ndim == 2:
-            x = blocks.read(kind, torch.from_numpy(rows.copy()))
+        if not dense and kind in blocks.READERS and rows.ndim > 1:
+            x = blocks.read(kind, torch.from_numpy(rows.copy()).flatten(0, -2))
         else:
             x = torch.from_numpy(dequantize(rows, tensor.tensor_type).copy())
         part = name.split(".")[-2]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specker.checkpoints import gguf_experts
 from specker.checkpoints.architectures import FULL, SLIDING
 from specker.model.config import CheckpointError
 
@@ -30,6 +31,7 @@ GEMMA = NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+EXPERTS = NAMES | gguf_experts.NAMES
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 FREQUENCIES = "rope_freqs"  # [D / 2], divisors of RoPE's frequencies, which config.json defines
 
@@ -62,6 +64,27 @@ def _llama(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "llama3", "rope_theta": base, "factor": factor} | given}
 
 
+def _mixtral(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """In a file it is a Llama with experts."""
+    _check_experts(keys)
+    experts = {"num_local_experts": keys["expert_count"], "num_experts_per_tok": keys["expert_used_count"]}
+    return _llama(config, keys) | {"model_type": "mixtral"} | experts
+
+
+def _qwen3_moe(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers leaves out the experts' intermediate size."""
+    _check_experts(keys)
+    return {"moe_intermediate_size": keys["expert_feed_forward_length"], "norm_topk_prob": True}
+
+
+def _check_experts(keys: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for routers that the decoder does not compute."""
+    usual = {"expert_gating_func": (0, 1), "expert_shared_count": (0,), "expert_group_count": (0, 1)}
+    for name, values in usual.items():
+        if (value := keys.get(name, values[0])) not in values:
+            raise CheckpointError(f"{name} {value} is not supported; a router must be a softmax over all experts")
+
+
 def _gemma(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Gemma 3: every sixth layer attends to all columns, and has RoPE of another base, perhaps scaled."""
     layers, pattern = config["num_hidden_layers"], keys.get("attention.sliding_window_pattern", 6)
@@ -85,8 +108,10 @@ def _gemma(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES = {  # by model_type
     "llama": Family(permuted=True, mend=_llama),
     "mistral": Family(permuted=True),
+    "mixtral": Family(EXPERTS, permuted=True, mend=_mixtral),
     "qwen2": Family(),
     "qwen3": Family(),
+    "qwen3_moe": Family(EXPERTS, mend=_qwen3_moe),
     "gemma3_text": Family(GEMMA, norm_offset=1.0, ends=("<end_of_turn>",), mend=_gemma),
 }
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, LLAMA3, SLIDING, exact_oracle, make, oracle, oracle_logits
+from make_checkpoint import FULL, GEMMA3, LLAMA3, MIXTRAL, QWEN3_MOE, SLIDING, exact_oracle, make, oracle, oracle_logits
 from packings import exact
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -26,6 +27,7 @@ from specker.cpu.packed import FORMATS, Packed, pack
 from specker.model.cache import KVCache
 from specker.model.config import CheckpointError
 from specker.model.decoder import Final, Model, prefill
+from specker.model.split import Part
 
 writer = pytest.importorskip("gguf")
 
@@ -39,6 +41,13 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+MIXTURE_NAMES = NAMES | {  # of Qwen3-MoE, and of Mixtral
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    **{f"{module}.gate": "ffn_gate_inp" for module in ("mlp", "block_sparse_moe")},
+    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+    **{f"block_sparse_moe.experts.w{n}": f"ffn_{part}_exps" for n, part in ((1, "gate"), (3, "up"), (2, "down"))},
 }
 GEMMA_NAMES = NAMES | {
     "self_attn.q_norm": "attn_q_norm",
@@ -61,6 +70,8 @@ def gguf_name(name: str, names: dict[str, str] = NAMES) -> str:
 def quantised(x: np.ndarray, kind: str) -> np.ndarray:
     """Blocks of `kind`: x rounded, or random numbers where the package `gguf` does not round."""
     type_ = writer.GGMLQuantizationType[kind]
+    if x.ndim == 3:
+        return quantised(x.reshape(-1, x.shape[2]), kind).reshape(*x.shape[:2], -1)
     try:
         return writer.quants.quantize(np.ascontiguousarray(x), type_)
     except NotImplementedError:
@@ -90,8 +101,8 @@ def write(
     more: Callable[[Any], object] = lambda out: None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """The tiny Llama or Gemma 3 in `folder` as a GGUF file with a byte-level tokenizer and a chat template. `kinds`:
-    formats of single tensors, by a part of their names. `more` adds keys, `extra` tensors."""
+    """The tiny Llama, Gemma 3 or mixture in `folder` as a GGUF file with a byte-level tokenizer and a chat template.
+    `kinds`: formats of single tensors, by a part of their names. `more` adds keys, `extra` tensors."""
     config = json.loads((folder / "config.json").read_text())
     out = writer.GGUFWriter(path, arch)
     out.add_block_count(config["num_hidden_layers"])
@@ -103,7 +114,7 @@ def write(
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config["rope_parameters"]
     out.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    out.add_rope_dimension_count(config["head_dim"])
+    out.add_rope_dimension_count(config["head_dim"] or config["hidden_size"] // config["num_attention_heads"])
     more(out)
     out.add_vocab_size(config["vocab_size"])
     tokens = [*(chr(33 + i) for i in range(94)), "ab"]
@@ -117,16 +128,19 @@ def write(
     out.add_eos_token_id(96)
     out.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    for name, x in load_file(folder / "model.safetensors").items():
+    for name, x in together(load_file(folder / "model.safetensors")).items():
         x = x.numpy()
-        gemma = arch == "gemma3"
+        gemma, mixture = arch == "gemma3", "num_local_experts" in config
         if gemma and "norm" in name:
             x = x + 1
-        elif not gemma and ("q_proj" in name or "k_proj" in name):  # GGUF interleaves the halves that RoPE rotates
+        elif arch == "llama" and (
+            "q_proj" in name or "k_proj" in name
+        ):  # GGUF interleaves the halves that RoPE rotates
             count = heads[name.split("self_attn.")[1][0]]
             x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-        own = next((other for part, other in (kinds or {}).items() if part in name), kind) if x.ndim == 2 else "F32"
-        stored = gguf_name(name, GEMMA_NAMES if gemma else NAMES)
+        own = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        own = "F32" if x.ndim == 1 or name.endswith(".gate.weight") else own
+        stored = gguf_name(name, GEMMA_NAMES if gemma else MIXTURE_NAMES if mixture else NAMES)
         out.add_tensor(stored, quantised(x, own), raw_dtype=writer.GGMLQuantizationType[own])
     for name, array in (extra or {}).items():
         out.add_tensor(name, array)
@@ -135,6 +149,14 @@ def write(
     out.write_tensors_to_file()
     out.close()
     return path
+
+
+def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with those of a layer's experts as one [X, O, E]."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [int(x) if x.isdigit() else 0 for x in name.split(".")]):
+        found.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(tensors[name])
+    return {name: each[0] if "experts" not in name else torch.stack(each) for name, each in found.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +184,95 @@ def test_the_weights_are_those_of_transformers(tmp_path: Path, kind: str, tied: 
     prompt = [5, 17, 80, 3, 41]
     want = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=96)
     assert engine.generate(prompt, 20).tokens == want[0, len(prompt) :].tolist()
+
+
+def mixture_keys(config: dict[str, Any]) -> Callable[[Any], None]:
+    def keys(out: Any) -> None:
+        out.add_expert_count(config["num_local_experts"])
+        out.add_expert_used_count(config["num_experts_per_tok"])
+        if "moe_intermediate_size" in config:
+            out.add_key_length(config["head_dim"])
+            out.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+    return keys
+
+
+WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 128, "layers": 2}
+MIXTURES = {
+    "llama": {**MIXTRAL, **WIDE, "ffn": 256, "rms_norm_eps": 1e-5},
+    "qwen3moe": {**QWEN3_MOE, **WIDE, "moe_intermediate_size": 256, "rms_norm_eps": 1e-5},
+}
+
+
+def write_mixture(file: Path, arch: str, kind: str = "F32", kinds: dict[str, str] | None = None) -> Path:
+    """A mixture as a GGUF file of llama.cpp's architecture `arch`. Returns the folder that it was made from."""
+    folder = make(file.parent / "source", **MIXTURES[arch])
+    config = json.loads((folder / "config.json").read_text())
+    write(file, folder, kind, arch, kinds, more=mixture_keys(config))
+    return folder
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_a_mixture_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    exact_oracle(monkeypatch)
+    folder = write_mixture(tmp_path / "tiny.gguf", arch)
+    model = oracle(folder, torch.float64)
+    want = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=96, pad_token_id=0)
+    engine = specker.load(tmp_path / "tiny.gguf", strategy="lookup", dtype="float64", device="cpu")
+    assert engine.generate(PROMPT, 20).tokens == want[0, len(PROMPT) :].tolist()
+    own, theirs = engine.target.config.layer.experts, read_config(folder).layer.experts
+    assert own == theirs and own is not None
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_experts_keep_their_bits(tmp_path: Path, arch: str) -> None:
+    """One run of rows each, an expert's gate before its up projection; also a rank's share of them."""
+    kinds = {"gate_proj": "Q4_K", "w1": "Q4_K", "up_proj": "Q4_K", "w3": "Q4_K", "down_proj": "Q6_K", "w2": "Q6_K"}
+    folder = write_mixture(tmp_path / "tiny.gguf", arch, "Q8_0", kinds)
+    count = MIXTURES[arch].get("num_experts") or MIXTURES[arch]["num_local_experts"]
+    found = {
+        tensor.name: torch.from_numpy(writer.quants.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in writer.GGUFReader(tmp_path / "tiny.gguf").tensors
+    }
+    stored = json.loads((gguf.converted(tmp_path / "tiny.gguf") / "config.json").read_text())["quantization_config"]
+    assert stored["modules"]["model.layers.1.mlp.experts.gate_up_proj"] == "int4 super" and not stored["restored"]
+    w = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu").weights
+    half = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu", part=Part(1, 2), pack=False).weights
+    gate, up, down = (found[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    want = torch.stack((gate, up), 1)
+    close = {"rtol": 0, "atol": 1e-6}  # the package rounds more often
+    torch.testing.assert_close(w.gate_up[1].dequantised(torch.float32), want.flatten(0, 2), **close)
+    torch.testing.assert_close(w.down[1].dequantised(torch.float32), down.flatten(0, 1), **close)
+    torch.testing.assert_close(half.gate_up[1].dequantised(torch.float32), want[:, :, 128:].flatten(0, 2), **close)
+    torch.testing.assert_close(half.down[1].dequantised(torch.float32), down[..., 128:].flatten(0, 1), **close)
+    assert torch.equal(w.router[1], found["blk.1.ffn_gate_inp.weight"]) and len(w.router[1]) == count
+    assert read_config(folder).layer.experts == read_config(tmp_path / "tiny.gguf").layer.experts
+
+
+def test_a_gate_and_an_up_projection_in_two_formats_are_restored(tmp_path: Path) -> None:
+    write_mixture(tmp_path / "tiny.gguf", "llama", "Q8_0", {"w1": "Q4_0", "w3": "Q5_0"})
+    checkpoint = read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu")
+    assert isinstance(checkpoint.weights.gate_up[1], torch.Tensor) and checkpoint.restored == ("Q5_0 and Q4_0",)
+    found = {t.name: t for t in writer.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    up = writer.quants.dequantize(found["blk.0.ffn_up_exps.weight"].data, writer.GGMLQuantizationType["Q5_0"])
+    got = checkpoint.weights.gate_up[0].view(4, 2, 256, 256)[:, 1]
+    torch.testing.assert_close(got, torch.from_numpy(up), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("expert_gating_func", 2), ("expert_shared_count", 1), ("expert_group_count", 4)]
+)
+def test_other_routers_are_refused(tmp_path: Path, key: str, value: int) -> None:
+    folder = make(tmp_path / "source", **QWEN3_MOE | {"layers": 1})
+    config = json.loads((folder / "config.json").read_text())
+
+    def keys(out: Any) -> None:
+        mixture_keys(config)(out)
+        out.add_uint32(f"qwen3moe.{key}", value)
+
+    write(tmp_path / "tiny.gguf", folder, "F32", "qwen3moe", more=keys)
+    with pytest.raises(CheckpointError, match=f"{key} {value} is not supported; a router must be a softmax over all"):
+        read(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu")
 
 
 def gemma_keys(out: Any) -> None:

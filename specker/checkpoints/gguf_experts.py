@@ -1,0 +1,58 @@
+"""Experts in a GGUF file: the gates, the up and the down projections of all experts of a layer are a tensor each.
+
+They become the fused layout (experts.py), in which a CPU multiplies by the memory-mapped file itself.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from specker.checkpoints.experts import DOWN, GATE_UP
+from specker.cpu.packed import Numbers, pack
+
+Value = Tensor | Numbers  # of all experts of a layer: [X, O, E], or the numbers of the same matrix [X * O, E]
+Named = tuple[str, str, Value]  # name, format in the file, value
+
+GATE, UP = "mlp.experts.gate_proj", "mlp.experts.up_proj"
+NAMES = {  # of a layer's tensors: name in GGUF -> name in the checkpoint
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": GATE,
+    "ffn_up_exps": UP,
+    "ffn_gate_up_exps": GATE_UP,
+    "ffn_down_exps": DOWN,
+}
+
+
+def fused(tensors: Iterator[Named], count: int) -> Iterator[Named]:
+    """Join the gates and the up projections of `count` experts. In two formats they are restored to float32, because a
+    matrix has one format."""
+    waiting: dict[str, Named] = {}  # by layer
+    for name, kind, x in tensors:
+        module = name.removesuffix(".weight")
+        layer, own = module.rsplit("mlp.experts.", 1)[0], next((n for n in (GATE, UP) if module.endswith(n)), None)
+        if own is None:
+            yield (module if module.endswith((GATE_UP, DOWN)) else name), kind, x
+        elif layer not in waiting:
+            waiting[layer] = name, kind, x
+        else:
+            _, other, y = waiting.pop(layer)
+            gate, up = (x, y) if own == GATE else (y, x)
+            yield f"{layer}{GATE_UP}", kind if kind == other else f"{kind} and {other}", _joined(gate, up, count)
+
+
+def _joined(gate: Value, up: Value, count: int) -> Value:
+    if isinstance(gate, Numbers) and isinstance(up, Numbers) and gate.format == up.format:
+        pairs = zip(gate[1:], up[1:], strict=True)
+        return Numbers(gate.format, *(None if a is None else _beside(a, b, count) for a, b in pairs))  # type: ignore[arg-type]
+    return _beside(_plain(gate), _plain(up), count).unflatten(0, (count, -1))
+
+
+def _plain(x: Value) -> Tensor:
+    """The matrix [X * O, E] in float32."""
+    return x.flatten(0, 1) if isinstance(x, Tensor) else pack(x).dequantised(torch.float32)
+
+
+def _beside(a: Tensor, b: Tensor, count: int) -> Tensor:
+    """Each expert's rows of a, then its rows of b."""
+    return torch.cat([x.unflatten(0, (count, -1)) for x in (a, b)], 1).flatten(0, 1)
