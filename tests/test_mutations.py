@@ -138,8 +138,8 @@ def stale_kv_after_rejected_draft(patch):
 
 
 def commit_of_the_wrong_branch(patch):
-    original = round.kv_commit
-    patch.setattr(round, "kv_commit", lambda k, v, src, dst: original(k, v, src + (src != dst).long(), dst))
+    original = cache.KVCache.shift
+    patch.setattr(cache.KVCache, "shift", lambda self, src, dst: original(self, src + (src != dst).long(), dst))
 
 
 def noise_keyed_by_row(patch):

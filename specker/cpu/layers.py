@@ -22,6 +22,7 @@ from specker.cpu.library import (
     Layers,
     Matrix,
     Places,
+    Pool,
     ProductCall,
     RestoreCall,
     SampleCall,
@@ -101,8 +102,11 @@ class Stack:
         is float32, bfloat16 or `Packed`, everything else float32. activations: see `Matrix.of`."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
+        counts = [0, 0]  # layers without and with a reach
         for n, (struct, layer, rope) in enumerate(zip(self._layers, layers, ropes, strict=True)):
-            struct.reach, struct.rope = spec.reach(n), rope.data_ptr()
+            struct.reach, struct.rope, near = spec.reach(n), rope.data_ptr(), spec.reach(n) > 0
+            struct.rank = counts[near]
+            counts[near] += 1
             by = dict(zip(NAMES, layer, strict=True))
             for name in VECTORS:
                 setattr(struct, name, None if by[name] is None else by[name].data_ptr())
@@ -157,7 +161,7 @@ class Stack:
     def run(
         self,
         x: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Tensor, ...],
         groups: Sequence[int],
         taps: Sequence[int],
         places: tuple[Tensor, Tensor],
@@ -166,18 +170,21 @@ class Stack:
         table: Tensor,
         full: bool = False,
         features: Tensor | None = None,
+        near: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
         holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
         written at the rows' slots. groups: the first layer of each group, then the end. places: positions and slots [T]
         int64. sequences: cu_rows [B + 1], kv_len and window [B] int32; words [T, W] int64; table [B, P] int32 (see
-        kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. Returns
-        [1 + taps, T, E]: the residual stream after the last layer, and at the depths `taps`."""
+        kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
+        and table of the layers with a reach, whose K and V are then the third and fourth of `kv`, if these have a place
+        of their own (model/rings.py). Returns [1 + taps, T, E]: the residual stream after the last layer, and at the
+        depths `taps`."""
         x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(taps, np.int64)
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(depths), *x.shape)
-        rows, held = placed(kv, places, sequences, words, table, full)
+        rows, held = placed(kv, places, sequences, words, table, full, near)
         call = Forward(
             ctypes.pointer(self.struct),
             ctypes.pointer(rows),
@@ -196,33 +203,38 @@ class Stack:
 
 
 def placed(
-    kv: tuple[Tensor, Tensor],
+    kv: tuple[Tensor, ...],
     places: tuple[Tensor, Tensor],
     sequences: tuple[Tensor, Tensor, Tensor],
     words: Tensor | None,
     table: Tensor,
     full: bool = False,
+    near: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Places, list[Tensor]]:
     """The struct of the rows and the columns they see, and the tensors that must outlive it. Arguments: see
     `Stack.run`."""
-    k, v = kv
-    held = [part.contiguous() for part in (*places, *sequences, table, *(() if words is None else (words,)))]
-    positions, slots, bounds, lengths, windows, table = held[:6]
+    positions, slots = places
+    held = [part.contiguous() for part in (positions, *sequences, *(() if words is None else (words,)))]
+    pools = [_pool(kv[:2], (slots, table), held), Pool() if near is None else _pool(kv[2:], near, held)]
     rows = Places(
         len(positions),
-        len(lengths),
+        len(sequences[1]),
         0 if words is None else words.shape[1],
-        *(part.data_ptr() for part in (positions, slots, bounds, lengths, windows)),
-        None if words is None else held[6].data_ptr(),
+        *(part.data_ptr() for part in held[:4]),
+        None if words is None else held[4].data_ptr(),
         int(full),
-        table.data_ptr(),
-        table.shape[1],
-        k.shape[2],
-        k.data_ptr(),
-        v.data_ptr(),
-        k.stride(0),
+        *table.shape[1:],
+        kv[0].shape[2],
+        *pools,
     )
     return rows, held
+
+
+def _pool(kv: tuple[Tensor, ...], index: tuple[Tensor, Tensor], held: list[Tensor]) -> Pool:
+    """The struct of the K/V of some layers, and of the rows' slots and their table; `held` gets the tensors that must
+    outlive it."""
+    held += (own := [part.contiguous() for part in index])
+    return Pool(*(part.data_ptr() for part in (*own, *kv)), kv[0].stride(0))
 
 
 def product(

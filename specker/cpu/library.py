@@ -58,7 +58,7 @@ class Layer(Structure):
         *((name, c_void_p) for name in VECTORS),
         ("rope", c_void_p),
         *((name, Matrix) for name in MATRICES),
-        ("reach", c_int64),
+        *((name, c_int64) for name in ("reach", "rank")),
     ]
 
 
@@ -80,15 +80,16 @@ class Layers(Structure):
     ]
 
 
+class Pool(Structure):
+    _fields_ = [*((name, c_void_p) for name in ("slots", "table", "k", "v")), ("stride", c_int64)]
+
+
 class Places(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("T", "B", "W")),
-        *((name, c_void_p) for name in ("positions", "slots", "cu_rows", "kv_len", "window", "words")),
-        ("full", c_int64),
-        ("table", c_void_p),
-        *((name, c_int64) for name in ("pages", "page")),
-        *((name, c_void_p) for name in ("k", "v")),
-        ("stride", c_int64),
+        *((name, c_void_p) for name in ("positions", "cu_rows", "kv_len", "window", "words")),
+        *((name, c_int64) for name in ("full", "pages", "page")),
+        *((name, Pool) for name in ("all", "near")),
     ]
 
 

@@ -5,12 +5,13 @@ forward. Later columns are scratch: a verify pass or a drafter writes them, then
 drops them.
 
 Sequences occupy slots 0..n-1. Column c of a sequence is flattened row block_table[slot, c // page] * page + c % page of
-every layer.
+every layer. Layers with a sliding window may keep the last columns only, in rings (rings.py).
 """
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,9 +24,17 @@ from specker.kernels.kv import kv_commit
 from specker.kernels.round.place import place_rows
 from specker.model.config import ModelConfig
 from specker.model.prefixes import Match, Prefixes, copy_columns
+from specker.model.rings import Rings, ring_pages, ringed
 
 Lengths = Sequence[int] | Tensor
 """Committed tokens of the sequences in slots 0..n-1: integers on the host, or [n] int64 on the device."""
+
+
+class Near(NamedTuple):
+    """`slots` and `table` of `Rows`, for layers whose K/V stands in rings (rings.py)."""
+
+    slots: Tensor  # [T] int64
+    table: Tensor  # [n, P] int32
 
 
 class Rows(NamedTuple):
@@ -39,6 +48,7 @@ class Rows(NamedTuple):
     cu_rows: Tensor  # [n + 1] int32, the first row of each sequence, then T
     table: Tensor  # [n, P] int32, pages
     bounds: tuple[int, ...] | None = None  # `cu_rows` on the host; None: every sequence has equally many rows
+    near: Near | None = None  # where layers whose K/V stands in rings have these rows
 
     def blocks(self, most: int) -> Iterator[tuple[slice, "Rows"]]:
         """Split the rows between sequences, so that a block has at most `most` rows, or those of one sequence. Yields
@@ -50,12 +60,13 @@ class Rows(NamedTuple):
             at, of, starts = slice(bounds[b], bounds[end]), slice(b, end), self.cu_rows[b : end + 1] - bounds[b]
             own = tuple(bound - bounds[b] for bound in bounds[b : end + 1])
             rows = self.positions[at], self.slots[at], self.kv_len[of], self.window[of], self.ancestors[at]
-            yield at, Rows(*rows, starts, self.table[of], own)
+            near = None if self.near is None else Near(self.near.slots[at], self.near.table[of])
+            yield at, Rows(*rows, starts, self.table[of], own, near)
             b = end
 
 
 class KVCache:
-    """K and V [L, pages, page_size, Hkv, D]."""
+    """K and V [L, pages, page_size, Hkv, D] of the L layers that are not in rings; `layers`: those of every layer."""
 
     def __init__(
         self,
@@ -67,16 +78,21 @@ class KVCache:
         page_size: int = 256,
         sequences: int = 1,
         pages: Tensor | int | None = None,
+        rings: bool = False,
     ):
         """`columns`: maximum per sequence. `pages`: pool size, by default enough for all sequences; a tensor [P] int32
         sets the order in which a sequence takes pages (tests permute it). A single sequence owns all pages from the
-        start, until `release`; several sequences call `take`."""
+        start, until `release`; several sequences call `take`. `rings`: keep only the last columns of layers with a
+        sliding window, if that saves memory."""
         each = -(-columns // page_size)
         order = pages.tolist() if isinstance(pages, Tensor) else list(range(pages or sequences * each))
         count = len(order) + (sequences > 1)
         self.spare = len(order)  # an unowned page that slots without a sequence read and write
-        shape = 2, config.num_layers, count, page_size, config.num_kv_heads, config.head_dim
-        self.k, self.v = torch.empty(shape, dtype=dtype, device=device).unbind(0)
+        reach = max(config.layer.reaches, default=0)
+        ring = sequences * ring_pages(reach, page_size)  # pages of all rings
+        near = ringed(config) if rings and ring < len(order) else [False] * config.num_layers
+        shape = near.count(False), count, page_size, config.num_kv_heads, config.head_dim
+        self.k, self.v = torch.empty((2, *shape), dtype=dtype, device=device).unbind(0)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
         self.page_size, self.capacity, self.device = page_size, each * page_size, torch.device(device)
         self.exact_len = [0] * sequences
@@ -87,10 +103,18 @@ class KVCache:
         self._absent = self.spare if sequences > 1 else 0  # the table's entry where a sequence has no page
         self.block_table = torch.full((sequences, each), self._absent, dtype=torch.int32, device=device)
         self.table = self.block_table  # the part of the table that attention reads, as `bucket` limits it
+        self.rings: Rings | None = None
+        if any(near):
+            spare = sequences > 1
+            shape = near.count(True), ring + spare, *shape[2:]
+            self.rings = Rings(shape, count, self.block_table, reach, dtype, spare)
+            each_kind = {False: iter(self.layers), True: iter(self.rings.layers)}
+            self.layers = [next(each_kind[kind]) for kind in near]
         self._free = order
         self._users = [0] * (max(order, default=0) + 1)  # holders of each page: sequences and the tree of earlier texts
         self.prefixes = Prefixes(page_size, self._users)
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
+        self._texts: list[tuple[list[int], int, int]] = [([], 0, 0)] * sequences  # see `Kept`: for `release`
         self._slots: list[Tensor] = [self.lengths.new_empty(0, dtype=torch.int64)] * sequences
         if sequences > 1:
             self.k[:, self.spare], self.v[:, self.spare] = 0, 0
@@ -103,6 +127,11 @@ class KVCache:
         part = copy(self)
         part.k, part.v, part.layers = self.k[n : n + 1], self.v[n : n + 1], self.layers[n : n + 1]
         return part
+
+    @property
+    def kv(self) -> tuple[Tensor, ...]:
+        """K and V and, with rings, those of the layers in rings."""
+        return (self.k, self.v) if self.rings is None else (self.k, self.v, self.rings.k, self.rings.v)
 
     @property
     def slot_of(self) -> Tensor:
@@ -140,6 +169,9 @@ class KVCache:
         if match.copied is not None:
             self._users[match.copied] += 1  # it must not be evicted before it is copied
         self._drop(self._pages[slot])
+        self._texts[slot] = [], 0, 0
+        if self.rings is not None and match.ring is not None:
+            self.rings.take_over(slot, match.ring)
         pages = [*match.pages, *self._new(self.pages_for(columns) - len(match.pages))]
         self._assign(slot, pages)
         if match.copied is not None:
@@ -157,25 +189,47 @@ class KVCache:
             self._assign(slot, self._pages[slot] + self._new(missing))
         return True
 
+    def match(self, text: list[int], grain: int = 1) -> Match:
+        """The K/V of an earlier text that a new one may take over; see `Prefixes.match`. With rings, the columns end
+        where an ended request's ring has what the next rows see, and no other sequence may hold the pages."""
+        if self.rings is None:
+            return self.prefixes.match(text, grain)
+        columns, ring = self.rings.match(text, grain)
+        found = self.prefixes.match(text[:columns], grain)
+        if found.columns < columns or any(self._users[page] > 1 for page in found.pages):
+            return Match()
+        return replace(found, ring=ring)
+
     def release(self, slot: int) -> None:
         """Return the pages of `slot` to the pool."""
+        text, *rest = self._texts[slot]
+        if self.rings is not None and text and len(text) == self.exact_len[slot]:
+            self.rings.keep(slot, text, *rest)
+        self._texts[slot] = [], 0, 0
         self._drop(self._pages[slot])
         self._assign(slot, [])
         self.exact_len[slot] = 0
 
-    def remember(self, slot: int, text: list[int], prefilled: int) -> None:
+    def remember(self, slot: int, text: list[int], prefilled: int, beyond: int = 0) -> None:
         """Keep the K/V of the exact columns of `slot` for later requests: `text` holds their tokens, and a prefill
-        wrote the first `prefilled` of them."""
-        freed = self.prefixes.add(text[: self.exact_len[slot]], self._pages[slot], prefilled)
+        wrote the first `prefilled` of them. `beyond`: the most columns that were written behind them."""
+        exact = self.exact_len[slot]
+        self._texts[slot] = text[:exact], prefilled, exact + beyond
+        freed = self.prefixes.add(text[:exact], self._pages[slot], prefilled)
         self._free = sorted(self._free + freed)
 
     def forget(self) -> None:
         """Forget the texts of earlier requests."""
         self._free = sorted(self._free + self.prefixes.evict(len(self._users)))
+        if self.rings is not None:
+            self.rings.forget()
 
     def move(self, source: int, target: int) -> None:
         """Move the sequence in slot `source` to slot `target`, which is free."""
         pages, self.exact_len[target] = self._pages[source], self.exact_len[source]
+        self._texts[target], self._texts[source] = self._texts[source], ([], 0, 0)
+        if self.rings is not None:
+            self.rings.move(source, target)
         self._assign(source, [])
         self.exact_len[source] = 0
         self._assign(target, pages)
@@ -208,6 +262,8 @@ class KVCache:
         offsets = torch.arange(self.page_size)
         own = table[: len(pages)].long()
         self._slots[slot] = (own[:, None] * self.page_size + offsets).flatten().to(self.device)
+        if self.rings is not None:
+            self.rings.assign(slot, own)
 
     def span(self, length: int, slot: int = 0) -> slice | Tensor:
         """The flattened rows of a sequence's first `length` columns: a slice if its pages are contiguous, else indices
@@ -225,13 +281,22 @@ class KVCache:
         if path[-1] != kept - 1:  # a chain's accepted rows are in place already
             moved = next(i for i, row in enumerate(path) if row != i)
             slots = self._slots[slot]
-            kv_commit(self.k, self.v, slots[[base + row for row in path[moved:]]], slots[base + moved : base + kept])
+            self.shift(slots[[base + row for row in path[moved:]]], slots[base + moved : base + kept])
         self.exact_len[slot] = base + kept
 
+    def shift(self, src: Tensor, dst: Tensor) -> None:
+        """Copy the K/V of the flattened rows src [M] int64 to dst [M] int64, in all layers."""
+        if len(self.k):
+            kv_commit(self.k, self.v, src, dst)
+        if self.rings is not None:
+            kv_commit(self.rings.k, self.rings.v, self.rings.slots[src], self.rings.slots[dst])
+
     def truncate(self, length: int, slot: int = 0) -> None:
-        """Drop all columns from `length` on. Raises ValueError if fewer are exact."""
-        if not 0 <= length <= self.exact_len[slot]:
-            raise ValueError(f"cannot truncate a cache of {self.exact_len[slot]} exact columns to {length}")
+        """Drop all columns from `length` on. Raises ValueError if fewer are exact, and with rings, which may have lost
+        what the next rows see, unless `length` is 0."""
+        known = self.exact_len[slot]
+        if not 0 <= length <= known or (self.rings is not None and 0 < length < known):
+            raise ValueError(f"cannot truncate a cache of {known} exact columns to {length}")
         self.exact_len[slot] = length
 
     def check(self, committed: int | None = None, slot: int = 0) -> None:
@@ -245,15 +310,28 @@ class KVCache:
         assert all(page in range(self.spare) for pages in self._pages for page in pages), self._pages
         if committed is not None:
             assert length == committed - 1, (length, committed)
-        for kv in (self.k, self.v):
-            rows = kv.flatten(1, 2)[:, self._slots[slot][:length]]
+        places = [self._slots[slot][:length]] * 2
+        if self.rings is not None:
+            places += [self.rings.slots[places[0][max(0, length - self.rings.reach) :]]] * 2
+        for kv, at in zip(self.kv, places, strict=True):
+            rows = kv.flatten(1, 2)[:, at]
             assert bool(torch.isfinite(rows).all()), "a committed column holds NaN or infinity"
 
     # --- rows
 
     def bucket(self, columns: int) -> None:
         """Limit attention to the first `columns` (a KV bucket): it launches no programs for later ones."""
-        self.table = self.block_table[:, : -(-min(columns, self.capacity) // self.page_size)]
+        pages = -(-min(columns, self.capacity) // self.page_size)
+        self.table = self.block_table[:, :pages]
+        if self.rings is not None:
+            self.rings.table = self.rings.block_table[:, :pages]
+
+    def near(self, slots: Tensor, sequences: slice, whole: bool = False) -> Near | None:
+        """Where the rows `slots` [T] of `sequences` stand in rings; None without rings. `whole`: with the whole table,
+        whatever the KV bucket."""
+        if (rings := self.rings) is None:
+            return None
+        return Near(rings.slots[slots], (rings.block_table if whole else rings.table)[sequences])
 
     def place(
         self,
@@ -278,7 +356,8 @@ class KVCache:
         placed = place_rows(lengths, back, first, count, parents, table, *sizes, positions)
         positions, slots, kv_len, words = placed
         window = window_sizes(first + count, self.device, n)
-        return Rows(positions, slots, kv_len, window, words, sequence_bounds(count, self.device, n), table)
+        bounds = sequence_bounds(count, self.device, n)
+        return Rows(positions, slots, kv_len, window, words, bounds, table, near=self.near(slots, slice(n)))
 
     def after(
         self, columns: Sequence[int], counts: Sequence[int], first: int = 0, full: bool = False, slot: int = 0
@@ -290,15 +369,16 @@ class KVCache:
         if len(columns) == 1:
             start, count = columns[0], counts[0]
             end = start + count
-            ancestors = words(count, first)
+            ancestors, slots = words(count, first), self._slots[slot][start:end]
             return Rows(
                 self.positions[start:end],
-                self._slots[slot][start:end],
+                slots,
                 self.lengths[end : end + 1],
                 self.lengths[first + count : first + count + 1],
                 ancestors if self.device.type == "cpu" else ancestors.to(self.device),
                 sequence_bounds(count, self.device),
                 self.table[slot : slot + 1],
+                near=self.near(slots, slice(slot, slot + 1)),
             )
         ends = [start + count for start, count in zip(columns, counts, strict=True)]
         spans = [slice(start, end) for start, end in zip(columns, ends, strict=True)]
@@ -306,15 +386,17 @@ class KVCache:
         wide, bounds = max(w.shape[1] for w in each), [0, *accumulate(counts)]
         numbers = [ends, [first + count for count in counts], bounds]
         kv_len, window, cu_rows = (torch.tensor(x, dtype=torch.int32, device=self.device) for x in numbers)
+        places = torch.cat([slots[s] for slots, s in zip(self._slots, spans, strict=False)])
         return Rows(
             torch.cat([self.positions[s] for s in spans]),
-            torch.cat([slots[s] for slots, s in zip(self._slots, spans, strict=False)]),
+            places,
             kv_len,
             window,
             torch.cat([torch.nn.functional.pad(w, (0, wide - w.shape[1])) for w in each]).to(self.device),
             cu_rows,
             self.table[: len(columns)],
             tuple(bounds),
+            self.near(places, slice(len(columns))),
         )
 
 

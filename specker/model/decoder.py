@@ -26,7 +26,7 @@ from specker.kernels.quant import Matrix, Quantized
 from specker.kernels.residual import add_norm, residual_merge
 from specker.kernels.route import expert_route
 from specker.kernels.variant import heal_counters
-from specker.model.cache import KVCache, Rows, sequence_bounds
+from specker.model.cache import KVCache, Near, Rows, sequence_bounds
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.sampling import Draws
 from specker.model.split import OtherRanks
@@ -81,6 +81,11 @@ class GroupRows(NamedTuple):
     slots: Tensor  # [N * T] int64, cache rows for their K/V
     attend: Attend
     join: Callable[[Tensor], Tensor]  # this rank's output of the o linear -> all ranks', [T, E] or [N, T, E]
+    near: Near | None = None  # where a layer whose K/V stands in rings has these rows
+
+    def slots_of(self, reach: int) -> Tensor:
+        """The cache rows of a layer with this reach."""
+        return self.slots if self.near is None or not reach else self.near.slots
 
 
 GroupStep = tuple[
@@ -247,7 +252,7 @@ def run_layers(
             kept[first] = hidden
         first += len(mlps)
         if normed.numel():
-            rest = batch.positions, batch.slots, rope, k, v
+            rest = batch.positions, batch.slots_of(reach), rope, k, v
             if few and not whole:
                 q = kv_project(normed, w.qkv, w.qkv_bias, *rest, w.q_norm, w.k_norm, eps)
             else:
@@ -376,7 +381,7 @@ def forward(
     def run(rows: Rows, hidden: Tensor) -> Output:
         if model.stack is not None:
             return compiled(model, cache, rows, hidden, range(first, last + 1), taps)
-        batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed)
+        batch = GroupRows(rows.positions, rows.slots, over_pages(model, rows), model.summed, rows.near)
         steps = zip(model.layers[layers], cache.layers[layers], repeat(batch), strict=False)
         return run_layers(model, steps, hidden, first, taps)
 
@@ -408,9 +413,9 @@ def compiled(
     """`run_layers` by the compiled CPU kernels. `groups`: the first layer of each group, then the end. `features`: of
     pairs, whose embeddings are `hidden`."""
     sequences = rows.cu_rows, rows.kv_len, rows.window
-    places, kv = (rows.positions, rows.slots), (cache.k, cache.v)
-    masks = rows.ancestors, rows.table
-    out = model.stack.run(hidden, kv, groups, taps, places, sequences, *masks, features=features)
+    places, masks = (rows.positions, rows.slots), (rows.ancestors, rows.table)
+    how = {"features": features, "near": rows.near}
+    out = model.stack.run(hidden, cache.kv, groups, taps, places, sequences, *masks, **how)
     return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)))
 
 
@@ -423,9 +428,10 @@ def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
 def over_pages(model: Model, rows: Rows) -> Attend:
     """Attention for few rows. A row sees its sequence's columns up to kv_len, except those of the window that are not
     its ancestors and those outside the layer's reach."""
-    _, _, kv_len, window, words, cu_rows, table, _ = rows
+    _, _, kv_len, window, words, cu_rows, every, _, near = rows
 
     def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
+        table = every if near is None or not reach else near.table
         return tree_attention(q, k, v, table, kv_len, window, cu_rows, words, model.scale, reach)[0]
 
     return attend
@@ -448,6 +454,8 @@ def prefill(
     heal_counters(model.device)
     if prefill_grain(model) == 1:
         chunk = min(chunk, COMPILED_CHUNK)
+    if cache.rings is not None:
+        chunk = min(chunk, cache.rings.ahead)
     while tokens:
         now, tokens = tokens[:chunk], tokens[chunk:]
         now_tokens = torch.tensor(now, device=model.device)
@@ -471,22 +479,24 @@ def _prefill_chunk(
     model: Model, cache: KVCache, slot: int, tokens: Tensor, taps: tuple[int, ...], last: int
 ) -> dict[int, Tensor]:
     T, start = len(tokens), cache.exact_len[slot]
-    end = start + T
+    end, reaches = start + T, set(model.config.layer.reaches) - {0}
     causal, hidden = model.config.causal, model.embed_tokens(tokens)
     if model.stack is not None and model.stack.most >= T:
         out = _compiled_chunk(model, cache, slot, hidden, start, taps)
         cache.exact_len[slot] = end
         return {n: x[-last:] for n, x in out.items()}
-    span = cache.span(end, slot)
+    spans: dict[int, slice | Tensor] = dict.fromkeys((0, *reaches), cache.span(end, slot))  # columns seen, by reach
+    if cache.rings is not None:
+        spans |= {r: cache.rings.slots[cache.slots(slot, max(0, start - r + 1), end)] for r in reaches}
     later = causal and start > 0
     split = later and splits(model.device)
     mask = after(T, end) if later and not split else None
-    bands = {r: band(T, end, r, model.device) for r in set(model.config.layer.reaches) if 0 < r < end}
+    bands = {r: band(T, end, r, model.device) for r in reaches if r < end}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
-        k, v = (x.flatten(0, 1)[span].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        k, v = (x.flatten(0, 1)[spans[reach]].transpose(0, 1).unsqueeze(0) for x in (k, v))
         if (seen := bands.get(reach)) is not None:
-            k, v = (x[:, :, end - seen.shape[1] :] for x in (k, v))
+            k, v = (x[:, :, -seen.shape[1] :] for x in (k, v))
         elif split:
             return attend_split(q, k, v, start, model.scale)
         return F.scaled_dot_product_attention(
@@ -499,7 +509,8 @@ def _prefill_chunk(
             enable_gqa=True,
         )[0].transpose(0, 1)
 
-    batch = GroupRows(model.positions[start:end], cache.slots(slot, start, end), attend, model.summed)
+    slots, own = cache.slots(slot, start, end), slice(slot, slot + 1)
+    batch = GroupRows(model.positions[start:end], slots, attend, model.summed, cache.near(slots, own))
     steps = zip(model.layers, cache.layers, repeat(batch), strict=False)
     dense = hidden.is_cuda and T > DENSE_CHUNK
     kept = run_layers(model, steps, hidden, taps=taps, dense=dense).taps
@@ -511,12 +522,12 @@ def _compiled_chunk(
     model: Model, cache: KVCache, slot: int, hidden: Tensor, start: int, taps: tuple[int, ...]
 ) -> dict[int, Tensor]:
     """A chunk of a prompt by the compiled CPU kernels: the residual stream [T, E] at the depths `taps`."""
-    T, layers = len(hidden), [*range(len(model.layers) + 1)]
-    end, table = cache.lengths[start + T : start + T + 1], cache.block_table[slot : slot + 1]
-    places = model.positions[start : start + T], cache.slots(slot, start, start + T)
+    T, layers, own = len(hidden), [*range(len(model.layers) + 1)], slice(slot, slot + 1)
+    end, slots = cache.lengths[start + T : start + T + 1], cache.slots(slot, start, start + T)
     sequences = sequence_bounds(T, cache.device), end, end
-    full = not model.config.causal
-    out = model.stack.run(hidden, (cache.k, cache.v), layers, taps, places, sequences, None, table, full)
+    places, near = (model.positions[start : start + T], slots), cache.near(slots, own, whole=True)
+    masks = None, cache.block_table[own], not model.config.causal
+    out = model.stack.run(hidden, cache.kv, layers, taps, places, sequences, *masks, near=near)
     return dict(zip(taps, out[1:].unbind(0), strict=True))
 
 

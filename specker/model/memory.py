@@ -14,6 +14,7 @@ import torch
 
 from specker.flags import option
 from specker.model.config import ModelConfig
+from specker.model.rings import ring_pages, ringed
 
 PREFILL_ROWS = 1024  # rows of a prefill chunk: decoder.PREFILL_CHUNK
 LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest window of one sequence
@@ -25,17 +26,31 @@ MEMINFO = Path("/proc/meminfo")
 class Cost:
     """Bytes per position of the context, for one model."""
 
-    position: int  # K and V of all layers, RoPE's tables and the indices: held for the engine's life
+    position: int  # K and V, RoPE's tables and the indices: held for the engine's life
     passing: int  # the mask and, if torch does not fuse attention, the scores of a prefill chunk
     limit: int  # positions that the checkpoint supports
+    near: int = 0  # K and V of the layers in rings, which `position` lacks: held for the positions that rings have
+    reach: int = 0  # the longest sliding window
+    rings: int = 0  # sequences
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype) -> "Cost":
-        kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    def of(cls, config: ModelConfig, dtype: torch.dtype, rings: int = 0) -> "Cost":
+        """`rings`: the sequences of a cache that keeps layers with a sliding window in rings (model/rings.py); 0: it
+        keeps all layers in pages."""
+        each = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+        near = each * sum(ringed(config)) if rings else 0
+        kv = each * config.num_layers - near
         tables = len(set(config.layer.ropes)) or 1
         rope = tables * 2 * config.head_dim * max(4, dtype.itemsize)
         scores = 2 * config.num_heads * max(4, dtype.itemsize)  # before and after the softmax, in float32 at least
-        return cls(kv + rope + 8 + 8 + 4, PREFILL_ROWS * (1 + scores), config.max_context)
+        passing, reach = PREFILL_ROWS * (1 + scores), max(config.layer.reaches, default=0)
+        return cls(kv + rope + 8 + 8 + 4, passing, config.max_context, near, reach, rings)
+
+    def kv(self, pages: int, page_size: int) -> int:
+        """Bytes of a pool of `pages`. The rings have at most as many; if they have fewer, an index leads to them."""
+        ring = self.rings * ring_pages(self.reach, page_size)
+        inside = self.near * min(pages, ring) + (8 * pages if self.near and ring < pages else 0)
+        return (self.position * pages + inside) * page_size
 
 
 def reserve(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, rows: int = 0) -> int:
@@ -66,7 +81,7 @@ def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) ->
 def held(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
     """Bytes of all models' K/V, in whole pages and with the scratch columns."""
     pages = (-(-(min(context, cost.limit) + scratch) // page_size) for cost in costs)
-    return sum(cost.position * count * page_size for cost, count in zip(costs, pages, strict=True))
+    return sum(cost.kv(count, page_size) for cost, count in zip(costs, pages, strict=True))
 
 
 def largest(costs: Sequence[Cost], available: int, page_size: int, scratch: int) -> int:
@@ -137,6 +152,7 @@ class CacheMemory:
     page_size: int
     scratch: int  # columns of each cache beyond the context
     rows: int = 0  # of the largest verify pass, all sequences together; 0 if another engine verifies
+    rings: int = 0  # sequences of the first model's cache, if that keeps sliding windows in rings
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
@@ -148,19 +164,24 @@ class CacheMemory:
         context = self.configs[0].max_context + self.scratch
         if sequences == 1:
             return None, None
-        limit, spare = free(self.device), self._spare
-        each = sum(cost.position for cost in self._costs)
-        most = sequences * context
+        limit, page, costs = free(self.device), self.page_size, self._costs
+        least = -(-context // page)
+        whole = pages = sequences * least
         if limit is not None:
-            first = needed(self._costs, self.configs[0].max_context, self.page_size, self.scratch)
-            most = min(most, context + max(0, limit - spare - first) // each)
+            first = needed(costs, self.configs[0].max_context, page, self.scratch)
+
+            def more(count: int) -> int:
+                return sum(cost.kv(count, page) - cost.kv(least, page) for cost in costs)
+
+            pages = least + bisect_right(range(least + 1, whole + 1), limit - self._spare - first, key=more)
+        most = pages * page
         if asked is not None:
-            if asked > most and most < sequences * context:
+            if asked > most and pages < whole:
                 raise ValueError(
                     f"{option('kv_tokens', asked)} does not fit: the largest {option('kv_tokens')} that fits is {most}"
                 )
             return asked, None
-        if most == sequences * context:
+        if pages == whole:
             return None, None
         note = f"the K/V pool has {most} positions for {sequences} sequences, because memory allows no more"
         return most, f"{note}: some requests may wait"
@@ -176,7 +197,8 @@ class CacheMemory:
 
     @property
     def _costs(self) -> list[Cost]:
-        return [Cost.of(config, self.dtype) for config in self.configs]
+        rings = self.rings, *[0] * (len(self.configs) - 1)
+        return [Cost.of(config, self.dtype, count) for config, count in zip(self.configs, rings, strict=True)]
 
     @property
     def _spare(self) -> int:

@@ -6,9 +6,10 @@ them. Requests that share pages only read them: every column that a request writ
 that is full stays whole; of one that is not, the next request copies the columns it needs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ class Match:
     columns: int = 0
     pages: tuple[int, ...] = ()  # full pages, shared
     copied: int | None = None  # the page that holds the rest of the columns
+    ring: Any = None  # the ring with the columns of the other layers, if there are rings (rings.py)
 
 
 class Prefixes:
@@ -48,8 +50,8 @@ class Prefixes:
             key = tuple(text[columns : columns + self.page_size])
             child, shared = node.children.get(key), len(key)
             if child is None:
-                common = ((_common(tokens, key), other) for tokens, other in node.children.items())
-                shared, child = max(common, key=lambda each: each[0], default=(0, None))
+                each = ((common(tokens, key), other) for tokens, other in node.children.items())
+                shared, child = max(each, key=lambda pair: pair[0], default=(0, None))
             if child is None or not shared:
                 break
             child.used = now
@@ -123,7 +125,7 @@ class Prefixes:
             yield node
 
 
-def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def common(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

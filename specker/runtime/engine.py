@@ -33,7 +33,7 @@ from specker.runtime.policy import Budget, Policy
 from specker.runtime.session import Session, Stream
 from specker.runtime.state import Request
 from specker.runtime.stats import Stats
-from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear
+from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear, slots
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
@@ -77,7 +77,7 @@ class Engine:
         gpu = model.device.type == "cuda"
         alone = ranks is None or not strategy.drafts or strategy.every_rank  # else rank 0's drafts are shared
         fixed = fixed_shapes(o, model, None if alone else ranks)
-        self.cache = allocate(model, o)
+        self.cache = allocate(model, o, rings=True)
         parts = o, self.target, model, self.cache, self.draft, self.kept, self.family, ranks, self.notes
         context = DraftContext(*parts)
         inner = strategies.drafter(context) if alone or (ranks is not None and ranks.drafts) else None
@@ -354,4 +354,4 @@ def cache_memory(
     norm = target.weights.norm  # has the dtype of the K/V
     largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
     rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
-    return memory.CacheMemory(configs, norm.dtype, norm.device, options.page_size, SCRATCH, rows)
+    return memory.CacheMemory(configs, norm.dtype, norm.device, options.page_size, SCRATCH, rows, slots(options))

@@ -88,10 +88,11 @@ class Loop:
             synthetic=self.acceptance is not None,
         )
         grain = prefill_grain(self.target)
-        self.slots = Slots(self.cache, self.drafter, self.state, self.size, self.scratch, self.prefixes, grain)
         # What a round looks at and writes beyond the text. A KV bucket without these columns within the context is
         # left out.
         self.beyond = 2 * (self.largest.depth + 1) + self.largest.nodes
+        sizes = self.size, self.scratch, self.prefixes, grain, self.beyond
+        self.slots = Slots(self.cache, self.drafter, self.state, *sizes)
         self.buckets = (*(b for b in KV_BUCKETS if b + self.beyond < config.max_context), self.cache.capacity)
         self._bucket = 0
         self.drafting = None

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specker.kernels.kv import kv_commit
 from specker.kernels.round.settle import settle
 from specker.kernels.sample import Splits
 from specker.model.cache import KVCache, Lengths
@@ -301,7 +300,7 @@ def _accept(r: Round, model: Model, cache: KVCache) -> None:
     report, drawn = memory.out("report", n * (3 + 2 * N)), memory.out("target", n * (N + 1))
     report, drawn, src, dst = settle(tokens, parents, target, *texts, report, drawn)
     if r.draft.tree:  # a chain's accepted rows are in place already
-        kv_commit(cache.k, cache.v, src, dst)
+        cache.shift(src, dst)
     memory.put("report", report)
     memory.put("target", drawn)
 

@@ -27,12 +27,14 @@ class Slots:
         scratch: int,
         prefixes: str,
         grain: int,
+        beyond: int,
     ):
         """`size`: requests that decode at once. `scratch`: columns of a sequence beyond its text. `prefixes`: which K/V
         of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `grain`: the exact ones are a
-        multiple of this many columns; 1 if rows are bit-equal wherever they are computed."""
+        multiple of this many columns; 1 if rows are bit-equal wherever they are computed. `beyond`: the most columns
+        that rounds write behind a text."""
         self.cache, self.drafter, self.state = target, drafter, state
-        self.size, self.scratch, self.prefixes, self.grain = size, scratch, prefixes, grain
+        self.size, self.scratch, self.beyond, self.prefixes, self.grain = size, scratch, beyond, prefixes, grain
         self.active: list[Request] = []
         self.filling: Request | None = None  # its prompt is being prefilled
         self.idle: set[int] = set()  # slots without a sequence that rounds may run over
@@ -127,7 +129,8 @@ class Slots:
         prefixes, text = request.prefixes or self.prefixes, request.text[:-1]
         if prefixes == "off":
             return [None] * len(self.caches)
-        target = self.cache.prefixes.match(text, 1 if prefixes == "all" else self.grain)
+        grain = 1 if prefixes == "all" else self.grain
+        target = self.cache.match(text, grain)
         if len(self.caches) == 1:
             return [target]
         if self.drafter is None or not self.drafter.keeps_prefix or not request.drafting:
@@ -138,14 +141,14 @@ class Slots:
         # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
         # on later tokens, too: both caches take over the same columns.
         common = min(target.columns, max(0, own.columns - self.drafter.ahead))
-        target = self.cache.prefixes.match(text[:common], 1 if prefixes == "all" else self.grain)
+        target = self.cache.match(text[:common], grain)
         return [target, self.caches[1].prefixes.match(text[: target.columns])]
 
     def _remember(self, slot: int, request: Request) -> None:
         if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):
             return
         prefilled = len(request.text) if self.grain == 1 else request.prefilled
-        self.cache.remember(slot, request.text, prefilled)
+        self.cache.remember(slot, request.text, prefilled, self.beyond)
         if len(self.caches) > 1 and request.drafting and self.drafter is not None and self.drafter.keeps_prefix:
             self.caches[1].remember(slot, request.text, 0)
 

@@ -83,7 +83,8 @@ def warm_rounds(
     `exits`: further drafts of the target's first layers to verify, for one text and for a full batch. `confident`:
     policies end drafts by confidence. `tell` is called with (done, of)."""
     for cache in loop.slots.caches:
-        cache.k.zero_(), cache.v.zero_()  # finite K/V gives finite logits and valid ids
+        for kv in cache.kv:
+            kv.zero_()  # finite K/V gives finite logits and valid ids
     todo: list[Callable[[], None]] = []
     lengths = [max(min(b, loop.target.config.max_context) - loop.beyond, loop.largest.depth + 1) for b in loop.buckets]
     sizes = [n for n in (1 << i for i in range(9)) if n < 2 * loop.size]

@@ -352,6 +352,21 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_others():
         assert same(op._launch(**only(args, rows, **alone)), (out[rows], lse[rows]))
 
 
+@pytest.mark.parametrize("launch", [tree_attention, op._launch])
+def test_a_ring_of_pages_has_the_bits_of_all_columns(launch):
+    """A table may repeat its pages: a column then stands in the place of one that the reach hides from all rows."""
+    args, *_ = ragged(5, torch.float32, Hq=2, Hkv=1, page=16, lengths=((330, 20),), relation="mixed", reach=64)
+    ring = [3, 0, 5, 1, 6, 2]
+    table = torch.tensor([[ring[n % 6] for n in range(22)]], dtype=torch.int32)
+    columns = torch.arange(351 - 96, 351)
+    caches = {}
+    for name in ("k_cache", "v_cache"):
+        caches[name] = torch.full((7, *args[name].shape[1:]), math.nan)
+        rows = args[name][args["block_table"][0, columns // 16].long(), columns % 16]
+        caches[name][table[0, columns // 16].long(), columns % 16] = rows
+    assert same(launch(**args | caches | {"block_table": table}), launch(**args))
+
+
 @pytest.mark.parametrize("programs", [1, 3])
 def test_few_programs_share_the_work_of_many_sequences(monkeypatch, programs):
     lengths = ((33, 6), (0, 40), (900, 2), (0, 0), *((n, 1) for n in range(1, 15)))

@@ -28,8 +28,8 @@ static void mix(int64_t T, const float *p, int64_t row_p, const float *v, int64_
 }
 
 // Where column c of sequence b stands in a layer's K or V, in rows.
-static int64_t column(const places *p, int64_t b, int64_t c) {
-    return (int64_t)p->table[b * p->pages + c / p->page] * p->page + c % p->page;
+static int64_t column(const places *p, const pool *kv, int64_t b, int64_t c) {
+    return (int64_t)kv->table[b * p->pages + c / p->page] * p->page + c % p->page;
 }
 
 // The columns from c on that lie in its page and before S.
@@ -61,7 +61,8 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
     const places *p = s->f->rows;
     const int64_t T = p->T, D = d->D, H = d->Hq + 2 * d->Hkv, heads = d->Hq / d->Hkv, rows = count * heads, wide = s->wide;
     const int64_t row_k = d->Hkv * D, length = p->kv_len[b], own = p->cu_rows[b + 1] - p->cu_rows[b], w = p->window[b];
-    const int64_t base = at * p->stride + h * D, t0 = p->cu_rows[b] + first;
+    const int64_t t0 = p->cu_rows[b] + first;
+    const pool kv = pool_of(p, d, at);
     const int64_t S = p->words || p->full ? length : length - own + first + count; // columns that any row sees end here
     int64_t start = S, seen[BLOCK_ROWS]; // where those of any and of each row begin; `start` is a multiple of 16
     for (int64_t i = 0; i < count; i++) {
@@ -75,7 +76,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         memset(sums + i * D, 0, D * 4);
     }
     for (int64_t c = start, width; c < S; c += width) {
-        const float *k = p->k + base + column(p, b, c) * row_k;
+        const float *k = kv.k + column(p, &kv, b, c) * row_k + h * D;
         width = in_page(p, c, S);
         plain_rows((const uint8_t *)k, 0, row_k, q, D, width, rows, D, scores + c, wide);
     }
@@ -105,7 +106,7 @@ static void attend(const state *s, int64_t n, int64_t at, int64_t b, int64_t h, 
         memcpy(ends + i, one, n * 4);
     }
     for (int64_t c = start, width; c < S; c += width) {
-        const float *v = p->v + base + column(p, b, c) * row_k;
+        const float *v = kv.v + column(p, &kv, b, c) * row_k + h * D;
         width = in_page(p, c, S);
         for (int64_t i = 0; i < D; i += 32) mix(rows, scores + c, wide, v + i, row_k, sums + i, D, width);
     }

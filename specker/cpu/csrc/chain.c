@@ -151,7 +151,7 @@ static void run_chain(const member *m, void *arg) {
     const int64_t B = c->first->B, E = c->model->E, K = c->head->O;
     places later = *c->first;
     later.T = B, later.W = 0, later.words = 0, later.full = 0;
-    later.positions = s.positions, later.slots = s.slots, later.cu_rows = s.bounds, later.kv_len = s.lengths, later.window = s.lengths;
+    later.positions = s.positions, later.all.slots = s.slots, later.cu_rows = s.bounds, later.kv_len = s.lengths, later.window = s.lengths;
     if (m->me == 0)
         for (int64_t b = 0; b < B; b++) s.reach[b] = 1;
     for (int64_t n = 0;; n++) {
@@ -162,7 +162,7 @@ static void run_chain(const member *m, void *arg) {
             for (int64_t b = 0; b < B; b++) {
                 const int64_t column = c->columns[b] + n - 1;
                 s.positions[b] = at_most(column, c->last_position);
-                s.slots[b] = (int64_t)later.table[b * later.pages + column / later.page] * later.page + column % later.page;
+                s.slots[b] = (int64_t)later.all.table[b * later.pages + column / later.page] * later.page + column % later.page;
                 s.lengths[b] = (int32_t)(column + 1);
                 s.bounds[b] = (int32_t)b, s.bounds[b + 1] = (int32_t)(b + 1);
             }

@@ -10,6 +10,7 @@ typedef struct {
     const float *rope;               // [C, 2, D]
     matrix qkv, o, gate_up, down;
     int64_t reach; // a row sees the last `reach` of its columns; 0: all
+    int64_t rank;  // the number of earlier layers that have a reach, if this one has, or have none
 } layer;
 
 // How a pair, the embedding of a token and a feature, enters the layers of a head that reads a target (model/heads.py).
@@ -29,16 +30,21 @@ typedef struct {
     double eps, scale;  // epsilon of the norms; factor of attention's scores
 } stack;
 
+typedef struct {          // the K/V of some layers, and where rows and columns stand in it
+    const int64_t *slots; // [T]
+    const int32_t *table; // [B, pages]
+    float *k, *v;         // [L, pages, page, Hkv, D]
+    int64_t stride;       // floats from a layer to the next
+} pool;
+
 typedef struct { // T rows of B sequences
     int64_t T, B, W;
-    const int64_t *positions, *slots;            // [T]
+    const int64_t *positions;                    // [T]
     const int32_t *cu_rows, *kv_len, *window;    // [B + 1], [B], [B]
     const int64_t *words;                        // [T, W]: kernels/attention.py; 0: see `full`
     int64_t full;                                // without words a row sees its sequence up to itself, or all of it
-    const int32_t *table;                        // [B, pages]
     int64_t pages, page;                         // pages of a sequence; columns of a page
-    float *k, *v;                                // [L, pages, page, Hkv, D]
-    int64_t stride;                              // floats from a layer to the next
+    pool all, near;                              // near: of the layers with a reach, unless they stand in `all`
 } places;
 
 typedef struct {

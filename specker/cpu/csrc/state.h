@@ -19,4 +19,13 @@ typedef struct {
     float *gate, *up; // [T, F]
 } state;
 
+// The pool of layer `at`, whose k and v begin with that layer.
+static inline pool pool_of(const places *p, const stack *d, int64_t at) {
+    const layer *l = d->layers + at;
+    const int64_t n = p->near.slots ? l->rank : at;
+    pool kv = p->near.slots && l->reach ? p->near : p->all;
+    kv.k += n * kv.stride, kv.v += n * kv.stride;
+    return kv;
+}
+
 void attend_all(const state *s, int64_t first, int64_t N); // of N layers from `first` on: qkv -> mixed

@@ -228,9 +228,9 @@ def linear(options: Options) -> Callable[..., Tensor]:
     return row_linear_ref if options.linear == "cublas" else row_linear
 
 
-def allocate(model: Model, options: Options, layers: int | None = None) -> KVCache:
+def allocate(model: Model, options: Options, layers: int | None = None, rings: bool = False) -> KVCache:
     """A cache for `--batch-size` sequences, each with the model's whole context and the scratch columns, or with a pool
-    of `--kv-tokens` positions. `layers`: the number of layers; None: the model's."""
+    of `--kv-tokens` positions. `layers`: the number of layers; None: the model's. `rings`: see `KVCache`."""
     from specker.model.cache import KVCache
 
     page, size, columns = options.page_size, options.batch_size, model.config.max_context + SCRATCH
@@ -241,6 +241,12 @@ def allocate(model: Model, options: Options, layers: int | None = None) -> KVCac
         dtype=model.dtype,
         device=model.device,
         page_size=page,
-        sequences=size + (size > 1),  # the extra one prefills its prompt (slots.py)
+        sequences=slots(options),
         pages=size * -(-columns // page) if pool == size * columns else -(-pool // page),
+        rings=rings,
     )
+
+
+def slots(options: Options) -> int:
+    """The sequences of a cache: in a batch, one more prefills its prompt (slots.py)."""
+    return options.batch_size + (options.batch_size > 1)
