@@ -30,10 +30,11 @@ CHUNK = 1 << 22  # elements cast at a time, because the host stages casts for a 
 
 def served(c: ModelConfig) -> bool:
     """Whether the compiled CPU kernels support such layers, with float32, bfloat16 and quantised weights."""
-    kernels, sizes = native(), (c.head_dim, c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
+    kernels, mixtures = native(), [c.layer.mixture(n) for n in range(c.num_layers)]
     if kernels is None or kernels.Stack.lacks(c.layer):
         return False
-    return kernels.Stack.takes_sizes(*sizes)
+    inner = {c.intermediate_size if mixture is None else mixture.width for mixture in mixtures}
+    return kernels.Stack.takes_sizes(c.head_dim, c.hidden_size, c.num_heads * c.head_dim, *inner)
 
 
 def packs(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -317,8 +318,9 @@ class Buffers:
             try:
                 whole = _joined(parts, self.storage.dtype)
                 experts = buffer in ("gate_up", "down") and layer is not None and self.c.layer.mixture(layer)
-                if experts and isinstance(whole, Packed):
-                    whole = packed.merged(whole)  # the compiled layers find an expert by its first row
+                if experts and isinstance(whole, Packed):  # the compiled layers find an expert by its first row
+                    one, dtype = packed.merged(whole), self.storage.dtype
+                    whole = one or torch.cat([run.dequantised(dtype) for run in whole.quantised()])
             except ValueError as error:
                 raise CheckpointError(f"the {buffer} matrix of layer {layer} cannot be read: {error}") from error
             parts.clear()

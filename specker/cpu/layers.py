@@ -49,6 +49,7 @@ NAMES = (
     "down_bias",
     "norm_o",
     "norm_down",
+    "router",
 )
 
 
@@ -97,9 +98,11 @@ class Stack:
         activations: str = "float32",
     ):
         """Each layer: norm_in [E], qkv [(Hq + 2 Hkv) D, E], its bias, q_norm [D], or over all heads [Hq D], k_norm, o
-        [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down; None where
-        it is absent. heads: Hq, Hkv; ropes: each layer's table [C, 2, D]; scale: factor of attention's scores. A matrix
-        is float32, bfloat16 or `Packed`, everything else float32. activations: see `Matrix.of`."""
+        [E, Hq D], its bias, norm_post, gate_up [2 F, E], its bias, down [E, F], its bias, norm_o, norm_down, router [X,
+        E]; None where it is absent. Of X experts, gate_up and down hold [2 F, E] and [E, F] one after another, as rows
+        or, in tensors, as a third dimension. heads: Hq, Hkv; ropes: each layer's table [C, 2, D]; scale: factor of
+        attention's scores. A matrix is float32, bfloat16 or `Packed`, everything else float32. activations: see
+        `Matrix.of`."""
         self.layers, self.ropes, self.heads, self.activations = layers, ropes, heads, activations
         self._layers = (Layer * len(layers))()
         counts = [0, 0]  # layers without and with a reach
@@ -111,14 +114,22 @@ class Stack:
             for name in VECTORS:
                 setattr(struct, name, None if by[name] is None else by[name].data_ptr())
             for name in MATRICES:
-                setattr(struct, name, Matrix.of(by[name], activations))
+                setattr(struct, name, Matrix.of(_rows(by[name]), activations))
+            if by["router"] is not None:  # the input is not rounded: it decides which experts are read
+                struct.router = Matrix.of(by["router"], "float32")
         # For a prompt's chunk of more than 256 rows torch is faster with plain weights, but it cannot read packed ones.
         # With 8 to 32 rows it is up to ten times slower, because its threads and the team's threads wake in turn.
         self.packed = any(isinstance(w, Packed) for layer in layers for w in layer)
         self.most = 1 << 30 if self.packed else MAX_ROWS
-        (E, F), D = layers[0][NAMES.index("down")].shape, ropes[0].shape[2]
-        how = GATES[spec.activation], int(spec.qk_norm == "projection")
-        self.struct = Layers(E, *heads, D, F, *how, ctypes.addressof(self._layers), None, eps, scale)
+        self.mixtures = [layer[NAMES.index("router")] is not None for layer in layers]
+        self.experts, chosen, normalised = 0, 0, 0
+        if spec.experts is not None:
+            self.experts, chosen, normalised = spec.experts.count, spec.experts.chosen, int(spec.experts.normalised)
+        E, D = layers[0][NAMES.index("o")].shape[0], ropes[0].shape[2]
+        widths = [layer[NAMES.index("down")].shape[-1] for layer in layers]
+        inner = max(chosen * width if mixed else width for width, mixed in zip(widths, self.mixtures, strict=True))
+        how = GATES[spec.activation], self.experts, chosen, normalised, inner, int(spec.qk_norm == "projection")
+        self.struct = Layers(E, *heads, D, max(widths), *how, ctypes.addressof(self._layers), None, eps, scale)
         self.pairs: Pairs | None = None
 
     def read(self, pairs: Pairs) -> None:
@@ -136,8 +147,6 @@ class Stack:
     @staticmethod
     def lacks(layer: Spec) -> str:
         """What the layer computes and the library does not, for messages; empty if it computes all."""
-        if layer.experts is not None:
-            return "mixtures of experts"
         return "" if layer.activation in GATES else f"the activation {layer.activation}"
 
     @staticmethod
@@ -145,11 +154,12 @@ class Stack:
         """Whether the library supports the sizes and dtypes of these layers."""
         by = [dict(zip(NAMES, layer, strict=True)) for layer in layers]
         matrices = [layer[name] for layer in by for name in MATRICES]
+        routers = [layer["router"] for layer in by if layer["router"] is not None]
         others = [layer[name] for layer in by for name in VECTORS]
         return (
             available()
-            and all(w is not None and takes(w) for w in matrices)
-            and Stack.takes_sizes(head_dim, *(w.shape[1] for w in matrices))
+            and all(w is not None and takes(w) for w in matrices + routers)
+            and Stack.takes_sizes(head_dim, *(w.shape[-1] for w in matrices))
             and all(w is None or (fits(w) and w.dtype == torch.float32) for w in others)
         )
 
@@ -171,7 +181,7 @@ class Stack:
         full: bool = False,
         features: Tensor | None = None,
         near: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Run groups of layers, as decoder.run_layers does, over x [T, E]; over pairs, if the stack reads them, x
         holds the embeddings and `features` [T, E] the features. kv: K and V [L, pages, page size, Hkv, D],
         written at the rows' slots. groups: the first layer of each group, then the end. places: positions and slots [T]
@@ -179,11 +189,13 @@ class Stack:
         kernels/attention.py). Without words a row sees its sequence up to itself, or with `full` all of it. near: slots
         and table of the layers with a reach, whose K and V are then the third and fourth of `kv`, if these have a place
         of their own (model/rings.py). Returns [1 + taps, T, E]: the residual stream after the last layer, and at the
-        depths `taps`."""
+        depths `taps`; and [mixtures, X + 1] int32: where each expert's choices begin, sorted by expert, in each mixture
+        of experts that has run."""
         x, starts, depths = x.contiguous(), np.array(groups, np.int64), np.array(taps, np.int64)
         features = None if features is None else features.contiguous()
         assert (features is None) == (self.pairs is None) and (features is None or features.shape == x.shape)
         out = torch.empty(1 + len(depths), *x.shape)
+        routed = torch.empty(sum(self.mixtures[groups[0] : groups[-1]]), self.experts + 1, dtype=torch.int32)
         rows, held = placed(kv, places, sequences, words, table, full, near)
         call = Forward(
             ctypes.pointer(self.struct),
@@ -195,11 +207,12 @@ class Stack:
             x.data_ptr(),
             None if features is None else features.data_ptr(),
             out.data_ptr(),
+            routed.data_ptr() if len(routed) else None,
         )
         crew = team()
         crew.run(native().layers, call, crew.size)
         del held
-        return out
+        return out, routed
 
 
 def placed(
@@ -295,6 +308,11 @@ def takes(weight: Any) -> bool:
     if isinstance(weight, Packed):
         return True
     return isinstance(weight, Tensor) and fits(weight) and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def _rows(weight: Any) -> Any:
+    """A matrix of experts [X, O, E] as [X * O, E]."""
+    return weight.flatten(0, 1) if isinstance(weight, Tensor) and weight.dim() == 3 else weight
 
 
 def serves(x: Tensor, weight: Any) -> bool:

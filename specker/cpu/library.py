@@ -57,7 +57,7 @@ class Layer(Structure):
     _fields_ = [
         *((name, c_void_p) for name in VECTORS),
         ("rope", c_void_p),
-        *((name, Matrix) for name in MATRICES),
+        *((name, Matrix) for name in (*MATRICES, "router")),
         *((name, c_int64) for name in ("reach", "rank")),
     ]
 
@@ -72,7 +72,8 @@ class Entry(Structure):
 
 class Layers(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "activation", "whole")),
+        *((name, c_int64) for name in ("E", "Hq", "Hkv", "D", "F", "activation")),
+        *((name, c_int64) for name in ("experts", "chosen", "normalised", "inner", "whole")),
         ("layers", c_void_p),
         ("entry", POINTER(Entry)),
         ("eps", c_double),
@@ -101,7 +102,7 @@ class Forward(Structure):
         ("group_count", c_int64),
         ("taps", c_void_p),
         ("tap_count", c_int64),
-        *((name, c_void_p) for name in ("x", "features", "out")),
+        *((name, c_void_p) for name in ("x", "features", "out", "routed")),
     ]
 
 

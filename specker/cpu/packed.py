@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specker.kernels import quant
 from specker.kernels.quant import Quantized, packed, unpacked
 
 ROWS, GROUP = 16, 32
@@ -181,10 +182,13 @@ def joined(parts: Sequence[Packed]) -> Packed:
     return Packed(tuple(run for part in parts for run in part.runs), parts[0].columns)
 
 
-def merged(w: Packed) -> Packed:
-    """The matrix in one run, by a copy, if all runs have one format and whole blocks; else as it is."""
-    if len(w.runs) == 1 or len({run.format for run in w.runs}) > 1 or any(run.rows % ROWS for run in w.runs):
+def merged(w: Packed) -> Packed | None:
+    """The matrix in one run, without loss; None if no format holds all runs. All but the last must have a multiple of
+    16 rows. Raises ValueError for float8 beside integers."""
+    if len(w.runs) == 1:
         return w
+    if len({run.format for run in w.runs}) > 1:
+        return of_quantised(quant.joined(w.quantised()))
     return Packed((Run(torch.cat([run.data for run in w.runs]), w.runs[0].format, len(w)),), w.columns)
 
 

@@ -150,7 +150,7 @@ class Model:
         kernels, c = native(), self.config
         if kernels is None or kernels.Stack.lacks(c.layer):
             return None
-        layers = [(*layer.attention, *layer.mlps[0][:-1]) for layer in self.layers]
+        layers = [(*layer.attention, *layer.mlps[0]) for layer in self.layers]
         if not kernels.Stack.takes(layers, c.head_dim):
             return None
         how = [layer.rope for layer in self.layers], c.rms_norm_eps, self.scale, self.activations
@@ -159,7 +159,7 @@ class Model:
     @property
     def counts_experts(self) -> bool:
         """Whether its outputs say which experts were read (`Output.routed`)."""
-        return self.config.layer.experts is not None and self.stack is None
+        return self.config.layer.experts is not None
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -415,8 +415,8 @@ def compiled(
     sequences = rows.cu_rows, rows.kv_len, rows.window
     places, masks = (rows.positions, rows.slots), (rows.ancestors, rows.table)
     how = {"features": features, "near": rows.near}
-    out = model.stack.run(hidden, cache.kv, groups, taps, places, sequences, *masks, **how)
-    return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)))
+    out, routed = model.stack.run(hidden, cache.kv, groups, taps, places, sequences, *masks, **how)
+    return Output(out[0], dict(zip(taps, out[1:].unbind(0), strict=True)), routed=tuple(routed))
 
 
 def experts_read(model: Model, outs: Sequence[Output]) -> Tensor:
@@ -527,7 +527,7 @@ def _compiled_chunk(
     sequences = sequence_bounds(T, cache.device), end, end
     places, near = (model.positions[start : start + T], slots), cache.near(slots, own, whole=True)
     masks = None, cache.block_table[own], not model.config.causal
-    out = model.stack.run(hidden, cache.kv, layers, taps, places, sequences, *masks, near=near)
+    out, _ = model.stack.run(hidden, cache.kv, layers, taps, places, sequences, *masks, near=near)
     return dict(zip(taps, out[1:].unbind(0), strict=True))
 
 

@@ -24,7 +24,6 @@ from pairs import perturbed
 from recorded import kernels, recording
 
 import specker
-from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import read
 from specker.cpu import Packed
 from specker.model.cache import KVCache
@@ -139,19 +138,7 @@ TWICE = {name: LONGROPE[name] * 2 for name in ("short_factor", "long_factor")}  
 OTHER_SIZES = {"phi4-mini": {"hidden": 128, "rope": LONGROPE | TWICE}}  # the head's width follows from hidden
 
 
-EXPERTS = ("mixtral", "qwen3-moe")
-
-
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_the_compiled_layers_decline_experts_by_name(tmp_path, kind):
-    folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES)
-    engine = specker.load(folder, strategy="lookup", device="cpu", quantize="int8")
-    assert engine.model.stack is None and not served(engine.target.config)
-    assert engine.remarks["cpu"] == "decoding is slow, because the compiled kernels lack mixtures of experts"
-    assert not any(isinstance(w, Packed) for w in engine.target.weights.gate_up)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EXPERTS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_compiled(tmp_path, kind):
     folder = make(tmp_path / "target", max_context=160, **KINDS[kind] | SIZES | OTHER_SIZES.get(kind, {}))
     engine = specker.load(folder, strategy="lookup", device="cpu", dtype="float32")

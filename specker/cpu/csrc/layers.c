@@ -34,8 +34,10 @@ static int64_t layout(const forward *f, int size, int me, char *base, state *s) 
     r.qkv = (float *)TAKE(N * T * (Q + 2 * d->Hkv * d->D) * 4);
     r.mixed = (float *)TAKE(N * T * Q * 4);
     r.added = (float *)TAKE(N * T * E * 4);
-    r.gate = (float *)TAKE(T * d->F * 4);
-    r.up = (float *)TAKE(T * d->F * 4);
+    r.gate = (float *)TAKE(T * d->inner * 4);
+    r.up = (float *)TAKE(T * d->inner * 4);
+    char *mix = TAKE(routing_bytes(d, T, size, me, 0, 0));
+    routing_bytes(d, T, size, me, mix, &r.route);
 #undef TAKE
     if (s) *s = r;
     return at + 64;
@@ -85,7 +87,7 @@ static void rotate(float *head, float *to, const float *norm, const float *turn,
 
 // --- layers
 
-static rows prepared(const state *s, const matrix *m, const float *x) {
+rows prepared(const state *s, const matrix *m, const float *x) {
     const int64_t T = s->f->rows->T;
     rows r = rows_at(x, m->E, s->forms, T, m->E);
     for (int64_t t = s->few ? 0 : s->m->me; t < T; t += s->few ? 1 : s->m->size) round_row(m, &r, t);
@@ -145,7 +147,7 @@ static void begin(const state *s) {
 
 // gate = activation(gate(x)) up(x). The matrix holds the gate's rows, then those of up.
 static void gate_up(const state *s, const layer *l, const rows *x) {
-    const int64_t T = s->f->rows->T, F = s->f->model->F, size = s->m->size;
+    const int64_t T = s->f->rows->T, F = l->down.E, size = s->m->size;
     const int64_t most = chunk(F, 2 * size), part = chunk(F, 16 * size);
     int64_t i = s->m->me * most, count = most;
     while (i < F) {
@@ -161,6 +163,19 @@ static void gate_up(const state *s, const layer *l, const rows *x) {
         }
         i = then, count = part;
     }
+}
+
+// to [T, E] = the feed-forward of `normed`; asks for the matrix `then`, unless it is 0.
+static void feed(const state *s, const layer *l, float *to, const matrix *then) {
+    const int64_t T = s->f->rows->T, E = s->f->model->E, size = s->m->size;
+    rows x = prepared(s, &l->gate_up, s->normed);
+    gate_up(s, l, &x);
+    ask(&l->down, s->m->me * chunk(E, 2 * size));
+    meet(s->m);
+    x = prepared(s, &l->down, s->gate);
+    share(s->m, &l->down, &x, T, to, E);
+    if (then) ask(then, s->m->me * chunk(then->O, 2 * size));
+    meet(s->m);
 }
 
 // Adds the biases of qkv, and normalises q and k over all their heads.
@@ -213,6 +228,7 @@ void run_forward(const member *m, const forward *f, char *scratch) {
     const stack *d = f->model;
     const int64_t T = f->rows->T, E = d->E, Q = d->Hq * d->D, H = Q + 2 * d->Hkv * d->D;
     const int joined = d->entry && !d->entry->fc; // the first layer reads the pairs
+    int32_t *routed = f->routed;
     begin(s);
     for (int64_t g = 0; g + 1 < f->group_count; g++) {
         const int64_t first = f->groups[g], N = f->groups[g + 1] - first;
@@ -234,20 +250,21 @@ void run_forward(const member *m, const forward *f, char *scratch) {
         for (int64_t n = 0; n < N; n++) {
             rows x = prepared(s, &l[n].o, s->mixed + n * T * Q);
             share(m, &l[n].o, &x, T, s->added + n * T * E, E);
-            ask(&l[n].gate_up, m->me * chunk(d->F, 2 * m->size));
+            if (l[n].router.O)
+                ask(&l[n].router, m->me * chunk(d->experts, 2 * m->size));
+            else
+                ask(&l[n].gate_up, m->me * chunk(l[n].down.E, 2 * m->size));
             meet(m);
         }
         for (int64_t n = 0; n < N; n++) {
             grow_all(s, s->added + n * T * E, l[n].o_bias, l[n].norm_o);
             normalise_all(s, l[n].norm_post);
-            rows x = prepared(s, &l[n].gate_up, s->normed);
-            gate_up(s, l + n, &x);
-            ask(&l[n].down, m->me * chunk(E, 2 * m->size));
-            meet(m);
-            x = prepared(s, &l[n].down, s->gate);
-            share(m, &l[n].down, &x, T, s->added + n * T * E, E);
-            if (first + n + 1 < f->groups[f->group_count - 1]) ask(&l[n + 1].qkv, m->me * chunk(H, 2 * m->size));
-            meet(m);
+            if (l[n].router.O) {
+                feed_experts(s, l + n, s->added + n * T * E, routed);
+                routed += routed ? d->experts + 1 : 0;
+            } else {
+                feed(s, l + n, s->added + n * T * E, first + n + 1 < f->groups[f->group_count - 1] ? &l[n + 1].qkv : 0);
+            }
             grow_all(s, s->added + n * T * E, l[n].down_bias, l[n].norm_down);
         }
     }

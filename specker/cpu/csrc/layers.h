@@ -8,7 +8,8 @@ typedef struct {
     const float *norm_in, *qkv_bias, *q_norm, *k_norm, *o_bias, *norm_post, *gate_up_bias, *down_bias; // 0: absent
     const float *norm_o, *norm_down; // [E], norms of the outputs of attention and of the feed-forward; 0: absent
     const float *rope;               // [C, 2, D]
-    matrix qkv, o, gate_up, down;
+    matrix qkv, o, gate_up, down; // of X experts one after another: gate_up [X 2 F, E], down [X E, F]
+    matrix router;                // [X, E]; without rows if the layer has no experts
     int64_t reach; // a row sees the last `reach` of its columns; 0: all
     int64_t rank;  // the number of earlier layers that have a reach, if this one has, or have none
 } layer;
@@ -22,8 +23,12 @@ typedef struct {
 } entry;
 
 typedef struct {
-    int64_t E, Hq, Hkv, D, F;
+    int64_t E, Hq, Hkv, D, F; // F: the widest of all layers
     int64_t activation; // of the feed-forward's gate
+    int64_t experts;    // X of layers with a router, 0 if there are none
+    int64_t chosen;     // experts of each row
+    int64_t normalised; // the scores of a row's experts add up to 1
+    int64_t inner;      // numbers that a row has in `state.gate`, in the layer with the most
     int64_t whole;      // the norms of q and k span all their heads: [Hq D] and [Hkv D] instead of [D]
     const layer *layers;
     const entry *entry; // 0: the stream begins as `forward.x`
@@ -56,6 +61,7 @@ typedef struct {
     int64_t tap_count;
     const float *x, *features; // [T, E]; with an entry x holds the embeddings, else there are no features
     float *out;                // [1 + taps, T, E]
+    int32_t *routed;           // [mixtures, X + 1], where each expert's choices begin in their order by expert; 0: not kept
 } forward;
 
 int64_t forward_bytes(const forward *f, int size); // scratch of a team of `size`

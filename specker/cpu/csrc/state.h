@@ -4,6 +4,20 @@
 
 #define BLOCK_ROWS 16 // rows of a sequence that attend together
 
+typedef struct { // the choices of T rows, k each of X experts; from `order` on a thread has its own
+    float *logits;    // [T, X], its rows padded to a multiple of 16
+    int32_t *experts; // [T, k]
+    float *scores;    // [T, k]
+    float *out;       // [T k, E], by expert
+    int32_t *order;   // [T k], choices t k + j by expert
+    int32_t *place;   // [T k], where a choice stands in `order`
+    int32_t *starts;  // [X + 1], where an expert's choices begin
+    int32_t *active;  // [count], experts that have any
+    float *x;         // rows of one expert
+    char *forms;      // their rounded copies
+    int64_t count;
+} routing;
+
 typedef struct {
     const member *m;
     const forward *f;
@@ -16,7 +30,8 @@ typedef struct {
     float *qkv;    // [N, T, (Hq + 2 Hkv) D]
     float *mixed;  // [N, T, Hq D]
     float *added;  // [N, T, E]
-    float *gate, *up; // [T, F]
+    float *gate, *up; // [T, F], of experts [T k, F]
+    routing route;
 } state;
 
 // The pool of layer `at`, whose k and v begin with that layer.
@@ -28,4 +43,11 @@ static inline pool pool_of(const places *p, const stack *d, int64_t at) {
     return kv;
 }
 
+rows prepared(const state *s, const matrix *m, const float *x); // x [T, m->E] rounded for m, by all threads
+
 void attend_all(const state *s, int64_t first, int64_t N); // of N layers from `first` on: qkv -> mixed
+
+// Memory of the experts of a pass; sets `to` for thread `me`, unless it is 0.
+int64_t routing_bytes(const stack *d, int64_t T, int size, int me, char *base, routing *to);
+// to [T, E] = the layer's experts over `normed`. Also writes where each expert's choices begin, unless `starts` is 0.
+void feed_experts(state *s, const layer *l, float *to, int32_t *starts);

@@ -1,0 +1,155 @@
+// Mixtures of experts: a row's feed-forward is the weighted sum of the outputs of the few experts that its router chooses.
+//
+// Rows are sorted by expert. A thread takes parts of an expert's matrices and multiplies them with all rows of the expert,
+// so a chosen expert is read once, whatever the number of its rows, and the others are not read.
+#include "state.h"
+#include "vector.h"
+#include <math.h>
+
+#define EACH_PARTS 16 // parts for each thread, of all chosen experts together
+#define MOST_ROWS 256 // rows of an expert that are multiplied at once
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t padded(int64_t X) { return (X + 15) / 16 * 16; }
+
+int64_t routing_bytes(const stack *d, int64_t T, int size, int me, char *base, routing *to) {
+    const int64_t X = d->experts, k = d->chosen, E = d->E, wide = E > d->F ? E : d->F, rows = least(T, MOST_ROWS);
+    const int64_t sorted = (T * k * 8 + (2 * X + 1) * 4 + 63) / 64 * 64;
+    const int64_t own = (sorted + rows * E * 4 + rows_bytes(rows, wide) + 63) / 64 * 64;
+    int64_t at = 0;
+    if (!k) return 0;
+#define TAKE(bytes) (base + (at = (at + 63) / 64 * 64, at += (bytes), at - (bytes)))
+    routing r = {0};
+    r.logits = (float *)TAKE(T * padded(X) * 4);
+    r.experts = (int32_t *)TAKE(T * k * 4);
+    r.scores = (float *)TAKE(T * k * 4);
+    r.out = (float *)TAKE(T * k * E * 4);
+    char *private = TAKE(size * own) + me * own;
+#undef TAKE
+    r.order = (int32_t *)private, r.place = r.order + T * k, r.starts = r.place + T * k, r.active = r.starts + X + 1;
+    r.x = (float *)(private + sorted), r.forms = (char *)(r.x + rows * E);
+    if (to) *to = r;
+    return at + 64;
+}
+
+// The experts of row t by falling logits, the lower id first among equals and a NaN before all, and their probabilities
+// (kernels/route.py).
+static void choose(const state *s, int64_t t) {
+    const stack *d = s->f->model;
+    const int64_t X = d->experts, k = d->chosen;
+    float *z = s->route.logits + t * padded(X), *scores = s->route.scores + t * k, last = INFINITY, sum = 0;
+    int32_t *chosen = s->route.experts + t * k;
+    for (int64_t i = 0; i < padded(X); i++) z[i] = i >= X ? -INFINITY : z[i] == z[i] ? z[i] : INFINITY;
+    for (int64_t j = 0, id = -1; j < k; j++) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < X; i++)
+            if ((z[i] < last || (z[i] == last && i > id)) && (best < 0 || z[i] > z[best])) best = i;
+        chosen[j] = (int32_t)(id = best);
+        last = z[id];
+    }
+    const float top = z[chosen[0]];
+    vf parts[PARTS];
+    for (int p = 0; p < PARTS; p++) parts[p] = splat(0);
+    for (int64_t i = 0; i < padded(X); i += 16)
+        for (int p = 0; p < PARTS; p++) {
+            vf e = power(load(z + i + p * LANES) - top);
+            store(z + i + p * LANES, e);
+            parts[p] += e;
+        }
+    for (int64_t j = 0; j < k; j++) sum += scores[j] = z[chosen[j]];
+    if (!d->normalised) sum = total16(parts);
+    for (int64_t j = 0; j < k; j++) scores[j] /= sum;
+}
+
+// Sorts the choices by expert, and within an expert by row.
+static void sort(state *s) {
+    routing *x = &s->route;
+    const int64_t X = s->f->model->experts, choices = s->f->rows->T * s->f->model->chosen;
+    int32_t *starts = x->starts;
+    memset(starts, 0, (X + 1) * 4);
+    for (int64_t c = 0; c < choices; c++) starts[x->experts[c] + 1]++;
+    x->count = 0;
+    for (int64_t e = 0; e < X; e++) {
+        if (starts[e + 1]) x->active[x->count++] = (int32_t)e;
+        starts[e + 1] += starts[e];
+    }
+    for (int64_t c = 0; c < choices; c++) {
+        const int32_t p = starts[x->experts[c]]++;
+        x->order[p] = (int32_t)c, x->place[c] = p;
+    }
+    memmove(starts + 1, starts, X * 4);
+    starts[0] = 0;
+}
+
+static rows rounded(const state *s, const matrix *w, const float *x, int64_t count) {
+    rows r = rows_at(x, w->E, s->route.forms, count, w->E);
+    for (int64_t t = 0; t < count; t++) round_row(w, &r, t);
+    return r;
+}
+
+// This thread's parts of all chosen experts: of down, or of gate and up with the activation.
+static void multiply(const state *s, const layer *l, int down) {
+    const stack *d = s->f->model;
+    const routing *x = &s->route;
+    const int64_t T = s->f->rows->T, E = d->E, F = l->down.E, O = down ? E : F, each = down ? E : 2 * F;
+    const int64_t part = chunk(O, 1 + EACH_PARTS * s->m->size / (x->count + 1)), parts = (O + part - 1) / part;
+    const matrix *w = down ? &l->down : &l->gate_up;
+    rows r;
+    for (int64_t i = next(s->m), then, held = -1; i < x->count * parts; i = then) {
+        const int64_t e = x->active[i / parts], o = i % parts * part, n = least(part, O - o);
+        then = next(s->m);
+        if (then < x->count * parts) ask(w, x->active[then / parts] * each + then % parts * part);
+        for (int64_t p = x->starts[e]; p < x->starts[e + 1]; p += MOST_ROWS) {
+            const int64_t count = least(MOST_ROWS, x->starts[e + 1] - p);
+            const int64_t which = !down && count == T ? T * d->chosen : p; // all rows are the same for every expert
+            if (which != held) {
+                for (int64_t t = 0; t < count && !down; t++)
+                    memcpy(x->x + t * E, s->normed + x->order[p + t] / d->chosen * E, E * 4);
+                r = rounded(s, w, down ? s->gate + p * F : x->x, count);
+                held = which;
+            }
+            if (down) {
+                product(w, &r, count, e * E + o, n, x->out + p * E + o, E);
+                continue;
+            }
+            float *gate = s->gate + p * F + o, *up = s->up + p * F + o;
+            product(w, &r, count, e * 2 * F + o, n, gate, F);
+            product(w, &r, count, e * 2 * F + F + o, n, up, F);
+            for (int64_t t = 0; t < count; t++) gated(d->activation, gate + t * F, up + t * F, n);
+        }
+    }
+    meet(s->m);
+}
+
+// to [T, E]: each row's outputs times their scores, added in the order of its choices. A thread has some of the columns.
+static void weigh(const state *s, float *to) {
+    const stack *d = s->f->model;
+    const routing *x = &s->route;
+    const int64_t T = s->f->rows->T, E = d->E, k = d->chosen, part = chunk(E, s->m->size);
+    const int64_t first = least(s->m->me * part, E), end = least(first + part, E);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t j = 0; j < k; j++) {
+            const float *from = x->out + x->place[t * k + j] * E, score = x->scores[t * k + j];
+            float *y = to + t * E;
+            if (j)
+                for (int64_t e = first; e < end; e++) y[e] += score * from[e];
+            else
+                for (int64_t e = first; e < end; e++) y[e] = score * from[e];
+        }
+    meet(s->m);
+}
+
+void feed_experts(state *s, const layer *l, float *to, int32_t *starts) {
+    const int64_t T = s->f->rows->T, X = s->f->model->experts;
+    rows x = prepared(s, &l->router, s->normed);
+    share(s->m, &l->router, &x, T, s->route.logits, padded(X));
+    meet(s->m);
+    for (int64_t t = s->m->me; t < T; t += s->m->size) choose(s, t);
+    meet(s->m);
+    sort(s);
+    if (starts && s->m->me == 0) memcpy(starts, s->route.starts, (X + 1) * 4);
+    multiply(s, l, 0);
+    multiply(s, l, 1);
+    weigh(s, to);
+}
