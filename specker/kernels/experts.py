@@ -30,6 +30,7 @@ from specker.kernels.linear import (
 from specker.kernels.quant import Format, Matrix, Quantized, arguments_of, constexprs_of, format_of, streams, types_of
 from specker.kernels.registry import register
 from specker.kernels.variant import (
+    AMD,
     TYPES,
     Variant,
     arch,
@@ -284,6 +285,8 @@ def _variants(
     weighted, silu = epilogue in ("sum", "split"), epilogue == "silu_mul"
     m, n, block, stages, splits = tiles(dtype, O, E, arch, min(k, X), sms, weighted, form)
     t, half = TYPES[dtype], dtype != torch.float32
+    # In a weighted sum on AMD, and in float32's small tiles, the indices of rows are too large a part of what is read.
+    wide = half and wide_rows(dtype, E, arch, form) and not (weighted and arch in AMD)
     parts = weighted or splits > 1
     name = f"{t} X{X} k{k} {E}->{O}" + " each" * each + f" {epilogue}" * (epilogue != "none")
     name += "" if form is None else f" {form}"
@@ -323,7 +326,7 @@ def _variants(
         num_stages=stages,
         dot=half,
         left=left,
-        wide=half and wide_rows(dtype, E, arch, form),  # float32's small tiles are no larger than the indices
+        wide=wide,
         smoke=smoke,
         options={"maxnreg": 255},  # see linear.py
     )
