@@ -10,6 +10,7 @@ from pairs import perturbed
 import specker
 from specker.checkpoints.checkpoint import read
 from specker.model.config import CheckpointError, Experts, layer_elements
+from specker.model.decoder import experts_read, forward, prefill
 from specker.report import Screen
 from specker.runtime import warmup
 from specker.runtime.costs import Costs
@@ -123,6 +124,20 @@ def test_the_measured_passes_have_different_tokens(pair, strategy, monkeypatch):
         drafts = [row[1:] for row in window]
         assert all(len({*draft}) == len(draft) for draft in drafts)
         assert len({*map(tuple, drafts)}) == n or not drafts[0]
+
+
+@torch.inference_mode()
+def test_random_weights_route_rows_apart(tmp_path):
+    """A run with them would be too optimistic if all tokens chose the same experts."""
+    sizes = {"num_experts": 32, "num_experts_per_tok": 2, "layers": 4, "mlp_only_layers": [1]}
+    folder = make(tmp_path, max_context=64, **QWEN3_MOE | sizes)
+    engine = specker.load(folder, strategy="ar", load="dummy", dtype="float32", device="cpu")
+    model, cache = engine.model, engine.cache
+    cache.take(0, 40)
+    prefill(model, cache, [7, 3, 90, 61] * 4)
+    x = model.embed_tokens(torch.arange(10, 122, 7))
+    read = float(experts_read(model, [forward(model, cache, cache.place([17], 1, 0, 16), x)]))
+    assert 0.8 < read / model.config.layer.experts.read(16) < 1.2
 
 
 @pytest.mark.parametrize(

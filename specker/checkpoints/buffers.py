@@ -385,29 +385,37 @@ def _allocated(
 
 def random_weights(c: ModelConfig, pieces: Sequence[Piece], storage: Storage, seed: int) -> dict[str, Any]:
     """Buffers filled in place: norms 1, biases 0, all others normal with std 0.02. Unsplit tensors are equal on all
-    ranks; the split ones do not form one model."""
+    ranks; the split ones do not form one model. Before mixtures of experts the embedding has std 1, and so outweighs
+    what layers add to it: else all tokens would soon choose the same experts."""
     generator = torch.Generator(storage.device).manual_seed(seed)
+    embed_std = 0.02 if c.layer.experts is None else 1.0
     named = {p.name: p for p in pieces}
     if storage.quantize in (None, "none"):
         found = _allocated(pieces, c, storage, set())
         for name, buffer in found.items():
-            _fill(name, buffer, generator)
+            _fill(name, buffer, generator, embed_std)
         return found
     buffers = Buffers(named, c, storage)
     for p in pieces:
         source = torch.empty(p.rows, *p.shape[1:][-1:], device=storage.device)
-        _fill(p.buffer, source, generator)
+        _fill(p.buffer, source, generator, embed_std)
         buffers.put(replace(p, offset=0.0, factor=1.0), source)
     return buffers.done()
 
 
-def _fill(name: str, x: Tensor, generator: torch.Generator) -> None:
+def _fill(name: str, x: Any, generator: torch.Generator, embed_std: float) -> None:
+    if isinstance(x, list):  # of layers that differ
+        for each in x:
+            _fill(name, each, generator, embed_std)
+        return
+    if x is None:
+        return
     if "norm" in name:
         x.fill_(1)
     elif name.endswith("bias"):
         x.zero_()
     else:
-        x.normal_(std=0.02, generator=generator)
+        x.normal_(std=embed_std if name == "embed" else 0.02, generator=generator)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

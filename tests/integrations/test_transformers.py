@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from formulas import chi_square_bound, law
-from make_checkpoint import FULL, GEMMA3, GRANITE, SLIDING, edit, make, randomize
+from make_checkpoint import FULL, GEMMA3, GRANITE, QWEN3_MOE, SLIDING, edit, make, randomize
 from make_dflash import Formula as BlockFormula
 from make_dflash import make_dflash
 from make_head import Formula, make_head
@@ -25,6 +25,7 @@ OURS |= {  # the windows are shorter than the texts
     "mistral-window": {"arch": "mistral", "sliding_window": 12},
     "gemma3": GEMMA3 | {"layer_types": [SLIDING, FULL], "tied": False},
     "granite": GRANITE,
+    "qwen3-moe": QWEN3_MOE | {"mlp_only_layers": [1]},
     "ministral": {"arch": "ministral", "sliding_window": 12, "layer_types": [SLIDING, FULL]},
 }
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 192}
@@ -49,7 +50,8 @@ def pairs(tmp_path_factory):
     def made(arch):
         target = make(tmp_path_factory.mktemp(arch), layers=2, vocab=64, max_context=256, **OURS[arch])
         draft = perturbed(target, tmp_path_factory.mktemp(f"{arch}-draft"))
-        return target, draft, AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, experts_implementation="eager")
+        return target, draft, model
 
     return made
 

@@ -191,6 +191,14 @@ ON_GPU = {  # the kernels of a layer, then of the last sum
 }
 
 
+ROUTE, EXPERT = ["_expert_route_kernel", "_expert_rows_kernel"], "_expert_linear_kernel"
+ON_GPU["mixtral"] = (  # the down projections' partials are added by the next norm
+    MIXTRAL,
+    [NORM, PROJECT, ATTEND, LINEAR, NORM, LINEAR, *ROUTE, EXPERT, EXPERT],
+    [NORM],
+)
+
+
 @pytest.mark.parametrize("kind", ON_GPU)
 def test_the_kernels_of_a_layer_on_a_gpu(tmp_path, monkeypatch, kind):
     """Norms of outputs are launches of their own, and only layers with a window have its kernel."""
