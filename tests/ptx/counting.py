@@ -16,7 +16,16 @@ Counted = tuple[str, Callable[[], Any], int]  # label, what launches, the least 
 
 
 def counters(arch: int, dtype: str, only: list[str], first: int | None) -> Iterator[str]:
-    for op in (_row_linear, _tree_attention, _vocab_topk, _sample_rows, _kv_calibrate, _kv_commit, _residual_merge):
+    for op in (
+        _row_linear,
+        _expert_linear,
+        _tree_attention,
+        _vocab_topk,
+        _sample_rows,
+        _kv_calibrate,
+        _kv_commit,
+        _residual_merge,
+    ):
         if only and op.__name__[1:] not in only:
             continue
         for label, work, least in itertools.islice(op({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]), first):
@@ -42,6 +51,21 @@ def _row_linear(dtype: torch.dtype) -> Iterator[Counted]:
             lambda args=args: ops.linear._launch(*args),
             ops.linear.row_linear_cost(*args)[0],
         )
+
+
+def _expert_linear(dtype: torch.dtype) -> Iterator[Counted]:
+    for T, X, k, O, E, epilogue in (
+        (1, 16, 4, 512, 1024, "silu_mul"),
+        (8, 16, 4, 512, 1024, "silu_mul"),
+        (8, 16, 4, 1024, 256, "split"),
+        (96, 4, 2, 256, 512, "silu_mul"),
+    ):
+        chosen, scores, *places = ops.choices(T, X, k)
+        own = scores if epilogue == "split" else None
+        x, w = randn(T, E, dtype=dtype), torch.zeros(X, O, E, dtype=dtype)
+        args = x, w, chosen, *places, epilogue, own
+        label = f"T{T} X{X} k{k} {E}->{O} {epilogue}, {len(chosen.unique())} experts"
+        yield label, lambda args=args: ops.experts._launch(*args), ops.experts.expert_linear_cost(*args)[0]
 
 
 def _tree_attention(dtype: torch.dtype) -> Iterator[Counted]:
