@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from make_checkpoint import FULL, GEMMA3, SLIDING, make
+from make_checkpoint import FULL, GEMMA3, QWEN3_MOE, SLIDING, make
 
 import specker
 from specker.checkpoints.checkpoint import read
@@ -24,6 +24,7 @@ KINDS = {
     "gemma3": GEMMA3 | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
     "olmo2": {"arch": "olmo2", "attention_bias": True},
     "smollm3": {"arch": "smollm3"},
+    "experts": QWEN3_MOE | {"mlp_only_layers": [2]},
 }
 
 
@@ -124,7 +125,7 @@ def test_windows_are_those_of_run_layers(tmp_path, window):
         )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "olmo2", "experts"])
 def test_slices_of_layers_and_groups(tmp_path, kind):
     """DEL runs the layers in two parts, EasySpec several side by side."""
     windows = {"layer_types": [FULL, *[SLIDING] * 3, FULL, SLIDING]} if kind == "gemma3" else {}

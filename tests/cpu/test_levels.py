@@ -6,7 +6,7 @@ import levels
 import pytest
 import torch
 import warm
-from make_checkpoint import GEMMA3, make
+from make_checkpoint import GEMMA3, QWEN3_MOE, make
 
 from specker.cpu import build
 
@@ -18,6 +18,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("levels")
     gemma = GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"] * 2}
     kinds = {"llama": {}, "qwen3": {"arch": "qwen3"}, "gelu": {"hidden_act": "gelu"}, "gemma3": gemma}
+    kinds["experts"] = QWEN3_MOE | {"mlp_only_layers": [1]}
     return [str(make(folder / name, **SIZES, **kind)) for name, kind in kinds.items()]
 
 
