@@ -139,6 +139,15 @@ def test_our_ops_emit_the_models_tokens(pairs, arch, only_ops):
     same(model, generate, ONE, max_length=17, do_sample=False)
 
 
+def test_factors_of_the_logits_are_in_the_draws(pairs, only_ops):
+    """Granite's scale its logits, which changes no greedy token."""
+    target, draft, model = pairs("granite")
+    want = specker.load(target, strategy="ar", dtype="float64").generate(ONE[0].tolist(), 30, temperature=0.9, seed=3)
+    how = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.9, "top_k": 0, "pad_token_id": 0}
+    got = model.generate(ONE, custom_generate=Generate(draft, draft_tokens=3, seed=3), **how)
+    assert got[0, ONE.shape[1] :].tolist() == want.tokens
+
+
 @pytest.mark.parametrize(
     "options",
     [

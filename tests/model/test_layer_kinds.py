@@ -174,6 +174,18 @@ def test_a_gpu_takes_no_short_window(tmp_path):
         check_reaches(replace(config, layer=LayerSpec(reaches=(0, 255))), torch.device("cuda"))
 
 
+def test_only_gemmas_embedding_has_a_rounded_scale(tmp_path, monkeypatch):
+    """It was trained in bfloat16 with it; Granite's model multiplies by the number itself."""
+    monkeypatch.setattr("specker.checkpoints.buffers.activations", lambda dtype, device: dtype)  # as on a GPU
+    for name, options, scale in (
+        ("gemma3", GEMMA3 | {"hidden": 60}, torch.tensor(60**0.5, dtype=torch.bfloat16).item()),
+        ("granite", GRANITE, 6 / 0.22),
+    ):
+        folder = make(tmp_path / name, **options)
+        model = Model(read(folder, dtype=torch.bfloat16, device="cpu", random=0))
+        assert model.embed_scale == scale and (name == "gemma3") == (scale != model.config.embed_scale)
+
+
 NORM, LINEAR = "_residual_merge_kernel", "_row_linear_kernel"
 PROJECT, ATTEND = "_kv_project_kernel", "_tree_attention_kernel"
 ON_GPU = {  # the kernels of a layer, then of the last sum
