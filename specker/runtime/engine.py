@@ -103,6 +103,7 @@ class Engine:
             SCRATCH,
             o.prefix_cache,
             o.acceptance,
+            o.acceptance is not None and o.load == "dummy" and self.target.config.layer.experts is not None,
             ranks,
         )
         stop_ids = () if o.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids

@@ -31,7 +31,7 @@ from specker.runtime.record import record
 from specker.runtime.round import Round, Shape, collect, launch, send
 from specker.runtime.slots import Slots
 from specker.runtime.state import Request, State
-from specker.runtime.synthetic import agreements
+from specker.runtime.synthetic import agreements, spread
 
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile
@@ -55,6 +55,7 @@ class Loop:
     scratch: int  # columns of a sequence beyond its text
     prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
     acceptance: float | None = None  # synthetic
+    spreads: bool = False  # whether the target verifies `spread` tokens instead of the drafts
     ranks: Ranks | None = None
     trace: Callable[[dict[str, Any]], None] | None = None  # called with every request's part of every round
     waiting: deque[Request] = field(init=False, default_factory=deque)
@@ -314,6 +315,8 @@ class Loop:
             r.confident = requests[0].policy.confident
             r.reason, r.trial = reason, drafting.chooser.trial and reason != BEHIND
             r.price = 0.0 if self.ranks is not None else drafting.price(requests, budget)
+            if self.spreads:
+                r.instead = self.spread(budget.nodes)
         late = self.graphs.late
         launch(r, self.target, self.cache, None if drafting is None else drafting.drafter)
         send(r, self.target)
@@ -339,6 +342,12 @@ class Loop:
         lengths = state.length if fixed else [len(s.text) for s in self.active]
         shape = Shape(padded, budget, fixed, bucket, draws.kind)
         return Round(list(self.active), state, shape, draws, lengths, self.graphs)
+
+    def spread(self, count: int) -> Tensor:
+        """[n, count] int64: for each active request's next round tokens from all over the vocabulary."""
+        vocab, texts = self.target.config.vocab_size, [len(request.text) for request in self.active]
+        tokens = [spread(vocab, slot, range(length, length + count)) for slot, length in enumerate(texts)]
+        return torch.tensor(tokens, device=self.target.device)
 
     @property
     def usual(self) -> float:

@@ -111,7 +111,7 @@ class Round:
     forced: bool = False  # whether grammars force the next token of every text, so that the drafter has no part
     allowed: Tensor | None = None  # [rows, W] int32, bits of the tokens that may follow each row; None: all may
     draft: Draft = field(default_factory=Draft)
-    instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure the time
+    instead: Tensor | None = None  # tokens [n, N] int64 to verify instead of the draft's first N, to measure costs
     taps: tuple[int, ...] = ()  # depths of the target whose hidden rows the drafter reads
     behind: int = 0  # tokens that the drafter prefilled before it drafted
     price: float = 0.0  # what a further row of one sequence costs in the verify pass, in tokens (Costs.row_price)

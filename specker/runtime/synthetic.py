@@ -6,6 +6,8 @@ sampling noise). Each position is on the accepted path exactly once, so a round 
 (1 - p^(k+1)) / (1 - p) tokens on average. The rest of the round is unchanged; the generated text is meaningless.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,12 @@ def agreements(p: float, seed: int, count: int) -> Tensor:
     positions = torch.arange(count)
     words = philox4x32(torch.zeros_like(positions), positions & MASK, positions >> 32, COINS, seed)[0]
     return words < p * 2.0**32
+
+
+def spread(vocab: int, slot: int, places: Iterable[int]) -> list[int]:
+    """Tokens from all over the vocabulary, one for each place in a slot's text, which choose different experts. Random
+    models, and all models after a text without meaning, may draft one token again and again, whose rows share them."""
+    return [(7919 * i + 104729 * slot + 1) % vocab for i in places]
 
 
 def synthetic(target: Tensor, tokens: Tensor, parents: Tensor | None, positions: Tensor, table: Tensor) -> Tensor:

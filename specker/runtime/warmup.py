@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from specker.runtime.round import accept, collect, launch, send, verify
 from specker.runtime.session import Session
 from specker.runtime.state import Request
 from specker.runtime.strategies.base import Plan
+from specker.runtime.synthetic import spread
 
 # To measure costs: the largest number of seconds that it takes, the fewest rounds of each kind, and the seconds below
 # which there are more (up to MANY), since one interruption is much of a short round; tokens of the texts, and the sizes
@@ -127,17 +128,11 @@ def _admitted(loop: Loop, n: int) -> bool:
     """Fill the batch with n texts that never grow. False if there is no memory for them."""
     loop.clear()
     for slot in range(n):
-        request = _text(_spread(loop, slot, range(MEASURED // 2)) * 2, Sampling())
+        request = _text(spread(loop.target.config.vocab_size, slot, range(MEASURED // 2)) * 2, Sampling())
         if loop.target.config.max_context < 2 * MEASURED or not loop.slots.admits(request):
             return False
         loop.admit(request)
     return True
-
-
-def _spread(loop: Loop, slot: int, places: Iterable[int]) -> list[int]:
-    """Tokens from all over the vocabulary, other ones in each slot: those of a text choose different experts."""
-    V = loop.target.config.vocab_size
-    return [(7919 * i + 104729 * slot + 1) % V for i in places]
 
 
 def _time(loop: Loop, budget: Budget, confident: bool) -> None:
@@ -148,10 +143,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
     own = drafter.cache if drafter.cache is not loop.cache else None
     fixed = loop.fixed and (not budget.nodes or drafter.fixed(MEASURED, budget))
     rounds, began = [], time.perf_counter()
-    mixed = loop.target.config.layer.experts is not None
-    if mixed:  # a draft after a text without meaning may be one token again and again, whose rows share experts
-        drafts = [_spread(loop, slot, range(MEASURED, MEASURED + budget.nodes)) for slot in range(n)]
-        instead = torch.tensor(drafts, device=loop.target.device)
+    instead = loop.spread(budget.nodes) if loop.target.config.layer.experts is not None else None
     for repeat in range(MANY + 1):
         # As before a first draft; then as after a round of which nothing was accepted. A drafter that reads the target
         # never lacks the prompt.
@@ -159,7 +151,7 @@ def _time(loop: Loop, budget: Budget, confident: bool) -> None:
             own.exact_len[:n] = [0 if repeat < 2 else MEASURED - 1] * n
         r = loop.new_round(budget, fixed)
         r.confident = confident and not budget.part
-        r.instead = instead if mixed else None
+        r.instead = instead
         with loop.threads():
             launch(r, loop.target, loop.cache, drafter)
             send(r, loop.target)
