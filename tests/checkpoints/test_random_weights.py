@@ -39,7 +39,8 @@ def test_the_layout_equals_that_of_read_weights(tmp_path, name, options):
         elif field.endswith("bias"):
             assert not whole.any()
         else:
-            assert float(whole.std()) == pytest.approx(0.02, rel=0.05) and abs(float(whole.mean())) < 2e-3
+            std = 1 if field == "embed" and made.config.layer.experts else 0.02  # so that experts differ by token
+            assert float(whole.std()) == pytest.approx(std, rel=0.05) and abs(float(whole.mean())) < 0.1 * std
     for ours, theirs in zip(made.weights.ropes, stored.weights.ropes, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
