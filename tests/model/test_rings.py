@@ -146,6 +146,17 @@ def test_the_values_are_those_of_all_columns(pairs, kind, dtype):
             assert (a.flatten(0, 1)[at[0]] - b.flatten(0, 1)[at[1]]).abs().max() <= bound
 
 
+def test_a_ring_moves_with_its_sequence(pairs):
+    """Not to the pages that the sequence before it has left."""
+    config = read(pairs["gemma3"][0], dtype=torch.float32, device="cpu").config
+    cache = KVCache(config, 340, dtype=torch.float32, device="cpu", page_size=PAGE, sequences=3, rings=True)
+    cache.take(0, 200), cache.take(1, 200)
+    before = cache.rings.block_table[1].clone()
+    cache.release(0)
+    cache.move(1, 0)
+    assert torch.equal(cache.rings.block_table[0], before) and before.unique().tolist() == [*range(6, 12), 18]
+
+
 def test_blocks_of_a_large_round(pairs):
     """More rows than the kernels serve run in blocks of sequences."""
     config = read(pairs["gemma3"][0], dtype=torch.float32, device="cpu").config
