@@ -17,9 +17,10 @@ from specker.checkpoints import buffers
 from specker.kernels import variant as variants
 from specker.kernels.ancestors import chain_words
 from specker.kernels.variant import Variant
-from specker.model import cache
+from specker.model import cache, dflash
 from specker.runtime.graphs import Graphs
 from specker.runtime.strategies.diffuspec import drafter as diffuspec
+from specker.runtime.strategies.eagle import drafter as eagle
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 QUIET = {"aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format", "prim.device.default"}
@@ -143,7 +144,7 @@ def recording() -> Iterator[Log]:
 def _forget() -> None:
     """Clear cached constants: those created while recording have no values, and every recording must create them."""
     made = cache.sequence_bounds, cache.window_sizes, cache._full_words, diffuspec._full_words, chain_words
-    for each in made:
+    for each in (*made, eagle._before, dflash._full, dflash._chain):
         each.cache_clear()
     variants._shared.clear()
 
