@@ -120,7 +120,7 @@ def rope_table(inv_freq: Tensor, scale: float | Tensor, length: int, dtype: torc
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: an inv_freq that is not a floating-point vector, or a negative length.
+        ValueError: an inv_freq that is not a floating-point vector, a scale of another length, or a negative length.
 
     Source: RoFormer, arXiv 2104.09864, equation 34.
 
@@ -140,6 +140,8 @@ def rope_table(inv_freq: Tensor, scale: float | Tensor, length: int, dtype: torc
 def _check_table(inv_freq: Tensor, scale: float | Tensor, length: int, dtype: torch.dtype) -> None:
     if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
         raise ValueError(f"inv_freq must be [D / 2] floating point, got {tuple(inv_freq.shape)} {inv_freq.dtype}")
+    if isinstance(scale, Tensor) and scale.shape not in ((), inv_freq.shape):
+        raise ValueError(f"scale must be a number or {list(inv_freq.shape)}, got {list(scale.shape)}")
     if length < 0:
         raise ValueError(f"length must be at least 0, got {length}")
 

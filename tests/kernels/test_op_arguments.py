@@ -227,6 +227,7 @@ def test_every_argument(n: int) -> None:
         ("vocab_topk", {"k": "3"}, "k must be int, got str"),
         ("vocab_topk", {"out": torch.tensor([1])}, "out must be [3, 3] int64, got (1,) torch.int64"),
         ("rope_table", {"inv_freq": torch.ones(1, 16)}, "inv_freq must be [D / 2] floating point, got (1, 16)"),
+        ("rope_table", {"scale": torch.ones(2)}, "scale must be a number or [16], got [2]"),
         ("rope_table", {"length": -1}, "length must be at least 0, got -1"),
         ("sample_rows", {"temperature": "hot"}, "temperature must be float, got str"),
     ],
