@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 
 from specker.model.decoder import Final, prefill
-from specker.runtime.drafter import ModelDrafter
-from specker.runtime.policy import Budget
-from specker.runtime.round import Round
+from specker.runtime.control.policy import Budget
+from specker.runtime.round.drafter import ModelDrafter
+from specker.runtime.round.round import Round
 from specker.runtime.strategies.diffuspec import drafter as diffuspec
 from specker.runtime.strategies.diffuspec.drafter import DiffusionDrafter
 from specker.runtime.strategies.easyspec import drafter as easyspec

@@ -21,8 +21,8 @@ from transformers import HfArgumentParser
 
 import specker
 from bench import harness
+from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine, Generation
-from specker.runtime.stats import Stats
 
 WAYS: dict[str, dict[str, Any]] = {"ar": {"strategy": "ar"}, "draft": {"strategy": "draft", "draft_tokens": 4}}
 

@@ -52,19 +52,19 @@ from bench.shapes import step_bytes
 from specker.model.decoder import forward
 from specker.model.sampling import GREEDY
 from specker.options import Sampling
-from specker.runtime import round as stage
 from specker.runtime import strategies
-from specker.runtime.auto import Experience
-from specker.runtime.costs import Costs
-from specker.runtime.drafter import Draft
+from specker.runtime.control.auto import Experience
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import Budget, Fixed
 from specker.runtime.engine import Engine
-from specker.runtime.graphs import Graphs
 from specker.runtime.loop import Loop
-from specker.runtime.policy import Budget, Fixed
-from specker.runtime.round import Round
-from specker.runtime.state import Request
+from specker.runtime.round import round as stage
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.graphs import Graphs
+from specker.runtime.round.round import Round
+from specker.runtime.round.state import Request
+from specker.runtime.round.synthetic import agreements
 from specker.runtime.strategies.base import SCRATCH
-from specker.runtime.synthetic import agreements
 
 DRAFTED, ACCEPTANCE = 5, 0.8
 ROWS = (1, 8, 64)  # of `verify`

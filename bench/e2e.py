@@ -38,8 +38,8 @@ import specker
 from bench import harness
 from specker.checkpoints.checkpoint import read_config
 from specker.runtime import strategies
+from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine, Generation
-from specker.runtime.stats import Stats
 from specker.zoo import Family
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@
 
 `python bench/grammar.py`: SmolLM2-135M-Instruct answers `--tasks` questions in JSON that is valid for a schema, with
 each strategy and drafts of a fixed length. `cut`: the draft ends before the first token that the grammar refuses, and
-nothing else. `forced`: tokens that the grammar leaves no choice about join the draft (specker/runtime/grammar.py). Both
+nothing else. `forced`: tokens that the grammar leaves no choice about join the draft (runtime/round/constrain.py). Both
 write the text of plain decoding, which every run checks. The table counts tokens and rounds, not seconds. White space
 is free, or that of one line of `json.dumps`. `--target code-target`: the bundled code model, which continues the
 questions as comments.
@@ -20,8 +20,8 @@ from transformers import HfArgumentParser
 
 import specker
 from specker import grammar
-from specker.runtime.grammar import Guide
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
+from specker.runtime.round.constrain import Guide
 from specker.zoo import real
 
 TEXT, NUMBER = {"type": "string", "maxLength": 40}, {"type": "integer", "minimum": 0, "maximum": 100000}

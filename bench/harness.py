@@ -25,10 +25,10 @@ from rich.table import Table
 
 from bench import plot
 from specker.cpu import build
-from specker.report import write_file
+from specker.paths import write_file
 
 # A round that is not captured explains a slow row.
-logging.getLogger("specker.runtime.graphs").addHandler(logging.lastResort or logging.NullHandler())
+logging.getLogger("specker.runtime.round.graphs").addHandler(logging.lastResort or logging.NullHandler())
 
 os.environ["SPECKER_VOCAB_LEARN"] = "off"  # else a run would change the drafts of the next one
 

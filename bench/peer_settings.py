@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from bench import llama_server
-from specker.checkpoints import gguf as gguf_files
+from specker.checkpoints.gguf import convert as gguf_files
 from specker.zoo import real
 
 HERE, CACHE = Path(__file__).parent, gguf_files.cache_root() / "peers"

@@ -22,7 +22,7 @@ from transformers import HfArgumentParser
 import specker
 from bench import latency, plot
 from bench.latency import ENGINES, GPUS, LAYOUTS, SHAPES, Inputs, Row, Shape, arg
-from specker.report import write_file
+from specker.paths import write_file
 
 RESULT = plot.RESULTS / "projection.md"
 WARNING = "A model, not a measurement."

@@ -56,7 +56,7 @@ from specker.model.heads import HeadSpec, HeadWeights, ReadingHead
 from specker.model.sampling import Draws
 from specker.model.weights import Parameters
 from specker.options import Sampling
-from specker.runtime.head import Head
+from specker.runtime.round.lm_head import Head
 from specker.zoo import real
 
 SHAPES = {  # E, O of each linear: qkv, o, gate_up, down, head

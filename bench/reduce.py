@@ -16,7 +16,8 @@ from rich.table import Table
 from transformers import HfArgumentParser
 
 from bench import harness
-from specker.runtime import dist, strategies
+from specker.runtime import strategies
+from specker.runtime.ranks import dist
 
 SHAPES = ((1, 4096), (8, 4096), (64, 4096), (8, 8192), (64, 8192))
 

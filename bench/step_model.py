@@ -30,7 +30,7 @@ from transformers import HfArgumentParser
 from bench import plot, shapes
 from bench.decode import CASES, DRAFTED, Case
 from specker.kernels import attention, linear, project
-from specker.report import write_file
+from specker.paths import write_file
 
 RESULT = plot.RESULTS / "step_model.md"
 WARNING = "Model, not measurement."

@@ -26,7 +26,7 @@ from transformers import HfArgumentParser
 import specker
 from bench import harness
 from bench.e2e import Given, differing, joined, ours, prompts_of, row_of, share_target
-from specker import calibrate
+from specker.cli import calibrate
 from specker.runtime.engine import Engine
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim import trim

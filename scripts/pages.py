@@ -23,10 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a command is run from anywhere
 
 from bench import plot  # noqa: E402
-from specker import calibrate, kernels, run  # noqa: E402
+from specker import kernels  # noqa: E402
 from specker import options as config  # noqa: E402
+from specker.cli import (  # noqa: E402
+    calibrate,
+    run,
+    serve,
+)
 from specker.runtime import strategies  # noqa: E402
-from specker.serve import __main__ as serve  # noqa: E402
 from specker.zoo import catalogue  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "adr" / "README.md")

@@ -1,27 +1,19 @@
-"""`python -m specker` and the command `specker` are `python -m specker.run`; `specker cache` is storage.py, `specker
-drafts` is drafts.py, `specker serve` is serve/."""
+"""The command `specker`, or `python -m specker`: one of `COMMANDS`, otherwise `python -m specker.run`."""
 
+import importlib
 import sys
 from typing import NoReturn
 
-from specker import interrupt
+from specker.cli import interrupt
+
+COMMANDS = ("cache", "calibrate", "drafts", "serve", "view")  # modules of specker/cli
 
 
 def cli() -> NoReturn:
     interrupt.ends_imports()
-    if sys.argv[1:2] == ["cache"]:
-        from specker import storage
-
-        sys.exit(storage.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["serve"]:
-        from specker.serve import __main__ as serve
-
-        sys.exit(serve.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["drafts"]:
-        from specker import drafts
-
-        sys.exit(drafts.main(sys.argv[2:]))
-    from specker import run
+    if (name := "".join(sys.argv[1:2])) in COMMANDS:
+        sys.exit(importlib.import_module(f"specker.cli.{name}").main(sys.argv[2:]))
+    from specker.cli import run
 
     run.cli()
 

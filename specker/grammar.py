@@ -2,7 +2,7 @@
 
 Each function returns what `engine.generate(prompt, grammar=...)` takes. The grammars are those of llguidance
 (https://github.com/guidance-ai/llguidance), which says what its JSON schemas, regular expressions and Lark may hold. A
-request checks its grammar before it is queued; see runtime/grammar.py.
+request checks its grammar before it is queued; see runtime/round/constrain.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The options that every strategy shares, and a request's sampling, as frozen dataclasses.
 
-Flags, help texts, bounds and most error messages are generated from the fields (flags.py). Each strategy defines its
+Flags, help texts, bounds and most error messages are generated from the fields (fields.py). Each strategy defines its
 own options in its file in runtime/strategies/; `strategies.options` merges them with the common ones into a parsed
 `Options`. `specker.load` takes the same names as keyword arguments, as strings or as parsed values.
 """
@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from specker.flags import check_fields, opt, option
+from specker.fields import check_fields, opt, option
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE = ("int8", "int4", "fp8", "none")

@@ -53,9 +53,9 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
-    monkeypatch.setattr("specker.runtime.costs.Costs.observe", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.costs.Costs.observe_prefill", lambda *_: None)
-    monkeypatch.setattr("specker.runtime.choose.LOOK", 0)
+    monkeypatch.setattr("specker.runtime.control.costs.Costs.observe", lambda *_: None)
+    monkeypatch.setattr("specker.runtime.control.costs.Costs.observe_prefill", lambda *_: None)
+    monkeypatch.setattr("specker.runtime.control.choose.LOOK", 0)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def cheap(steady: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts cost next to nothing, so policies that rest draft whenever they can."""
     monkeypatch.setattr("specker.runtime.engine.draft_cost", lambda budget, *_: 0.001 * budget.depth)
     for name in ("AGAIN", "START", "WAIT"):
-        monkeypatch.setattr(f"specker.runtime.choose.{name}", 1)
+        monkeypatch.setattr(f"specker.runtime.control.choose.{name}", 1)
 
 
 @pytest.fixture(scope="module")

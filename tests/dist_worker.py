@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import specker
-from specker.runtime import dist
+from specker.runtime.ranks import dist
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from specker.runtime.graphs import Graphs
+from specker.runtime.round.graphs import Graphs
 
 
 class FakeCuda:

@@ -11,12 +11,12 @@ from specker.model.decoder import Model, prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime import loop
-from specker.runtime import state as states
-from specker.runtime.drafter import Drafter
-from specker.runtime.graphs import Graphs
-from specker.runtime.policy import Budget, Fixed, Outcome, Policy
-from specker.runtime.round import Round, Shape
-from specker.runtime.stats import DiffusionStats
+from specker.runtime.control.policy import Budget, Fixed, Outcome, Policy
+from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.round import state as states
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.graphs import Graphs
+from specker.runtime.round.round import Round, Shape
 
 
 def new_round(

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from specker.runtime.auto import Acceptance, Auto, Experience
-from specker.runtime.choose import AGAIN, APART, FIRST, LOOK, SHARE, Chooser
-from specker.runtime.costs import Costs, Curve
-from specker.runtime.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
+from specker.runtime.control.auto import Acceptance, Auto, Experience
+from specker.runtime.control.choose import AGAIN, APART, FIRST, LOOK, SHARE, Chooser
+from specker.runtime.control.costs import Costs, Curve
+from specker.runtime.control.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
 from specker.runtime.strategies.lookup import RATES, Copying
 
 STEP = 0.030  # seconds of a plain round

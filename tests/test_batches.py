@@ -13,8 +13,9 @@ from pairs import perturbed
 import specker
 from specker.model import decoder
 from specker.options import Params
-from specker.runtime import loop, round
-from specker.runtime.stats import Stats
+from specker.runtime import loop
+from specker.runtime.control.stats import Stats
+from specker.runtime.round import round
 from specker.runtime.strategies.draft import drafter
 
 STRATEGIES = {

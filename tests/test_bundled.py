@@ -10,10 +10,11 @@ import cases
 import pytest
 
 import specker
-from specker import run, zoo
+from specker import zoo
 from specker.checkpoints.checkpoint import read, read_config
+from specker.cli import run
 from specker.integrations.drafts import Drafts
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
 
 CHAIN = {"draft_tokens": 4}
 # Acceptance lengths on the first held-out prompts, at least a tenth below the measured ones. In float32, because a

@@ -1,4 +1,4 @@
-"""`python -m specker.calibrate`: the same counts after any interruption, and the commands that it refuses."""
+"""`specker calibrate`: the same counts after any interruption, and the commands that it refuses."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ import torch
 import warm
 
 import specker
-from specker import calibrate
+from specker.cli import calibrate
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 
@@ -172,7 +172,7 @@ def test_an_interrupted_run_resumes_to_the_same_file(pair, prompts, tmp_path, mo
 
 KILLED = """
 import os, signal, sys
-from specker import calibrate
+from specker.cli import calibrate
 calibrate.SAVE_EVERY, replace, saves = -1.0, os.replace, []
 
 def killed(source, target):

@@ -9,7 +9,8 @@ from make_checkpoint import make
 from make_head import make_head
 
 import specker
-from specker import drafts, run, zoo
+from specker import zoo
+from specker.cli import drafts, run
 from specker.runtime import strategies
 from specker.zoo import catalogue
 from specker.zoo.catalogue import HEAD3, KINDS, KNOWN, SMALL, Known, choose, drafts_for

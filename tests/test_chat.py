@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 from make_checkpoint import edit, make
 
-from specker import cache, run
+from specker import paths as cache
+from specker.cli import run
 
 ROOT = Path(__file__).parents[1]
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*([A-Za-z~]|$)|$)|\r")
@@ -214,8 +215,8 @@ def test_completion(tmp_path: Path) -> None:
     from prompt_toolkit.completion import CompleteEvent
     from prompt_toolkit.document import Document
 
-    from specker.chat import COMMANDS
-    from specker.terminal import Commands
+    from specker.cli.chat import COMMANDS
+    from specker.cli.terminal import Commands
 
     def offers(text: str) -> list[str]:
         return [each.text for each in Commands(COMMANDS).get_completions(Document(text), CompleteEvent())]
@@ -264,8 +265,8 @@ def test_commands_that_are_refused(typed: Callable[..., Talk], tmp_path: Path) -
 
 
 def test_help_names_every_command(typed: Callable[..., Talk]) -> None:
-    from specker.chat import COMMANDS
-    from specker.terminal import KEYS
+    from specker.cli.chat import COMMANDS
+    from specker.cli.terminal import KEYS
 
     told = typed("/help\r").notes
     for name in (*COMMANDS, "//TEXT", *KEYS):
@@ -278,7 +279,7 @@ def test_a_new_conversation_is_a_fresh_one(
 ) -> None:
     """After /clear and /system: no message and no K/V of the turns before, and the texts of a conversation that starts
     there, greedy and sampled. The drafts of `lookup` are fresh as well."""
-    from specker.runtime.stats import Stats
+    from specker.runtime.control.stats import Stats
 
     prefilled: list[int] = []
     to_json = Stats.to_json
@@ -399,7 +400,7 @@ def test_an_error_restores_the_terminal(typed: Callable[..., Talk], monkeypatch:
 
 def test_the_kv_of_earlier_turns_is_kept(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file of conversations too. The answers are those without it."""
-    from specker.runtime.stats import Stats
+    from specker.runtime.control.stats import Stats
 
     talks, out = tmp_path / "talks.jsonl", tmp_path / "o.json"
     talks.write_text(json.dumps({"turns": ["one " * 60, "two", "three"]}) + "\n")

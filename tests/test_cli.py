@@ -22,12 +22,15 @@ import warm
 from make_checkpoint import edit, make
 
 import specker
-from specker import calibrate, report, run
-from specker.flags import SHELLS, check_fields, opt
+from specker import paths
+from specker.cli import calibrate, run
+from specker.cli.parser import SHELLS
+from specker.cli.report import Result
+from specker.cli.screen import Screen
+from specker.fields import check_fields, opt
 from specker.options import Common, Sampling, Tree, VocabKeep
-from specker.report import Result, Screen
 from specker.runtime import strategies
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
 from specker.runtime.strategies.base import Strategy
 from specker.runtime.strategies.vocabtrim import TrimOptions
 
@@ -329,14 +332,14 @@ def test_scripts_are_the_commands() -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_are_the_modules(name: str, tmp_path: Path) -> None:
-    """As with `python -m`: same output and exit code."""
+    """As with `python -m specker`: same output and exit code."""
     module, function = SCRIPTS[name].split(":")
     script = tmp_path / name  # as pip writes it
     script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     one, other = (
         subprocess.run([sys.executable, *start, "--nonsense"], env=env, cwd=ROOT, capture_output=True, text=True)
-        for start in ([str(script)], ["-m", module])
+        for start in ([str(script)], ["-m", *name.split("-")])
     )
     assert one.returncode == other.returncode == 2
     assert (one.stdout, one.stderr) == (other.stdout, other.stderr)
@@ -620,19 +623,19 @@ def test_failure_leaves_the_old_json(
 def test_write_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     link.symlink_to(target)
-    report.write_file(link, "one")
+    paths.write_file(link, "one")
     assert link.is_symlink() and target.read_text() == "one"
-    report.write_file(os.devnull, "gone")
+    paths.write_file(os.devnull, "gone")
     assert not Path(os.devnull).is_file()  # was not replaced
     reading, writing = os.pipe()
-    report.probe(f"/dev/fd/{writing}")  # works although its folder accepts no new files
-    report.write_file(f"/dev/fd/{writing}", "piped")
+    paths.probe(f"/dev/fd/{writing}")  # works although its folder accepts no new files
+    paths.write_file(f"/dev/fd/{writing}", "piped")
     assert os.read(reading, 9) == b"piped"
     os.close(reading)
     os.close(writing)
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        report.write_file(target, "two")
+        paths.write_file(target, "two")
     assert target.read_text() == "one" and len(list(tmp_path.iterdir())) == 2
 
 

@@ -7,7 +7,7 @@ from pairs import logits_of
 import specker
 from specker.kernels import variant
 from specker.kernels.variant import Variant
-from specker.runtime.graphs import Graphs
+from specker.runtime.round.graphs import Graphs
 
 SETTINGS = {
     "chain": ({"strategy": "draft", "draft_tokens": 4}, {}),

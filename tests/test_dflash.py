@@ -17,7 +17,7 @@ from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
 from specker.model.decoder import prefill
 from specker.options import Params
-from specker.runtime.drafter import path_length
+from specker.runtime.round.drafter import path_length
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.blocks.ngram import read as read_ngram
 

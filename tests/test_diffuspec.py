@@ -14,10 +14,10 @@ from one_round import after_every_round, apart, draft, fresh, outcome, tokens
 
 import specker
 from bench.ablations import ExactPrefix, drafting_as
-from specker import run
+from specker.cli import run
 from specker.options import Sampling
-from specker.runtime.policy import Budget
-from specker.runtime.stats import DiffusionStats, Stats
+from specker.runtime.control.policy import Budget
+from specker.runtime.control.stats import DiffusionStats, Stats
 from specker.runtime.strategies.blocks import AdaptiveLength
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.diffuspec import Chunks

@@ -20,11 +20,11 @@ from pairs import perturbed
 from test_mtp import make_target
 
 import specker
-from specker import run
 from specker.checkpoints import buffers, checkpoint
+from specker.cli import run
 from specker.model.config import CheckpointError
 from specker.model.split import Part
-from specker.runtime import dist
+from specker.runtime.ranks import dist
 
 PROMPT = [5, 9, 40, 77, 3, 8]
 BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
@@ -365,7 +365,7 @@ def test_ranks_with_other_counts_keep_the_same_rows(tmp_path):
 import os, torch, specker
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.checkpoints.checkpoint import read_tokenizer
-from specker.runtime.dist import leave
+from specker.runtime.ranks.dist import leave
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 rank = int(os.environ["RANK"])
 torch.set_num_threads(1)

@@ -13,10 +13,8 @@ from transformers import HfArgumentParser
 
 import specker
 from scripts import pages
-from specker import calibrate, drafts, run
-from specker.serve import __main__ as serve
+from specker.cli import calibrate, drafts, run, serve, view
 from specker.serve.api import Chat
-from specker.view import __main__ as view
 from specker.zoo import real
 from train.head import __main__ as head
 
@@ -59,9 +57,9 @@ def test_command(line: str) -> None:
         case ["torchrun", "--nproc-per-node", ranks, "-m", "specker.run", *flags]:
             assert int(ranks) > 1
             run.parse(flags)
-        case ["python", "-m", "specker.calibrate", *flags]:
+        case ["specker", "calibrate", *flags] if "--help" not in flags:
             calibrate.parse(flags)
-        case ["python", "-m", "specker.view", *flags]:
+        case ["specker", "view", *flags]:
             view.parse(flags)
         case ["python", "-m", "specker.zoo.real", *flags]:
             real.parse(flags)
@@ -73,10 +71,10 @@ def test_command(line: str) -> None:
             serve.parse(flags)
         case ["curl", "localhost:8000/v1/chat/completions", "-H", "content-type: application/json", "-d", body]:
             assert Chat.model_validate_json(body).messages
-        case ["specker" | "specker-calibrate" as name, *flags]:
-            module = {"specker": run, "specker-calibrate": calibrate}[name]
+        case ["specker", *flags]:
+            module = calibrate if flags[:1] == ["calibrate"] else run
             with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print
-                module.parse(flags)
+                module.parse(flags[module is calibrate :])
             assert not stop.value.code
         case ["python", script, *_] if script != "-m":
             assert (ROOT / script).exists()  # tests of these scripts parse their flags
@@ -205,7 +203,7 @@ def test_every_flag_has_help() -> None:
 def test_documented_fields_of_a_trace_exist() -> None:
     _, section = (ROOT / "docs" / "view.md").read_text(encoding="utf-8").split("\n## The trace\n")
     named = set(re.findall(r"^\* `(\w+)`", section, re.MULTILINE)) | set(re.findall(r"and `(\w+)`, the", section))
-    documented = (ROOT / "specker" / "trace.py").read_text(encoding="utf-8")
+    documented = (ROOT / "specker" / "view" / "trace.py").read_text(encoding="utf-8")
     assert {"probability", "outside"} <= named and named <= set(re.findall(r"\w+", documented))
 
 

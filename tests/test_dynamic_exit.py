@@ -14,12 +14,13 @@ from make_checkpoint import make
 from one_round import after_every_round, apart, outcome
 
 import specker
-from specker import run
-from specker.runtime import round, strategies
-from specker.runtime.auto import PRIOR, Experience
-from specker.runtime.choose import Chooser
-from specker.runtime.costs import Costs
-from specker.runtime.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
+from specker.cli import run
+from specker.runtime import strategies
+from specker.runtime.control.auto import PRIOR, Experience
+from specker.runtime.control.choose import Chooser
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
+from specker.runtime.round import round
 from specker.runtime.strategies.dynamic_exit import eligible_layers
 from specker.runtime.strategies.dynamic_exit.policy import DynamicExit
 

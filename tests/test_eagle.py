@@ -10,11 +10,12 @@ from make_head import Formula, make_head
 from safetensors.torch import load_file, save_file
 
 import specker
-from specker.checkpoints import checkpoint, dflash, heads, mtp
+from specker.checkpoints import checkpoint
+from specker.checkpoints.drafts import dflash, heads, mtp
 from specker.model.config import CheckpointError
 from specker.options import Params
-from specker.runtime.choose import NONE
-from specker.runtime.policy import Fixed
+from specker.runtime.control.choose import NONE
+from specker.runtime.control.policy import Fixed
 from specker.runtime.strategies.eagle import drafter
 
 OFTEN = [35, 74, 119]  # ids that the target writes often, so that a random head with these rows is often right

@@ -20,8 +20,8 @@ from specker.model.cache import KVCache, sequence_bounds
 from specker.model.decoder import Final, Model, forward, prefill
 from specker.options import Sampling
 from specker.runtime import strategies
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget
+from specker.runtime.control.policy import Budget
+from specker.runtime.round.lm_head import Head
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec.drafter import EasySpecDrafter, LayerParallel, Schedule
 

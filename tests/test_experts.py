@@ -9,13 +9,13 @@ from pairs import perturbed
 
 import specker
 from specker.checkpoints.checkpoint import read
+from specker.cli.screen import Screen
 from specker.model.config import CheckpointError, Experts, layer_elements
 from specker.model.decoder import experts_read, forward, prefill
-from specker.report import Screen
 from specker.runtime import warmup
-from specker.runtime.costs import Costs
-from specker.runtime.stats import Stats
-from specker.runtime.synthetic import spread
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.stats import Stats
+from specker.runtime.round.synthetic import spread
 
 PROMPT = [5, 9, 40, 77, 3, 8, 5, 9, 40]
 DENSE = {**QWEN3_MOE, "layers": 4, "mlp_only_layers": [1]}
@@ -75,7 +75,7 @@ def test_the_table_names_them(pair, capsys):
     engine = specker.load(pair[0], strategy="lookup", dtype="float64")
     screen = Screen(False)
     for stats, shown in ((Stats(tokens=4, rounds=2, experts=9.0), True), (Stats(tokens=4, rounds=2), False)):
-        screen.table(engine, [specker.report.Result([], "", stats)])
+        screen.table(engine, [specker.cli.report.Result([], "", stats)])
         text = capsys.readouterr()
         assert ("experts read per layer" in text.out + text.err) is shown and ("4.5" in text.out + text.err) is shown
 

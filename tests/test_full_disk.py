@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from make_checkpoint import make
 
-from specker import run
+from specker.cli import run
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")

@@ -153,7 +153,7 @@ def test_nccl_collectives_within_graphs(reduce, monkeypatch):
     import torch.distributed as td
 
     from specker.model.split import Part
-    from specker.runtime.dist import Ranks
+    from specker.runtime.ranks.dist import Ranks
 
     plain = specker.load(device="cuda", dtype="bfloat16")
     ours = specker.load(device="cuda", dtype="bfloat16")

@@ -9,12 +9,13 @@ import cases
 import pytest
 
 import specker
-from specker import grammar, run, zoo
+from specker import grammar, zoo
+from specker.cli import run
 from specker.options import Params
-from specker.runtime.choose import NONE
-from specker.runtime.drafter import Draft
-from specker.runtime.grammar import Grammars, Guide
-from specker.runtime.policy import Fixed
+from specker.runtime.control.choose import NONE
+from specker.runtime.control.policy import Fixed
+from specker.runtime.round.constrain import Grammars, Guide
+from specker.runtime.round.drafter import Draft
 
 pytest.importorskip("llguidance")
 

@@ -8,7 +8,7 @@ from pairs import perturbed
 
 import specker
 from specker.runtime import strategies
-from specker.runtime.policy import Budget
+from specker.runtime.control.policy import Budget
 
 # name -> (the options, whether the draft is a diffusion model; None: no draft)
 JOINS = {

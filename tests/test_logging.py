@@ -3,9 +3,9 @@
 import logging
 
 import specker
-from specker import run
+from specker.cli import run
+from specker.cli.screen import Screen
 from specker.integrations.drafts import Drafts
-from specker.report import Screen
 from specker.runtime.engine import Engine
 
 LOGGER = logging.getLogger("specker")

@@ -7,7 +7,7 @@ import pytest
 from make_checkpoint import make
 
 import specker
-from specker.runtime.policy import Budget
+from specker.runtime.control.policy import Budget
 from specker.runtime.strategies.lookup import Index
 
 

@@ -19,7 +19,7 @@ from bench.gpu.parts import Part, Plan, Setting
 from bench.gpu.preflight import Facts
 from bench.gpu.running import Command, Step
 from bench.gpu.smoke import FORMS
-from specker import run as specker_run
+from specker.cli import run as specker_run
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30

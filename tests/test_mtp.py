@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 import specker
 from specker.model.cache import KVCache
 from specker.model.decoder import prefill
-from specker.runtime.choose import NONE
+from specker.runtime.control.choose import NONE
+from specker.runtime.control.policy import Fixed
 from specker.runtime.engine import cache_memory
-from specker.runtime.policy import Fixed
 from specker.runtime.strategies.mtp import drafter
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]

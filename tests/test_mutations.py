@@ -17,7 +17,9 @@ from specker.model import rows as begins
 from specker.model.decoder import Final
 from specker.model.prefixes import Match, Prefixes
 from specker.options import Sampling
-from specker.runtime import head, loop, round
+from specker.runtime import loop
+from specker.runtime.round import lm_head as head
+from specker.runtime.round import round
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 

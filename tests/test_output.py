@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 import specker
-from specker import chat, run
+from specker.cli import chat, run
+from specker.cli.report import Result
+from specker.cli.screen import Screen
 from specker.options import Sampling
-from specker.report import Result, Screen
 from specker.runtime import strategies
+from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine
 from specker.runtime.events import Event
 from specker.runtime.session import Session, Stream
-from specker.runtime.stats import Stats
 
 TALKS = [{"turns": ["one", "two"]}, {"prompt": "three"}, {"prompt": "four, longer"}, {"prompt": "five"}]
 Calls = list[tuple[str, list[list[int]]]]

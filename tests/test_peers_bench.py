@@ -15,8 +15,8 @@ from bench import harness, llama_server, peer_settings, peers, plot
 from bench.peer_settings import Model
 from bench.peers import Args, Peer
 from specker import zoo
-from specker.checkpoints import gguf as gguf_files
 from specker.checkpoints.checkpoint import read_tokenizer
+from specker.checkpoints.gguf import convert as gguf_files
 
 
 def toy(ways, base, **more):

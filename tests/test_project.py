@@ -22,7 +22,7 @@ from specker.model.config import layer_elements
 from specker.model.decoder import Model, forward
 from specker.model.rows import begin
 from specker.model.sampling import GREEDY
-from specker.runtime.head import Head
+from specker.runtime.round.lm_head import Head
 from specker.runtime.strategies.easyspec.drafter import LayerParallel, Schedule
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import specker
 from specker import zoo
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
 from specker.zoo import real as source
 
 pytestmark = pytest.mark.real

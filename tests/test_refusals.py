@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specker.flags import ended
+from specker.cli.exits import run_cli
 from specker.runtime.strategies.vocabtrim.scores import read
 
 ROOT = Path(__file__).parents[1]
@@ -32,18 +32,18 @@ def test_little_memory(error: Exception, said: str, capsys: pytest.CaptureFixtur
     def command() -> int:
         raise error
 
-    assert ended(command) == 2
+    assert run_cli(command) == 2
     assert said in (told := capsys.readouterr().err) and "internal" not in told
 
 
-@pytest.mark.parametrize("module", ["specker.run", "specker", "specker.calibrate"])
+@pytest.mark.parametrize("module", ["specker.run", "specker", "specker calibrate"])
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     """`rich` plays a slow import that meets Ctrl-C."""
     (tmp_path / "rich").mkdir()
     slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
     (tmp_path / "rich" / "__init__.py").write_text(slow)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-m", module, "--help"], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", *module.split(), "--help"], env=env, capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr == "specker: interrupted\n"
 
 

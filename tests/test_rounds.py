@@ -26,14 +26,14 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Model, forward, prefill
 from specker.model.sampling import Draws
 from specker.options import Sampling
-from specker.runtime.drafter import Draft
+from specker.runtime.control.policy import Budget, Fixed
 from specker.runtime.engine import fixed_shapes
-from specker.runtime.graphs import Graphs
-from specker.runtime.head import Head
 from specker.runtime.loop import Loop
-from specker.runtime.policy import Budget, Fixed
-from specker.runtime.round import Round, Shape, launch
-from specker.runtime.state import Request, State
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.graphs import Graphs
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round, Shape, launch
+from specker.runtime.round.state import Request, State
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.warmup import DRAWS, warm_rounds

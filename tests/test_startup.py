@@ -13,9 +13,9 @@ import pytest
 from make_checkpoint import make
 
 import specker
-from specker import run
 from specker.checkpoints import checkpoint
 from specker.checkpoints.tokenizer import Tokens
+from specker.cli import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +41,7 @@ finally:
         (0, ["specker", "--print-completion", "bash"]),
         (0, ["specker", "drafts"]),
         (0, ["specker", "drafts", "Qwen/Qwen3-8B"]),
-        (0, ["specker.calibrate", "--help"]),
+        (0, ["specker", "calibrate", "--help"]),
         (2, ["specker", "--nonsense"]),
         (2, ["specker", "--strategy", "nonsense"]),
         (2, ["specker", "--strategy", "easyspec", "--layer-parallel", "0"]),

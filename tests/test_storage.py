@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specker.storage import main
+from specker.cli.cache import main
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pairs import perturbed
 
 import specker
 from specker.runtime import loop as loops
-from specker.runtime.auto import Acceptance, Auto
-from specker.runtime.costs import Costs
-from specker.runtime.policy import MAX_NODES, Budget, Outcome
+from specker.runtime.control.auto import Acceptance, Auto
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import MAX_NODES, Budget, Outcome
 from specker.runtime.strategies.lookup import Copying
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 30, 11], [12, 13, 12, 13, 12], [40]]
@@ -40,6 +40,7 @@ def rounds(monkeypatch):
     return seen
 
 
+PRICES = (0.0, 0.05, 0.3, 0.6, 0.9)
 SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
 
 
@@ -49,7 +50,9 @@ SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
 def test_tokens_are_those_of_plain_decoding(models, rounds, monkeypatch, strategy, sampling):
     """With prices drawn at random, so that every sequence verifies a part of its own."""
     rng = random.Random(1)
-    monkeypatch.setattr("specker.runtime.costs.Costs.row_price", lambda *_: rng.choice([0.0, 0.05, 0.3, 0.6, 0.9]))
+    monkeypatch.setattr(
+        "specker.runtime.control.costs.Costs.row_price", lambda *_: rng.choice([0.0, 0.05, 0.3, 0.6, 0.9])
+    )
     draft = [] if strategy == "lookup" else [models[1]]
     engine = specker.load(models[0], *draft, strategy=strategy, dtype="float64", device="cpu", batch_size=4)
     got = engine.generate(PROMPTS, 60, seed=[1, 2, 3, 4], **sampling)
@@ -62,7 +65,7 @@ def test_tokens_are_those_of_plain_decoding(models, rounds, monkeypatch, strateg
 
 
 def test_log_probabilities_and_traces_verify_whole_drafts(models, rounds, monkeypatch):
-    monkeypatch.setattr("specker.runtime.costs.Costs.row_price", lambda *_: 0.3)
+    monkeypatch.setattr("specker.runtime.control.costs.Costs.row_price", lambda *_: 0.3)
     engine = specker.load(models[0], strategy="lookup", dtype="float64", device="cpu", batch_size=4)
     assert all(len(g.logprobs) == 30 for g in engine.generate(PROMPTS, 30, logprobs=2))
     assert rounds and all(r.places is None for r in rounds)
@@ -70,7 +73,7 @@ def test_log_probabilities_and_traces_verify_whole_drafts(models, rounds, monkey
 
 def test_the_kernels_verify_unequal_rows(models, monkeypatch):
     """The same in Triton's interpreter: rows are bit-equal, however many their sequence has."""
-    monkeypatch.setattr("specker.runtime.costs.Costs.row_price", lambda *_: 0.3)
+    monkeypatch.setattr("specker.runtime.control.costs.Costs.row_price", lambda *_: 0.3)
     engine = specker.load(models[0], strategy="lookup", dtype="float32", device="cpu", batch_size=2)
     got = engine.generate(PROMPTS[:2], 20)
     assert [g.tokens for g in got] == [w.tokens for w in engine.generate_ar(PROMPTS[:2], 20)]

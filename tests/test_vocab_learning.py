@@ -11,10 +11,11 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker import run, zoo
+from specker import zoo
 from specker.checkpoints.checkpoint import read_config, read_tokenizer
+from specker.cli import run
 from specker.integrations.drafts import Drafts
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
 from specker.runtime.strategies.vocabtrim import counts as vocab_counts
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts

@@ -9,7 +9,7 @@ from make_checkpoint import make
 from pairs import perturbed
 
 import specker
-from specker import run
+from specker.cli import run
 from specker.runtime.strategies.vocabtrim.scores import VocabScores
 
 pytestmark = pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
@@ -94,7 +94,7 @@ def test_rounds_cut_short_by_trimming_are_counted(family):
             within += sum(t in kept for t in chunk.tokens)
             budget = min(3, 60 - chunk.stats.tokens + len(chunk.tokens) - 1)
             lost += chunk.accepted < budget and chunk.tokens[-1] not in kept
-    stats = sum((engine.generate(p, 60, temperature=0.7).stats for p in PROMPTS), specker.runtime.stats.Stats())
+    stats = sum((engine.generate(p, 60, temperature=0.7).stats for p in PROMPTS), specker.runtime.control.stats.Stats())
     assert (stats.tokens, stats.kept, stats.lost) == (emitted, within, lost) and lost > 0
     report = engine.trim_report(stats)
     assert report["kept_rows"] == 24 and report["coverage"] == within / emitted and report["rounds_lost"] == lost
@@ -143,7 +143,7 @@ def test_rows_that_follow_the_text_find_what_the_scores_left_out(family):
         stats = []
         for engine in (fixed, follows):
             runs = [engine.generate(p, 60, temperature=0.7).stats for p in PROMPTS]
-            stats.append(sum(runs, specker.runtime.stats.Stats()))
+            stats.append(sum(runs, specker.runtime.control.stats.Stats()))
         assert stats[1].kept > stats[0].kept and stats[1].accepted > stats[0].accepted
 
 

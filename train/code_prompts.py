@@ -1,4 +1,4 @@
-"""Prompts for a model that writes code, to count the tokens of its answers (python -m specker.calibrate).
+"""Prompts for a model that writes code, to count the tokens of its answers (specker calibrate).
 
     python -m train.code_prompts --out prompts.jsonl
     python -m train.code_prompts --out beginnings.jsonl --plain --count 4000
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from transformers import HfArgumentParser
 
-from specker.report import write_file
+from specker.paths import write_file
 from train.code_family.corpus import is_held_out, library_files, readable
 
 LINES = range(8, 40)  # of a function

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import HfArgumentParser
 
-from specker.calibrate import HELD_OUT, show
 from specker.checkpoints.checkpoint import read_config, read_tokenizer
-from specker.report import write_file
+from specker.cli.calibrate import HELD_OUT, show
+from specker.paths import write_file
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.vocabtrim.scores import VocabScores, tokenizer_hash
 

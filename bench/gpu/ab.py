@@ -20,7 +20,7 @@ from bench import decode, harness
 from bench.decode import Bench
 from bench.harness import Timing
 from specker.kernels import variant
-from specker.runtime.graphs import Graphs
+from specker.runtime.round.graphs import Graphs
 
 WAYS = {"neither": (False, False), "PDL": (True, False), "graphs": (False, True), "PDL and graphs": (True, True)}
 

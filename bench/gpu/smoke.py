@@ -27,7 +27,7 @@ FORMS = (
     Form("PDL off, graphs on", False, True),
     Form("PDL on, graphs on", True, True),
 )
-UNCAPTURED = "could not be captured"  # from the warning of specker/runtime/graphs.py
+UNCAPTURED = "could not be captured"  # from the warning of specker/runtime/round/graphs.py
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specker.checkpoints import experts
-from specker.checkpoints.quantised import Get, Scheme
+from specker.checkpoints.quantised.schemes import Get, Scheme
 from specker.cpu import packed
 from specker.cpu.packed import Packed
 from specker.kernels import quant

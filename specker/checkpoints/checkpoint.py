@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.checkpoints import gguf
 from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of, random_weights
 from specker.checkpoints.experts import is_fused
+from specker.checkpoints.gguf import convert as gguf
 from specker.checkpoints.parse import parse_config, read_json, reason
-from specker.checkpoints.quantised import Scheme, scheme_of
+from specker.checkpoints.quantised.schemes import Scheme, scheme_of
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import Packed
 from specker.model import memory

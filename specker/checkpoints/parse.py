@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specker.checkpoints.architectures import ARCHITECTURES, LAYER_TYPES, SLIDING, Architecture
-from specker.flags import option
+from specker.fields import option
 from specker.model.config import CheckpointError, Experts, LayerSpec, ModelConfig
 from specker.model.weights import Rope
 

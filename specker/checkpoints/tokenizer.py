@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specker.checkpoints import gguf
+from specker.checkpoints.gguf import convert as gguf
 from specker.checkpoints.parse import read_json, reason
 from specker.model.config import CheckpointError
 

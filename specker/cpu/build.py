@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from specker.cache import root
+from specker.paths import root
 
 REMEDY = "install gcc or clang, or pip install ziglang"
 SOURCES = Path(__file__).parent / "csrc"

@@ -13,7 +13,7 @@ from specker.cpu.library import ChainCall, Matrix, Rule, native, team
 
 
 class Ends(Protocol):
-    """The rule that ends a chain; see StopRule in runtime/policy.py."""
+    """The rule that ends a chain; see StopRule in runtime/control/policy.py."""
 
     @property
     def token(self) -> float: ...

@@ -41,17 +41,17 @@ from specker.model.sampling import Draws, pack
 from specker.model.weights import Weights
 from specker.options import MAX_BATCH, Sampling
 from specker.runtime import strategies
-from specker.runtime.auto import Experience
-from specker.runtime.choose import Chooser
-from specker.runtime.costs import Costs
-from specker.runtime.drafter import CATCH_UP_ROWS
+from specker.runtime.control.auto import Experience
+from specker.runtime.control.choose import Chooser
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import AUTO, Outcome
 from specker.runtime.engine import draft_cost
-from specker.runtime.graphs import Graphs
 from specker.runtime.load import device_of, drafting, dtype_of, family_of
 from specker.runtime.loop import KV_BUCKETS
-from specker.runtime.policy import AUTO, Outcome
-from specker.runtime.round import Round, Shape
-from specker.runtime.state import Request, State
+from specker.runtime.round.drafter import CATCH_UP_ROWS
+from specker.runtime.round.graphs import Graphs
+from specker.runtime.round.round import Round, Shape
+from specker.runtime.round.state import Request, State
 from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext
 
 log = logging.getLogger(__name__)

@@ -44,9 +44,9 @@ from specker.kernels.sample import sample_rows
 from specker.model.sampling import pack
 from specker.options import MAX_BATCH, Options, Params, Sampling
 from specker.runtime import strategies
+from specker.runtime.control.stats import Stats
 from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.load import drafting, family_of
-from specker.runtime.stats import Stats
 
 __all__ = ["Generate", "register_attention"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.cpu.packed import Packed
-from specker.flags import option
+from specker.fields import option
 from specker.kernels.attention import MAX_WORDS, tree_attention
 from specker.kernels.cpu import native
 from specker.kernels.experts import expert_linear

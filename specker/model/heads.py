@@ -18,7 +18,7 @@ EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858), with the target's rows f after its
     logits = lm_head(r), output r, with the target's lm_head
 
 An MTP head of a target's own checkpoint (DeepSeek-V3, arXiv 2412.19437), applied again and again, or in turn with
-others; f before or after the target's final norm (checkpoints/mtp.py):
+others; f before or after the target's final norm (checkpoints/drafts/mtp.py):
 
     r = fc([norm(embed(x)) | norm(f)]);  an ordinary layer;  logits = lm_head(norm(r)), output r or norm(r)
 

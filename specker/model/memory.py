@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from specker.flags import option
+from specker.fields import option
 from specker.model.config import ModelConfig
 from specker.model.rings import ring_pages, ringed
 

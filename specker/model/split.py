@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specker.flags import option
+from specker.fields import option
 from specker.model.config import CheckpointError, Experts, ModelConfig
 from specker.model.sampling import Draws
 
@@ -85,7 +85,7 @@ WHOLE = Part()
 
 
 class OtherRanks(Protocol):
-    """What a split model needs from the ranks that hold its other parts (runtime/dist.py)."""
+    """What a split model needs from the ranks that hold its other parts (runtime/ranks/dist.py)."""
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x."""

@@ -2,13 +2,13 @@
 
 import time
 
-from specker.runtime.auto import Experience
-from specker.runtime.choose import NONE, Chooser
-from specker.runtime.dist import Ranks
-from specker.runtime.drafter import Drafter
-from specker.runtime.policy import Budget, Outcome
-from specker.runtime.round import Round
-from specker.runtime.state import Request
+from specker.runtime.control.auto import Experience
+from specker.runtime.control.choose import NONE, Chooser
+from specker.runtime.control.policy import Budget, Outcome
+from specker.runtime.ranks.dist import Ranks
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.round import Round
+from specker.runtime.round.state import Request
 
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
 BEHIND = "prefill"  # why a round drafts nothing: the drafter is prefilling a prompt

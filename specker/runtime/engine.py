@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
-from specker.checkpoints import gguf
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.flags import option
+from specker.checkpoints.gguf import convert as gguf
+from specker.fields import option
 from specker.model import memory
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
 from specker.options import Options, Params
 from specker.runtime import check, strategies, text
-from specker.runtime.auto import Experience
-from specker.runtime.broadcast import SharedDrafter
 from specker.runtime.check import CheckResult
-from specker.runtime.costs import Costs
+from specker.runtime.control.auto import Experience
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import Budget, Policy
+from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import whole
-from specker.runtime.dist import Ranks
-from specker.runtime.drafter import Drafter
 from specker.runtime.events import Logprob
-from specker.runtime.graphs import Graphs
 from specker.runtime.loop import Loop
-from specker.runtime.policy import Budget, Policy
+from specker.runtime.ranks.broadcast import SharedDrafter
+from specker.runtime.ranks.dist import Ranks
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.graphs import Graphs
+from specker.runtime.round.state import Request
 from specker.runtime.session import Session, Stream
-from specker.runtime.state import Request
-from specker.runtime.stats import Stats
 from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear, slots
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows
@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def trace(self) -> Callable[[dict[str, Any]], None] | None:
-        """Called with every request's part of every round (specker/trace.py); not of `generate_ar`'s."""
+        """Called with every request's part of every round (specker/view/trace.py); not of `generate_ar`'s."""
         return self.loop.trace
 
     @trace.setter

@@ -4,9 +4,9 @@ import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specker.runtime.round import Round
-from specker.runtime.state import Request
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
+from specker.runtime.round.round import Round
+from specker.runtime.round.state import Request
 
 log = logging.getLogger(__name__)
 

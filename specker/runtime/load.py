@@ -12,11 +12,12 @@ from specker import cpu, zoo
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Checkpoint, Opened, made_for, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
-from specker.flags import option
+from specker.fields import option
 from specker.model.split import WHOLE
 from specker.options import DTYPES, Options
-from specker.runtime import dist, strategies
+from specker.runtime import strategies
 from specker.runtime.engine import Engine, cache_memory
+from specker.runtime.ranks import dist
 from specker.runtime.strategies.base import SCRATCH
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows

@@ -19,19 +19,19 @@ from specker.kernels.cpu import native
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, prefill, prefill_chunk, prefill_grain
 from specker.model.sampling import Draws
-from specker.runtime.auto import Experience
-from specker.runtime.choose import NONE
-from specker.runtime.dist import Ranks
-from specker.runtime.drafter import Drafter
+from specker.runtime.control.auto import Experience
+from specker.runtime.control.choose import NONE
+from specker.runtime.control.policy import Budget
 from specker.runtime.drafting import BEHIND, Drafting, account
 from specker.runtime.events import Event, cancelled, emitted
-from specker.runtime.graphs import Graphs
-from specker.runtime.policy import Budget
+from specker.runtime.ranks.dist import Ranks
 from specker.runtime.record import record
-from specker.runtime.round import Round, Shape, collect, launch, send
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.graphs import Graphs
+from specker.runtime.round.round import Round, Shape, collect, launch, send
+from specker.runtime.round.state import Request, State
+from specker.runtime.round.synthetic import agreements, spread
 from specker.runtime.slots import Slots
-from specker.runtime.state import Request, State
-from specker.runtime.synthetic import agreements, spread
 
 KV_BUCKETS = tuple(1024 * 4**n for n in range(6))  # columns that attention may see in captured rounds
 AT_ONCE = 2048  # tokens of prompts that a step prefills if nothing decodes meanwhile

@@ -1,10 +1,10 @@
-"""One request's part of a round, as a trace shows it (specker/trace.py documents the fields)."""
+"""One request's part of a round, as a trace shows it (specker/view/trace.py documents the fields)."""
 
 import math
 from dataclasses import asdict
 from typing import Any
 
-from specker.runtime.round import Round
+from specker.runtime.round.round import Round
 
 SPANS = ("prefill", "draft", "verify", "accept", "watch", "commit")
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.flags import option
+from specker.fields import option
 from specker.model.device import current
 from specker.options import Params, whole
 from specker.runtime import text
+from specker.runtime.control.policy import Fixed, Policy
 from specker.runtime.detokenize import Detokenizer
 from specker.runtime.events import Event
-from specker.runtime.grammar import Grammars, Guide
 from specker.runtime.loop import Loop
-from specker.runtime.policy import Fixed, Policy
-from specker.runtime.state import Request
+from specker.runtime.round.constrain import Grammars, Guide
+from specker.runtime.round.state import Request
 from specker.runtime.text import Prompt
 
 Inbox = deque[Event | BaseException]

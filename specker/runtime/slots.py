@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from specker.flags import option
+from specker.fields import option
 from specker.model.cache import KVCache
 from specker.model.prefixes import Match
-from specker.runtime.drafter import Drafter
-from specker.runtime.state import Request, State
+from specker.runtime.round.drafter import Drafter
+from specker.runtime.round.state import Request, State
 from specker.runtime.text import TooLong
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.flags import option
+from specker.fields import option
+from specker.runtime.control.stats import Stats
 from specker.runtime.events import Logprob
-from specker.runtime.stats import Stats
 
 Prompt = str | Sequence[int]
 Counts = Sequence[int]  # of new tokens, for several prompts

@@ -11,15 +11,15 @@ import torch
 
 from specker.model.decoder import PREFILL_CHUNK
 from specker.options import Params, Sampling
-from specker.runtime.choose import NONE
-from specker.runtime.drafter import Draft
+from specker.runtime.control.choose import NONE
+from specker.runtime.control.policy import Budget, Fixed, Policy
 from specker.runtime.loop import Loop
-from specker.runtime.policy import Budget, Fixed, Policy
-from specker.runtime.round import accept, collect, launch, send, verify
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.round import accept, collect, launch, send, verify
+from specker.runtime.round.state import Request
+from specker.runtime.round.synthetic import spread
 from specker.runtime.session import Session
-from specker.runtime.state import Request
 from specker.runtime.strategies.base import Plan
-from specker.runtime.synthetic import spread
 
 # To measure costs: the largest number of seconds that it takes, the fewest rounds of each kind, and the seconds below
 # which there are more (up to MANY), since one interruption is much of a short round; tokens of the texts, and the sizes

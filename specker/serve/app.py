@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from specker.runtime import state
 from specker.runtime.engine import Engine
+from specker.runtime.round import state
 from specker.runtime.text import TooLong
 from specker.serve import tools
 from specker.serve.answers import Answer, ChatAnswer, TextAnswer

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from specker.runtime.state import Request
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
+from specker.runtime.round.state import Request
 
 if TYPE_CHECKING:
     from specker.serve.worker import Worker

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specker.flags import check_fields, opt
+from specker.fields import check_fields, opt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from specker.runtime.engine import Engine
 from specker.runtime.events import Event
-from specker.runtime.state import Request
+from specker.runtime.round.state import Request
 from specker.serve.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The page of a running server: its last requests, as far as they have got.
 
-The engine's thread only stores what a round reports. The thread that asks for the page formats it: specker.trace makes
-lines of new rounds, read.py reads them and page.py makes the page's data. live.js asks for them every two seconds.
+The engine's thread only stores what a round reports. The thread that asks for the page formats it: trace.py makes lines
+of new rounds, read.py reads them and page.py makes the page's data. live.js asks for them every two seconds.
 """
 
 import json
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specker.runtime.engine import Engine
-from specker.runtime.state import Request
-from specker.trace import Trace
+from specker.runtime.round.state import Request
 from specker.view.page import data, filled
 from specker.view.read import begun
+from specker.view.trace import Trace
 
 ROUNDS = 2000  # of a request, from its first on, that the page shows
 CHARACTERS = 10_000  # of its prompt: the page asks for all of it every two seconds

@@ -1,4 +1,4 @@
-"""Read and check a trace. specker/trace.py documents its lines."""
+"""Read and check a trace. specker/view/trace.py documents its lines."""
 
 import codecs
 import json
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specker.flags import not_json
-from specker.trace import VERSION
+from specker.fields import not_json
+from specker.view.trace import VERSION
 
 LISTS = ("tokens", "draft", "parents", "target", "path", "pieces")
 LASTS = ("recovered", "bonus", "own", "accepted")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from specker import zoo
-from specker.flags import option
+from specker.fields import option
 
 AUTO = "auto"  # as --draft
 HEAD3, HEAD1, SMALL = KINDS = "EAGLE-3 head", "EAGLE head", "small model"

@@ -2,7 +2,7 @@
 
 | `python -m specker.zoo.real` | fetches | prints |
 |---|---|---|
-| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (checkpoints/gguf.py) |
+| (nothing), `smollm2` | SmolLM2-135M-Instruct, 98 MB | a folder: the file in float32 (checkpoints/gguf/convert.py) |
 | `coder` | Qwen2.5-Coder-Instruct, 1.5B (1.1 GB) and 0.5B (0.5 GB) | the GGUF files of target and draft, a line each |
 | `coder target`, `coder draft` | one of these | its GGUF file |
 | `gemma` | Gemma 3, 270M (253 MB) | its GGUF file |
@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specker.checkpoints import gguf
+from specker.checkpoints.gguf import convert as gguf
 from specker.checkpoints.parse import reason
-from specker.flags import Parser, ended
+from specker.cli.exits import run_cli
+from specker.cli.parser import Parser
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def run(wanted: Wanted) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return ended(lambda: run(parse(argv)))
+    return run_cli(lambda: run(parse(argv)))
 
 
 if __name__ == "__main__":

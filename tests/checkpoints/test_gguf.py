@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import specker
-from specker.checkpoints import gguf
-from specker.checkpoints import gguf_blocks as blocks
 from specker.checkpoints.checkpoint import opened, read, read_config
+from specker.checkpoints.gguf import blocks
+from specker.checkpoints.gguf import convert as gguf
 from specker.checkpoints.tokenizer import Tokens
 from specker.cpu.packed import FORMATS, Packed, pack
 from specker.model.cache import KVCache

@@ -10,7 +10,7 @@ from make_head import make_head
 from safetensors.torch import load_file, save_file
 
 import specker
-from specker.checkpoints import gguf_heads
+from specker.checkpoints.gguf import heads as gguf_heads
 
 writer = pytest.importorskip("gguf")
 exporter = pytest.importorskip("train.head.gguf")

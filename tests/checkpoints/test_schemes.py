@@ -19,7 +19,7 @@ from torch import Tensor
 
 import specker
 from specker.checkpoints.checkpoint import read, read_config
-from specker.checkpoints.quantised import scheme_of
+from specker.checkpoints.quantised.schemes import scheme_of
 from specker.kernels.quant import Quantized
 from specker.model.config import CheckpointError
 

@@ -12,7 +12,8 @@ import torch
 from make_checkpoint import make
 
 import specker
-from specker import cpu, run
+from specker import cpu
+from specker.cli import run
 from specker.cpu import build, library, packed
 from specker.kernels.cpu import native
 

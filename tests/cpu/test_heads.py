@@ -13,7 +13,7 @@ import specker
 from specker.kernels.noise import gumbel_at
 from specker.model.cache import KVCache
 from specker.model.decoder import prefill
-from specker.runtime.policy import Fixed, StopRule
+from specker.runtime.control.policy import Fixed, StopRule
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96, "layers": 8, "max_context": 256, "seed": 2}
 OWN = {"heads": (4, 2, 32), "inner": 64}  # of the head

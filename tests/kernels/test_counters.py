@@ -11,7 +11,7 @@ from test_tree_attention import ragged
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specker.kernels.variant import COUNTERS, count_in, counters, heal_counters
-from specker.runtime.graphs import Graphs
+from specker.runtime.round.graphs import Graphs
 
 CPU = torch.device("cpu")
 project, sample = (importlib.import_module(f"specker.kernels.{name}") for name in ("project", "sample"))

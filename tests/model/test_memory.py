@@ -5,8 +5,8 @@ import torch
 from make_checkpoint import GEMMA3, SLIDING, make
 
 import specker
-from specker import run
 from specker.checkpoints import checkpoint
+from specker.cli import run
 from specker.model import memory
 from specker.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.engine import cache_memory

@@ -18,8 +18,8 @@ from specker.model import memory, rings
 from specker.model.cache import KVCache
 from specker.model.decoder import COMPILED_CHUNK, PREFILL_CHUNK, Model, forward, prefill
 from specker.model.memory import Cost, needed
-from specker.runtime.drafter import CATCH_UP_ROWS
 from specker.runtime.engine import cache_memory
+from specker.runtime.round.drafter import CATCH_UP_ROWS
 from specker.runtime.strategies.base import SCRATCH
 
 PAGE, RING = 16, 96  # columns

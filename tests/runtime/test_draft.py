@@ -14,9 +14,9 @@ from specker.kernels.noise import gumbel
 from specker.model.cache import KVCache
 from specker.model.decoder import Model, prefill
 from specker.options import Sampling
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget, Fixed
-from specker.runtime.round import launch
+from specker.runtime.control.policy import Budget, Fixed
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import launch
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
 

@@ -9,7 +9,7 @@ from pairs import perturbed
 from safetensors.torch import load_file, save_file
 
 import specker
-from specker.run import main
+from specker.cli.run import main
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from specker.kernels.linear import row_linear
 from specker.kernels.quant import Quantized, quantised
 from specker.model.cache import KVCache
 from specker.runtime import check
+from specker.runtime.control.stats import Stats
 from specker.runtime.detokenize import Detokenizer
-from specker.runtime.stats import Stats
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from fake_cuda import Again, FakeCuda
 from make_checkpoint import make
 
 import specker
-from specker.runtime import graphs as module
 from specker.runtime import loop
-from specker.runtime.graphs import FAILURES, Graphs
+from specker.runtime.round import graphs as module
+from specker.runtime.round.graphs import FAILURES, Graphs
 from specker.runtime.strategies.dynamic_exit import USUAL, eligible_layers
 
 GPU = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ from make_checkpoint import byte_tokenizer, make
 from pairs import perturbed
 
 import specker
-from specker import run
+from specker.cli import run
 from specker.runtime.detokenize import Detokenizer
 from specker.view.read import parse
 

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specker
 from specker.kernels.accept import accept_walk
-from specker.runtime.drafter import path_length
-from specker.runtime.synthetic import agreements, synthetic
+from specker.runtime.round.drafter import path_length
+from specker.runtime.round.synthetic import agreements, synthetic
 
 BASE = 7  # the root's position in tests without an engine
 K = 4

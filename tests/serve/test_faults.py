@@ -18,7 +18,7 @@ from pairs import perturbed
 from serving import chunks, free, serving, streamed, until
 
 import specker
-from specker.serve.__main__ import main
+from specker.cli.serve import main
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 380}
 
@@ -145,7 +145,7 @@ def test_health_says_that_rounds_fail(load, monkeypatch):
 
 def test_logits_that_are_not_finite_fail_the_request(load, monkeypatch):
     with serving(engine := load()) as client:
-        monkeypatch.setattr("specker.runtime.round.math.isfinite", lambda _: False)
+        monkeypatch.setattr("specker.runtime.round.round.math.isfinite", lambda _: False)
         answer = client.post("/v1/completions", json=LONG)
         assert answer.status_code == 500
         assert answer.json()["error"]["message"] == "the model's logits are not finite"

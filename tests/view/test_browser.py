@@ -14,9 +14,9 @@ import traces
 from PIL import Image
 
 import specker
+from specker.cli import view
 from specker.options import Params
-from specker.runtime.state import Request
-from specker.view import __main__ as view
+from specker.runtime.round.state import Request
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY
 

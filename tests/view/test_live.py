@@ -11,12 +11,12 @@ import pytest
 
 import specker
 from specker.options import Params
-from specker.runtime.state import Request
-from specker.trace import Trace
+from specker.runtime.round.state import Request
 from specker.view import live as lives
 from specker.view.live import Live
 from specker.view.page import LIVE_POLICY, data
 from specker.view.read import begun, parse
+from specker.view.trace import Trace
 
 
 @pytest.fixture(scope="module")

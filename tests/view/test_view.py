@@ -14,11 +14,10 @@ from traces import BEGIN, CHAIN, END, HEADER, TREE, write
 from transformers import AutoModelForCausalLM
 
 import specker
-from specker import run
-from specker.report import write_file
-from specker.runtime.choose import NONE, Chooser
-from specker.runtime.policy import Budget, Policy
-from specker.view import __main__ as view
+from specker.cli import run, view
+from specker.paths import write_file
+from specker.runtime.control.choose import NONE, Chooser
+from specker.runtime.control.policy import Budget, Policy
 from specker.view.page import data, html
 from specker.view.read import parse, read
 
@@ -262,7 +261,7 @@ def test_a_cut_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_failed_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace.html").write_text("old")
-    monkeypatch.setattr("specker.report.os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr("specker.paths.os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         write_file(str(tmp_path / "trace.html"), "new")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("trace.html", "old")]

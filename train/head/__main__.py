@@ -31,7 +31,7 @@ import specker
 from specker.checkpoints.buffers import served
 from specker.checkpoints.checkpoint import Opened, opened
 from specker.checkpoints.checkpoint import read as read_checkpoint
-from specker.flags import ended
+from specker.cli.exits import run_cli
 from train import corpus
 from train.head import taps
 from train.head.blocks import Blocks
@@ -198,7 +198,7 @@ def run(args: Args) -> int:
 
 
 def main() -> int:
-    return ended(lambda: run(HfArgumentParser(Args).parse_args_into_dataclasses()[0]))
+    return run_cli(lambda: run(HfArgumentParser(Args).parse_args_into_dataclasses()[0]))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
-from specker.checkpoints.gguf_heads import ARCHITECTURE, LAYER, OUTER
+from specker.checkpoints.gguf.heads import ARCHITECTURE, LAYER, OUTER
 from specker.checkpoints.parse import read_json
-from specker.flags import ended
+from specker.cli.exits import run_cli
 from train.head.export import default_taps
 
 KINDS = ("F32", "F16", "BF16", "Q8_0")
@@ -101,7 +101,7 @@ def main() -> int:
         write(Path(args.head), Path(args.target), Path(args.out), args.kind)
         return 0
 
-    return ended(run)
+    return run_cli(run)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ help, bounds and checks come from its options.
 """
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
-from specker.flags import Parser, flag, make, option
+from specker.fields import flag, make, option
 from specker.options import Common, Options, refuse_unknown
-from specker.runtime.drafter import Drafter
-from specker.runtime.policy import AUTO, GENERAL, Policy
+from specker.runtime.control.policy import AUTO, GENERAL, Policy
+from specker.runtime.round.drafter import Drafter
 from specker.runtime.strategies import ar, dflash, diffuspec, draft, dynamic_exit, eagle, easyspec, lookup, mtp
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 from specker.runtime.strategies.blocks import SHARED
@@ -158,15 +158,16 @@ def own_options() -> dict[str, Any]:
     return {s.name: s.options for s in _ALL if s.options is not None} | {TRIM: TrimOptions}
 
 
-def add_flags(parser: Parser) -> None:
-    """Add a group for each strategy that has its own flags, and for strategies that share some."""
+def flag_groups() -> Iterator[tuple[type, str, str, list[str]]]:
+    """(class of the options, title, description, names) for each strategy that has its own flags, and for strategies
+    that share some."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, owners in _owners().items():
         groups.setdefault(owners, []).append(name)
     for owners, names in groups.items():
         title = f"{'strategy' if len(owners) == 1 else 'strategies'} {' and '.join(owners)}"
         about = {TRIM: SUMMARY, **{s.name: s.summary for s in _ALL}}[owners[0]] if len(owners) == 1 else SHARED
-        parser.add(own_options()[owners[0]], title, about, only=names)
+        yield own_options()[owners[0]], title, about, names
 
 
 def _owners() -> dict[str, tuple[str, ...]]:

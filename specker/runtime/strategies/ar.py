@@ -1,8 +1,8 @@
 """Strategy `ar`: plain decoding without a draft, the baseline. It runs the same ops and weights as other strategies."""
 
-from specker.flags import option
+from specker.fields import option
 from specker.options import Options
-from specker.runtime.policy import Budget, Fixed, Policy
+from specker.runtime.control.policy import Budget, Fixed, Policy
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specker.options import Options
-from specker.runtime.auto import Auto, Experience
-from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
+from specker.runtime.control.auto import Auto, Experience
+from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
 from specker.zoo import Family
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from specker.model.cache import KVCache
     from specker.model.decoder import Model
     from specker.model.weights import Matrix
-    from specker.runtime.dist import Ranks
-    from specker.runtime.drafter import Drafter
-    from specker.runtime.head import Head
+    from specker.runtime.ranks.dist import Ranks
+    from specker.runtime.round.drafter import Drafter
+    from specker.runtime.round.lm_head import Head
     from specker.runtime.strategies.vocabtrim.head import KeptRows
 
 SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
@@ -69,7 +69,7 @@ class DraftContext:
 
     def head(self, model: Model, weight: Matrix | None = None) -> Head:
         """The drafting head: the model's norm with the model's own head, or with the rows `weight` [K, E]."""
-        from specker.runtime.head import Head
+        from specker.runtime.round.lm_head import Head
 
         rows, eps = model.head if weight is None else weight, model.config.rms_norm_eps
         make = Head if self.kept is None else self.kept.head
@@ -162,7 +162,7 @@ class Strategy:
     ) -> Checkpoint:
         """Read the head of a strategy that `reads_target`; the arguments of `checkpoints.heads.read`. `source`: None if
         the strategy needs no draft checkpoint."""
-        from specker.checkpoints import heads
+        from specker.checkpoints.drafts import heads
 
         assert source is not None
         return heads.read(source, target, dtype=dtype, quantize=quantize)

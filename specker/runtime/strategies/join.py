@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specker.runtime.drafter import Draft, Drafter
-from specker.runtime.policy import Budget, Outcome, Policy, StopRule
+from specker.runtime.control.policy import Budget, Outcome, Policy, StopRule
+from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.strategies.base import Plan
 from specker.runtime.strategies.lookup import Copying, LookupDrafter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specker.runtime.round import Round
-    from specker.runtime.state import Request
+    from specker.runtime.round.round import Round
+    from specker.runtime.round.state import Request
 
 COPIED = Budget(16, 16, part=1)  # the longest copied draft
 

@@ -22,16 +22,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specker.flags import check_fields, opt, option
+from specker.fields import check_fields, opt, option
 from specker.options import Options
-from specker.runtime.auto import ENGINE, TEXT, Share, shorter
-from specker.runtime.drafter import Draft, Drafter
-from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
+from specker.runtime.control.auto import ENGINE, TEXT, Share, shorter
+from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Outcome, Policy
+from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 if TYPE_CHECKING:
-    from specker.runtime.round import Round
-    from specker.runtime.state import Request
+    from specker.runtime.round.round import Round
+    from specker.runtime.round.state import Request
 
 LENGTH = 8  # tokens of a draft chain, for policies that do not choose it
 NOTHING = Share(TEXT)  # the counts of a match that was never tried

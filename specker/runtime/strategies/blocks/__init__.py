@@ -11,10 +11,10 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
-from specker.flags import check_fields, opt, option
+from specker.fields import check_fields, opt, option
 from specker.options import Options
-from specker.runtime.auto import TEXT, Acceptance, Experienced
-from specker.runtime.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
+from specker.runtime.control.auto import TEXT, Acceptance, Experienced
+from specker.runtime.control.policy import AUTO, CONFIDENT, LONGEST, MAX_NODES, Budget, Outcome, Policy, general
 from specker.runtime.strategies.base import Plan, PolicyContext, Strategy
 
 CPS_LAMBDA = 0.85  # the measured winner on the bundled pair; 0.5 in the paper
@@ -87,7 +87,7 @@ class BlockOptions:
     )
     ngram: str | None = opt(
         None,
-        "the search's n-gram model (default: the bundled one for the target); see python -m specker.calibrate",
+        "the search's n-gram model (default: the bundled one for the target); see specker calibrate",
         "FILE",
     )
     adl: tuple[int, int] | None = opt(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from specker.flags import option
+from specker.fields import option
 
 FORMAT, VERSION = "specker-ngram", 1
 MAX_VOCABULARY = 1 << 21  # a trigram's key is below the cube of this, which fits 63 bits

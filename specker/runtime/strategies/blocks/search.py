@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.flags import option
+from specker.fields import option
 from specker.kernels.noise import gumbel_at
 from specker.model.decoder import Final
 from specker.options import Sampling
-from specker.runtime import state as states
-from specker.runtime.drafter import Draft
-from specker.runtime.head import Head
-from specker.runtime.round import Round
-from specker.runtime.stats import DiffusionStats
+from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.round import state as states
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.blocks import CPS_LAMBDA, CPS_PATHS, BlockOptions, ngram
 from specker.runtime.strategies.blocks.lattice import Lattice, Search, best_paths, best_tree, lattice
@@ -33,7 +33,7 @@ def read(context: DraftContext) -> Search | None:
     weight = CPS_LAMBDA if own.cps_lambda is None else own.cps_lambda
     if path is None and weight < 1:
         raise ValueError(
-            f"{option('cps', how)} needs {option('ngram')} for {target.folder} (python -m specker.calibrate --ngram "
+            f"{option('cps', how)} needs {option('ngram')} for {target.folder} (specker calibrate --ngram "
             f"makes one), or {option('cps_lambda', 1)} to search without it, or {option('cps', 'off')}"
         )
     model = None

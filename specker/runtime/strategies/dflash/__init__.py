@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specker.flags import option
+from specker.fields import option
 from specker.options import Options
-from specker.runtime.policy import CONFIDENT, MAX_NODES
+from specker.runtime.control.policy import CONFIDENT, MAX_NODES
 from specker.runtime.strategies.base import DraftContext, PolicyContext
 from specker.runtime.strategies.blocks import BlockStrategy
 
@@ -55,7 +55,7 @@ class DFlash(BlockStrategy):
     def read_head(
         self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
     ) -> Checkpoint:
-        from specker.checkpoints import dflash
+        from specker.checkpoints.drafts import dflash
 
         assert source is not None
         return dflash.read(source, target, dtype=dtype, quantize=quantize)
@@ -63,7 +63,7 @@ class DFlash(BlockStrategy):
     def with_draft(self, options: Options, draft: Checkpoint) -> Options:
         """By default a draft is as long as the checkpoint's block allows. Raises ValueError for longer ones, and for
         path searches where a Markov head makes tokens depend on one another."""
-        from specker.checkpoints.dflash import BlockCheckpoint
+        from specker.checkpoints.drafts.dflash import BlockCheckpoint
 
         assert isinstance(draft, BlockCheckpoint)
         most, own = draft.spec.most, options.own
@@ -86,7 +86,7 @@ class DFlash(BlockStrategy):
         return context.options.own.adl or (max(1, longest // 2), longest)
 
     def drafter(self, context: DraftContext) -> BlockDrafter:
-        from specker.checkpoints.dflash import BlockCheckpoint
+        from specker.checkpoints.drafts.dflash import BlockCheckpoint
         from specker.model.dflash import BlockModel
         from specker.runtime.strategies.blocks.search import read
         from specker.runtime.strategies.dflash.drafter import BlockDrafter

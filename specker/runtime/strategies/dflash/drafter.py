@@ -9,12 +9,12 @@ from specker.kernels.topk import largest_of
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.dflash import BlockModel
-from specker.runtime.drafter import Draft, Drafter
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget
-from specker.runtime.round import Round
-from specker.runtime.state import Request
-from specker.runtime.stats import DiffusionStats
+from specker.runtime.control.policy import Budget
+from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.round.drafter import Draft, Drafter
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
+from specker.runtime.round.state import Request
 from specker.runtime.strategies.blocks.lattice import Search
 from specker.runtime.strategies.blocks.search import before_stop, candidates, searched
 

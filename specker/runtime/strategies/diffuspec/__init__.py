@@ -16,10 +16,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from specker.flags import opt, option
+from specker.fields import opt, option
 from specker.options import Options
-from specker.runtime.auto import Acceptance, Experienced
-from specker.runtime.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Fixed, Policy, StopRule
+from specker.runtime.control.auto import Acceptance, Experienced
+from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, MAX_NODES, Budget, Fixed, Policy, StopRule
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext
 from specker.runtime.strategies.blocks import BlockOptions, BlockStrategy, seen
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
-from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget
-from specker.runtime.round import Round
-from specker.runtime.stats import DiffusionStats
+from specker.runtime.control.policy import Budget
+from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.round.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
 from specker.runtime.strategies.base import DraftContext, Strategy
 from specker.runtime.strategies.blocks.lattice import Lattice, Search
 from specker.runtime.strategies.blocks.search import before_stop, candidates, read, searched

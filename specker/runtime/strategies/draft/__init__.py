@@ -6,7 +6,7 @@ cumulative probability
     score(child) = score(parent) + log q(child | path)
 
 as in EAGLE-2 (arXiv 2406.16858) and EasySpec. Above temperature 0, q is perturbed with the target's own noise
-(runtime/head.py).
+(runtime/round/lm_head.py).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from specker.kernels.round.grow import Candidates, grow, prune
 from specker.model.cache import KVCache, Lengths, Rows
 from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_text
-from specker.runtime.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
-from specker.runtime.head import Head
-from specker.runtime.round import Round
+from specker.runtime.round.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
 
 
 class AutoregressiveDrafter(ModelDrafter):

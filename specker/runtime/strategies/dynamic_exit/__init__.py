@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from specker.flags import check_fields, opt, option
+from specker.fields import check_fields, opt, option
 from specker.options import Options
-from specker.runtime.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Policy, general
+from specker.runtime.control.policy import AUTO, GENERAL, LENGTHS, LONGEST, Budget, Policy, general
 from specker.runtime.strategies.base import DraftContext, Plan, PolicyContext, Strategy
 
 if TYPE_CHECKING:
     from specker.model.decoder import Model
-    from specker.runtime.head import Head
+    from specker.runtime.round.lm_head import Head
     from specker.runtime.strategies.dynamic_exit.drafter import EarlyExitDrafter
 
 ELIGIBLE = 8  # maximum number of exit layers

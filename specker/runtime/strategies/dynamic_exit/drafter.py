@@ -10,11 +10,11 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.model.rows import begin, begin_step
 from specker.model.sampling import Draws
-from specker.runtime.drafter import Draft, Drafter
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget
-from specker.runtime.round import Round
-from specker.runtime.state import Request
+from specker.runtime.control.policy import Budget
+from specker.runtime.round.drafter import Draft, Drafter
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
+from specker.runtime.round.state import Request
 
 # The last rows of a prompt seed DEL's statistics: at most 32, as in the paper. Each row is multiplied by the LM head
 # once for each watched layer, so a prompt gets one such product for every PROMPT_SHARE of its tokens. Short prompts get

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from specker.runtime.auto import ENGINE, PRIOR, Experience
-from specker.runtime.costs import Costs
-from specker.runtime.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
+from specker.runtime.control.auto import ENGINE, PRIOR, Experience
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
 
 DECAY = 0.95  # decay of a layer's statistics at each update of that layer
 REFRESH = 8  # number of budgets after which the costs of rounds are asked for again

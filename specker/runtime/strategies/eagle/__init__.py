@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specker.flags import option
+from specker.fields import option
 from specker.options import Options
 from specker.runtime.strategies.base import DraftContext, Strategy
 
@@ -33,7 +33,7 @@ class Eagle(Strategy):
             raise ValueError(f"strategy {self.name} reads a trained head: {option('load', 'dummy')} does not apply")
 
     def drafter(self, context: DraftContext) -> EagleDrafter:
-        from specker.checkpoints.heads import HeadCheckpoint
+        from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import ReadingHead
         from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.eagle.drafter import EagleDrafter

@@ -19,7 +19,7 @@ from specker.model.decoder import Final, Model, prefill
 from specker.model.heads import HeadSpec, ReadingHead
 from specker.model.sampling import Draws
 from specker.options import Sampling
-from specker.runtime.head import Head
+from specker.runtime.round.lm_head import Head
 from specker.runtime.text import encode, encode_chat
 
 ROWS = 256  # most tokens of the text, its prompt included: one chunk of a prompt

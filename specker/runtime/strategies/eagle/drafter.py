@@ -8,11 +8,11 @@ from torch import Tensor
 from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final
 from specker.model.heads import ReadingHead
-from specker.runtime.drafter import Draft
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget
-from specker.runtime.round import Round
-from specker.runtime.state import Request
+from specker.runtime.control.policy import Budget
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
+from specker.runtime.round.state import Request
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 
 BLOCK = 256  # pairs of a prompt that the head forwards at once

@@ -10,10 +10,10 @@ import torch
 from specker.model.cache import KVCache
 from specker.model.decoder import Final
 from specker.model.heads import ReadingHead
-from specker.runtime.drafter import Draft
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget
-from specker.runtime.round import Round
+from specker.runtime.control.policy import Budget
+from specker.runtime.round.drafter import Draft
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
 from specker.runtime.strategies.eagle.drafter import EagleDrafter
 
 

@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specker.flags import check_fields, opt, option
+from specker.fields import check_fields, opt, option
 from specker.runtime.strategies.base import DraftContext
 from specker.runtime.strategies.draft import SmallModel
 

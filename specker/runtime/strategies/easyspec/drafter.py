@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specker.flags import option
+from specker.fields import option
 from specker.kernels.quant import Quantized, joined
 from specker.kernels.round.repeat import repeat_rows
 from specker.model.cache import KVCache, Rows, sequence_bounds
@@ -26,9 +26,9 @@ from specker.model.decoder import (
     over_pages,
     run_layers,
 )
-from specker.runtime.dist import Ranks
-from specker.runtime.head import Head
-from specker.runtime.round import Round
+from specker.runtime.ranks.dist import Ranks
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
 from specker.runtime.strategies.draft.drafter import AutoregressiveDrafter
 from specker.runtime.strategies.easyspec import Groups
 

@@ -34,12 +34,12 @@ class MultiTokenPrediction(Eagle):
     def read_head(
         self, source: str | Path | None, target: Checkpoint, dtype: torch.dtype, quantize: str | None
     ) -> Checkpoint:
-        from specker.checkpoints import mtp
+        from specker.checkpoints.drafts import mtp
 
         return mtp.read(target, dtype=dtype, quantize=quantize)
 
     def drafter(self, context: DraftContext) -> EagleDrafter:
-        from specker.checkpoints.heads import HeadCheckpoint
+        from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import ReadingHead
         from specker.runtime.strategies.eagle.agreement import chosen
         from specker.runtime.strategies.mtp.drafter import HeadsInTurn

@@ -26,10 +26,10 @@ from specker.model.cache import KVCache, Rows
 from specker.model.decoder import Final
 from specker.model.heads import ReadingHead
 from specker.model.rows import begin
-from specker.runtime.head import Head
-from specker.runtime.policy import Budget
-from specker.runtime.round import Round
-from specker.runtime.state import Request
+from specker.runtime.control.policy import Budget
+from specker.runtime.round.lm_head import Head
+from specker.runtime.round.round import Round
+from specker.runtime.round.state import Request
 from specker.runtime.strategies.eagle.drafter import BLOCK, WAITING, EagleDrafter
 
 

@@ -15,7 +15,7 @@ that never did, and the few ids of a short count only replace the last kept rows
 
 from dataclasses import dataclass
 
-from specker.flags import check_fields, opt
+from specker.fields import check_fields, opt
 from specker.options import VocabKeep
 
 TRIM = "vocabtrim"
@@ -28,8 +28,8 @@ NEEDS = "a draft model"
 class TrimOptions:
     vocab_scores: str | None = opt(
         None,
-        "file with token frequencies (default: the bundled one for the target's tokenizer, if any); see python -m "
-        "specker.calibrate",
+        "file with token frequencies (default: the bundled one for the target's tokenizer, if any); see specker "
+        "calibrate",
         "FILE",
     )
     vocab_keep: VocabKeep | None = opt(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specker.cpu.packed import Packed
 from specker.model.weights import Matrix
-from specker.runtime import state as states
-from specker.runtime.head import Head
+from specker.runtime.round import state as states
+from specker.runtime.round.lm_head import Head
 from specker.runtime.strategies.vocabtrim.counts import VocabCounts
 
 

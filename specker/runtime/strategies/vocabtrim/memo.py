@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specker.cache import root, write
 from specker.checkpoints.tokenizer import Tokens
 from specker.model.config import CheckpointError
+from specker.paths import root, write
 from specker.runtime.strategies.vocabtrim import order as vocab_order
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores
 

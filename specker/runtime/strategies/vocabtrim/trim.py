@@ -9,10 +9,10 @@ import torch
 
 from specker import zoo
 from specker.checkpoints.checkpoint import Checkpoint
-from specker.flags import option
+from specker.fields import option
 from specker.options import Options, VocabKeep
-from specker.runtime.dist import Ranks
-from specker.runtime.stats import Stats
+from specker.runtime.control.stats import Stats
+from specker.runtime.ranks.dist import Ranks
 from specker.runtime.strategies.vocabtrim import TrimOptions
 from specker.runtime.strategies.vocabtrim import memo as vocab_memo
 from specker.runtime.strategies.vocabtrim import scores as vocab_scores

@@ -1,0 +1,232 @@
+"""Read the multi-token prediction (MTP) heads that a target's own checkpoint holds.
+
+Three layouts are read, as far as the target's own layers are supported, because a head's layer is like them: MiMo's
+`mtp_layers.0`, Qwen3-Next's `mtp`, and DeepSeek-V3's, in which each head is one more layer. What the heads read:
+
+* Qwen3-Next: the target's rows after its final norm, and a head feeds back its rows after its own norm (vLLM,
+  qwen3_next.py and qwen3_next_mtp.py; llama.cpp's pull request 24025 measured it).
+* DeepSeek-V3: likewise (vLLM, deepseek_v2.py; SGLang, deepseek_nextn.py). vLLM fed back the rows before the head's norm
+  until its pull request 45895; on DeepSeek-R1 the rows after it are accepted more often (ROCm/ATOM's 1764).
+* MiMo: the target's rows before its final norm (XiaomiMiMo/vllm and vLLM, mimo.py: the model returns the residual
+  stream, and `compute_logits` applies the norm). A row that is fed back is of the same kind, before the head's norm
+  (exllamav3's pull request 238); vLLM's and SGLang's mimo_mtp.py return it after the norm, for drafts of one token.
+
+Of several heads, each reads the output of the one before (DeepSeek-V3's paper, section 2.2; SGLang calls it chained in
+multi_layer_eagle_worker_v2.py). MiMo's all read the target's rows: no checkpoint of this layout with several heads is
+known, but MiMo-V2 has three, and the second one is right at 73% of the positions so, and at 47% with the output of the
+one before (sglang-jax's pull request 1256).
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specker.checkpoints.buffers import Buffers, Piece, Storage, packs, part_of, pieces_of
+from specker.checkpoints.checkpoint import Checkpoint, check_tensors, open_files
+from specker.checkpoints.drafts.heads import HeadCheckpoint, check_stream
+from specker.checkpoints.parse import read_json
+from specker.checkpoints.quantised.schemes import scheme_of
+from specker.model.config import CheckpointError, ModelConfig
+from specker.model.heads import HeadSpec, HeadWeights
+from specker.model.split import WHOLE
+from specker.model.weights import Weights
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of the heads' tensors, without `.weight`; # stands for a head's number."""
+
+    start: str  # of all of a head's names
+    layer: str  # of its layer's
+    fc: str
+    embed_norm: str
+    hidden_norm: str
+    norm: str
+    first: int = 0  # the first head's number
+    swapped: bool = False  # fc has the hidden row's columns first
+    before_norm: bool = False  # this and the next three: see HeadSpec
+    output: bool = True
+    chained: bool = True
+    zeroed: bool = True
+    own: tuple[tuple[str, str], ...] = ()  # buffer and name of the head's own embedding and LM head
+
+    def head(self, n: int) -> "Layout":
+        """The names of head n, counted from 0."""
+        names = "start", "layer", "fc", "embed_norm", "hidden_norm", "norm"
+        number = str(self.first + n)
+        own = tuple((buffer, name.replace("#", number)) for buffer, name in self.own)
+        return replace(self, own=own, **{name: getattr(self, name).replace("#", number) for name in names})
+
+    def numbers(self, names: Iterator[str]) -> list[int]:
+        """The numbers of the heads with a layer among these tensors."""
+        stem = re.compile(re.escape(self.layer).replace(r"\#", r"(\d+)"))
+        found = {int(match[1]) for name in names if (match := stem.match(name))}
+        return sorted(n for n in found if n >= self.first)
+
+
+def layouts(prefix: str, layers: int) -> tuple[Layout, ...]:
+    """The layouts for a target of this many layers, whose names begin with `prefix`."""
+    mimo, deepseek = f"{prefix}mtp_layers.#.", f"{prefix}layers.#."
+    return (
+        Layout(
+            mimo,
+            mimo,
+            fc=f"{mimo}input_proj",
+            embed_norm=f"{mimo}token_layernorm",
+            hidden_norm=f"{mimo}hidden_layernorm",
+            norm=f"{mimo}final_layernorm",
+            swapped=True,
+            before_norm=True,
+            output=False,
+            chained=False,
+        ),
+        Layout(
+            "mtp.",
+            "mtp.layers.#.",
+            fc="mtp.fc",
+            embed_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            norm="mtp.norm",
+            zeroed=False,
+        ),
+        Layout(
+            deepseek,
+            deepseek,
+            fc=f"{deepseek}eh_proj",
+            embed_norm=f"{deepseek}enorm",
+            hidden_norm=f"{deepseek}hnorm",
+            norm=f"{deepseek}shared_head.norm",
+            first=layers,
+            own=(("embed", f"{deepseek}embed_tokens"), ("head", f"{deepseek}shared_head.head")),
+        ),
+    )
+
+
+def read(target: Checkpoint, *, dtype: torch.dtype, quantize: str | None = None) -> HeadCheckpoint:
+    """Read the MTP heads of the target's checkpoint, in `dtype`, onto the target's device: the first one, with the
+    others as its `further`. `quantize` rounds their matrices as `checkpoint.read` does. Raises CheckpointError if the
+    target has none, or some that do not fit."""
+    folder, layers = target.folder, target.config.num_layers
+    check_stream(folder, target.config)
+    config = _config(target.config)
+    with ExitStack() as stack:
+        every = open_files(folder, stack)
+        prefix = "model." if any(name.startswith("model.") for name in every) else ""
+        fitting = [x for x in layouts(prefix, layers) if any(_in(x.head(0).fc, name) for name in every)]
+        if not fitting:
+            raise CheckpointError(
+                f"{folder} has no MTP heads (mtp_layers, mtp or further layers), with which strategy mtp drafts"
+            )
+        layout, scheme = fitting[0], scheme_of(read_json(folder / "config.json"), str(folder))
+        device = target.weights.norm.device
+        storage = Storage(scheme, quantize, dtype, device, packs(config, dtype, device))
+        numbers, last = layout.numbers(iter(every)), layout.first
+        if numbers != list(range(last, last + len(numbers))):
+            raise CheckpointError(
+                f"the MTP heads of {folder} are numbered {numbers}; {last} is the first one, and none may lack"
+            )
+        heads: list[HeadCheckpoint] = []
+        for n in range(max(1, len(numbers))):
+            heads.append(_head(target, config, every, layout, n, storage, heads[0] if heads else None))
+    return replace(heads[0], further=tuple(heads[1:]))
+
+
+def _head(
+    target: Checkpoint,
+    config: ModelConfig,
+    every: dict[str, Any],
+    layout: Layout,
+    n: int,
+    storage: Storage,
+    first: HeadCheckpoint | None,
+) -> HeadCheckpoint:
+    """Head n of the open files `every`. `first`: head 0, whose embedding and LM head all heads use."""
+    names, layer = layout.head(n), layout.layer.split("#")[0]
+    where = {
+        name: x
+        for name, x in every.items()
+        if name.startswith(names.start) and (name.startswith(names.layer) or not name.startswith(layer))
+    }
+    if first is not None:
+        where = _shared(where, every, names, layout.head(0), n)
+    pieces = {p.name: p for p in _pieces(names, config, where)}
+    check_tensors(where, pieces, config, "", storage)
+    buffers = Buffers(pieces, config, storage)
+    for name, p in pieces.items():
+        if storage.scheme is not None and storage.covers(name):
+            buffers.put(p, part_of(p, name, storage.scheme, lambda name: where[name].get_tensor(name)))
+        else:
+            buffers.put(p, p.read(where[name], name))
+    found = buffers.done()
+    fc, H = found.pop("fc"), config.hidden_size
+    parts = HeadWeights(
+        fc=torch.cat((fc[:, H:], fc[:, :H]), 1) if layout.swapped else fc,
+        embed_norm=found.pop("embed_norm"),
+        hidden_norm=found.pop("hidden_norm"),
+    )
+    absent = dict.fromkeys(
+        ("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias", "norm_in", "norm_post")
+    )
+    own = (first or target).weights
+    rows = {"embed": own.embed, "head": own.head}
+    weights = Weights(**{**absent, **rows, **found}, ropes=target.weights.ropes)
+    spec = HeadSpec(
+        "mtp",
+        (target.config.num_layers,),
+        H,
+        config.vocab_size,
+        output=layout.output,
+        before_norm=layout.before_norm,
+        chained=layout.chained,
+        zeroed=layout.zeroed,
+    )
+    return HeadCheckpoint(
+        config, weights, target.folder, shared=target.tokens, activations=target.activations, spec=spec, parts=parts
+    )
+
+
+def _shared(where: dict[str, Any], every: dict[str, Any], names: Layout, first: Layout, n: int) -> dict[str, Any]:
+    """The tensors of head n without its copies of the first head's embedding and LM head. Raises CheckpointError if
+    they differ: the heads share them (DeepSeek-V3's paper, section 2.2)."""
+    rest = dict(where)
+    for (_, own), (_, other) in zip(names.own, first.own, strict=True):
+        for name in [name for name in where if _in(own, name)]:
+            twin = other + name.removeprefix(own)
+            if twin not in every or not torch.equal(rest.pop(name).get_tensor(name), every[twin].get_tensor(twin)):
+                raise CheckpointError(f"MTP head {n + 1} has {name}, which is not the first head's; they must be equal")
+    return rest
+
+
+def _in(stem: str, name: str) -> bool:
+    """Whether `name` is a tensor of the module `stem`."""
+    return name.startswith(f"{stem}.")
+
+
+def _config(c: ModelConfig) -> ModelConfig:
+    """The config of the head's layer. Raises CheckpointError if the target's layers differ."""
+    mixed = c.layer.experts is not None and c.layer.experts.dense
+    if len(set(c.layer.reaches)) > 1 or len(set(c.layer.ropes)) > 1 or mixed:
+        raise CheckpointError(
+            f"the layers of this {c.architecture} differ, and specker cannot tell which the MTP head has"
+        )
+    layer = replace(c.layer, reaches=c.layer.reaches[:1], ropes=c.layer.ropes[:1])
+    return replace(c, num_layers=1, layer=layer, tied=False, shares=())
+
+
+def _pieces(layout: Layout, c: ModelConfig, where: dict[str, Any]) -> Iterator[Piece]:
+    """Every tensor that the head must have, and those of its own embedding and LM head, if it has them."""
+    H, V = c.hidden_size, c.vocab_size
+    for p in pieces_of(c, WHOLE, True):
+        if p.layer is not None:
+            yield replace(p, name=layout.layer + p.name.removeprefix("layers.0."))
+    yield Piece(f"{layout.fc}.weight", "fc", None, 0, (H, 2 * H), (H, 2 * H), (0, 0))
+    for buffer in ("embed_norm", "hidden_norm", "norm"):
+        name = f"{getattr(layout, buffer)}.weight"
+        yield Piece(name, buffer, None, 0, (H,), (H,), (0,), c.norm_offset)
+    for buffer, name in layout.own:
+        if any(_in(name, other) for other in where):
+            yield Piece(f"{name}.weight", buffer, None, 0, (V, H), (V, H), (0, 0))

@@ -1,0 +1,1 @@
+"""Matrices as other libraries quantise them."""

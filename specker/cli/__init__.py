@@ -1,0 +1,1 @@
+"""The commands. `run.py` decodes prompts; `specker NAME` runs cache, calibrate, drafts, serve or view."""

@@ -1,0 +1,111 @@
+"""List and remove what specker keeps on disk: `specker cache --help`, or `specker cache --help`.
+
+Everything there is made or fetched again when it is needed, except the token counts and the history of conversations,
+which come from your own runs.
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from specker import paths as cache
+from specker.cli.exits import run_cli
+from specker.cli.parser import Parser
+from specker.fields import check_fields, make, opt
+
+ABOUT = {
+    "cpu": "compiled kernels",
+    "digests": "SHA-256 of GGUF files",
+    "gguf": "converted GGUF files",
+    "history": "what was typed in conversations",
+    "locks": "locks",
+    "peers": "files of bench/peers.py",
+    "tokenizers": "orders and hashes of tokenizers",
+    "vocab": "counts of the tokens that targets wrote",
+}
+USAGE = "specker cache [--clear NAME ...]"
+
+
+@dataclass(frozen=True)
+class Job:
+    clear: tuple[str, ...] = opt((), "remove these entries of the list; `all` removes everything", "NAME")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or folder of the cache."""
+
+    name: str  # its path within the cache
+    path: Path
+    about: str
+    size: int  # bytes
+
+
+def entries() -> list[Entry]:
+    """The cache's entries by name. Each converted GGUF file is an entry of its own."""
+    found = []
+    for path in sorted(cache.root().iterdir()) if cache.root().is_dir() else ():
+        for each in sorted(path.iterdir()) if path.name == "gguf" else [path]:
+            about = ABOUT.get(path.name, "a fetched file" if path.suffix == ".gguf" else "")
+            found.append(Entry(str(each.relative_to(cache.root())), each, about, size_of(each)))
+    return found
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+    return sum(file.lstat().st_size for file in files if not file.is_dir() or file.is_symlink())
+
+
+def clear(names: Sequence[str]) -> list[Entry]:
+    """Remove entries and return them. Raises ValueError for a name that is not in the list."""
+    known = {entry.name: entry for entry in entries()}
+    if unknown := [name for name in names if name not in known and name != "all"]:
+        raise ValueError(f"--clear: the cache has no {unknown[0]}; it has {', '.join(known) or 'nothing'}")
+    chosen = list(known.values()) if "all" in names else [known[name] for name in dict.fromkeys(names)]
+    for entry in chosen:
+        if entry.path.is_dir() and not entry.path.is_symlink():
+            shutil.rmtree(entry.path)
+        else:
+            entry.path.unlink()
+    return chosen
+
+
+def run(job: Job) -> int:
+    if job.clear:
+        gone = clear(job.clear)
+        print(f"removed {len(gone)} of {cache.root()}: {readable(sum(entry.size for entry in gone))}")
+        return 0
+    found = entries()
+    table = Table(title=str(cache.root()), title_justify="left", show_edge=False)
+    for column in ("name", "what it is"):
+        table.add_column(column)
+    table.add_column("size", justify="right")
+    for entry in found:
+        table.add_row(entry.name, entry.about, readable(entry.size))
+    table.add_section()
+    table.add_row("all", "", readable(sum(entry.size for entry in found)))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 0
+
+
+def readable(size: int) -> str:
+    for unit, count in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= count:
+            return f"{size / count:.1f} {unit}"
+    return f"{size} B"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser("specker cache", USAGE, "List what specker keeps on disk ($SPECKER_CACHE), or remove it.", "")
+    parser.add(Job, "options")
+    parser.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: parser.format_help())
+    return run_cli(lambda: run(make(Job, vars(parser.parse_args(argv)))))

@@ -1,0 +1,150 @@
+"""A conversation in the terminal: `specker.run --chat` without a prompt. `run` imports this file only when one begins,
+because prompt_toolkit takes long to import."""
+
+import difflib
+import json
+import os
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specker.cli.screen import Screen
+from specker.cli.terminal import KEYS, ask, keys_wait, reader, unquoted
+from specker.paths import write_file
+
+if TYPE_CHECKING:
+    from specker.cli.run import Decoding, Line
+
+COMMANDS = {
+    "/help": ("", "show this"),
+    "/clear": ("", "begin anew; the system message stays"),
+    "/system": ("TEXT", "set the system message (begins anew), or show it"),
+    "/save": ("FILE", "write the conversation, for --prompts FILE --chat"),
+    "/exit": ("", "end the conversation"),
+}
+ENDS = {
+    "length": "the answer ends at --max-new-tokens",
+    "grammar": "no token can follow in this grammar",
+    "context": "the context is full; /clear forgets the conversation",
+}
+
+
+def converse(decoding: "Decoding", lines: "list[Line]", screen: Screen) -> None:
+    """Answer until the user ends the input. Each turn is decoded after the whole conversation so far, with the K/V that
+    the previous turn kept. `lines` holds the first conversation, and gets each new one."""
+    session = reader(COMMANDS, screen.notes.file)
+    talk = Conversation(decoding, lines, screen)
+    screen.note("/help lists commands and keys; Ctrl-C ends an answer, Ctrl-D the conversation.")
+    with keys_wait(session):
+        while True:
+            try:
+                talk.take(ask(session))
+            except KeyboardInterrupt:  # discards what was typed
+                if not session.default_buffer.text:
+                    screen.note("Ctrl-D ends the conversation.")
+            except ValueError as error:
+                screen.note(f"{error}", "yellow")
+            except EOFError:
+                return
+
+
+class Conversation:
+    """Answers what the user types, and carries out commands."""
+
+    def __init__(self, decoding: "Decoding", lines: "list[Line]", screen: Screen) -> None:
+        self.decoding, self.lines, self.screen = decoding, lines, screen
+
+    @property
+    def line(self) -> "Line":
+        """The conversation since the last /clear or /system TEXT."""
+        return self.lines[-1]
+
+    def take(self, text: str) -> None:
+        """Carry out a command, or answer. Raises EOFError for /exit, and ValueError with a sentence for the user."""
+        if re.search("[\ud800-\udfff]", text):  # a lone surrogate stands for a byte that is not valid text
+            raise ValueError("what you typed is not valid text in the terminal's encoding")
+        command, *rest = text.split(maxsplit=1) or [""]
+        if not re.fullmatch(r"/[^\s/*]*", command):  # a path, or a comment of pasted code, is no command
+            self.answer(unquoted(text[1:] if re.match(r"//\S", text) else text).strip("\n"))
+            return
+        argument = unquoted(rest[0].strip()) if rest else ""
+        match command:
+            case "/help":
+                rows = {f"{name} {what}": about for name, (what, about) in COMMANDS.items()}
+                rows |= {"//TEXT": "send a text that starts with a slash", **KEYS}
+                self.screen.note("\n".join(f"  {name:<22}{about}" for name, about in rows.items()))
+            case "/clear":
+                self.begin(self.line.talk.before)
+                self.screen.note("the conversation is forgotten")
+            case "/system":
+                self.system(argument)
+            case "/save":
+                self.save(os.path.expanduser(argument))
+            case "/exit":
+                raise EOFError
+            case _:
+                near = difflib.get_close_matches(command, COMMANDS, 1)
+                hint = f"did you mean {near[0]}?" if near else "see /help"
+                raise ValueError(f"there is no {command}; {hint} (/{command} sends it to the model)")
+
+    def answer(self, text: str) -> None:
+        """Decode a turn. Ctrl-C ends it: the answer so far stays in the conversation, but a turn without any answer is
+        dropped."""
+        if not text.strip():
+            return
+        line, known = self.line, len(self.line.results)
+        line.talk = replace(line.talk, turns=(*line.talk.turns, text))
+        try:
+            self.decoding.turn([line])
+        except ValueError:  # the turn does not fit
+            self.forget(known)
+            raise
+        except KeyboardInterrupt:
+            result = line.results[known] if len(line.results) > known else None
+            if result is None or not result.stats.rounds:  # with --check, plain decoding may go first
+                self.forget(known)
+            elif result.finished is None:
+                result.finished = "interrupted"
+                line.messages.append({"role": "assistant", "content": result.text})
+        else:
+            if (why := line.results[known].finished) in ENDS:
+                self.screen.note(ENDS[why])
+
+    def forget(self, known: int) -> None:
+        """Forget what follows the first `known` turns."""
+        line, before = self.line, len(self.line.talk.before)
+        line.talk = replace(line.talk, turns=line.talk.turns[:known])
+        del line.messages[before + 2 * known :], line.results[known:]
+
+    def begin(self, before: tuple[dict[str, str], ...]) -> None:
+        """Begin a new conversation with the messages `before`."""
+        new = self.line.anew(before)
+        if not self.line.results:
+            self.lines.pop()
+        self.lines.append(new)
+
+    def system(self, text: str) -> None:
+        """Begin a new conversation with this system message; without `text`, show the present one."""
+        if not text:
+            before = self.line.talk.before
+            self.screen.note(before[0]["content"] if before else "none is set; the chat template may have its own")
+            return
+        message, engine = {"role": "system", "content": text}, self.decoding.engine
+        ids = engine.encode_chat([message, {"role": "user", "content": "Hi"}])  # templates may refuse the role
+        engine.validate(ids, self.decoding.job.max_new_tokens)
+        self.screen.note("the system message is set" + ("; the conversation begins anew" if self.line.results else ""))
+        self.begin((message,))
+
+    def save(self, path: str) -> None:
+        """Write the messages up to the last turn, and that turn's answer in a field of its own, so that --prompts can
+        answer the turn again."""
+        if not path or not self.line.results:
+            raise ValueError("there is no answer to save yet" if path else "/save needs the name of a file")
+        *messages, answer = self.line.messages
+        row = {"messages": messages, "answer": answer["content"]}
+        try:
+            write_file(path, json.dumps(row, ensure_ascii=False) + "\n")
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"/save {path}: cannot be written: {why}") from None
+        self.screen.note(f"saved: {path}")

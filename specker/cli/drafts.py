@@ -1,0 +1,52 @@
+"""List the heads and drafts that are known for a target: `specker drafts --help`, or `specker drafts`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specker.cli.exits import run_cli
+from specker.cli.parser import Parser
+from specker.zoo.catalogue import KNOWN, Known, choose, drafts_for
+
+USAGE = "specker drafts [TARGET]"
+EPILOG = """\
+The first line of a target is the choice of --draft auto. `tried` says whether
+this project has run the pair; the others are as their sources name them.
+
+examples:
+  specker drafts Qwen/Qwen3-8B
+  specker --target Qwen/Qwen3-8B --draft auto --chat
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    target: str | None  # a hub id, a folder or a GGUF file; None: all targets
+
+
+def run(job: Job) -> int:
+    """Raises ValueError for a target without a known draft."""
+    if job.target is not None:
+        choose(job.target)
+    print("\n".join(lines(KNOWN if job.target is None else drafts_for(job.target))))
+    return 0
+
+
+def lines(known: Sequence[Known]) -> list[str]:
+    """A title, then a line for each draft."""
+    rows = [("target", "draft", "kind", "strategy", "tried", "source")]
+    rows += [(k.target, k.draft, k.kind, k.strategy, "yes" if k.tried else "no", k.source) for k in known]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def parse(argv: Sequence[str] | None = None) -> Job:
+    """Parse a command line. Raises ValueError with a sentence for the user."""
+    about = "List the heads and drafts that are known for a target, or for all targets."
+    parser = Parser("specker drafts", USAGE, about, EPILOG)
+    parser.group("options").add_argument("target", nargs="?", metavar="TARGET", help="a folder, GGUF file or hub id")
+    parser.prints("options", "-h", "--help", help="show this help and exit", text=lambda _: parser.format_help())
+    return Job(parser.parse_args(argv).target)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_cli(lambda: run(parse(argv)))

@@ -1,0 +1,74 @@
+"""Results of a run, and the object that `--json` writes."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specker.options import Sampling
+from specker.runtime.control.stats import Stats
+from specker.versions import settings, versions
+
+
+@dataclass
+class Result:
+    """One decoded turn: the chunks so far, and the comparison with `ar` if --check is set."""
+
+    tokens: list[int]
+    text: str
+    stats: Stats
+    check: Any = None  # runtime.check.CheckResult
+    ids: list[int] = field(default_factory=list)  # token ids of the prompt
+    seed: int = 0
+    finished: str | None = None  # as in runtime/text.py
+
+
+def report(engine: Any, results: list[Result], sampling: Sampling, interrupted: bool) -> dict[str, Any]:
+    """The object that `--json` writes. `total` joins the prompts; its rates use the summed counts and times."""
+    total = Result([t for r in results for t in r.tokens], "".join(r.text for r in results), stats_of(results))
+    checked = [r for r in results if r.check]
+    out = {
+        "strategy": engine.strategy,
+        "target": engine.target_name,
+        "draft": engine.draft_name,
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "batch_size": engine.options.batch_size,
+        "sampling": asdict(sampling),
+        "settings": settings(engine.options),
+        "versions": versions(),
+        "prompts": [_prompt(r) for r in results],
+        "total": _row(total, checked),
+    }
+    trim = engine.trim_report(total.stats)
+    if (ranks := engine.ranks) is not None:
+        names = {"tp": ranks.size, "dp": ranks.replicas, "draft": ranks.drafting}
+        out["ranks"] = names | {"reduce": "ordered" if ranks.ordered else "fast"}
+    out |= engine.remarks
+    return out | ({"vocabulary": trim} if trim else {}) | ({"interrupted": True} if interrupted else {})
+
+
+def _prompt(result: Result) -> dict[str, Any]:
+    own = {"seed": result.seed, "prompt_tokens": len(result.ids), "finish_reason": result.finished}
+    return own | _row(result, [result] if result.check else [])
+
+
+def _row(result: Result, checked: list[Result]) -> dict[str, Any]:
+    row = {"tokens": result.tokens, "text": result.text, **result.stats.to_json()}
+    if checked:
+        own, plain = stats_of(checked).tokens_per_second, ar_stats_of(checked).tokens_per_second
+        row |= {"ar_tokens_per_second": plain, "speedup": own / plain if plain else None}
+        if compared(checked):
+            row |= {"identical": all(r.check.identical for r in checked)}
+    return row
+
+
+def compared(checked: list[Result]) -> bool:
+    """Whether tokens were compared; they are not with random weights or synthetic acceptance."""
+    return all(r.check.identical is not None for r in checked)
+
+
+def stats_of(results: list[Result]) -> Stats:
+    return sum((r.stats for r in results), Stats())
+
+
+def ar_stats_of(results: list[Result]) -> Stats:
+    return sum((r.check.ar.stats for r in results), Stats())

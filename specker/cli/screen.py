@@ -1,0 +1,214 @@
+"""What a run prints: the streamed text, notes, progress bars and the closing table."""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from specker.cli.exits import silence
+from specker.cli.report import Result, ar_stats_of, compared, stats_of
+from specker.runtime.control.stats import Stats
+
+# A model's control characters must not steer the terminal: print Unicode's control pictures instead.
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+
+
+class Screen:
+    """Prints text and tables to the right stream, coloured on a terminal."""
+
+    def __init__(self, json_to_stdout: bool, quiet: bool = False) -> None:
+        """`json_to_stdout`: text goes to stderr. `quiet`: print nothing, because another process of the job prints."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # an ASCII terminal cannot encode every token
+        self.failure: OSError | None = None  # the error that ended the writing of the text
+        self.out = sys.stderr if json_to_stdout else sys.stdout
+        if quiet:
+            self.out = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
+        self.terminal = self.out.isatty()
+        self.titled = False  # whether a title was printed
+        self.text = Console(file=self.out, highlight=False)
+        silent = self.terminal or quiet
+        self.notes = self.text if silent else Console(stderr=True, highlight=False)
+
+    def note(self, line: str, style: str = "dim") -> None:
+        """Print a sentence. A terminal's lines end between words; no path is broken."""
+        if self.notes.is_terminal:
+            wrap = partial(textwrap.fill, width=self.notes.width, break_long_words=False, break_on_hyphens=False)
+            line = "\n".join(map(wrap, line.split("\n")))
+        self.notes.print(Text(line, style), soft_wrap=True)
+
+    def remarks(self, engine: Any) -> None:
+        """Print the engine's remarks, except the one about made-up results, which the table has."""
+        for name, sentence in engine.remarks.items():
+            if name != "sizing":
+                self.note(sentence, "yellow")
+
+    @contextlib.contextmanager
+    def records(self) -> Iterator[None]:
+        """Print the warnings of the logger `specker` as notes."""
+        show = partial(self.note, style="yellow")
+        with _heard(logging.getLogger("specker"), _Notes(show, logging.WARNING)):
+            yield
+
+    @contextlib.contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """A transient progress bar on a terminal. Yields a function to call with (done, total). Steps that the logger
+        `specker.steps` names are shown too: by the bar, or as notes where there is none."""
+        bare = not self.notes.is_terminal
+        with Progress(console=self.notes, transient=True, disable=bare) as bar:
+            task = bar.add_task(what, total=None)
+            shows = self.note if bare else lambda step: bar.update(task, description=step, total=None)
+            with _heard(logging.getLogger("specker.steps"), _Notes(shows, logging.INFO)):
+                yield lambda done, of: bar.update(task, description=what, completed=done, total=of)
+
+    def prompt(self, text: str, title: str | None = None) -> None:
+        """Print the prompt. On a terminal its continuation follows without a line break. Elsewhere `title`, the name of
+        one text among several, begins that text, as `head` prints the names of several files."""
+        if self.terminal:
+            self._put(text, "dim")
+            return
+        if title is not None:
+            gap = "\n" if self.titled else ""
+            self._put(f"{gap}==> {title} <==\n", "")
+            self.titled = True
+        self.notes.print(Text(text, "dim"), soft_wrap=True)
+
+    def pieces(self, pieces: list[tuple[str, bool]]) -> None:
+        for text, drafted in pieces:
+            self._put(text, "green" if drafted else "")
+
+    def newline(self) -> None:
+        self._put("\n", "")
+
+    def _put(self, text: str, style: str) -> None:
+        if self.terminal:
+            self.text.print(Text(text.translate(CONTROLS), style), end="", soft_wrap=True)
+        elif self.failure is None:
+            try:
+                self.out.write(text)
+                self.out.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:  # such as a full disk: the run goes on, for its other results
+                self.failure = error
+                if self.out is sys.stdout:
+                    silence()
+
+    def table(self, engine: Any, results: list[Result]) -> None:
+        stats, checked = stats_of(results), [r for r in results if r.check]
+        plain = ar_stats_of(checked) if checked else None
+        table = Table(show_edge=False)
+        table.add_column("", no_wrap=True)
+        for name in (engine.strategy, "ar") if plain else (engine.strategy,):
+            table.add_column(name, justify="right", overflow="fold")
+        rows = [_column(stats)] + ([_column(plain)] if plain else [])
+        for name in rows[0]:
+            if any(row.get(name) for row in rows):
+                table.add_row(name, *(row.get(name, "") for row in rows))
+        if trim := engine.trim_report(stats):
+            table.add_section()
+            table.add_row("rows of the draft head", f"{trim['kept_rows']} of {trim['vocab_size']}")
+            table.add_row("tokens in these rows", f"{trim['coverage']:.1%}")
+            table.add_row("rounds cut by trimming", f"{trim['rounds_lost']} of {stats.rounds}")
+        if plain:
+            table.add_section()
+            speedup = stats_of(checked).tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
+            table.add_row("speedup", f"{speedup:.2f}x", "1.00x")
+            if compared(checked):
+                same = all(r.check.identical for r in checked)
+                table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
+        self.notes.print()
+        about = [engine.models, str(engine.device), str(engine.dtype).removeprefix("torch."), *engine.options.stand_ins]
+        self.note(", ".join(about), "bold")
+        self.notes.print(table)
+        if sizing := engine.remarks.get("sizing"):
+            self.note(sizing, "yellow")
+        if trim:
+            follow = f"; {trim['text_rows']} of them follow the text" if trim["text_rows"] else ""
+            self.note(f"the rows of the draft head were chosen by {trim['ranking']}{follow}")
+        if cut := sum(result.finished == "context" for result in results):
+            which = "the text ends" if len(results) == 1 else f"{cut} of {len(results)} texts end"
+            full = f"the context of {engine.max_context} tokens is full (--max-context)"
+            self.note(f"{which} before --max-new-tokens: {full}", "yellow")
+        if stats.rests:
+            self.note(_rested(stats))
+        if not plain and stats.drafted:
+            passes = (sum(stats.seconds.values()) - stats.seconds["prefill"]) / stats.seconds["verify"]
+            if stats.acceptance_length < 0.95 * passes:
+                self.note(
+                    f"plain decoding is probably faster here: a round gives {stats.acceptance_length:.2f} tokens in "
+                    f"the time of {passes:.2f} verify passes (--check measures both)",
+                    "yellow",
+                )
+        if plain and engine.speculates and speedup < 1:
+            self.note(f"plain decoding was faster here (speedup {speedup:.2f}x): try --strategy ar", "yellow")
+
+
+class _Notes(logging.Handler):
+    def __init__(self, show: Callable[[str], None], level: int) -> None:
+        super().__init__(level)
+        self.show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.show(record.getMessage())
+
+
+@contextlib.contextmanager
+def _heard(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+    """Pass the logger's records to the handler, from the handler's level on."""
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(handler.level, logger.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+def _rested(stats: Stats) -> str:
+    """How many rounds drafted, and why others did not."""
+    why = {
+        "slower": "because plain decoding was faster",
+        "nothing found": "because there was nothing to copy",
+        "measured": "in order to time plain decoding",
+    }
+    rest = ", ".join(f"{stats.rests[reason]} did not {words}" for reason, words in why.items() if reason in stats.rests)
+    drafted = sum(count for length, count in stats.lengths.items() if length)
+    copied = f", {stats.copied} of them by copying text" if stats.copied else ""
+    return f"{drafted} of {stats.rounds} rounds drafted{copied}; {rest}"
+
+
+def _column(stats: Stats) -> dict[str, str]:
+    """A column's cells by their labels; a stage below half a percent of the time has none."""
+    column = {
+        "tokens": str(stats.tokens),
+        "tokens/s": f"{stats.tokens_per_second:.1f}",
+        "tokens/s after prefill": f"{stats.decode_tokens_per_second:.1f}",
+        "prefill tokens/s": f"{stats.prefill_tokens_per_second:.0f}",
+        "acceptance length": f"{stats.acceptance_length:.2f}",
+        "acceptance by position": " ".join(f"{share:.0%}" for share in stats.accepted_per_position[:8]),
+    }
+    if stats.experts:
+        column["experts read per layer"] = f"{stats.experts_read:.1f}"
+    if stats.found:
+        found = stats.diffusion
+        column["tokens per block"] = f"{found['k']:.1f}"
+        column["candidates per token"] = f"{found['lattice_width']:.1f}"
+    column["time"] = f"{stats.wall:.2f} s 100%"
+    for name, seconds in stats.seconds.items():
+        label, count = (name, 1) if name == "prefill" else (f"{name} per round", stats.rounds or 1)
+        share, ms = seconds / (stats.wall or 1), 1e3 * seconds / count
+        column[label] = f"{ms:.{0 if ms >= 100 else 2}f} ms {share:4.0%}" if share >= 0.005 else ""
+    return column

@@ -1,0 +1,104 @@
+"""Serve one model over the OpenAI API: `specker serve --help`, or `specker serve`."""
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import fields
+
+from specker.cli.exits import run_cli
+from specker.cli.parser import Parser
+from specker.cli.run import MORE, Job
+from specker.fields import make
+from specker.options import Common, Options, Sampling
+from specker.runtime import strategies
+from specker.serve.settings import Serving
+
+GROUPS = {
+    "models": ("target", "draft", "strategy"),
+    "server": tuple(f.name for f in fields(Serving)),
+    "sampling, of requests that do not say (default: what the checkpoint recommends, else temperature 1)": (
+        *("temperature", "top_p", "top_k"),
+    ),
+    **{title: names for title, names in MORE.items() if not {"json", "top_p", "tp", "load"} & {*names}},
+}
+EPILOG = """\
+examples:
+  specker serve --target Qwen/Qwen3-1.7B --draft Qwen/Qwen3-0.6B
+  specker serve --target model.gguf --batch-size 8 --port 8080 --api-key secret
+  curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+POST /v1/chat/completions, /v1/completions, /tokenize; GET /v1/models, /health,
+/metrics, /view
+
+Ctrl-C or SIGTERM: no new requests, and the server ends after the running ones
+"""
+BATCH = 4  # requests decoded at once, unless --batch-size says otherwise
+
+
+def parser() -> Parser:
+    about = "Serve one model over the OpenAI API."
+    top = Parser("specker serve", "specker serve [flags]", about, EPILOG)
+    words, offers = strategies.words(), strategies.offers()
+    top.arrange(GROUPS, Job, Common, Serving, Sampling, offers=offers, **words)
+    for cls, title, about, names in strategies.flag_groups():
+        top.add(cls, title, about, only=names)
+    top.prints("more help", "-h", "--help", help="show every flag", text=lambda _: top.format_help())
+    return top
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Job, Options, Serving, dict[str, float]]:
+    """Parse a command line; the last are the sampling settings that it names. Raises ValueError with a sentence for
+    the user."""
+    values = vars(parser().parse_args(argv))
+    job = make(Job, {name: values[name] for name in ("target", "draft", "device", "dtype") if name in values})
+    serving = make(Serving, values)
+    make(Sampling, values)  # checks them
+    values.setdefault("strategy", strategies.usual(job.target, job.draft, values))
+    values.setdefault("batch_size", BATCH)
+    others = {f.name for cls in (Job, Sampling, Serving) for f in fields(cls)}
+    sampling = {f.name: values[f.name] for f in fields(Sampling) if f.name in values}
+    return job, strategies.options(**{n: v for n, v in values.items() if n not in others}), serving, sampling
+
+
+def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "the server runs in one process: leave out torchrun (vLLM serves several GPUs: docs/engines.md)"
+        )
+    try:
+        import uvicorn
+
+        from specker.serve.app import application
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the server needs {error.name}: pip install 'specker[serve]'") from None
+    from specker.cli.screen import Screen
+    from specker.runtime.load import load
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    screen = Screen(json_to_stdout=True)
+    with screen.progress("loading") as tell:
+        engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
+    if not engine.has_tokenizer:
+        raise ValueError(f"{engine.target_name} has no tokenizer, so its text cannot be served")
+    with screen.progress("warming up") as tell:
+        engine.warmup(tell)
+    config = uvicorn.Config(
+        application(engine, serving, sampling),
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,  # a client must not reuse a connection just as it is closed
+        timeout_graceful_shutdown=int(serving.seconds) + 1,
+    )
+    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
+    with socket.create_server((serving.host, serving.port), family=family) as listening:
+        screen.remarks(engine)
+        host = f"[{serving.host}]" if ":" in serving.host else serving.host
+        screen.note(f"{engine.models}: http://{host}:{listening.getsockname()[1]}/v1")
+        uvicorn.Server(config).run([listening])
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_cli(lambda: run(*parse(argv)))

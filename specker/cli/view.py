@@ -1,0 +1,51 @@
+"""Write traces of `specker --trace` as one HTML page: `specker view --help`.
+
+Exit codes: 0; 2 for a file that cannot be read or is no trace, and for a page that cannot be written.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specker.cli.exits import run_cli
+from specker.cli.parser import Parser
+from specker.paths import probe, write_file
+from specker.view.page import html
+from specker.view.read import read
+
+
+@dataclass(frozen=True)
+class View:
+    traces: tuple[str, ...]
+    out: str | None
+
+
+def parse(argv: Sequence[str] | None = None) -> View:
+    """Parse a command line. Raises ValueError with a sentence for the user."""
+    about = "Show the rounds of one or several runs as one HTML page."
+    top = Parser("specker view", "specker view TRACE [TRACE ...] [--out FILE]", about, "")
+    top.add_argument("traces", nargs="+", metavar="TRACE", help="a file of specker.run --trace; several: side by side")
+    top.add_argument("--out", metavar="FILE", help="the page (default: trace.html beside the first trace)")
+    top.prints("help", "-h", "--help", help="show this help and exit", text=lambda _: top.format_help())
+    values = vars(top.parse_args(argv))
+    return View(tuple(values["traces"]), values["out"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_cli(lambda: run(parse(argv)))
+
+
+def run(view: View) -> int:
+    traces = view.traces
+    out = view.out or str(Path(traces[0]).with_name("trace.html"))
+    if any(Path(out).exists() and Path(trace).exists() and Path(out).samefile(trace) for trace in traces):
+        raise ValueError(f"--out {out}: would replace a trace")
+    found = [read(trace) for trace in traces]
+    for trace in found:
+        if trace.warning:
+            print(f"specker: warning: {trace.name}: {trace.warning}", file=sys.stderr)
+    probe(out, "--out")
+    write_file(out, html(found))
+    print(out)
+    return 0

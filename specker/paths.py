@@ -1,0 +1,51 @@
+"""The folder where specker keeps what it makes or fetches.
+
+It holds converted checkpoints, compiled kernels, token counts, the history of conversations, and facts about files
+that would take long to compute at each start. All files are written here, atomically."""
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+
+def root() -> Path:
+    """`$SPECKER_CACHE`, by default ~/.cache/specker."""
+    return Path(os.environ.get("SPECKER_CACHE") or Path.home() / ".cache" / "specker")
+
+
+def write(path: Path, data: bytes) -> None:
+    """`write_file`, in a folder that is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, data)
+
+
+def probe(path: str, flag: str = "--json") -> None:
+    """Raise ValueError now, not after a long run, if `write_file` could not write to `path`. Leaves no file behind."""
+    where = Path(path)
+    if where.is_dir():
+        raise ValueError(f"{flag} {path}: is a directory")
+    try:
+        with tempfile.TemporaryFile(dir=where.parent) if _replaceable(where) else where.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be written: {error.strerror}") from None
+
+
+def write_file(path: str | Path, data: str | bytes) -> None:
+    """Write the file atomically: no reader sees half of it, and no crash leaves half of it. Raises OSError."""
+    where, data = Path(path), data.encode() if isinstance(data, str) else data
+    if not _replaceable(where):
+        where.write_bytes(data)
+        return
+    where = Path(os.path.realpath(where))
+    part = where.with_name(f".{where.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        part.write_bytes(data)
+        os.replace(part, where)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _replaceable(path: Path) -> bool:
+    return path.is_file() or not path.exists()  # False for /dev/null, /dev/stdout and named pipes

@@ -1,0 +1,1 @@
+"""How much to draft: policies propose, measured costs decide."""

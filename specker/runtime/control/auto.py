@@ -1,0 +1,199 @@
+"""Policy `auto`: the length of each draft, zero included, from measured costs and from the acceptance seen.
+
+A round with k draft tokens takes C(k) seconds (costs.py) and commits E(k) tokens. With a_j the probability that the
+target agrees with draft token j if it agrees with all before,
+
+    E(k) = 1 + a_1 + a_1 a_2 + .. + a_1 .. a_k
+
+and the round takes the k with the largest E(k) / C(k) (choose.py). If the host sees the draft's own probability of each
+token, the chain ends by a rule instead: with P_i the probability that all of its i tokens are right and R the best
+rate of tokens per second, it goes on while
+
+    P_i a >= R (C(i + 1) - C(i))
+
+The draft's probabilities are corrected by the ratio of right to promised tokens so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from specker.runtime.control.policy import LENGTHS, TRIED, Budget, Chain, Outcome, Policy, StopRule, after
+
+if TYPE_CHECKING:  # costs.py imports numpy
+    from specker.runtime.control.costs import Costs
+
+AGREES = 0.75  # a_j before anything was drafted
+TEXT, ENGINE = 0.9, 0.98  # decay of counts at each draft: for one text, and for all texts of an engine
+PRIOR = 4.0  # the earlier texts count as much as this many drafts of a new text
+BUCKETS = 4  # intervals of the draft's probabilities that are corrected separately
+
+
+@dataclass
+class Share:
+    """A decayed mean."""
+
+    decay: float
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, total: float, count: float = 1.0) -> None:
+        self.total = self.decay * self.total + total
+        self.count = self.decay * self.count + count
+
+    def mean(self, prior: float, weight: float = PRIOR) -> float:
+        """The mean, with a prior that counts for `weight`."""
+        return (self.total + weight * prior) / (self.count + weight)
+
+
+@dataclass
+class Acceptance:
+    """What drafts have achieved, in one text or in all texts of an engine."""
+
+    decay: float
+    before: Acceptance | None = None  # the acceptance in earlier texts
+    agrees: list[Share] = field(default_factory=list)  # agreement by position, among drafts that were right before it
+    compared: Share = field(init=False)  # agreement at all positions
+    tokens: Share = field(init=False)  # tokens that a round with a draft committed
+    drafted: Share = field(init=False)  # tokens of a draft
+    buckets: list[Share] = field(init=False)  # right over promised tokens, by the draft's probability
+    _table: list[tuple[float, float]] = field(init=False, default_factory=list)  # for each k: E(k), a_1 .. a_k
+
+    def __post_init__(self) -> None:
+        self.compared, self.tokens, self.drafted = Share(self.decay), Share(self.decay), Share(self.decay)
+        self.buckets = [Share(self.decay) for _ in range(BUCKETS)]
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one draft, here and in `before`."""
+        if self.before is not None:
+            self.before.add(outcome)
+        self._table = []
+        right, drafted = len(outcome.path) - 1, outcome.drafted
+        seen = min(right + 1, drafted)  # the tokens after a wrong one were not compared
+        self.agrees += [Share(self.decay) for _ in range(seen - len(self.agrees))]
+        for j, share in enumerate(self.agrees):
+            share.add(j < right, j < seen)
+        self.compared.add(right, seen)
+        self.tokens.add(1 + right)
+        self.drafted.add(drafted)
+        for j, probability in enumerate(outcome.confidence[:seen]):
+            self.buckets[min(int(probability * BUCKETS), BUCKETS - 1)].add(j < right, probability)
+
+    def agreement(self) -> float:
+        """The share of compared draft tokens that were right."""
+        return self.compared.mean(AGREES if self.before is None else self.before.agreement())
+
+    def at(self, j: int) -> float:
+        """a_{j + 1}. A position that few drafts reached is taken to be like the others."""
+        overall = self.agreement()
+        prior = overall if self.before is None else 0.5 * (overall + self.before.at(j))
+        return self.agrees[j].mean(prior) if j < len(self.agrees) else prior
+
+    def expected(self, length: int) -> float:
+        """E(length) of the module's docstring."""
+        while len(self._table) <= length:
+            total, reach = self._table[-1] if self._table else (0.0, 1.0)
+            reach *= self.at(len(self._table) - 1) if self._table else 1.0
+            self._table.append((total + reach, reach))
+        return self._table[length][0]
+
+    def scales(self) -> tuple[float, ...]:
+        """Right over promised tokens, by the draft's probability."""
+        prior = (1.0,) * BUCKETS if self.before is None else self.before.scales()
+        return tuple(share.mean(p) for share, p in zip(self.buckets, prior, strict=True))
+
+
+class Auto(Policy):
+    """For drafts of a model. One object serves one text; `before` is shared by all texts of an engine."""
+
+    rests = True
+
+    def __init__(self, costs: Costs, before: Acceptance, size: Budget, confident: bool):
+        """`size`: the longest draft. `confident`: drafts end by the draft's own probabilities."""
+        self.costs, self.before, self.confident = costs, before, confident
+        self.seen = Acceptance(TEXT, before)
+        lengths = [n for n in LENGTHS if n < size.depth] if not confident else []
+        self.shapes = tuple(replace(size, nodes=n, depth=n) for n in (*lengths, size.depth))
+        self._first: tuple[float, float] | None = None
+
+    def budgets(self) -> Sequence[Budget]:
+        return self.shapes
+
+    def expected(self, budget: Budget) -> float:
+        return self._means()[0] if self.confident else self.seen.expected(budget.depth)
+
+    def drafts(self, budget: Budget) -> float:
+        return min(self._means()[1], budget.depth) if self.confident else budget.depth
+
+    def trial(self, budget: Budget) -> Budget:
+        return super().trial(budget) if self.confident else shorter(self.shapes, budget)
+
+    def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
+        super().taken(budget, prices)
+        if self.confident and prices:
+            agreement = max(self.seen.agreement(), 1e-6)
+            self.rule = StopRule(reach=tuple(p / agreement for p in (*prices, 2.0)), scales=self.seen.scales())
+
+    def worth(self, price: float, confidence: Sequence[float]) -> int:
+        rule, chain = StopRule(reach=(price,), scales=self.seen.scales()), Chain()
+        for count, probability in enumerate(confidence):
+            chain, worth = after(rule, chain, probability)
+            if not worth:
+                return count
+        return super().worth(price, confidence)
+
+    def observe(self, outcome: Outcome) -> None:
+        if outcome.drafted or outcome.confidence:  # a draft that was not worth its rows committed one token
+            self.seen.add(outcome)
+
+    def _means(self) -> tuple[float, float]:
+        """Mean committed and draft tokens of rounds whose drafts end by the rule. Before an engine's first draft, the
+        means of the best fixed length at the assumed agreement AGREES."""
+        if self._first is None:
+            [size] = self.shapes
+            reach = [AGREES**i for i in range(size.depth + 1)]
+            lengths = range(1, size.depth + 1)
+            best = max(lengths, key=lambda k: sum(reach[: k + 1]) / self.costs.round(1, size, k))
+            before = self.before
+            self._first = before.tokens.mean(sum(reach[: best + 1])), before.drafted.mean(best)
+        return self.seen.tokens.mean(self._first[0]), self.seen.drafted.mean(self._first[1])
+
+
+class Experienced(Policy):
+    """A base for the policies of papers: they draft as the paper says, but not while plain rounds are faster."""
+
+    rests = True
+    seen: Acceptance | None = None  # what drafts have achieved in this text; None: use the smoothed rate
+
+    def expected(self, budget: Budget) -> float:
+        return super().expected(budget) if self.seen is None else self.seen.expected(min(budget.depth, budget.nodes))
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.drafted and self.seen is not None:
+            self.seen.add(outcome)
+
+
+def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
+    """The longest of `shapes`, which ascend, that a trial may use instead of `budget`."""
+    most = min(TRIED, budget.depth)
+    return next((shape for shape in reversed(shapes) if shape.depth <= most), shapes[0])
+
+
+class Experience:
+    """What an engine has learnt about its drafts: their costs, and the acceptance in all its texts. It decides only how
+    much is drafted, never which tokens are emitted."""
+
+    def __init__(self, costs: Costs):
+        self.costs = costs
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, such as a warm-up's texts."""
+        self.costs.clear()
+        self.drafts = Acceptance(ENGINE)  # acceptance of a model's drafts
+        self.matches: dict[int, Share] = {}  # right tokens of copied text, by the length of the match
+        self.exits: Any = None  # DEL's counts and sums of confidence, by layer of the target
+        self.watching = self.decoding = 0.0  # seconds in which DEL watched layers, and in all its rounds

@@ -1,0 +1,167 @@
+"""Choose the shape of each round: how much to draft, or nothing while that is faster."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specker.runtime.control.costs import Costs
+from specker.runtime.control.policy import Budget, Policy
+
+# The credit for losses that drafts may cause, in plain rounds: at the start, as a share of the time, and at most.
+FIRST, SHARE, MOST = 5.0, 0.015, 12.0
+START = 1.03  # the gain that drafts must promise after a plain round, because they disturb the CPU's caches
+WAIT, DOUBLED = 16, 3  # plain rounds before a trial; how many times losing trials double that number
+AGAIN = 16  # plain rounds until drafts are considered again; divides WAIT
+REFRESH = 8  # rounds that prices are kept for
+LOOK = 5  # plain rounds in a row that measure plain decoding
+APART = 16  # the fewest drafts between two such measurements
+NONE = Budget(0, 0)
+
+
+class Chooser:
+    """Takes the shape with the most expected tokens per second over all sequences.
+
+    Policies that rest draft nothing while plain rounds are expected to be faster. From time to time a trial, a short
+    draft, finds out whether that has changed. Trials become rarer while they lose. Expectations can be wrong, so drafts
+    also spend a credit: it grows with the time and with what drafts gain, and without credit nothing is drafted.
+
+    While it drafts, a few plain rounds now and then measure plain decoding. They are more frequent when drafts gain
+    little: the time lost by not drafting meanwhile stays within SHARE of all time.
+    """
+
+    def __init__(self, costs: Costs, learns: bool = True):
+        """`learns`: every round's seconds are measured. Without measurements there is no telling whether drafts pay
+        off, so every round drafts."""
+        self.costs, self.learns = costs, learns
+        self.reason = ""  # why the last choice drafts nothing; empty if it drafts
+        self.trial = False  # whether the last choice is a trial
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the past, such as a warm-up's."""
+        self.credit, self._waited, self._lost, self.trial = FIRST, 0, 0, False
+        self._begun = 0.0  # cost of the prefills before drafts for these texts, in plain rounds
+        self._resting = 0  # number of sequences in the last round if it drafted nothing, else 0
+        self._drafting = False  # whether the last round drafted for its gain
+        self._none = NONE  # the strategy's shape of a round without a draft
+        self._look: list[float] = []  # seconds of the plain rounds of a measurement
+        self._looked = 0  # number of sequences in those rounds
+        self._looks = 0  # plain rounds of a measurement that are still to come
+        self._since, self._spent = 0, 0.0  # since the last measurement: drafts, and their time in plain rounds
+        self._price = 0.0  # cost of the next trial, in plain rounds
+        self._prices: tuple[float, ...] = ()
+        self._priced: tuple[int, Budget, bool] | None = None
+        self._kept = 0
+
+    def admitted(self) -> None:
+        """A new text may suit the drafts better than the last one: try again soon. Now pay for the prefills that the
+        last text's drafts began with."""
+        self.credit, self._begun = self.credit - self._begun, 0.0
+        self._lost, self._resting = min(self._lost, 1), 0
+
+    def choose(self, policies: Sequence[Policy], remaining: int, behind: int = 0) -> Budget:
+        """The shape of the next round. `remaining`: tokens that the texts may still grow by. `behind`: committed
+        tokens of all texts that a model must prefill before it can draft."""
+        n = len(policies)
+        if self._resting == n and self._waited % AGAIN and not any(p.copies for p in policies):
+            self._waited += 1
+            return self._none
+        shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
+        self.reason, self.trial = "", False
+        if not policies[0].rests or not self.learns:
+            return NONE if not shapes else max(shapes, key=lambda shape: self.rate(policies, shape))
+        drafts = [shape for shape in shapes if shape.nodes]
+        none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE
+        if not drafts:
+            return self._rest(n, none, "slower" if shapes else "nothing found")
+        if not (self._looks or self.costs.plain_rounds):
+            self._looks = LOOK
+        plain = n / self.costs.plain(n)
+        rates = {shape: self.rate(policies, shape, self._late(shape, behind)) for shape in drafts}
+        best = max(drafts, key=lambda shape: rates[shape])
+        # A prefill serves all drafts to come, so it counts against all tokens to come, not against this round.
+        rate = self.rate(policies, best)
+        if self._since >= APART and LOOK * (1 - plain / rate) <= SHARE * self._spent:
+            self._looks = LOOK
+        if self._looks:
+            self.reason, self._looks, self._since, self._spent = "measured", self._looks - 1, 0, 0.0
+            return none
+        bar = plain if self._drafting else START * plain
+        if rate > bar and self.credit > 0 and remaining * (1 / plain - 1 / rate) > self._late(best, behind):
+            self._waited, self._resting, self._drafting = 0, 0, True
+            return best
+        trial = policies[0].trial(best)
+        late = self._late(trial, behind)
+        self._price = (self._seconds(policies, trial) + late) * plain / n - 1
+        if self._waited >= WAIT << min(self._lost, DOUBLED) and self._price <= self.credit and n < remaining:
+            self.trial, self._waited = True, 0
+            return trial
+        return self._rest(n, none, "slower")
+
+    def _rest(self, n: int, none: Budget, reason: str) -> Budget:
+        self.reason, self._resting, self._none = reason, n, replace(none, taps=())
+        self._waited, self._drafting = self._waited + 1, False
+        return none
+
+    def rate(self, policies: Sequence[Policy], shape: Budget, late: float = 0.0) -> float:
+        """Expected tokens per second of a round of this shape that begins with `late` seconds of other work."""
+        return sum(p.expected(shape) for p in policies) / (self._seconds(policies, shape) + late)
+
+    def prices(self, policies: Sequence[Policy], shape: Budget) -> tuple[float, ...]:
+        """What each further token of a draft costs, for policies that decide when a draft ends (`Policy.taken`)."""
+        n = len(policies)
+        key = n, shape, self.trial
+        if self._priced != key or self._kept >= REFRESH:
+            plain = n / self.costs.plain(n)
+            best = plain if self.trial else max(plain, self.rate(policies, shape))
+            self._prices, self._priced, self._kept = self.costs.prices(n, shape, best), key, 0
+        self._kept += 1
+        return self._prices
+
+    def measured(self, n: int, seconds: float) -> None:
+        """Take the seconds of a plain round of n sequences that was chosen to measure plain decoding. In the first
+        rounds of a measurement the processor's caches still hold a draft's data, so the shortest round counts."""
+        if n != self._looked:  # a text was admitted or ended meanwhile
+            self._look, self._looked = [], n
+        self._look.append(seconds)
+        if len(self._look) >= LOOK:
+            self.costs.measured(n, NONE, 0, 0.0, min(self._look))
+            self._look = []
+
+    def row_price(self, policies: Sequence[Policy], shape: Budget) -> float:
+        """What a further row of one sequence costs in the verify pass of a batch (`Costs.row_price`)."""
+        n = len(policies)
+        return self.costs.row_price(n, shape, max(n / self.costs.plain(n), self.rate(policies, shape)))
+
+    def finished(
+        self,
+        n: int,
+        shape: Budget,
+        drafted: int,
+        tokens: int,
+        trial: bool,
+        behind: int = 0,
+        verified: float | None = None,
+    ) -> None:
+        """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all. `behind`:
+        tokens that were prefilled for it. `verified`: as in `Costs.observe`."""
+        plain = self.costs.plain(n)
+        took = self.costs.round(n, shape, drafted, verified) / plain
+        self.credit += SHARE * took
+        if drafted:
+            self._since, self._spent = self._since + 1, self._spent + took
+            gained, late = tokens / n - took, self._late(shape, behind) / plain
+            if trial:
+                gained -= late
+                self._lost = 0 if gained > 0 else self._lost + 1
+            else:  # this time is already spent, so it must not end the drafts for this text
+                self._begun += late
+            self.credit += gained
+        self.credit = min(self.credit, max(MOST, self._price))
+
+    def _seconds(self, policies: Sequence[Policy], shape: Budget) -> float:
+        n = len(policies)
+        return self.costs.round(n, shape, sum(p.drafts(shape) for p in policies) / n)
+
+    def _late(self, shape: Budget, behind: int) -> float:
+        """Seconds of prefill before a draft. Only a separate draft model has anything to prefill."""
+        return 0.0 if shape.part or shape.exit else self.costs.prefill(behind)

@@ -1,0 +1,221 @@
+"""The seconds of a round's stages on this machine with these models: measured by the warm-up, corrected by every round.
+
+Before anything is measured, a stage costs as many plain decoding steps as it reads bytes of weights (the prior).
+"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from specker.runtime.control.policy import Budget
+
+TABLE = 33  # sizes whose cost is tabulated
+SIZES: Any = np.arange(TABLE)
+# How far one round moves an estimate of the logarithm. Interruptions only ever lengthen a round, so an estimate rises
+# more slowly than it falls, and by at most a factor of two at once.
+RISE, FALL, JUMP = 0.15, 0.3, math.log(2)
+REPEATED = 3  # rounds that a careful measurement counts for
+LEAST = 1e-9  # seconds; a stage that the clock cannot resolve
+
+
+class Curve:
+    """Seconds of a stage by its size. Sizes in between are interpolated, as multiples of the prior; larger sizes
+    continue the last segment if it rises. A factor that all sizes share follows changes that affect every size, such as
+    a longer text."""
+
+    def __init__(self, prior: Callable[[float], float]):
+        """`prior`: the cost of a size in plain decoding steps, positive."""
+        self.prior = prior
+        self.factor: float | None = None  # seconds per unit of the prior; None: nothing was measured
+        self.ratios: dict[int, float] = {}  # measured cost over the prior, by size
+        self._table: list[float] = []
+        self._priors = [prior(x) for x in range(TABLE)]
+
+    def at(self, size: float) -> float:
+        """The cost of this size, divided by `factor`."""
+        if (ratio := self.ratios.get(size)) is not None and size < TABLE:  # type: ignore[call-overload]
+            return self._priors[int(size)] * ratio
+        if not self._table:
+            self._table = self._tabulated()
+        below = int(size)
+        if below == size and below < TABLE:
+            return self._table[below]
+        if below + 1 < TABLE:
+            return self._table[below] + (size - below) * (self._table[below + 1] - self._table[below])
+        return self.prior(size) * self._ratio(size)
+
+    def learn(self, size: int, seconds: float) -> None:
+        """Take a measurement into account."""
+        seconds = max(seconds, LEAST)
+        known = size in self.ratios
+        ratio = self.ratios.get(size) or self._ratio(size)
+        if self.factor is None:
+            self.factor = seconds / (self.prior(size) * ratio)
+        error = min(math.log(seconds / (self.factor * self.prior(size) * ratio)), JUMP)
+        if known:
+            step = math.exp(error * (FALL if error < 0 else RISE) / 2)
+            self.factor *= step
+        else:
+            step = math.exp(error)
+        self.ratios[size] = ratio * step
+        self._table = []
+
+    def set(self, size: int, seconds: float) -> None:
+        """Replace the estimate of this size by a careful measurement."""
+        if self.factor is None:
+            self.factor = max(seconds, LEAST) / self.prior(size)
+        self.ratios[size] = max(seconds, LEAST) / (self.factor * self.prior(size))
+        self._table = []
+
+    def like(self, other: "Curve") -> "Curve":
+        """Start from what another curve has measured."""
+        self.factor, self.ratios, self._table = other.factor, dict(other.ratios), []
+        return self
+
+    def _tabulated(self) -> list[float]:
+        """The costs of sizes 0 to TABLE - 1, divided by `factor`. Every round changes all of them, so they are computed
+        at once."""
+        known = sorted(self.ratios)
+        if not known:
+            return self._priors
+        values = [self.ratios[x] for x in known]
+        ratios = np.interp(SIZES, known, values)
+        if len(known) > 1:
+            slope = max((values[-1] - values[-2]) / (known[-1] - known[-2]), 0.0)
+            ratios += slope * np.maximum(SIZES - known[-1], 0)
+        return (np.array(self._priors) * ratios).tolist()
+
+    def _ratio(self, size: float) -> float:
+        known = sorted(self.ratios)
+        if not known:
+            return 1.0
+        above = next((i for i, x in enumerate(known) if x >= size), len(known))
+        if above == 0 or (above == len(known) and above == 1):
+            return self.ratios[known[min(above, len(known) - 1)]]
+        low, high = known[above - 1 : above + 1] if above < len(known) else known[-2:]
+        slope = (self.ratios[high] - self.ratios[low]) / (high - low)
+        if above == len(known):
+            return self.ratios[high] + max(slope, 0.0) * (size - high)
+        return self.ratios[low] + slope * (size - low)
+
+
+class Costs:
+    """Seconds of drafts and verify passes, for each number of sequences and each way to draft."""
+
+    def __init__(self, prior: Callable[[Budget], float], reads: Callable[[float], float] = lambda rows: 1.0):
+        """`prior`: the cost of a draft of this shape in plain decoding steps, by the weights that it reads. `reads`:
+        the weights that a verify pass over so many rows reads, in any unit; more rows choose more experts."""
+        self.prior, self.reads = prior, reads
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all measurements."""
+        self._verify: dict[tuple[int, int], Curve] = {}
+        self._draft: dict[tuple[int, int, int, int], Curve] = {}
+        self.plain_rounds = 0  # number of measured rounds without a draft
+        self._prefill = 0.0  # seconds per token that the drafter prefills
+
+    def verify(self, n: int, rows: float, exit: int = 0) -> float:
+        """Seconds of a verify pass over `rows` rows of each of n sequences, and of all that follows it in the round.
+        `exit`: layers of the target that have already run on all rows but one."""
+        curve = self._verifying(n, exit)
+        return curve.at(rows) * (curve.factor or self._unit(n))
+
+    def draft(self, n: int, budget: Budget, tokens: float) -> float:
+        """Seconds of a draft of `tokens` tokens for each of n sequences; `budget` says what drafts."""
+        if not tokens:
+            return 0.0
+        curve = self._drafting(n, budget)
+        return curve.at(tokens) * (curve.factor or self._unit(n))
+
+    def round(self, n: int, budget: Budget, tokens: float | None = None, verified: float | None = None) -> float:
+        """Seconds of a round of n sequences with drafts of `tokens` tokens, by default the budget's nodes.
+        `verified`: as in `observe`."""
+        tokens = budget.nodes if tokens is None else tokens
+        verified = tokens if verified is None else verified
+        return self.draft(n, budget, tokens) + self.verify(n, verified + 1, budget.exit if verified else 0)
+
+    def rounds(self, n: int, budget: Budget, most: int) -> list[float]:
+        """Seconds of rounds of n sequences with drafts of 0 to `most` tokens."""
+        draft, verify = self._drafting(n, budget), self._verifying(n, budget.exit)
+        each, all = draft.factor or self._unit(n), verify.factor or self._unit(n)
+        return [self.plain(n), *(draft.at(k) * each + verify.at(k + 1) * all for k in range(1, most + 1))]
+
+    def plain(self, n: int) -> float:
+        """Seconds of a round of n sequences without a draft."""
+        return self.verify(n, 1)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds that the drafter takes to prefill `tokens` tokens."""
+        return self._prefill * tokens
+
+    def prices(self, n: int, budget: Budget, rate: float) -> tuple[float, ...]:
+        """What a draft's second, third, .. token costs: the tokens of one sequence that a batch of n emits meanwhile at
+        `rate` tokens per second."""
+        each = rate / n
+        _, *total = self.rounds(n, budget, budget.depth)
+        return tuple(each * max(0.0, b - a) for a, b in pairwise(total))
+
+    def row_price(self, n: int, budget: Budget, rate: float) -> float:
+        """What a further row of one of n sequences costs in the verify pass, as tokens that the batch emits meanwhile
+        at `rate` tokens per second: the mean over drafts of up to the budget's length."""
+        most = budget.depth
+        return rate * (self.verify(n, most + 1, budget.exit) - self.plain(n)) / (n * most) if most else 0.0
+
+    def observe(
+        self, n: int, budget: Budget, tokens: int, draft: float, verify: float, verified: float | None = None
+    ) -> None:
+        """Learn from a round of n sequences: its draft of `tokens` tokens took `draft` seconds, the rest `verify`.
+        `verified`: how many draft tokens a sequence had in the verify pass, on average; None: `tokens`."""
+        rows = 1 + (tokens if verified is None else verified)
+        exit = budget.exit if rows > 1 else 0
+        self.plain_rounds += not tokens
+        curve, size = self._verifying(n, exit), round(rows)
+        curve.learn(size, verify * curve.at(size) / curve.at(rows))
+        if tokens:
+            self._drafting(n, budget).learn(tokens, draft)
+
+    def measured(self, n: int, budget: Budget, tokens: int, draft: float, verify: float) -> None:
+        """Like `observe`, for careful measurements."""
+        exit = budget.exit if tokens else 0
+        self.plain_rounds += REPEATED * (not tokens)
+        self._verifying(n, exit).set(tokens + 1, verify)
+        if tokens:
+            self._drafting(n, budget).set(tokens, draft)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Learn from a prefill of `tokens` tokens by the drafter."""
+        each = seconds / tokens
+        self._prefill += (each - self._prefill) * (0.3 if self._prefill else 1.0)
+
+    def _verifying(self, n: int, exit: int) -> Curve:
+        return self._of(self._verify, (n, exit), lambda rows: self.reads(n * rows) / self.reads(n))
+
+    def _drafting(self, n: int, budget: Budget) -> Curve:
+        how = Budget(1, 1, budget.exit, block=budget.block, part=budget.part)
+
+        def prior(tokens: float) -> float:
+            whole = max(1, math.ceil(tokens))
+            return self.prior(Budget(whole, whole, how.exit, block=how.block, part=how.part))
+
+        return self._of(self._draft, (n, budget.exit, budget.block, budget.part), prior)
+
+    def _of(self, curves: dict[Any, Curve], key: tuple[int, ...], prior: Callable[[float], float]) -> Curve:
+        """The curve of this key; a new one starts from the most similar one that was measured."""
+        curve = curves.get(key)
+        if curve is None:
+            curve = curves[key] = Curve(prior)
+        if curve.factor is None:
+            measured = [k for k in curves if curves[k].factor is not None and k[2:] == key[2:]]
+            if measured:
+                near = min(measured, key=lambda k: (abs(k[0] - key[0]), abs(k[1] - key[1])))
+                curve.like(curves[near])
+        return curve
+
+    def _unit(self, n: int) -> float:
+        """Seconds of a plain step, as far as known; 1 before any measurement."""
+        curve = self._verifying(n, 0)
+        return curve.factor or 1.0

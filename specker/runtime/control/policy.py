@@ -1,0 +1,188 @@
+"""How much to draft each round: the budget, and the policies that any strategy can use. A policy from one paper is in
+that paper's strategy file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specker.runtime.control.stats import DiffusionStats
+
+LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses from, besides 0
+TRIED = 4  # tokens in the longest draft of a trial
+MAX_NODES = 255  # draft tokens; a verify pass has one more row, the root
+
+
+@dataclass(frozen=True)
+class Budget:
+    nodes: int  # maximum draft tokens
+    depth: int  # maximum path length
+    exit: int = 0  # layers of the target that draft; 0: another model drafts
+    taps: tuple[int, ...] = ()  # depths of the target that `learn` watches this round
+    block: int = 0  # tokens that a diffusion drafter guesses per pass; 0: all of `depth`
+    part: int = 0  # which of two joined drafters runs (strategies/join.py)
+
+    def clip(self, nodes: int, depth: int) -> "Budget":
+        """Limit the nodes and the path length."""
+        return replace(self, nodes=max(0, min(self.nodes, nodes)), depth=max(0, min(self.depth, depth)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one sequence's draft."""
+
+    drafted: int  # tokens
+    path: list[int]  # accepted rows, row 0 (the root) first
+    confidence: list[float] = field(default_factory=list)  # probability of each draft token; empty unless `confident`
+    found: DiffusionStats | None = None  # statistics of a diffusion draft
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a chain that is drafted token by token ends. Plain numbers, so that compiled code can apply it."""
+
+    token: float = 0.0  # least probability of a token after which drafting continues
+    reach: tuple[float, ...] = ()  # least probability that all tokens so far are right, by length; last: all longer
+    scales: tuple[float, ...] = (1.0,)
+    """Correction factors of the draft's own probability of a token, one for each of equal intervals of that
+    probability."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain so far."""
+
+    tokens: int = 0
+    reach: float = 1.0  # probability that all of them are right
+
+
+def after(rule: StopRule, chain: Chain, probability: float) -> tuple[Chain, bool]:
+    """The chain with another token of this probability, and whether to draft one more."""
+    scale = rule.scales[min(int(probability * len(rule.scales)), len(rule.scales) - 1)]
+    longer = Chain(chain.tokens + 1, chain.reach * min(1.0, probability * scale))
+    least = rule.reach[min(chain.tokens, len(rule.reach) - 1)] if rule.reach else 0.0
+    return longer, probability >= rule.token and longer.reach >= least
+
+
+class Policy:
+    """Proposes how much to draft for one sequence. All sequences of a round share one shape (choose.py)."""
+
+    confident: bool = False  # whether drafts end by `rule`, token by token
+    rests: bool = False  # whether rounds draft nothing while that is faster
+    copies: bool = False  # whether there is text to copy, which the last round may have lacked
+    layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch
+    rule: StopRule = StopRule()  # this round's
+    rate: float = 0.8  # smoothed acceptance rate of the draft tokens on the path
+    _chain: Chain = Chain()
+
+    def budget(self) -> Budget:
+        """The shape that this sequence proposes."""
+        raise NotImplementedError
+
+    def budgets(self) -> Sequence[Budget]:
+        """All shapes that this sequence proposes, perhaps none."""
+        return (self.budget(),)
+
+    def expected(self, budget: Budget) -> float:
+        """Expected tokens that a round of this shape commits for this sequence: 1 + a + a^2 + .. + a^depth, with a the
+        smoothed acceptance rate (arXiv 2211.17192, equation 1)."""
+        return sum(self.rate**i for i in range(min(budget.depth, budget.nodes) + 1))
+
+    def drafts(self, budget: Budget) -> float:
+        """Expected draft tokens of a round of this shape."""
+        return min(budget.depth, budget.nodes)
+
+    def trial(self, budget: Budget) -> Budget:
+        """The shape of a trial, which finds out whether drafts of the shape `budget`, one of this policy's, pay off by
+        now."""
+        return budget.clip(TRIED, TRIED) if self.confident else budget
+
+    def announced(self, matched: int, available: int) -> None:
+        """Called before each round by a drafter that copies text. `matched`: length of the text's suffix that occurred
+        before. `available`: number of tokens that follow that occurrence. Both are 0 without one."""
+
+    def taken(self, budget: Budget, prices: Sequence[float] = ()) -> None:
+        """Called with the round's shape, which may be another sequence's proposal. `prices`: what the draft's second,
+        third, .. token costs, in tokens of this sequence (Costs.prices); empty if the shape has no alternative."""
+        self._chain = Chain()
+
+    def keep_drafting(self, probability: float) -> bool:
+        """Whether to draft another token after one with this probability."""
+        self._chain, more = after(self.rule, self._chain, probability)
+        return more
+
+    def worth(self, price: float, confidence: Sequence[float]) -> int:
+        """How many tokens of this round's chain are worth a row of the verify pass, which costs `price` tokens.
+        `confidence`: the draft's probability of each token; empty unless `confident`."""
+        return MAX_NODES
+
+    def observe(self, outcome: Outcome) -> None:
+        """Called once per round."""
+        if outcome.drafted:
+            right = len(outcome.path) - 1
+            seen = min(right + 1, outcome.drafted)
+            self.rate += min(0.1 * seen, 1.0) * (right / seen - self.rate)
+
+    def learn(self, layers: tuple[int, ...], match: Any, confidence: Any, seconds: float = 0.0) -> None:
+        """Called with what tapped layers predicted. numpy [len(layers), rows]: `match`, whether a layer's shadow token
+        was the target's token, and `confidence`, its probability. `seconds`: the cost of computing them."""
+
+
+@dataclass
+class Fixed(Policy):
+    """The same budget every round."""
+
+    nodes: int
+    depth: int
+    exit: int = 0
+
+    def budget(self) -> Budget:
+        return Budget(self.nodes, self.depth, self.exit)
+
+
+@dataclass
+class PlusMinusOne(Fixed):
+    """Lengthen the chain by one after a fully accepted draft; shorten it by one after any other."""
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.drafted:
+            whole = len(outcome.path) > outcome.drafted
+            self.depth = min(self.depth + 1, LONGEST) if whole else max(1, self.depth - 1)
+            self.nodes = self.depth
+
+
+@dataclass
+class DraftAndVerify(Fixed):
+    """Stop after a token less probable than a threshold. The threshold moves so that the share of accepted draft tokens
+    approaches `goal` (arXiv 2309.08168, equations 5 and 6, with its constants)."""
+
+    threshold: float = 0.6
+    goal: float = 0.9
+    accepted: float = 0.9  # smoothed share
+    confident = True
+
+    @property
+    def rule(self) -> StopRule:  # type: ignore[override]
+        return StopRule(token=self.threshold)
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        if outcome.drafted:
+            self.accepted = 0.5 * self.accepted + 0.5 * (len(outcome.path) - 1) / outcome.drafted
+            step = 0.01 if self.accepted <= self.goal else -0.01
+            self.threshold = min(max(0.9 * self.threshold + 0.1 * (self.threshold + step), 0.0), 1.0)
+
+
+GENERAL: dict[str, type[Fixed]] = {  # the policies besides `auto` that suit any strategy
+    "fixed": Fixed,
+    "plus-minus-one": PlusMinusOne,
+    "draft-and-verify": DraftAndVerify,
+}
+AUTO = "auto"  # runtime/control/auto.py
+CONFIDENT = tuple(name for name, policy in GENERAL.items() if policy.confident)
+
+
+def general(rule: str, size: Budget, exit: int = 0) -> Policy:
+    """A fresh policy of GENERAL that starts from `size`."""
+    return GENERAL[rule](size.nodes, size.depth, exit)

@@ -1,0 +1,270 @@
+"""Several processes, started by torchrun: tensor parallelism within a replica, and data-parallel replicas.
+
+Every rank of a replica runs the same loop on the same text. The target's linears are split (split.py), with two
+all-reduces per layer. The LM head's results are gathered: (logit, id) pairs for greedy decoding, logits for sampling.
+All ranks choose tokens from the same gathered numbers, so they choose the same tokens. Rank 0 drafts, alone or with
+others (EasySpec divides its groups over the first `--draft-ranks`). It broadcasts the draft once per round, with each
+text's length and last token; ranks that disagree stop with an error. In rounds of static shape (`--graphs on`) every
+rank computes the same draft and nothing is broadcast.
+
+NCCL on GPUs, gloo on CPUs. NCCL's order of addition depends on the message size, so its sums are not batch-invariant.
+`--reduce ordered` gathers and adds in rank order instead, which makes chains bit-equal to plain decoding.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch import Tensor
+
+from specker.fields import JobError, option
+from specker.model.sampling import Draws
+from specker.model.split import Part
+from specker.options import Options
+from specker.runtime.control.policy import Budget
+
+_all_gather = getattr(td, "all_gather_single", td.all_gather_into_tensor)  # the new name is from torch 2.13
+TIMEOUT = 60.0  # seconds to wait for a rank
+SAMPLES = 64  # blocks of a file that its digest reads
+BLOCK = 4096
+
+
+class RankLost(JobError):
+    """Another process of the job ended or did not answer in time; one sentence."""
+
+
+@contextmanager
+def answered(timeout: float) -> Iterator[None]:
+    """Turn a collective's RuntimeError into RankLost. `timeout`: seconds, for the message."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankLost):
+            raise
+        line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RankLost(
+            f"another process of this job ended, or did not answer within {timeout:g} s ({line.strip()[:120]})"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one replica, seen from this process."""
+
+    part: Part
+    group: Any  # the replica's process group
+    drafting: int  # number of ranks that draft: ranks 0..drafting-1
+    drafters: Any  # the drafting ranks' process group; None on the other ranks
+    ordered: bool  # --reduce ordered
+    replica: int  # index of this replica, below `replicas`
+    replicas: int
+    device: torch.device
+    timeout: float
+
+    @property
+    def rank(self) -> int:
+        return self.part.rank
+
+    @property
+    def size(self) -> int:
+        return self.part.size
+
+    @property
+    def drafts(self) -> bool:
+        return self.rank < self.drafting
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add the ranks' partial sums x [...]: in place, or with --reduce ordered into a new tensor in rank order."""
+        with answered(self.timeout):
+            if not self.ordered:
+                td.all_reduce(x, group=self.group)
+                return x
+            each = self._gathered(x, self.group, self.size)
+        total = each[0]
+        for r in range(1, self.size):
+            total = total + each[r]
+        return total
+
+    def join(self, x: Tensor) -> Tensor:
+        """Concatenate every rank's x [T, n] along the columns: [T, size * n]."""
+        with answered(self.timeout):
+            each = self._gathered(x, self.group, self.size)
+        return each.transpose(0, 1).reshape(len(x), -1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather x [...] from every drafting rank: [drafting, ...]."""
+        with answered(self.timeout):
+            return self._gathered(x, self.drafters, self.drafting)
+
+    def first(self, x: Tensor) -> Tensor:
+        """Broadcast rank 0's x to all ranks, in place."""
+        with answered(self.timeout):
+            td.broadcast(x, group=self.group, group_src=0)
+        return x
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        x = torch.tensor([value], device=self.device)
+        with answered(self.timeout):
+            td.all_reduce(x, td.ReduceOp.MIN, group=self.group)
+        return int(x)
+
+    def budget(self, own: Budget, layers: int) -> Budget:
+        """Rank 0's budget on all ranks: policies that measure time would decide differently on each rank. `layers`:
+        maximum taps."""
+        numbers = [own.nodes, own.depth, own.exit, own.block, own.part, len(own.taps), *own.taps]
+        message = torch.zeros(6 + layers, dtype=torch.int64)
+        message[: len(numbers)] = torch.tensor(numbers)
+        nodes, depth, exit, block, part, taps, *depths = self.first(message.to(self.device)).tolist()
+        return Budget(nodes, depth, exit, tuple(depths[:taps]), block, part)
+
+    def same(self, what: str, digest: bytes, drafters: bool = False) -> None:
+        """Raise ValueError unless all (or all drafting) ranks pass the same digest. `what` names it in the error."""
+        own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(self.device)
+        with answered(self.timeout):
+            which = (self.drafters, self.drafting) if drafters else (self.group, self.size)
+            each = self._gathered(own, *which).flatten().tolist()
+        if len(set(each)) > 1:
+            other = next(r for r, value in enumerate(each) if value != each[0])
+            raise ValueError(f"rank {other} of the job has another {what} than rank 0: all must load the same files")
+
+    @staticmethod
+    def _gathered(x: Tensor, group: Any, size: int) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(size, *x.shape)
+        _all_gather(out.view(-1), x.view(-1), group=group)
+        return out
+
+    def draw(self, draws: Draws, logits: Tensor, positions: Tensor, vocab: int) -> Tensor:
+        """The token after each row [T] int64, from this rank's columns of the logits [T, n] at `positions` [T]: sampled
+        from the gathered logits, or greedily the largest logit, ties to the lowest id."""
+        if draws.kind != "greedy":
+            return draws.tokens(self.whole(logits, vocab), positions)
+        best = logits.max(-1)
+        # Ids ascend within a rank and from rank to rank, so the first of equal logits has the lowest id.
+        value = self.join(best.values.unsqueeze(-1))
+        each = -(-vocab // self.size)
+        ids = self.join((first_of_equals(logits, best.values) + self.rank * each).unsqueeze(-1))
+        return ids.gather(1, first_of_equals(value, value.amax(-1)).unsqueeze(-1))[:, 0]
+
+    def whole(self, logits: Tensor, vocab: int) -> Tensor:
+        """Gather all ranks' columns of the logits [T, n] -> [T, vocab]."""
+        each = -(-vocab // self.size)
+        if logits.shape[1] < each:  # the last rank has fewer ids
+            logits = torch.nn.functional.pad(logits, (0, each - logits.shape[1]), value=float("-inf"))
+        return self.join(logits)[:, :vocab]
+
+
+def first_of_equals(x: Tensor, value: Tensor) -> Tensor:
+    """The first column of x [T, n] that holds value [T]."""
+    columns = torch.arange(x.shape[1], device=x.device)
+    return torch.where(x == value.unsqueeze(-1), columns, x.shape[1]).amin(-1).clamp(max=x.shape[1] - 1)
+
+
+def own_device(device: torch.device) -> torch.device:
+    """`device`, with the number of a GPU: by default the process's own if the job has several processes, otherwise the
+    thread's current one. Another thread may have another current one."""
+    if str(device) != "cuda":
+        return device
+    alone = world_size() == 1
+    return torch.device("cuda", torch.cuda.current_device() if alone else int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join(options: Options, device: torch.device, divides: bool = False, timeout: float = TIMEOUT) -> Ranks | None:
+    """Join the job's processes and return this one's `Ranks`; None for a single process. `divides`: the ranks of --tp
+    divide a draft by default (--draft-ranks overrides it). `timeout`: seconds. Raises ValueError if --tp, --dp and the
+    number of processes do not match, RankLost if another process does not answer."""
+    world, dp = world_size(), options.dp
+    tp = options.tp or max(world // dp, 1)
+    if tp * dp != world:
+        raise ValueError(
+            f"{option('tp', tp)} times {option('dp', dp)} is {tp * dp}, but this job has {world} "
+            f"process{'es' * (world > 1)}: start it with torchrun --nproc-per-node {tp * dp} -m specker.run ..."
+        )
+    if options.draft_ranks is not None and options.draft_ranks > tp:
+        asked = option("draft_ranks", options.draft_ranks)
+        raise ValueError(f"{asked} is more than the {tp} ranks of {option('tp')}")
+    if world == 1:
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for NCCL
+    if not td.is_initialized():
+        with answered(timeout):
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            td.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with answered(timeout):
+        mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+        part = Part(mesh.get_local_rank("tp"), tp)
+        drafting = options.draft_ranks or (tp if divides else 1)
+        drafters = None
+        for replica in range(dp):  # every process makes every group
+            members = [replica * tp + r for r in range(drafting)]
+            made = td.new_group(members, timeout=timedelta(seconds=timeout))
+            if td.get_rank() in members:
+                drafters = made
+    ordered = options.reduce == "ordered"
+    replica = mesh.get_local_rank("dp")
+    return Ranks(part, mesh.get_group("tp"), drafting, drafters, ordered, replica, dp, device, timeout)
+
+
+def speaks() -> bool:
+    """Whether this process prints its error: only the job's first process to fail does."""
+    if world_size() == 1:
+        return True
+    if not td.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    try:
+        return td.distributed_c10d._get_default_store().add("specker/errors", 1) == 1
+    except RuntimeError:  # the store ended with the process that owned it
+        return True
+
+
+def leave(code: int) -> int:
+    """Leave the process group and return `code`. After success, wait for the other processes first."""
+    if td.is_initialized():
+        if code == 0:
+            with answered(TIMEOUT):
+                td.barrier()
+        td.destroy_process_group()
+    return code
+
+
+def collect(ranks: Ranks, results: list[Any]) -> list[Any] | None:
+    """Gather every replica's results on the job's rank 0, in the original order; None on the other ranks. Replica i
+    decoded items i, i + replicas, and so on."""
+    every: list[Any] | None = [None] * td.get_world_size() if td.get_rank() == 0 else None
+    with answered(ranks.timeout):
+        td.gather_object(results if ranks.rank == 0 else None, every)
+    if every is None:
+        return None
+    dealt = [part for part in every if part is not None]
+    return [dealt[i % len(dealt)][i // len(dealt)] for i in range(sum(map(len, dealt)))]
+
+
+def fingerprint(folder: Path) -> bytes:
+    """A SHA-256 of a checkpoint's config and of the size and some blocks of every weights file. Reading all of 140 GB
+    would take too long."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            step = max(BLOCK, -(-size // SAMPLES))
+            for at in range(0, size, step):
+                file.seek(at)
+                digest.update(file.read(BLOCK))
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""What one round is: state, drafter, LM head, constraints, graphs, verification and acceptance."""

@@ -1,0 +1,149 @@
+"""State that a round passes to the next: tensors at fixed addresses, sequences first, and each request on the host."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from specker.model.sampling import pack
+from specker.options import Sampling
+from specker.runtime.control.policy import Policy
+from specker.runtime.control.stats import Stats
+from specker.runtime.detokenize import Detokenizer
+from specker.runtime.round.constrain import Guide
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt that is being decoded, on the host."""
+
+    index: int  # of its prompt
+    text: list[int]  # committed tokens: the prompt and the emitted tokens; the last one is the root
+    limit: int  # number of committed tokens at which decoding ends
+    sampling: Sampling
+    policy: Policy
+    drafting: bool = True  # False: plain decoding
+    prefixes: str | None = None  # which K/V of earlier texts it takes over (slots.py); None: as the engine says
+    reader: Detokenizer | None = None  # turns the emitted tokens into text as they come
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
+    traced: bool = True  # whether the trace holds its rounds
+    tell: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
+    ends: str = "length"
+    """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
+    guide: Guide | None = None  # its text in a grammar
+    stats: Stats = field(default_factory=Stats)
+    finished: str | None = None  # None, `ends`, or another reason (Event.finished)
+    prompt: int = field(init=False)  # tokens of the prompt
+    prefilled: int = 0  # columns that a prefill wrote, in its whole chunks
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.text)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The emitted tokens."""
+        return self.text[self.prompt :]
+
+
+@dataclass(frozen=True)
+class State:
+    """Tensors of the sequences in slots 0..n-1. R rows per sequence: the root and the largest draft."""
+
+    committed: Tensor  # [n, C] int64, the text
+    length: Tensor  # [n] int64, committed tokens; the last is the root
+    limit: Tensor  # [n] int64
+    window: Tensor  # [n, R] int64: the root, then the draft
+    parents: Tensor  # [n, R - 1] int64, rows, for trees
+    draw: Tensor  # [n, 4] int64, sampling parameters (sampling.pack)
+    agrees: Tensor  # [n, C] bool, by position: synthetic acceptance agrees; [n, 0] without it
+    confidence: Tensor  # [n] float32, log-probability of the last draft token
+    step: Tensor  # [1] int64: draft tokens in the window, when drafting one by one
+    # Work space of one round; the rows of each sequence are adjacent.
+    hidden: Tensor  # [n * R, E of the drafter]
+    taps: Tensor  # [n * R, D, E of the target], the hidden rows that the drafter reads
+    positions: Tensor  # [n * R] int64
+    logits: Tensor  # [n * R, V]
+    target: Tensor  # [n * R] int64, the target's token after each row
+    experts: Tensor  # [1] float32, experts that the verify pass read in a layer, on average
+    report: Tensor  # [n * (1 + 2 R)] int64, of `settle`
+
+    @classmethod
+    def empty(
+        cls,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sequences: int,
+        rows: int,
+        wide: int,
+        vocab: int,
+        columns: int,
+        taps: tuple[int, int] = (0, 0),
+        synthetic: bool = False,
+    ) -> "State":
+        """Allocate for drafts of up to rows - 1 tokens, hidden size `wide` of type `dtype`, `vocab` logits a row and
+        texts of up to `columns` tokens. `taps`: D and E of the target's hidden rows that the drafter reads."""
+        scores = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        return cls(
+            committed=ints(sequences, columns + rows),
+            length=ints(sequences),
+            limit=ints(sequences),
+            window=ints(sequences, rows),
+            parents=ints(sequences, rows - 1),
+            draw=ints(sequences, 4),
+            agrees=torch.zeros(sequences, columns if synthetic else 0, dtype=torch.bool, device=device),
+            confidence=torch.zeros(sequences, dtype=scores, device=device),
+            step=ints(1),
+            hidden=torch.zeros(sequences * rows, wide, dtype=dtype, device=device),
+            taps=torch.zeros(sequences * rows, *taps, dtype=dtype, device=device),
+            positions=ints(sequences * rows),
+            logits=torch.empty(sequences * rows, vocab, dtype=scores, device=device),
+            target=ints(sequences * rows),
+            experts=torch.zeros(1, device=device),
+            report=ints(sequences * (1 + 2 * rows)),
+        )
+
+    @cached_property
+    def _per_sequence(self) -> dict[str, Tensor]:
+        names = [f.name for f in fields(self)][: [f.name for f in fields(self)].index("step")]
+        return {name: getattr(self, name) for name in names}
+
+    def first(self, sequences: int) -> "State":
+        """Views of the first `sequences` slots."""
+        if sequences == len(self.length):
+            return self
+        return replace(self, **{name: x[:sequences] for name, x in self._per_sequence.items()})
+
+    def write(self, slot: int, request: Request, agrees: Tensor | None = None) -> None:
+        """Copy a request's text, sampling parameters and `agrees` [C] bool to `slot`."""
+        n = len(request.text)
+        self.committed[slot, :n] = torch.tensor(request.text)
+        self.length[slot], self.limit[slot] = n, request.limit
+        self.window[slot, 0] = request.text[-1]
+        self.draw[slot] = pack(request.sampling)
+        if agrees is not None:
+            self.agrees[slot] = agrees
+
+    def move(self, source: int, target: int) -> None:
+        """Copy slot `source` to slot `target`."""
+        for x in self._per_sequence.values():
+            x[target] = x[source]
+
+    def idle(self, slot: int, length: int) -> None:
+        """Prepare a slot without a sequence for rounds of a fixed number of slots: its text never grows."""
+        self.length[slot] = self.limit[slot] = length
+        self.window[slot, 0] = 0
+        self.draw[slot] = pack(Sampling())
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Start a copy to pinned memory, which torch reuses."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)

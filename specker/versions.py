@@ -1,0 +1,31 @@
+"""What a result must name to be reproduced: the versions that computed it and the options in effect."""
+
+import contextlib
+import importlib.metadata
+import platform
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from specker.options import Common, Options
+
+
+@cache
+def versions() -> dict[str, str]:
+    """The versions of Python, specker and the packages that compute."""
+    found = {"python": platform.python_version()}
+    for name in ("specker", "torch", "triton", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def settings(options: Options) -> dict[str, Any]:
+    """The options in effect, by their names as flags; omitted ones without a default are left out."""
+    parts = [
+        (options, fields(Common)),
+        *((own, fields(own)) for own in (options.own, options.copy, options.trim) if own is not None),
+    ]
+    values = {f.name: getattr(part, f.name) for part, names in parts for f in names}
+    plain = (bool, int, float, str, tuple)
+    return {name: x if isinstance(x, plain) else str(x) for name, x in values.items() if x is not None}

@@ -1,0 +1,137 @@
+"""The trace that `specker.run --trace` writes and `specker.view` reads: JSON lines in UTF-8, of four kinds.
+
+    {"specker_trace": 1, ...}   the header, the first line
+    {"begin": 0, ...}           request 0 begins; a batch holds several at a time
+    {"prompt": 0, ...}          one sequence's part of one round
+    {"end": 0, ...}             request 0 is complete; missing after Ctrl-C
+
+The header has `strategy`, `target`, `draft` (null without a draft model), `device`, `dtype`, `graphs`, `sampling`,
+`settings` (the options in effect), `versions` and `remarks`.
+
+`begin` has `where` (the prompt's file and line, or its flag), `turn` (from 1, of a conversation or of a line's
+`turns`), `text` (the user's), `prompt_tokens` (with the chat template and the earlier turns) and `seed`.
+
+A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
+
+    round        number of the round; the sequences of a batch share it
+    position     committed tokens before the round
+    tokens       ids that the round committed, without what follows a stop id or string
+    pieces       the text that each of them completes; "" within a character, and for special tokens
+    accepted     how many of them, from the first on, were draft tokens
+    last         kind of the token after those: "recovered" (the target's, where its draft was refused), "bonus" (the
+                 target's, after a wholly accepted path) or "own" (nothing was drafted, or the text's limit cut the
+                 path); "accepted" if a stop id or string ended the text within the accepted path
+    draft        ids; `parents`: the row of each one's parent
+    probability  of each draft token after its parent, by the drafter. Above temperature 0 it includes the noise of the
+                 draw. Missing where the drafter computes none: lookup, a diffusion model's blocks unless the policy
+                 asks for it, and rounds of fixed shape (`--graphs on`)
+    agreed       of each draft token after its parent, by the target, before temperature and filters; `own`: of the
+                 target's own token after each row. Missing where the target is split over ranks
+    confidence   the drafter's probabilities in the order of drafting; [] unless the policy asks for them
+    target       ids, the target's own token after each row
+    path         accepted rows, from row 0
+    exit         layers of the target that drafted (strategy del), else 0
+    sequences    number of sequences that shared the round
+    seconds      time of the whole round by stage: prefill (of a drafter that missed tokens), draft, verify, accept,
+                 watch, commit
+    outside      indices of `tokens` outside a trimmed head; missing without one
+    diffusion    `runtime.stats.DiffusionStats` of a diffusion drafter's draft; missing without one
+    names        text of the ids that this trace names for the first time, special tokens included; missing without any
+    sizing       the remark about made-up weights or acceptance; missing in a real run
+
+`end` has `finished` (as `Generation`), `tail` (text that was held back as an unfinished character), `seconds` by stage
+and `wall`. Without a tokenizer all texts are "".
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import Any
+
+from specker.options import Sampling
+from specker.runtime.control.stats import Stats
+from specker.runtime.detokenize import Detokenizer
+from specker.versions import settings, versions
+
+VERSION = 1
+
+
+class Trace:
+    """Formats what the loop reports; it decides nothing. `lines` grows with the run."""
+
+    def __init__(
+        self, engine: Any, sampling: Sampling, stops: tuple[str, ...] = (), stop_ids: Collection[int] | None = None
+    ):
+        """`stops`, `stop_ids`: what ends the requests' texts (default of `stop_ids`: the target's)."""
+        remarks = engine.remarks
+        header = {
+            "specker_trace": VERSION,
+            "strategy": engine.strategy,
+            "target": engine.target_name,
+            "draft": engine.draft_name,
+            "device": str(engine.device),
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "graphs": engine.loop.fixed,
+            "sampling": asdict(sampling),
+            "settings": settings(engine.options),
+            "versions": versions(),
+            "remarks": remarks,
+        }
+        self.lines: list[str] = []
+        self._sizing = {name: remarks[name] for name in ("sizing",) if name in remarks}
+        self._tokenizer = engine.target.tokenizer_or_none
+        if stop_ids is None:
+            stop_ids = () if engine.options.stand_ins else engine.target.config.eos_ids
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = stops
+        self._texts: dict[int, Detokenizer] = {}
+        self._named: set[int] = set()
+        self._put(header)
+
+    def begin(self, number: int, where: str, turn: int, text: str, prompt_tokens: int, seed: int) -> None:
+        self._texts[number] = Detokenizer(self._tokenizer, self._stops)
+        place = {"begin": number, "where": where, "turn": turn}
+        self._put({**place, "text": text, "prompt_tokens": prompt_tokens, "seed": seed})
+
+    def round(self, row: dict[str, Any]) -> None:
+        """One sequence's part of a round, as `runtime.record` makes it."""
+        tokens, accepted = row["tokens"], len(row["path"]) - 1
+        stop = next((n + 1 for n, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
+        text = self._texts.setdefault(row["prompt"], Detokenizer(self._tokenizer, self._stops))
+        pieces = []
+        for n, token in enumerate(tokens[:stop], 1):
+            pieces.append(text.add(token))
+            if text.stopped:
+                stop = n
+                break
+        told = {
+            **row,
+            "tokens": tokens[:stop],
+            "pieces": pieces,
+            "accepted": min(accepted, stop),
+            "last": row["last"] if accepted < stop else "accepted",
+        }
+        if "outside" in row:
+            told["outside"] = [n for n in row["outside"] if n < stop]
+        if names := self._names({*told["tokens"], *row["draft"], *row["target"]}):
+            told["names"] = names
+        self._put(told | self._sizing)
+
+    def end(self, number: int, finished: str, stats: Stats) -> None:
+        tail = self._texts.pop(number).flush() if number in self._texts else ""
+        self._put({"end": number, "finished": finished, "tail": tail, "seconds": stats.seconds, "wall": stats.wall})
+
+    def _names(self, ids: set[int]) -> dict[int, str]:
+        if self._tokenizer is None:
+            return {}
+        new = sorted(ids - self._named)
+        self._named.update(new)
+        return {token: self._name(token) for token in new}
+
+    def _name(self, token: int) -> str:
+        """The token's text after another one: many tokenizers drop the space of a first token."""
+        alone = self._tokenizer.decode([token])
+        return self._tokenizer.decode([token, token])[len(alone) :] or alone
+
+    def _put(self, line: dict[str, Any]) -> None:
+        self.lines.append(json.dumps(line))
