@@ -48,7 +48,7 @@ def ways(args: Args) -> dict[str, dict[str, Any]]:
 
 def measure(args: Args, options: dict[str, Any], texts: list[str], temperature: float) -> dict[str, float]:
     """Tokens and verified rows of a round that drafts, over all texts."""
-    AdaptiveLength.rests = False
+    AdaptiveLength.may_skip_drafting = False
     target = args.target or (specker.zoo.path("code-target") if args.draft else None)
     engine = specker.load(target, args.draft or None, args.strategy, device="cpu", dtype=args.dtype, **options)
     done = [engine.generate(text, args.max_new_tokens, temperature=temperature, seed=n) for n, text in enumerate(texts)]

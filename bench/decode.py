@@ -53,7 +53,7 @@ from specker.model.decoder import forward
 from specker.model.sampling import GREEDY
 from specker.options import Sampling
 from specker.runtime import strategies
-from specker.runtime.control.auto import Experience
+from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Fixed
 from specker.runtime.engine import Engine
@@ -64,7 +64,7 @@ from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.round import Round
 from specker.runtime.round.state import Request
 from specker.runtime.round.synthetic import agreements
-from specker.runtime.strategies.base import SCRATCH
+from specker.runtime.strategies.base import LOOKAHEAD
 
 DRAFTED, ACCEPTANCE = 5, 0.8
 ROWS = (1, 8, 64)  # of `verify`
@@ -295,8 +295,8 @@ def judging(bench: Bench, engine: Engine, context: int) -> Callable[[int], Round
     """A function that verifies and accepts a draft of a given size after `context` tokens, to be captured; the text
     does not grow."""
     most = ROWS[-1] - 1
-    known = Experience(Costs(lambda _: 1.0))
-    how = Budget(most, most), True, bench.graphs(engine), known, 1, SCRATCH
+    known = AcceptanceHistory(Costs(lambda _: 1.0))
+    how = Budget(most, most), True, bench.graphs(engine), known, 1, LOOKAHEAD
     loop = Loop(engine.model, engine.cache, None, *how)
     in_place(loop, a_text(engine, context, 0, False))
     made: dict[int, Round] = {}
@@ -479,7 +479,7 @@ KINDS: dict[str, Callable[[Bench, Case], Found]] = {
 
 def run(bench: Bench, case: Case, late: bool = False) -> list[dict[str, Any]]:
     """The rows of a case: one per configuration, or a single one with the reason why it was not measured."""
-    remarks = {"sizing": "; ".join(strategies.options(**bench.options(case)).stand_ins)}
+    remarks = {"sizing": "; ".join(strategies.options(**bench.options(case)).dummy_parts)}
     failed = {}
     try:
         if late:

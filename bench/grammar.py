@@ -72,10 +72,12 @@ def fixed(strategy: str, tokens: int) -> dict[str, object]:
 
 @contextmanager
 def cut_only() -> Iterator[None]:
-    lead = Guide.lead
+    constrain = Guide.constrain
     with (
         patch.object(Guide, "forced", False),
-        patch.object(Guide, "lead", lambda self, tokens, most, _: lead(self, tokens, min(most, len(tokens)), False)),
+        patch.object(
+            Guide, "lead", lambda self, tokens, most, _: constrain(self, tokens, min(most, len(tokens)), False)
+        ),
     ):
         yield
 

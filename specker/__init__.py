@@ -37,7 +37,7 @@ def load(
     strategy: str | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     **options: Unpack[LoadOptions],
 ) -> Engine:
     """Load an engine: a target, a strategy and what the strategy drafts with.
@@ -72,7 +72,7 @@ def load(
     """
     from specker.runtime.load import load
 
-    return load(target, draft, strategy, device, dtype, tell, **options)
+    return load(target, draft, strategy, device, dtype, on_progress, **options)
 
 
 def __getattr__(name: str) -> Any:

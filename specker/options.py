@@ -192,8 +192,9 @@ class Options(Common):
         return 1 if self.tree is None else self.tree.width
 
     @property
-    def stand_ins(self) -> tuple[str, ...]:
-        """Names of the stand-ins for real models. If there are any, results measure only time and memory."""
+    def dummy_parts(self) -> tuple[str, ...]:
+        """Names of the dummy parts, which replace real models. If there are any, results measure only time and
+        memory."""
         weights = ("random weights",) if self.load == "dummy" else ()
         if self.acceptance is None:
             return weights

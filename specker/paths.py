@@ -20,7 +20,7 @@ def write(path: Path, data: bytes) -> None:
     write_file(path, data)
 
 
-def probe(path: str, flag: str = "--json") -> None:
+def probe(path: str, flag: str) -> None:
     """Raise ValueError now, not after a long run, if `write_file` could not write to `path`. Leaves no file behind."""
     where = Path(path)
     if where.is_dir():

@@ -12,7 +12,7 @@ from specker.model.sampling import Draws
 from specker.options import Sampling
 from specker.runtime import loop
 from specker.runtime.control.policy import Budget, Fixed, Outcome, Policy
-from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.control.stats import BlockStats
 from specker.runtime.round import state as states
 from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.graphs import Graphs
@@ -79,7 +79,7 @@ def accept(drafter: Drafter, r: Round, path: list[int], token: int) -> list[int]
 
 
 def outcome(
-    drafted: int, accepted: int, confidence: tuple[float, ...] = (), found: DiffusionStats | None = None
+    drafted: int, accepted: int, confidence: tuple[float, ...] = (), found: BlockStats | None = None
 ) -> Outcome:
     """The outcome of a chain."""
     return Outcome(drafted, list(range(accepted + 1)), list(confidence), found)

@@ -30,7 +30,7 @@ class Log(list):
     """The launches, in order."""
 
     def __init__(self) -> None:
-        self.stretches: list[tuple[Any, int, int]] = []  # key, first launch, end of the launches
+        self.segments: list[tuple[Any, int, int]] = []  # key, first launch, end of the launches
 
 
 def described(x: Any) -> Any:
@@ -112,12 +112,12 @@ def recording() -> Iterator[Log]:
     log = Log()
     seen, run = set(), Graphs.run
 
-    def stretch(graphs: Graphs, key: Any, work: Any) -> None:
+    def segment(graphs: Graphs, key: Any, work: Any) -> None:
         start = len(log)
         with Capturing() if key in seen else nullcontext():  # `Graphs` captures on the second run
             run(graphs, key, work)
         seen.add(key)
-        log.stretches.append((key, start, len(log)))
+        log.segments.append((key, start, len(log)))
 
     def launched(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
         log.append((f"{variant.kernel.fn.__name__}: {variant.name}", tuple(grid), described(arguments)))
@@ -131,7 +131,7 @@ def recording() -> Iterator[Log]:
                 (Tensor, "device", property(lambda self: CPU)),
                 (Tensor, "to", to),
                 (Variant, "__call__", launched),
-                (Graphs, "run", stretch),
+                (Graphs, "run", segment),
                 (buffers, "activations", lambda dtype, device: dtype),
             ):
                 stack.enter_context(patch.object(place, name, value))

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from specker.runtime.control.auto import Acceptance, Auto, Experience
+from specker.runtime.control.auto import Acceptance, AcceptanceHistory, Auto
 from specker.runtime.control.choose import AGAIN, APART, FIRST, LOOK, SHARE, Chooser
 from specker.runtime.control.costs import Costs, Curve
 from specker.runtime.control.policy import LENGTHS, Budget, Chain, DraftAndVerify, Fixed, Outcome, StopRule, after
-from specker.runtime.strategies.lookup import RATES, Copying
+from specker.runtime.strategies.lookup import RATES, NgramPolicy
 
 STEP = 0.030  # seconds of a plain round
 
@@ -20,7 +20,7 @@ class World:
     with each draft token with the probability that `agrees(n)` gives for round n."""
 
     def __init__(self, step, row, agrees, confident=False, noise=0.0, seed=1, sequences=1, known=None):
-        self.known = known or Experience(Costs(lambda budget: step * budget.nodes))
+        self.known = known or AcceptanceHistory(Costs(lambda budget: step * budget.nodes))
         self.chooser = Chooser(self.known.costs)
         self.policies = [Auto(self.known.costs, self.known.drafts, Budget(16, 16), confident) for _ in range(sequences)]
         self.step, self.row, self.agrees, self.confident, self.noise = step, row, agrees, confident, noise
@@ -197,7 +197,7 @@ def test_plain_decoding_is_measured_the_more_often_the_less_drafts_gain(gain):
 
 
 def test_a_measurement_counts_its_shortest_round():
-    known = Experience(Costs(lambda budget: 1.0))
+    known = AcceptanceHistory(Costs(lambda budget: 1.0))
     chooser = Chooser(known.costs)
     known.costs.measured(1, Budget(0, 0), 0, 0.0, 1.0)
     for n in range(LOOK):
@@ -246,9 +246,9 @@ def test_what_a_draft_s_prefill_cost_is_due_with_the_next_text():
 
 
 def test_copied_text_is_drafted_by_the_length_of_the_match():
-    known = Experience(Costs(lambda budget: 1e-3))
+    known = AcceptanceHistory(Costs(lambda budget: 1e-3))
     costs, chooser = known.costs, Chooser(known.costs)
-    policy = Copying(known.matches, Budget(16, 16))
+    policy = NgramPolicy(known.matches, Budget(16, 16))
     for rows in (1, 2, 5, 9, 17):
         costs.measured(1, Budget(16, 16), rows - 1, 1e-5, STEP * (1 + 0.06 * (rows - 1)))
 
@@ -267,15 +267,15 @@ def test_copied_text_is_drafted_by_the_length_of_the_match():
     for _ in range(60):
         policy.observe(Outcome(3, [0, 1, 2, 3]))
     assert policy.rate_of(2) > 0.95 and policy.rate_of(3) == RATES[2]
-    assert Copying(known.matches, Budget(16, 16)).rate_of(2) > 0.9, "the next text starts from there"
+    assert NgramPolicy(known.matches, Budget(16, 16)).rate_of(2) > 0.9, "the next text starts from there"
 
 
 def test_nothing_rests_where_nothing_is_measured():
     """As in another engine."""
     chooser = Chooser(Costs(lambda budget: 1.0 * budget.nodes), learns=False)
-    known = Experience(chooser.costs)
+    known = AcceptanceHistory(chooser.costs)
     assert chooser.choose([Auto(known.costs, known.drafts, Budget(4, 4), True)], 100) == Budget(4, 4)
-    assert chooser.choose([Copying(known.matches, Budget(4, 4))], 100).nodes == 0
+    assert chooser.choose([NgramPolicy(known.matches, Budget(4, 4))], 100).nodes == 0
 
 
 def test_fixed_policies_never_rest():

@@ -159,11 +159,11 @@ def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     more = ["--target", endless, "--strategy", "ar", "--max-new-tokens", "600", "--json", str(out)]
     shell = Terminal(*more, cache=own)
-    told = shell.until("\n>")
-    assert "the checkpoint recommends --temperature 0.6 --top-p 0.92" in told and told.count("/help") == 1
+    said = shell.until("\n>")
+    assert "the checkpoint recommends --temperature 0.6 --top-p 0.92" in said and said.count("/help") == 1
     shell.type("one\r")
-    told = shell.until(r"one\n.+\n>")
-    assert "the answer ends at --max-new-tokens" in told
+    said = shell.until(r"one\n.+\n>")
+    assert "the answer ends at --max-new-tokens" in said
     shell.type("half a li\x03")
     shell.until(r"half a li *\n>")
     shell.type("\x03")
@@ -268,9 +268,9 @@ def test_help_names_every_command(typed: Callable[..., Talk]) -> None:
     from specker.cli.chat import COMMANDS
     from specker.cli.terminal import KEYS
 
-    told = typed("/help\r").notes
+    said = typed("/help\r").notes
     for name in (*COMMANDS, "//TEXT", *KEYS):
-        assert f"\n  {name} " in told
+        assert f"\n  {name} " in said
     assert typed("one\r/exit\rtwo\r").rows[1:] == []
 
 

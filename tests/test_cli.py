@@ -628,7 +628,7 @@ def test_write_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths.write_file(os.devnull, "gone")
     assert not Path(os.devnull).is_file()  # was not replaced
     reading, writing = os.pipe()
-    paths.probe(f"/dev/fd/{writing}")  # works although its folder accepts no new files
+    paths.probe(f"/dev/fd/{writing}", "--json")  # works although its folder accepts no new files
     paths.write_file(f"/dev/fd/{writing}", "piped")
     assert os.read(reading, 9) == b"piped"
     os.close(reading)

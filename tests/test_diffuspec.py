@@ -17,7 +17,7 @@ from bench.ablations import ExactPrefix, drafting_as
 from specker.cli import run
 from specker.options import Sampling
 from specker.runtime.control.policy import Budget
-from specker.runtime.control.stats import DiffusionStats, Stats
+from specker.runtime.control.stats import BlockStats, Stats
 from specker.runtime.strategies.blocks import AdaptiveLength
 from specker.runtime.strategies.blocks.ngram import NGram, NGramCounts
 from specker.runtime.strategies.diffuspec import Chunks
@@ -318,10 +318,10 @@ def test_adaptive_length_follows_the_formula():
     rng = np.random.default_rng(0)
     for _ in range(60):
         generated, accepted = int(rng.integers(0, 31)), int(rng.integers(0, 31))
-        rule.observe(outcome(30, accepted, found=DiffusionStats(generated)))
+        rule.observe(outcome(30, accepted, found=BlockStats(generated)))
         gen, acc = 0.5 * gen + 0.5 * generated, 0.5 * acc + 0.5 * accepted
         assert rule.budget().depth == min(max(int(np.floor(gen)) + 10 * (acc >= gen), 20), 30)
-    rule.observe(outcome(0, 0, found=DiffusionStats(9)))  # a round without a draft changes nothing
+    rule.observe(outcome(0, 0, found=BlockStats(9)))  # a round without a draft changes nothing
     assert rule.generated == pytest.approx(gen)
     assert AdaptiveLength(2, 9).budget().depth == 9
 

@@ -71,6 +71,8 @@ def test_command(line: str) -> None:
             serve.parse(flags)
         case ["curl", "localhost:8000/v1/chat/completions", "-H", "content-type: application/json", "-d", body]:
             assert Chat.model_validate_json(body).messages
+        case ["specker-calibrate", "--print-completion", _]:
+            pass
         case ["specker", *flags]:
             module = calibrate if flags[:1] == ["calibrate"] else run
             with pytest.raises(SystemExit) as stop:  # cli.md shows only flags that print

@@ -16,7 +16,7 @@ from one_round import after_every_round, apart, outcome
 import specker
 from specker.cli import run
 from specker.runtime import strategies
-from specker.runtime.control.auto import PRIOR, Experience
+from specker.runtime.control.auto import PRIOR, AcceptanceHistory
 from specker.runtime.control.choose import Chooser
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, DraftAndVerify, Fixed, PlusMinusOne
@@ -63,7 +63,7 @@ def engine(target, **options):
 @pytest.fixture(autouse=True)
 def watch_every_round(monkeypatch, steady):
     """DEL's drafts must not depend on this machine's load, and DEL drafts as its own rule says."""
-    monkeypatch.setattr(DynamicExit, "rests", False)
+    monkeypatch.setattr(DynamicExit, "may_skip_drafting", False)
     monkeypatch.setattr(
         "specker.runtime.strategies.dynamic_exit.policy.DynamicExit", functools.partial(DynamicExit, overhead=1e9)
     )
@@ -168,7 +168,7 @@ def test_what_a_text_starts_from_does_not_show_in_its_tokens(target):
 
 
 def test_a_text_starts_from_a_few_of_the_earlier_rows():
-    known = Experience(Costs(lambda budget: 1.0))
+    known = AcceptanceHistory(Costs(lambda budget: 1.0))
     before = DynamicExit((2, 4), 6, earlier=known)
     for _ in range(200):
         before.learn((2, 4), np.array([[True] * 3 + [False], [False] * 4]), np.full((2, 4), 0.5))
@@ -426,7 +426,7 @@ def test_expected_tokens_follow_what_was_accepted(policy):
 
 def test_del_compares_measured_seconds(monkeypatch):
     """Rows that cost much in a verify pass end drafts; where no exit pays, rounds draft nothing and still watch."""
-    monkeypatch.setattr(DynamicExit, "rests", True)
+    monkeypatch.setattr(DynamicExit, "may_skip_drafting", True)
     costs = Costs(lambda budget: budget.nodes * budget.exit / 12)
     layers, match = (3, 6), np.array([[True] * 2 + [False] * 8, [True] * 9 + [False]])
     for row in (0.0, 3.0):

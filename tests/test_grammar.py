@@ -204,7 +204,7 @@ def test_a_round_with_forced_tokens_does_not_measure_plain_decoding(chain, monke
     monkeypatch.setattr(costs, "observe", lambda n, budget, drafted, *_: seen.append((n, drafted, _[-1])))
     draft = Draft()
     for slot, forced in ((0, 2), (1, 0)):
-        draft.lead(slot, 0, forced)
+        draft.constrain(slot, 0, forced)
     seconds = dict.fromkeys(("prefill", "draft", "verify", "accept", "commit"), 0.1)
     how = {
         "seconds": seconds,
@@ -253,14 +253,14 @@ def test_a_guides_chain(plain):
     whole = tokens("x=") + tokens("1")
     wrong = tokens("x=") + tokens("3")
     for _ in range(2):  # it comes back to where it was
-        assert text.lead(wrong, 9, False) == (wrong[:-1], len(wrong) - 1)
-        assert text.lead([], 9, False) == ([], 0)
-        assert text.lead(whole[:1], 9, True)[1] == 1
-        led, kept = text.lead([5, 5, 5], 9, True)
-        assert kept == 0 and plain.decode(led) == "x="
-        led, kept = text.lead(whole, 9, True)
-        assert kept == len(whole) and plain.decode(led).startswith("x=1;")
-        assert text.lead(whole, 2, True) == (whole[:2], 2)
+        assert text.constrain(wrong, 9, False) == (wrong[:-1], len(wrong) - 1)
+        assert text.constrain([], 9, False) == ([], 0)
+        assert text.constrain(whole[:1], 9, True)[1] == 1
+        constrained, kept = text.constrain([5, 5, 5], 9, True)
+        assert kept == 0 and plain.decode(constrained) == "x="
+        constrained, kept = text.constrain(whole, 9, True)
+        assert kept == len(whole) and plain.decode(constrained).startswith("x=1;")
+        assert text.constrain(whole, 2, True) == (whole[:2], 2)
 
 
 def test_a_forced_token_is_the_only_one(plain):

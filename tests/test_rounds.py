@@ -451,7 +451,7 @@ def test_a_large_batch_runs_in_the_kernels(tmp_path, name, size, blocks, samplin
     budget = Budget(3, 3, 2) if world.budgets[0].exit else world.budgets[-1]
     log = world.round(ragged(size, 50), sampling, budget)
     assert not [launch for launch in log if launch[0].startswith(DENSE)]
-    verified = next(log[start:end] for key, start, end in log.stretches if key[0][0] == "verify")
+    verified = next(log[start:end] for key, start, end in log.segments if key[0][0] == "verify")
     seen = [name.split(":")[0] for name, *_ in verified]
     assert seen.count("_kv_project_kernel") == blocks * 3
 
@@ -552,7 +552,7 @@ def test_two_launches_outside_the_forwards(tmp_path, kind, outside, n):
 
 @pytest.mark.parametrize(("name", "count"), cases.one_in(2, RECORDED, [1, 5]))
 def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
-    """The second run of a stretch is captured; the first creates constants. Starting a round launches nothing, also
+    """The second run of a segment is captured; the first creates constants. Starting a round launches nothing, also
     with 5 texts in 8 slots."""
     world = recorded(name, min(8, 7 * count - 6))
     for sampling, budget in itertools.product(DRAWS, {world.budgets[0], world.budgets[-1]}):
@@ -564,7 +564,7 @@ def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
                 world.launch(budget)
 
 
-ALIKE = ("tree-3x4", "synthetic", "del-length")  # their stretches of work are those of other cases
+ALIKE = ("tree-3x4", "synthetic", "del-length")  # their graph segments are those of other cases
 
 
 @pytest.mark.parametrize(
@@ -580,7 +580,7 @@ def test_equal_keys_launch_equal_kernels(recorded, name):
         budgets = {world.budgets[0], world.budgets[-1]}
         for count, budget in itertools.product({1, size // 2 + 1, size}, budgets):
             log = world.round(ragged(count, length), sampling, budget)
-            for key, start, end in log.stretches:
+            for key, start, end in log.segments:
                 assert key is not None and found.setdefault((size, key), log[start:end]) == log[start:end], key
     assert len(found) >= 10
 
@@ -621,7 +621,7 @@ def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
     ],
 )
 def test_a_warm_up_leaves_nothing_to_capture(pairs, shape, size):
-    """The warm-up runs every stretch of work twice: it is compiled, then captured. This covers batches whose texts end
+    """The warm-up runs every graph segment twice: it is compiled, then captured. This covers batches whose texts end
     one after another."""
     fast = load(pairs, graphs="on", batch_size=size, **SHAPES[shape])
     times = collections.Counter()

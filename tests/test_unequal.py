@@ -13,7 +13,7 @@ from specker.runtime import loop as loops
 from specker.runtime.control.auto import Acceptance, Auto
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import MAX_NODES, Budget, Outcome
-from specker.runtime.strategies.lookup import Copying
+from specker.runtime.strategies.lookup import NgramPolicy
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 30, 11], [12, 13, 12, 13, 12], [40]]
 
@@ -80,7 +80,7 @@ def test_the_kernels_verify_unequal_rows(models, monkeypatch):
 
 
 def test_a_copied_token_is_worth_its_row_while_it_is_likely():
-    policy = Copying({}, Budget(16, 16))
+    policy = NgramPolicy({}, Budget(16, 16))
     policy.announced(2, 9)
     a = policy.rate_of(2)
     for price in (0.9, 0.5, 0.3, 0.1, 0.01):

@@ -129,7 +129,7 @@ def read(
     quantize: str | None = None,
     activations: str | None = None,
     pack: bool = True,
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Read a checkpoint in `dtype` onto `device`.
 
@@ -141,8 +141,8 @@ def read(
     dequantises them to `dtype`, and None leaves them as stored. Weights are also dequantised for float64 runs and on
     CPUs without compiled kernels. `activations`: on a CPU, the type to which products with quantised weights round
     their input rows: int8 (default), bfloat16 or float32. Without `pack`, a CPU keeps quantised weights as `Quantized`,
-    which models split over ranks need. `tell` is called with (elements read, total elements). Raises CheckpointError,
-    and ValueError if memory is too small.
+    which models split over ranks need. `on_progress` is called with (elements read, total elements). Raises
+    CheckpointError, and ValueError if memory is too small.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
@@ -175,7 +175,7 @@ def read(
                 if owner is not None and config.shares and not _same_rows(source, where, config, owner):
                     raise _another(source, config, owner, "the rows of its embedding differ")
 
-            buffers = _read_weights(folder, config, pieces_in, storage, part, proof, tell)
+            buffers = _read_weights(folder, config, pieces_in, storage, part, proof, on_progress)
         else:
             buffers = random_weights(config, pieces, storage, random)
     if owner is not None and "embed_tokens" in config.shares:
@@ -249,7 +249,7 @@ def _read_weights(
     storage: Storage,
     part: Part,
     proof: Callable[[dict[str, Any]], None],
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Check every tensor's name, shape and dtype against the config, then fill the buffers (fields of Weights). Reads
     only this part of split tensors. `pieces_in`: the pieces, given whether experts are fused (experts.py). `proof` is
@@ -277,8 +277,8 @@ def _read_weights(
             mapped += 0 if isinstance(source, Packed) and storage.packs else source.nbytes  # the run keeps the map
             buffers.put(p, source)
             done += math.prod(p.shape)
-            if tell is not None:
-                tell(done, elements)
+            if on_progress is not None:
+                on_progress(done, elements)
             if mapped > REOPEN:
                 del source, where
                 stack.close()

@@ -9,10 +9,10 @@ from specker.cli import interrupt
 from specker.fields import JobError, named_by_flags
 
 
-def run_cli(command: Callable[[], int], speaks: Callable[[], bool] = lambda: True) -> int:
+def run_cli(command: Callable[[], int], prints_errors: Callable[[], bool] = lambda: True) -> int:
     """Run a command and turn its errors into one line on stderr; SPECKER_DEBUG=1 raises them instead. Returns the exit
     code: 0 for success, 1 if specker itself or the job failed, 2 for an error that the user can correct, 130 after
-    Ctrl-C, 141 for a closed pipe. `speaks`, called on an error, says whether this process of the job prints it.
+    Ctrl-C, 141 for a closed pipe. `prints_errors`, called on an error, says whether this process of the job prints it.
     While the command runs, messages name options by their flags."""
     interrupt.raises()
     try:
@@ -36,7 +36,7 @@ def run_cli(command: Callable[[], int], speaks: Callable[[], bool] = lambda: Tru
         line = " ".join(about.split())
         if mine:
             line = f"{type(error).__name__}: {line} (internal; set SPECKER_DEBUG=1 for the traceback)"
-        if speaks():
+        if prints_errors():
             print(f"specker: error: {line}", file=sys.stderr)
         return 1 if mine or isinstance(error, JobError) else 2
 

@@ -456,7 +456,7 @@ class Decoding:
     def _prefilled(self, events: Iterator[Any], requests: list[Any]) -> Iterator[Any]:
         """`events`, with a progress bar during the prefill of a long conversation."""
         if self.job.chat and len(requests) == 1 and len(requests[0].text) > LONG:
-            with self.screen.progress("prefill") as requests[0].tell:
+            with self.screen.progress("prefill") as requests[0].on_progress:
                 first = next(events)
             yield first
         yield from events
@@ -521,20 +521,20 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
     talks = [] if chatting else read_talks(job)
     matches = read_grammar(job)
     if job.json is not None and job.json != "-":
-        probe(job.json)
+        probe(job.json, "--json")
     screen = Screen(job.json == "-", quiet=not first or options.dp > 1)
     if job.trace is not None:
         probe(job.trace, "--trace")
     if page is not None:
         probe(page, "--view")
 
-    with screen.progress("loading") as tell:  # torch alone takes more than a second
+    with screen.progress("loading") as on_progress:  # torch alone takes more than a second
         from specker.cpu import on_compile
         from specker.runtime.load import load  # not specker.load: a folder `specker` here would hide the package
         from specker.runtime.ranks.dist import collect
 
         with on_compile(screen.note):
-            engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
+            engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
     ranks = engine.ranks
 
     bare = options.load == "dummy" and not engine.has_tokenizer
@@ -566,8 +566,8 @@ def run(job: Job, options: Options, sampling: Sampling) -> int:
         count = len(encode(Line(talks[0], sampling, 0)))
         screen.note(f"{engine.target_name} has no tokenizer: the prompt is {count} made-up ids, and there is no text")
     if job.check or engine.captures:  # compiling must not slow a printed speed or the first token
-        with screen.records(), screen.progress("warming up") as tell:
-            engine.warmup(tell)
+        with screen.records(), screen.progress("warming up") as on_progress:
+            engine.warmup(on_progress)
     elif engine.model.stack is not None:
         engine.generate([0], 2)
     lines = [Line(Talk((), "this turn"), sampling, 0)] if chatting else lines_of(talks, job, sampling)
@@ -678,9 +678,9 @@ def _view(path: str, trace: Trace, name: str, screen: Screen) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return run_cli(lambda: run(*parse(argv)))
-    from specker.runtime.ranks.dist import leave, speaks
+    from specker.runtime.ranks.dist import leave, prints_errors
 
-    return leave(run_cli(lambda: run(*parse(argv)), speaks))
+    return leave(run_cli(lambda: run(*parse(argv)), prints_errors))
 
 
 def cli() -> NoReturn:

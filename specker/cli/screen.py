@@ -129,7 +129,12 @@ class Screen:
                 same = all(r.check.identical for r in checked)
                 table.add_row("identical tokens", "[green]yes[/]" if same else "[red]no[/]", "")
         self.notes.print()
-        about = [engine.models, str(engine.device), str(engine.dtype).removeprefix("torch."), *engine.options.stand_ins]
+        about = [
+            engine.models,
+            str(engine.device),
+            str(engine.dtype).removeprefix("torch."),
+            *engine.options.dummy_parts,
+        ]
         self.note(", ".join(about), "bold")
         self.notes.print(table)
         if sizing := engine.remarks.get("sizing"):

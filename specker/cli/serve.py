@@ -78,12 +78,12 @@ def run(job: Job, options: Options, serving: Serving, sampling: dict[str, float]
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     screen = Screen(json_to_stdout=True)
-    with screen.progress("loading") as tell:
-        engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, tell=tell)
+    with screen.progress("loading") as on_progress:
+        engine = load(job.target, job.draft, options, device=job.device, dtype=job.dtype, on_progress=on_progress)
     if not engine.has_tokenizer:
         raise ValueError(f"{engine.target_name} has no tokenizer, so its text cannot be served")
-    with screen.progress("warming up") as tell:
-        engine.warmup(tell)
+    with screen.progress("warming up") as on_progress:
+        engine.warmup(on_progress)
     config = uvicorn.Config(
         application(engine, serving, sampling),
         log_config=None,

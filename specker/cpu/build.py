@@ -76,8 +76,8 @@ def compiler() -> list[str] | None:
     return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else None
 
 
-def library(tell: Callable[[str], None] | None = None) -> Path:
-    """The compiled library. `tell` gets a sentence if it has to compile. Raises Unavailable."""
+def library(on_progress: Callable[[str], None] | None = None) -> Path:
+    """The compiled library. `on_progress` gets a sentence if it has to compile. Raises Unavailable."""
     command = compiler()
     name, files = level(), sorted(SOURCES.iterdir())
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
@@ -97,8 +97,8 @@ def library(tell: Callable[[str], None] | None = None) -> Path:
         path = folder / path.name
     with FileLock(folder / "lock"):
         if not path.exists():
-            if tell is not None:
-                tell(f"compiling the CPU kernels ({name}): some seconds, once on this machine")
+            if on_progress is not None:
+                on_progress(f"compiling the CPU kernels ({name}): some seconds, once on this machine")
             _compile(command, name, path)
     return path
 

@@ -193,18 +193,18 @@ _telling: list[Callable[[str], None]] = []
 
 
 def _tell(sentence: str) -> None:
-    for tell in _telling:
-        tell(sentence)
+    for on_progress in _telling:
+        on_progress(sentence)
 
 
 @contextmanager
-def on_compile(tell: Callable[[str], None]) -> Iterator[None]:
-    """Context manager: `tell` gets a sentence if the library has to be compiled."""
-    _telling.append(tell)
+def on_compile(on_progress: Callable[[str], None]) -> Iterator[None]:
+    """Context manager: `on_progress` gets a sentence if the library has to be compiled."""
+    _telling.append(on_progress)
     try:
         yield
     finally:
-        _telling.remove(tell)
+        _telling.remove(on_progress)
 
 
 # --- the team

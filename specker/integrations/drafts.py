@@ -41,7 +41,7 @@ from specker.model.sampling import Draws, pack
 from specker.model.weights import Weights
 from specker.options import MAX_BATCH, Sampling
 from specker.runtime import strategies
-from specker.runtime.control.auto import Experience
+from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import Chooser
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import AUTO, Outcome
@@ -52,7 +52,7 @@ from specker.runtime.round.drafter import CATCH_UP_ROWS
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.round import Round, Shape
 from specker.runtime.round.state import Request, State
-from specker.runtime.strategies.base import SCRATCH, DraftContext, PolicyContext
+from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, PolicyContext
 
 log = logging.getLogger(__name__)
 GREEDY = Sampling()
@@ -132,12 +132,12 @@ class Drafts:
             log.warning(sentence)
         if side is not None:
             o = parts.with_draft(o, side)
-            memory = CacheMemory((side.config,), side.weights.norm.dtype, where, o.page_size, SCRATCH)
+            memory = CacheMemory((side.config,), side.weights.norm.dtype, where, o.page_size, LOOKAHEAD)
             o = replace(o, kv_tokens=memory.pool(o.batch_size, kv_tokens)[0])
         drafter = strategies.drafter(DraftContext(o, main, None, None, side, kept, family))
         assert drafter is not None
         self.drafter, self.width = drafter, config.hidden_size
-        known = Experience(Costs(lambda budget: draft_cost(budget, main, side, 0.0)))
+        known = AcceptanceHistory(Costs(lambda budget: draft_cost(budget, main, side, 0.0)))
         gpu = where.type == "cuda"
         self.fixed = gpu and kind != torch.float64 if o.graphs is None else o.graphs == "on"
         self.device, self._graphs = where, Graphs(where if self.fixed and gpu else None)
@@ -351,7 +351,7 @@ class Drafts:
         state, lengths = self.state.first(n), [len(s.text) for s in sequences]
         self.drafter.announce(sequences)
         budget = self._chooser.choose(policies, sum(self.limit - length for length in lengths))
-        prices = self._chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
+        prices = self._chooser.prices(policies, budget) if policies[0].may_skip_drafting and budget.nodes else ()
         for p in policies:
             p.taken(budget, prices)
         left = max(min(self.limit - length, self.drafter.left(length)) for length in lengths)
@@ -369,7 +369,7 @@ class Drafts:
         shape = Shape(n, budget, fixed, self._see(max(lengths) + most) if fixed else 0, draws.kind)
         where: Lengths = state.length if fixed else lengths
         r = Round(sequences, state, shape, draws, where, self._graphs, policies[0].confident)
-        r.graphs.counters.heal()
+        r.graphs.counters.reset()
         with self._threads():
             r.draft = self.drafter.draft(r)
         self._round, drafted = r, [r.draft.count(slot) for slot in range(n)]

@@ -273,7 +273,7 @@ class Counters:
             self.blocks[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         return self.blocks[device]
 
-    def heal(self) -> None:
+    def reset(self) -> None:
         """Zero the counters for the launches from here on. A kernel that was aborted leaves counts behind, and every
         later launch would take the wrong program for the last one."""
         for block in self.blocks.values():
@@ -319,10 +319,10 @@ def counters(device: torch.device, count: int) -> Tensor:
     return own.block(device)
 
 
-def heal_counters(device: torch.device) -> None:
-    """Zero the counters of the device's current stream (see `Counters.heal`)."""
+def reset_counters(device: torch.device) -> None:
+    """Zero the counters of the device's current stream (see `Counters.reset`)."""
     if (own := _shared.get((device, _stream(device)))) is not None:
-        own.heal()
+        own.reset()
 
 
 def _stream(device: torch.device) -> int | None:

@@ -189,13 +189,13 @@ class KVCache:
             self._assign(slot, self._pages[slot] + self._new(missing))
         return True
 
-    def match(self, text: list[int], grain: int = 1) -> Match:
+    def match(self, text: list[int], prefix_alignment: int = 1) -> Match:
         """The K/V of an earlier text that a new one may take over; see `Prefixes.match`. With rings, the columns end
         where an ended request's ring has what the next rows see, and no other sequence may hold the pages."""
         if self.rings is None:
-            return self.prefixes.match(text, grain)
-        columns, ring = self.rings.match(text, grain)
-        found = self.prefixes.match(text[:columns], grain)
+            return self.prefixes.match(text, prefix_alignment)
+        columns, ring = self.rings.match(text, prefix_alignment)
+        found = self.prefixes.match(text[:columns], prefix_alignment)
         if found.columns < columns or any(self._users[page] > 1 for page in found.pages):
             return Match()
         return replace(found, ring=ring)
@@ -210,11 +210,11 @@ class KVCache:
         self._assign(slot, [])
         self.exact_len[slot] = 0
 
-    def remember(self, slot: int, text: list[int], prefilled: int, beyond: int = 0) -> None:
+    def remember(self, slot: int, text: list[int], prefilled: int, written_ahead: int = 0) -> None:
         """Keep the K/V of the exact columns of `slot` for later requests: `text` holds their tokens, and a prefill
-        wrote the first `prefilled` of them. `beyond`: the most columns that were written behind them."""
+        wrote the first `prefilled` of them. `written_ahead`: the most columns that were written behind them."""
         exact = self.exact_len[slot]
-        self._texts[slot] = text[:exact], prefilled, exact + beyond
+        self._texts[slot] = text[:exact], prefilled, exact + written_ahead
         freed = self.prefixes.add(text[:exact], self._pages[slot], prefilled)
         self._free = sorted(self._free + freed)
 

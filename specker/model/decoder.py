@@ -25,7 +25,7 @@ from specker.kernels.project import kv_project
 from specker.kernels.quant import Matrix, Quantized
 from specker.kernels.residual import add_norm, residual_merge
 from specker.kernels.route import expert_route
-from specker.kernels.variant import heal_counters
+from specker.kernels.variant import reset_counters
 from specker.model.cache import KVCache, Near, Rows, sequence_bounds
 from specker.model.config import CheckpointError, ModelConfig
 from specker.model.sampling import Draws
@@ -451,8 +451,8 @@ def prefill(
     see earlier columns; rows of a bidirectional model also see their whole chunk. Returns, for each depth in `taps`,
     the residual stream [rows, E] of the last `last` rows of the last chunk (fewer if the chunk is shorter)."""
     kept: dict[int, Tensor] = {}
-    heal_counters(model.device)
-    if prefill_grain(model) == 1:
+    reset_counters(model.device)
+    if prefill_alignment(model) == 1:
         chunk = min(chunk, COMPILED_CHUNK)
     if cache.rings is not None:
         chunk = min(chunk, cache.rings.ahead)
@@ -465,10 +465,10 @@ def prefill(
 
 def prefill_chunk(model: Model) -> int:
     """Rows of a prompt to forward at once if nothing else decodes meanwhile."""
-    return PREFILL_CHUNK if prefill_grain(model) > 1 else COMPILED_CHUNK
+    return PREFILL_CHUNK if prefill_alignment(model) > 1 else COMPILED_CHUNK
 
 
-def prefill_grain(model: Model) -> int:
+def prefill_alignment(model: Model) -> int:
     """The K/V of a text's first columns has the same bits wherever it was computed, if it was computed in chunks of
     this many rows. 1: rows have the same bits in chunks of up to COMPILED_CHUNK rows, and in rounds."""
     compiled = model.stack is not None and model.stack.most >= COMPILED_CHUNK and model.config.causal

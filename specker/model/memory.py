@@ -73,33 +73,33 @@ def _wide(c: ModelConfig) -> int:
     return max(experts.chosen * experts.width, c.intermediate_size if experts.dense else 0)
 
 
-def needed(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
+def needed(costs: Sequence[Cost], context: int, page_size: int, lookahead: int) -> int:
     """Bytes that a context needs: the K/V of all models and the prefill of one model at a time."""
-    return held(costs, context, page_size, scratch) + max(c.passing * min(context, c.limit) for c in costs)
+    return held(costs, context, page_size, lookahead) + max(c.passing * min(context, c.limit) for c in costs)
 
 
-def held(costs: Sequence[Cost], context: int, page_size: int, scratch: int) -> int:
+def held(costs: Sequence[Cost], context: int, page_size: int, lookahead: int) -> int:
     """Bytes of all models' K/V, in whole pages and with the scratch columns."""
-    pages = (-(-(min(context, cost.limit) + scratch) // page_size) for cost in costs)
+    pages = (-(-(min(context, cost.limit) + lookahead) // page_size) for cost in costs)
     return sum(cost.kv(count, page_size) for cost, count in zip(costs, pages, strict=True))
 
 
-def largest(costs: Sequence[Cost], available: int, page_size: int, scratch: int) -> int:
+def largest(costs: Sequence[Cost], available: int, page_size: int, lookahead: int) -> int:
     """The longest context, up to the first model's limit, that fits into `available` bytes; 0 if none does."""
-    return bisect_right(range(1, costs[0].limit + 1), available, key=lambda n: needed(costs, n, page_size, scratch))
+    return bisect_right(range(1, costs[0].limit + 1), available, key=lambda n: needed(costs, n, page_size, lookahead))
 
 
 def sized(
-    costs: Sequence[Cost], free: int | None, spare: int, page_size: int, scratch: int, asked: int | None
+    costs: Sequence[Cost], free: int | None, spare: int, page_size: int, lookahead: int, asked: int | None
 ) -> tuple[int, str | None]:
     """The context to run with, and a note if memory allows less than the first model's limit (else None).
 
     `free`: bytes, None for no limit; `spare` of them stay free. `asked`: the user's `max_context`, or None. The models'
     limits already include it, and it is never lowered. Raises ValueError if it does not fit, or if no context fits."""
     limit = costs[0].limit
-    if free is None or (need := needed(costs, limit, page_size, scratch)) <= free - spare:
+    if free is None or (need := needed(costs, limit, page_size, lookahead)) <= free - spare:
         return limit, None
-    most = largest(costs, free - spare, page_size, scratch)
+    most = largest(costs, free - spare, page_size, lookahead)
     about = f"{gib(need)} for K/V and a prefill, and {gib(max(0, free - spare))} are free beside {gib(spare)} kept for "
     about += "activations"
     if most < 2:
@@ -133,10 +133,10 @@ def too_heavy(name: str, size: int, elements: int, dtype: torch.dtype, free: int
     return f"{need}: not even {option('dtype', 'bfloat16')} would fit, which needs {gib(half)}"
 
 
-def too_long(costs: Sequence[Cost], context: int, available: int, spare: int, page_size: int, scratch: int) -> str:
+def too_long(costs: Sequence[Cost], context: int, available: int, spare: int, page_size: int, lookahead: int) -> str:
     """The message if memory runs out although `context` seemed to fit. `available`: bytes that are free or in K/V. The
     suggested context leaves twice `spare` bytes and is at least a quarter shorter."""
-    most = min(largest(costs, available - 2 * spare, page_size, scratch), context - context // 4)
+    most = min(largest(costs, available - 2 * spare, page_size, lookahead), context - context // 4)
     if most < 2:
         return f"out of memory with a context of {context} positions: no shorter one would fit"
     return f"out of memory with a context of {context} positions: {option('max_context', most)} would fit"
@@ -150,25 +150,25 @@ class CacheMemory:
     dtype: torch.dtype
     device: torch.device
     page_size: int
-    scratch: int  # columns of each cache beyond the context
+    lookahead: int  # columns of each cache beyond the context
     rows: int = 0  # of the largest verify pass, all sequences together; 0 if another engine verifies
     rings: int = 0  # sequences of the first model's cache, if that keeps sliding windows in rings
 
     def sized(self, asked: int | None) -> tuple[int, str | None]:
         """`sized` with the memory that is free after loading the weights."""
-        return sized(self._costs, free(self.device), self._spare, self.page_size, self.scratch, asked)
+        return sized(self._costs, free(self.device), self._spare, self.page_size, self.lookahead, asked)
 
     def pool(self, sequences: int, asked: int | None) -> tuple[int | None, str | None]:
         """(positions in the K/V pool, note). Positions are None if each of `sequences` has a whole context; the note
         says when memory allows less. `asked`: `kv_tokens`. Raises ValueError if it does not fit."""
-        context = self.configs[0].max_context + self.scratch
+        context = self.configs[0].max_context + self.lookahead
         if sequences == 1:
             return None, None
         limit, page, costs = free(self.device), self.page_size, self._costs
         least = -(-context // page)
         whole = pages = sequences * least
         if limit is not None:
-            first = needed(costs, self.configs[0].max_context, page, self.scratch)
+            first = needed(costs, self.configs[0].max_context, page, self.lookahead)
 
             def more(count: int) -> int:
                 return sum(cost.kv(count, page) - cost.kv(least, page) for cost in costs)
@@ -193,7 +193,7 @@ class CacheMemory:
     def running(self) -> AbstractContextManager[None]:
         """Context manager around running with the caches: out of memory becomes a ValueError."""
         context = self.configs[0].max_context
-        return reported_as(lambda: self._too_long(held(self._costs, context, self.page_size, self.scratch)))
+        return reported_as(lambda: self._too_long(held(self._costs, context, self.page_size, self.lookahead)))
 
     @property
     def _costs(self) -> list[Cost]:
@@ -206,7 +206,7 @@ class CacheMemory:
 
     def _too_long(self, in_caches: int) -> str:
         available, context = (free(self.device) or 0) + in_caches, self.configs[0].max_context
-        return too_long(self._costs, context, available, self._spare, self.page_size, self.scratch)
+        return too_long(self._costs, context, available, self._spare, self.page_size, self.lookahead)
 
 
 def free(device: torch.device) -> int | None:

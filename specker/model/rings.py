@@ -91,13 +91,13 @@ class Rings:
         self.kept.append(Kept(text, prefilled, end, self._pages[slot]))
         self._pages[slot] = []
 
-    def match(self, text: list[int], grain: int) -> tuple[int, Kept | None]:
-        """The longest beginning of `text` after which a kept ring has what the next rows see, and the ring. `grain`:
-        see `Prefixes.match`."""
+    def match(self, text: list[int], prefix_alignment: int) -> tuple[int, Kept | None]:
+        """The longest beginning of `text` after which a kept ring has what the next rows see, and the ring.
+        `prefix_alignment`: see `Prefixes.match`."""
         found, best = 0, None
         for ring in self.kept:
-            columns = min(common(text, ring.text), ring.prefilled if grain > 1 else len(text))
-            columns -= columns % grain
+            columns = min(common(text, ring.text), ring.prefilled if prefix_alignment > 1 else len(text))
+            columns -= columns % prefix_alignment
             lost = ring.end - self.most * self.page_size  # columns before this one have left the ring
             if columns > found and max(0, columns - self.reach) >= lost:
                 found, best = columns, ring

@@ -2,7 +2,7 @@
 
 import time
 
-from specker.runtime.control.auto import Experience
+from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.policy import Budget, Outcome
 from specker.runtime.ranks.dist import Ranks
@@ -18,7 +18,7 @@ class Drafting:
     def __init__(
         self,
         drafter: Drafter,
-        known: Experience,
+        known: AcceptanceHistory,
         largest: Budget,
         chunk: int,
         ranks: Ranks | None = None,
@@ -46,9 +46,9 @@ class Drafting:
         self._delayed = None
         if not self._caught_up(requests, budget):
             self._delayed, budget, reason = budget, NONE, BEHIND
-        if self.ranks is not None and (policies[0].rests or policies[0].layers or len(policies) > 1):
+        if self.ranks is not None and (policies[0].may_skip_drafting or policies[0].layers or len(policies) > 1):
             budget = self.ranks.budget(budget, len(policies[0].layers))
-        prices = self.chooser.prices(policies, budget) if policies[0].rests and budget.nodes else ()
+        prices = self.chooser.prices(policies, budget) if policies[0].may_skip_drafting and budget.nodes else ()
         for p in policies:
             p.taken(budget, prices)
         return budget, reason
@@ -75,7 +75,7 @@ class Drafting:
     def price(self, requests: list[Request], budget: Budget) -> float:
         """What a row costs in the verify pass of a batch whose policies rest; 0 where every draft is verified whole."""
         policies = [s.policy for s in requests]
-        if len(policies) == 1 or not policies[0].rests or not budget.nodes or self.chooser.trial:
+        if len(policies) == 1 or not policies[0].may_skip_drafting or not budget.nodes or self.chooser.trial:
             return 0.0
         return self.chooser.row_price(policies, budget)
 
@@ -102,7 +102,7 @@ class Drafting:
         if r.forced:
             return
         n, costs, seconds = len(r.requests), self.known.costs, r.seconds
-        drafted = max(map(r.draft.drafted, range(n))) if r.draft.led else r.draft.size
+        drafted = max(map(r.draft.drafted, range(n))) if r.draft.constrained else r.draft.size
         verified = r.draft.size if r.places is None else len(r.places) / n - 1
         if r.behind:
             costs.observe_prefill(r.behind, seconds["prefill"])

@@ -20,7 +20,7 @@ from specker.model.decoder import Model
 from specker.options import Options, Params
 from specker.runtime import check, strategies, text
 from specker.runtime.check import CheckResult
-from specker.runtime.control.auto import Experience
+from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Policy
 from specker.runtime.control.stats import Stats
@@ -33,7 +33,7 @@ from specker.runtime.round.drafter import Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import Request
 from specker.runtime.session import Session, Stream
-from specker.runtime.strategies.base import SCRATCH, DraftContext, Plan, PolicyContext, allocate, linear, slots
+from specker.runtime.strategies.base import LOOKAHEAD, DraftContext, Plan, PolicyContext, allocate, linear, slots
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
@@ -86,7 +86,7 @@ class Engine:
         if strategy.self_drafting and ranks is not None:  # a measured time differs by rank: take rank 0's
             head_cost = float(ranks.first(torch.tensor([head_cost], dtype=torch.float64, device=model.device)))
         prior = memoised(lambda budget: draft_cost(budget, self.target, self.draft, head_cost))
-        known = Experience(Costs(prior, memoised(lambda rows: pass_elements(self.target.config, rows))))
+        known = AcceptanceHistory(Costs(prior, memoised(lambda rows: pass_elements(self.target.config, rows))))
         # On a GPU a token's probability is a host read. Ranks that draft together must end a draft at the same token.
         reads = not gpu and (ranks is None or (ranks.drafting == 1 and not strategy.every_rank))
         self.policies = PolicyContext(o, self.target.config.num_layers, self.family, known, head_cost, reads)
@@ -100,13 +100,13 @@ class Engine:
             Graphs(model.device if fixed and gpu else None),
             known,
             o.batch_size,
-            SCRATCH,
+            LOOKAHEAD,
             o.prefix_cache,
             o.acceptance,
             o.acceptance is not None and o.load == "dummy" and self.target.config.layer.experts is not None,
             ranks,
         )
-        stop_ids = () if o.stand_ins else self.target.config.eos_ids  # stand-ins ignore stop ids
+        stop_ids = () if o.dummy_parts else self.target.config.eos_ids  # dummy parts ignore stop ids
         guard = cache_memory(self.target, self.draft, o, self.family).running
         self.session = Session(self.loop, self.target, self.target_name, self.policy, stop_ids, guard)
         for sentence in self.remarks.values():
@@ -162,9 +162,9 @@ class Engine:
     def remarks(self) -> dict[str, str]:
         """Warnings about this engine's results, keyed as in `--json`. Logged when the engine is made."""
         said = dict(self.notes)
-        if self.options.stand_ins:
+        if self.options.dummy_parts:
             nothing = "text and acceptance mean" if self.options.acceptance is None else "text means"
-            made_up = " and ".join(self.options.stand_ins)
+            made_up = " and ".join(self.options.dummy_parts)
             said["sizing"] = f"with {made_up} a run measures time and memory only: its {nothing} nothing"
         if self.options.linear == "cublas":
             linear = option("linear", "cublas")
@@ -193,11 +193,12 @@ class Engine:
         """A fresh policy for one request."""
         return strategies.policy(self.policies)
 
-    def warmup(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Run the warm-up plan, so no request waits for a compiler or a capture. Calls `tell` with (done, of)."""
+    def warmup(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Run the warm-up plan, so no request waits for a compiler or a capture. Calls `on_progress` with (done,
+        of)."""
         counts = None if self.kept is None else self.kept.counts
         with nullcontext() if counts is None else counts.paused():
-            warm_up(self.session, self.plan, self.policy, tell)
+            warm_up(self.session, self.plan, self.policy, on_progress)
 
     def stream(
         self,
@@ -258,7 +259,7 @@ class Engine:
 
     def compare(self, prompt: Prompt, generation: Generation, ar: Generation, **options: Any) -> CheckResult:
         """`check` against a finished plain decoding `ar`."""
-        if self.options.stand_ins:
+        if self.options.dummy_parts:
             return CheckResult(ar, None, True, f"the tokens were not compared: {self.remarks['sizing']}")
         first = check.first_difference(generation.tokens, ar.tokens)
         if first is None or first >= min(len(generation.tokens), len(ar.tokens)):
@@ -355,4 +356,4 @@ def cache_memory(
     norm = target.weights.norm  # has the dtype of the K/V
     largest = strategies.plan(PolicyContext(options, target.config.num_layers, family)).largest
     rows, configs = options.batch_size * (largest.nodes + 1), tuple(c.local for c in own)
-    return memory.CacheMemory(configs, norm.dtype, norm.device, options.page_size, SCRATCH, rows, slots(options))
+    return memory.CacheMemory(configs, norm.dtype, norm.device, options.page_size, LOOKAHEAD, rows, slots(options))

@@ -18,7 +18,7 @@ from specker.options import DTYPES, Options
 from specker.runtime import strategies
 from specker.runtime.engine import Engine, cache_memory
 from specker.runtime.ranks import dist
-from specker.runtime.strategies.base import SCRATCH
+from specker.runtime.strategies.base import LOOKAHEAD
 from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import KeptRows
 from specker.zoo import catalogue
@@ -30,7 +30,7 @@ def load(
     strategy: str | Options | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Engine:
     """Load an Engine; `specker.load` documents the arguments."""
@@ -89,7 +89,7 @@ def load(
         quantize=opts.quantize,
         activations=opts.activations,
         pack=ranks is None and opts.linear != "cublas",
-        tell=tell,
+        on_progress=on_progress,
     )
     if ranks is not None:
         ranks.same("target", dist.fingerprint(main.folder))
@@ -101,7 +101,7 @@ def load(
     draft_source = family.drafts[parts.name] if lacks_draft and family is not None else draft
     opts = parts.with_defaults(opts, family)
     parts.check_target(opts, main.config.num_layers)
-    side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, tell)
+    side, kept = drafting(main, side_source or draft_source, opts, kind, target, family, notes, ranks, on_progress)
     opts = opts if side is None else parts.with_draft(opts, side)
     names = [_name(target_source), None if draft_source is None else _name(draft_source)]
     context, lowered = cache_memory(main, side, opts, family).sized(opts.max_context)
@@ -115,7 +115,7 @@ def load(
         main, side = _within(main, context), None if side is None else _within(side, context)
     pool, note = cache_memory(main, side, opts, family).pool(opts.batch_size, opts.kv_tokens)
     if ranks is not None and opts.batch_size > 1:
-        pool = ranks.least(pool or opts.batch_size * (main.config.max_context + SCRATCH))
+        pool = ranks.least(pool or opts.batch_size * (main.config.max_context + LOOKAHEAD))
     if note is not None:
         notes["kv_pool"] = note
     opts = replace(opts, kv_tokens=pool)
@@ -132,7 +132,7 @@ def drafting(
     family: zoo.Family | None,
     notes: dict[str, str],
     ranks: dist.Ranks | None = None,
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Checkpoint | None, KeptRows | None]:
     """(the checkpoint that drafts for `main`, fitted to its vocabulary and context, or None; the kept rows of a trimmed
     head, or None). `source`: the draft checkpoint; None if the strategy needs none. `target`: what the user called the
@@ -160,7 +160,7 @@ def drafting(
             quantize=opts.draft_quantize,
             activations=opts.activations,
             pack=ranks is None and opts.linear != "cublas",
-            tell=tell,
+            on_progress=on_progress,
         )
         if (sentence := stored(side, "draft")) is not None:
             notes["draft_weights"] = sentence

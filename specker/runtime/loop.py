@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specker.kernels.cpu import native
 from specker.model.cache import KVCache
-from specker.model.decoder import Model, prefill, prefill_chunk, prefill_grain
+from specker.model.decoder import Model, prefill, prefill_alignment, prefill_chunk
 from specker.model.sampling import Draws
-from specker.runtime.control.auto import Experience
+from specker.runtime.control.auto import AcceptanceHistory
 from specker.runtime.control.choose import NONE
 from specker.runtime.control.policy import Budget
 from specker.runtime.drafting import BEHIND, Drafting, account
@@ -50,9 +50,9 @@ class Loop:
     largest: Budget  # of the policies' drafts
     fixed: bool  # whether rounds have fixed shapes where they can (`--graphs on`)
     graphs: Graphs
-    known: Experience  # what rounds cost and drafts achieve, for the policies
+    known: AcceptanceHistory  # what rounds cost and drafts achieve, for the policies
     size: int  # requests that decode at once
-    scratch: int  # columns of a sequence beyond its text
+    lookahead: int  # columns of a sequence beyond its text
     prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
     acceptance: float | None = None  # synthetic
     spreads: bool = False  # whether the target verifies `spread` tokens instead of the drafts
@@ -88,17 +88,17 @@ class Loop:
             taps=(taps, config.hidden_size),
             synthetic=self.acceptance is not None,
         )
-        grain = prefill_grain(self.target)
+        prefix_alignment = prefill_alignment(self.target)
         # What a round looks at and writes beyond the text. A KV bucket without these columns within the context is
         # left out.
-        self.beyond = 2 * (self.largest.depth + 1) + self.largest.nodes
-        sizes = self.size, self.scratch, self.prefixes, grain, self.beyond
+        self.written_ahead = 2 * (self.largest.depth + 1) + self.largest.nodes
+        sizes = self.size, self.lookahead, self.prefixes, prefix_alignment, self.written_ahead
         self.slots = Slots(self.cache, self.drafter, self.state, *sizes)
-        self.buckets = (*(b for b in KV_BUCKETS if b + self.beyond < config.max_context), self.cache.capacity)
+        self.buckets = (*(b for b in KV_BUCKETS if b + self.written_ahead < config.max_context), self.cache.capacity)
         self._bucket = 0
         self.drafting = None
         if self.drafter is not None:
-            chunk, captures = prefill_chunk(self.target) if grain > 1 else UNKNOWN, self.graphs.capture
+            chunk, captures = prefill_chunk(self.target) if prefix_alignment > 1 else UNKNOWN, self.graphs.capture
             self.drafting = Drafting(self.drafter, self.known, self.largest, chunk, self.ranks, captures)
 
     @property
@@ -226,7 +226,7 @@ class Loop:
         """Rows of a prompt to prefill before the next round of other requests: as many as take STALL rounds, half of it
         if a draft model has prompts to prefill, too. Where bits depend on the chunk it has one size."""
         whole = prefill_chunk(self.target)
-        if self.slots.grain > 1:
+        if self.slots.prefix_alignment > 1:
             return whole
         if not self._row_seconds or not self._round_seconds:
             return UNKNOWN
@@ -236,28 +236,30 @@ class Loop:
     def _begin(self, request: Request) -> None:
         self._bucket = -1  # another loop may share the caches
         self.slots.begin(request)
-        self.slots.idle.discard(self.slots.waiting_room)
+        self.slots.idle.discard(self.slots.prefill_slot)
 
     def _prefill(self, most: int) -> int:
         """Prefill up to `most` tokens of the prompt at hand, to the end of a chunk. Returns their number."""
-        request, slot, start = self.slots.filling, self.slots.waiting_room, time.perf_counter()
+        request, slot, start = self.slots.filling, self.slots.prefill_slot, time.perf_counter()
         assert request is not None
         begun, end = self.cache.exact_len[slot], len(request.text) - 1
-        count = min(end - begun, most - (begun % most if self.slots.grain > 1 else 0))
+        count = min(end - begun, most - (begun % most if self.slots.prefix_alignment > 1 else 0))
         taps = self.drafter.taps if self.drafter is not None and request.drafting else ()
         if count:
             self.see(0)
             tokens = request.text[begun : begun + count]
-            with self.threads() if self.slots.grain == 1 else nullcontext():
+            with self.threads() if self.slots.prefix_alignment == 1 else nullcontext():
                 rows = prefill(self.target, self.cache, tokens, taps, count, count, slot)
             request.stats.prompt += count
             if taps and self.drafter is not None:
                 with self.threads():
                     self.drafter.prefilled(slot, request, begun, rows)
-        if request.tell is not None:
-            request.tell(begun + count, end)
+        if request.on_progress is not None:
+            request.on_progress(begun + count, end)
         if begun + count == end:
-            request.prefilled = end // self.slots.grain * self.slots.grain if request.prefixes != "all" else 0
+            request.prefilled = (
+                end // self.slots.prefix_alignment * self.slots.prefix_alignment if request.prefixes != "all" else 0
+            )
             self.slots.activate(self._agrees(request))
             self._chain = False
             if request.drafting and self.drafting is not None:
@@ -337,7 +339,7 @@ class Loop:
             self.state.idle(slot, self.largest.depth + 1)
             self.slots.idle.add(slot)
         longest = max(len(s.text) for s in self.active) + ahead
-        bucket = self.see(longest + self.beyond) if fixed else self.see(0)
+        bucket = self.see(longest + self.written_ahead) if fixed else self.see(0)
         draws = Draws.of([s.sampling for s in self.active], state.draw, fixed)
         lengths = state.length if fixed else [len(s.text) for s in self.active]
         shape = Shape(padded, budget, fixed, bucket, draws.kind)
@@ -364,7 +366,7 @@ class Loop:
         r.usual = self.usual if self.fixed else None
         if self.slots.filling is None:  # after a chunk of a prompt a round takes longer: the caches hold other data
             self._round_seconds += (NEW if self._round_seconds else 1.0) * (launched - self._round_seconds)
-        if self.drafting is not None and self.slots.grain == 1:
+        if self.drafting is not None and self.slots.prefix_alignment == 1:
             self.drafting.stall = STALL / len(self.slots.caches) * self._round_seconds
         out = []
         for slot, (request, (path, tokens)) in enumerate(zip(r.requests, each, strict=True)):

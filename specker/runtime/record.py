@@ -22,8 +22,8 @@ def record(
     else:
         last = "recovered" if path[-1] in parents else "bonus"
     confidence = [each[slot] for each in draft.confidence]
-    if slot in draft.led:
-        del confidence[draft.led[slot].kept :]
+    if slot in draft.constrained:
+        del confidence[draft.constrained[slot].kept :]
     row: dict[str, Any] = {
         "prompt": request.index,
         "round": number,

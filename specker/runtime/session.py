@@ -60,14 +60,15 @@ class Session:
         drafting: bool = True,
         traced: bool | None = None,
         reads: bool = True,
-        tell: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> Request:
         """Check a prompt and its parameters and make a request, which is not yet submitted.
 
         `index`: a number for the caller. `drafting`: False for plain decoding. `traced`: whether the trace holds its
-        rounds (default: if it drafts). `reads`: its events have text. `tell` is called with (prefilled tokens, of all)
-        after each chunk of the prompt. Raises ValueError for a prompt that is empty, has unknown ids or can never fit,
-        for stop strings without a tokenizer, and for a grammar that is invalid or that this engine cannot follow.
+        rounds (default: if it drafts). `reads`: its events have text. `on_progress` is called with (prefilled tokens,
+        of all) after each chunk of the prompt. Raises ValueError for a prompt that is empty, has unknown ids or can
+        never fit, for stop strings without a tokenizer, and for a grammar that is invalid or that this engine cannot
+        follow.
         """
         params, context = params or Params(), self.target.config.max_context
         ids, tokenizer = self.validate(prompt, params.max_new_tokens), self.target.tokenizer_or_none
@@ -89,7 +90,7 @@ class Session:
             self._stop_ids.union(params.stop_ids),
             params.logprobs,
             drafting if traced is None else traced,
-            tell,
+            on_progress,
             "length" if asked <= context else "context",
             None if params.grammar is None else self.guide(params.grammar, params.stop_ids),
         )

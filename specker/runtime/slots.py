@@ -24,17 +24,23 @@ class Slots:
         drafter: Drafter | None,
         state: State,
         size: int,
-        scratch: int,
+        lookahead: int,
         prefixes: str,
-        grain: int,
-        beyond: int,
+        prefix_alignment: int,
+        written_ahead: int,
     ):
-        """`size`: requests that decode at once. `scratch`: columns of a sequence beyond its text. `prefixes`: which K/V
-        of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `grain`: the exact ones are a
-        multiple of this many columns; 1 if rows are bit-equal wherever they are computed. `beyond`: the most columns
-        that rounds write behind a text."""
+        """`size`: requests that decode at once. `lookahead`: columns of a sequence beyond its text. `prefixes`: which
+        K/V of earlier texts a request takes over, "exact", "all" or "off" (`--prefix-cache`). `prefix_alignment`: the
+        exact ones are a multiple of this many columns; 1 if rows are bit-equal wherever they are computed.
+        `written_ahead`: the most columns that rounds write behind a text."""
         self.cache, self.drafter, self.state = target, drafter, state
-        self.size, self.scratch, self.beyond, self.prefixes, self.grain = size, scratch, beyond, prefixes, grain
+        self.size, self.lookahead, self.written_ahead, self.prefixes, self.prefix_alignment = (
+            size,
+            lookahead,
+            written_ahead,
+            prefixes,
+            prefix_alignment,
+        )
         self.active: list[Request] = []
         self.filling: Request | None = None  # its prompt is being prefilled
         self.idle: set[int] = set()  # slots without a sequence that rounds may run over
@@ -47,19 +53,19 @@ class Slots:
         return [self.cache] if own is None or own is self.cache else [self.cache, own]
 
     @property
-    def waiting_room(self) -> int:
+    def prefill_slot(self) -> int:
         """The slot of a request whose prompt is being prefilled."""
         return self.size if self.size > 1 else 0
 
     def columns(self, limit: int) -> int:
         """The K/V columns of a sequence whose text has up to `limit` tokens."""
-        return limit + self.scratch
+        return limit + self.lookahead
 
     def check_fits(self, prompt: int, limit: int) -> None:
         """Raise TooLong if an empty pool cannot hold a text of `limit` tokens, `prompt` of them in the prompt."""
         for cache in self.caches:
             if cache.pages_for(self.columns(limit)) > cache.spare:
-                most = max(0, cache.spare * cache.page_size - self.scratch)
+                most = max(0, cache.spare * cache.page_size - self.lookahead)
                 raise TooLong(
                     f"the prompt has {prompt} tokens and {limit - prompt} more are asked for, but the K/V pool holds "
                     f"at most {most} of one sequence: lower {option('max_new_tokens')} or raise "
@@ -77,7 +83,7 @@ class Slots:
     def begin(self, request: Request) -> int:
         """Give the request pages and the K/V of earlier texts, before its prompt is prefilled. Returns the number of
         columns of the target's cache that need no prefill."""
-        slot, self.filling = self.waiting_room, request
+        slot, self.filling = self.prefill_slot, request
         for cache, match in zip(self.caches, self._matches(request), strict=True):
             columns = self.columns(request.limit)
             cache.take(slot, columns, match if cache.fits(columns, match) else None)
@@ -89,8 +95,8 @@ class Slots:
         """The prompt is prefilled: its request joins the active ones. `agrees` [C] bool: see `State`."""
         assert self.filling is not None
         request, self.filling, slot = self.filling, None, len(self.active)
-        if self.waiting_room != slot:
-            self._move(self.waiting_room, slot, request)
+        if self.prefill_slot != slot:
+            self._move(self.prefill_slot, slot, request)
         self.idle.discard(slot)
         self.active.append(request)
         self.state.write(slot, request, agrees)
@@ -101,7 +107,7 @@ class Slots:
         head = None if self.drafter is None else self.drafter.head
         if request is self.filling:
             self.filling = None
-            self._release(self.waiting_room, request)
+            self._release(self.prefill_slot, request)
         else:
             slot, last = self.active.index(request), len(self.active) - 1
             self._release(slot, request)
@@ -129,8 +135,8 @@ class Slots:
         prefixes, text = request.prefixes or self.prefixes, request.text[:-1]
         if prefixes == "off":
             return [None] * len(self.caches)
-        grain = 1 if prefixes == "all" else self.grain
-        target = self.cache.match(text, grain)
+        prefix_alignment = 1 if prefixes == "all" else self.prefix_alignment
+        target = self.cache.match(text, prefix_alignment)
         if len(self.caches) == 1:
             return [target]
         if self.drafter is None or not self.drafter.keeps_prefix or not request.drafting:
@@ -141,14 +147,14 @@ class Slots:
         # The drafter can compute no column without the target's rows, which only a prefill has, and a column may depend
         # on later tokens, too: both caches take over the same columns.
         common = min(target.columns, max(0, own.columns - self.drafter.ahead))
-        target = self.cache.match(text[:common], grain)
+        target = self.cache.match(text[:common], prefix_alignment)
         return [target, self.caches[1].prefixes.match(text[: target.columns])]
 
     def _remember(self, slot: int, request: Request) -> None:
         if (request.prefixes or self.prefixes) == "off" or request.finished in ("not finite", "failed"):
             return
-        prefilled = len(request.text) if self.grain == 1 else request.prefilled
-        self.cache.remember(slot, request.text, prefilled, self.beyond)
+        prefilled = len(request.text) if self.prefix_alignment == 1 else request.prefilled
+        self.cache.remember(slot, request.text, prefilled, self.written_ahead)
         if len(self.caches) > 1 and request.drafting and self.drafter is not None and self.drafter.keeps_prefix:
             self.caches[1].remember(slot, request.text, 0)
 

@@ -29,15 +29,15 @@ DRAWS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0
 
 
 def warm_up(
-    session: Session, plan: Plan, policy: Callable[[], Policy], tell: Callable[[int, int], None] | None = None
+    session: Session, plan: Plan, policy: Callable[[], Policy], on_progress: Callable[[int, int], None] | None = None
 ) -> None:
     """On a GPU, compile every kernel and capture every graph, except DEL's verify passes of long drafts: there is one
     per exit and length, captured at its second use. Then, on any device, decode a few tokens with and without the
-    drafter, and measure what rounds cost, for policies that rest. `tell` is called with (done, of)."""
+    drafter, and measure what rounds cost, for policies that rest. `on_progress` is called with (done, of)."""
     loop = session.loop
     if loop.fixed:
         with session.alone():
-            warm_rounds(loop, plan.budgets, plan.verified, plan.accepted, policy().confident, tell, plan.exits)
+            warm_rounds(loop, plan.budgets, plan.verified, plan.accepted, policy().confident, on_progress, plan.exits)
     filters: tuple[dict[str, Any], ...] = ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5})
     sampled: tuple[dict[str, Any], ...] = tuple({"temperature": 1.0, **f} for f in filters)
     # On a CPU nothing is left to compile: a first round reads the weights' pages.
@@ -55,7 +55,7 @@ def warm_up(
     if loop.drafting is not None:
         loop.drafting.chooser.clear()
     with session.alone():
-        if loop.drafter is not None and policy().rests:
+        if loop.drafter is not None and policy().may_skip_drafting:
             measure(loop, (*plan.budgets, *policy().budgets()) or (loop.largest,), policy().confident)
         loop.clear(forget=True)
     loop.graphs.warmed()
@@ -76,18 +76,20 @@ def warm_rounds(
     verified: Sequence[int],
     accepted: Sequence[int],
     confident: bool = False,
-    tell: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     exits: Sequence[Budget] = (),
 ) -> None:
     """Run every round of fixed shape that a request may use, for every padded number of slots. `budgets`: the shapes
     that policies may propose (empty: no draft); `verified`, `accepted`: further draft sizes to verify and to accept;
     `exits`: further drafts of the target's first layers to verify, for one text and for a full batch. `confident`:
-    policies end drafts by confidence. `tell` is called with (done, of)."""
+    policies end drafts by confidence. `on_progress` is called with (done, of)."""
     for cache in loop.slots.caches:
         for kv in cache.kv:
             kv.zero_()  # finite K/V gives finite logits and valid ids
     todo: list[Callable[[], None]] = []
-    lengths = [max(min(b, loop.target.config.max_context) - loop.beyond, loop.largest.depth + 1) for b in loop.buckets]
+    lengths = [
+        max(min(b, loop.target.config.max_context) - loop.written_ahead, loop.largest.depth + 1) for b in loop.buckets
+    ]
     sizes = [n for n in (1 << i for i in range(9)) if n < 2 * loop.size]
     for n, (before, length) in itertools.product(sizes, itertools.pairwise((0, *lengths))):
         n = min(n, loop.size)
@@ -100,8 +102,8 @@ def warm_rounds(
         todo.append(partial(_sizes, loop, min(n, loop.size), lengths[0], sampling, accepted, True))
     for done, work in enumerate(todo, 1):
         work()
-        if tell is not None:
-            tell(done, len(todo))
+        if on_progress is not None:
+            on_progress(done, len(todo))
     loop.clear()
 
 
@@ -189,7 +191,7 @@ def _text(ids: list[int], sampling: Sampling) -> Request:
 def _on_the_host(loop: Loop, sampling: Sampling, confident: bool) -> None:
     """A round that the host places, such as a text's first: other forms of the kernels than captured rounds use."""
     length = loop.largest.depth + 2
-    if length + loop.beyond > loop.target.config.max_context:
+    if length + loop.written_ahead > loop.target.config.max_context:
         return
     _texts(loop, 1, length, sampling)
     if all(cache.extend(0, loop.slots.columns(length)) for cache in loop.slots.caches):

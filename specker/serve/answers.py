@@ -121,8 +121,8 @@ class ChatAnswer(Answer):
 
     def _end(self, piece: Piece) -> dict[str, Any]:
         most = self.asked.top_logprobs or 0
-        told = logprobs.of_chat(self.tokenizer, piece.logprobs, most) if self.asked.logprobs else None
-        return {"logprobs": told, "finish_reason": piece.reason}
+        shown = logprobs.of_chat(self.tokenizer, piece.logprobs, most) if self.asked.logprobs else None
+        return {"logprobs": shown, "finish_reason": piece.reason}
 
 
 class TextAnswer(Answer):
@@ -136,8 +136,8 @@ class TextAnswer(Answer):
     def delta(self, piece: Piece) -> dict[str, Any]:
         start, most = self._written[piece.choice], self.asked.logprobs
         self._written[piece.choice] += len(piece.text)
-        told = None if most is None else logprobs.of_text(self.tokenizer, piece.logprobs, most, start)
-        return {"index": piece.choice, "text": piece.text, "logprobs": told, "finish_reason": piece.reason}
+        shown = None if most is None else logprobs.of_text(self.tokenizer, piece.logprobs, most, start)
+        return {"index": piece.choice, "text": piece.text, "logprobs": shown, "finish_reason": piece.reason}
 
     choice = delta
 

@@ -65,11 +65,11 @@ class Call:
 
 
 class Worker(threading.Thread):
-    def __init__(self, engine: Engine, queue: int, limit: float, told: Callable[[Request], None] = lambda _: None):
-        """`queue`: requests that may wait. `limit`: seconds of a call. `told` is called here with each request that
+    def __init__(self, engine: Engine, queue: int, limit: float, on_ended: Callable[[Request], None] = lambda _: None):
+        """`queue`: requests that may wait. `limit`: seconds of a call. `on_ended` is called here with each request that
         ended."""
         super().__init__(name="specker-steps", daemon=True)
-        self.session, self.queue, self.limit, self.told = engine.session, queue, limit, told
+        self.session, self.queue, self.limit, self.on_ended = engine.session, queue, limit, on_ended
         self.metrics = Metrics(self)
         self.sound = True  # whether the last step succeeded
         self._open: set[Request] = set()  # submitted, and not ended
@@ -186,4 +186,4 @@ class Worker(threading.Thread):
                 return
             self._open.discard(request)
         self.metrics.ended(request)
-        self.told(request)
+        self.on_ended(request)

@@ -35,7 +35,7 @@ A round's rows are the root (row 0) and the draft: draft token j is row j + 1.
     seconds      time of the whole round by stage: prefill (of a drafter that missed tokens), draft, verify, accept,
                  watch, commit
     outside      indices of `tokens` outside a trimmed head; missing without one
-    diffusion    `runtime.stats.DiffusionStats` of a diffusion drafter's draft; missing without one
+    diffusion    `runtime.stats.BlockStats` of a diffusion drafter's draft; missing without one
     names        text of the ids that this trace names for the first time, special tokens included; missing without any
     sizing       the remark about made-up weights or acceptance; missing in a real run
 
@@ -81,7 +81,7 @@ class Trace:
         self._sizing = {name: remarks[name] for name in ("sizing",) if name in remarks}
         self._tokenizer = engine.target.tokenizer_or_none
         if stop_ids is None:
-            stop_ids = () if engine.options.stand_ins else engine.target.config.eos_ids
+            stop_ids = () if engine.options.dummy_parts else engine.target.config.eos_ids
         self._stop_ids = frozenset(stop_ids)
         self._stops = stops
         self._texts: dict[int, Detokenizer] = {}
@@ -104,7 +104,7 @@ class Trace:
             if text.stopped:
                 stop = n
                 break
-        told = {
+        shown = {
             **row,
             "tokens": tokens[:stop],
             "pieces": pieces,
@@ -112,10 +112,10 @@ class Trace:
             "last": row["last"] if accepted < stop else "accepted",
         }
         if "outside" in row:
-            told["outside"] = [n for n in row["outside"] if n < stop]
-        if names := self._names({*told["tokens"], *row["draft"], *row["target"]}):
-            told["names"] = names
-        self._put(told | self._sizing)
+            shown["outside"] = [n for n in row["outside"] if n < stop]
+        if names := self._names({*shown["tokens"], *row["draft"], *row["target"]}):
+            shown["names"] = names
+        self._put(shown | self._sizing)
 
     def end(self, number: int, finished: str, stats: Stats) -> None:
         tail = self._texts.pop(number).flush() if number in self._texts else ""

@@ -239,12 +239,12 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if not file or not file.is_file():
         pytest.skip("sglang with kernels/ops/speculative/spec_tree.py is not installed: pip install --no-deps sglang")
     names = ("is_cpu", "is_cuda", "is_hip", "is_musa", "is_npu", "is_xpu")
-    stand_ins = {
+    dummy_parts = {
         "sglang": {}, "sglang.srt": {}, "sglang.srt.utils": {name: lambda: False for name in names},
         "sglang.srt.platforms": {"current_platform": None},
         "sglang.srt.platforms.interface": {"reject_out_of_tree_path": None},
     }  # fmt: skip
-    for name, members in stand_ins.items():
+    for name, members in dummy_parts.items():
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)

@@ -10,7 +10,7 @@ from test_tree_attention import op as attention
 from test_tree_attention import ragged
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specker.kernels.variant import COUNTERS, count_in, counters, heal_counters
+from specker.kernels.variant import COUNTERS, count_in, counters, reset_counters
 from specker.runtime.round.graphs import Graphs
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_counts_that_an_aborted_launch_left_are_zeroed(poisoned, launched):
     assert not want.isnan().any() and not counters(CPU, 1).any()
     counters(CPU, 1).fill_(1)
     assert not any(torch.equal(launched(), want) for _ in range(2))
-    heal_counters(CPU)
+    reset_counters(CPU)
     assert all(torch.equal(launched(), want) for _ in range(2))
     assert not counters(CPU, 1).any()
 
@@ -57,7 +57,7 @@ def test_every_engine_has_counters_of_its_own():
     engines[1].counters.check()
     with pytest.raises(RuntimeError, match="1 arrival counters on cpu are not zero after a round: a kernel was"):
         engines[0].counters.check()
-    engines[0].counters.heal()
+    engines[0].counters.reset()
     engines[0].counters.check()
 
 

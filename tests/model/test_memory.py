@@ -10,7 +10,7 @@ from specker.cli import run
 from specker.model import memory
 from specker.model.memory import Cost, gib, largest, needed, sized
 from specker.runtime.engine import cache_memory
-from specker.runtime.strategies.base import SCRATCH
+from specker.runtime.strategies.base import LOOKAHEAD
 
 EIGHT = Cost(position=147_456, passing=131_584, limit=40_960)  # an 8B model in bfloat16
 SMALL = Cost(position=114_688, passing=66_048, limit=32_768)
@@ -32,9 +32,9 @@ def pair(tmp_path_factory):
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 @pytest.mark.parametrize("room", [GIB // 4, GIB, 7 * GIB // 2, 64 * GIB])
 def test_the_largest_context_fits_and_the_next_does_not(costs, page_size, room):
-    most = largest(costs, room, page_size, SCRATCH)
-    assert 0 < most <= costs[0].limit and needed(costs, most, page_size, SCRATCH) <= room
-    assert most == costs[0].limit or needed(costs, most + 1, page_size, SCRATCH) > room
+    most = largest(costs, room, page_size, LOOKAHEAD)
+    assert 0 < most <= costs[0].limit and needed(costs, most, page_size, LOOKAHEAD) <= room
+    assert most == costs[0].limit or needed(costs, most + 1, page_size, LOOKAHEAD) > room
 
 
 def test_needed_by_hand():
@@ -47,18 +47,18 @@ def test_needed_by_hand():
 
 
 def test_sized():
-    enough = needed([EIGHT], 40_960, 256, SCRATCH)
-    assert sized([EIGHT], None, GIB, 256, SCRATCH, None) == (40_960, None)
-    assert sized([EIGHT], enough + GIB, GIB, 256, SCRATCH, None) == (40_960, None)
-    context, note = sized([EIGHT], enough + GIB - 1, GIB, 256, SCRATCH, None)
-    assert context == largest([EIGHT], enough - 1, 256, SCRATCH) < 40_960
+    enough = needed([EIGHT], 40_960, 256, LOOKAHEAD)
+    assert sized([EIGHT], None, GIB, 256, LOOKAHEAD, None) == (40_960, None)
+    assert sized([EIGHT], enough + GIB, GIB, 256, LOOKAHEAD, None) == (40_960, None)
+    context, note = sized([EIGHT], enough + GIB - 1, GIB, 256, LOOKAHEAD, None)
+    assert context == largest([EIGHT], enough - 1, 256, LOOKAHEAD) < 40_960
     assert note is not None and f"lowered to {context} positions" in note and "40960" in note and gib(enough) in note
-    most = largest([EIGHT], 2 * GIB, 256, SCRATCH)
+    most = largest([EIGHT], 2 * GIB, 256, LOOKAHEAD)
     words = f"max_context=40960 needs {gib(enough)} .* 2.00 GiB are free .* largest max_context that fits is {most}"
     with pytest.raises(ValueError, match=words):
-        sized([EIGHT], 3 * GIB, GIB, 256, SCRATCH, 40_960)
+        sized([EIGHT], 3 * GIB, GIB, 256, LOOKAHEAD, 40_960)
     with pytest.raises(ValueError, match=r"40960 positions needs .* 0.00 GiB are free .* not even 2 positions fit"):
-        sized([EIGHT], GIB // 2, GIB, 256, SCRATCH, None)
+        sized([EIGHT], GIB // 2, GIB, 256, LOOKAHEAD, None)
 
 
 def test_weights_that_do_not_fit():
@@ -79,10 +79,10 @@ def test_weights_that_do_not_fit():
 
 
 def test_the_message_names_the_next_context_to_try():
-    assert "max_context=30720 would fit" in memory.too_long([EIGHT], 40_960, 99 * GIB, GIB, 256, SCRATCH)
-    most = largest([EIGHT], GIB, 256, SCRATCH)
-    assert f"max_context={most} would fit" in memory.too_long([EIGHT], 40_960, 3 * GIB, GIB, 256, SCRATCH)
-    assert "no shorter one would fit" in memory.too_long([EIGHT], 40_960, GIB, GIB, 256, SCRATCH)
+    assert "max_context=30720 would fit" in memory.too_long([EIGHT], 40_960, 99 * GIB, GIB, 256, LOOKAHEAD)
+    most = largest([EIGHT], GIB, 256, LOOKAHEAD)
+    assert f"max_context={most} would fit" in memory.too_long([EIGHT], 40_960, 3 * GIB, GIB, 256, LOOKAHEAD)
+    assert "no shorter one would fit" in memory.too_long([EIGHT], 40_960, GIB, GIB, 256, LOOKAHEAD)
 
 
 def test_the_cost_equals_the_allocation(pair):
@@ -92,12 +92,12 @@ def test_the_cost_equals_the_allocation(pair):
         kv = 2 * cache.k.nbytes
         found += kv + cache.lengths.nbytes + 8 * cache.capacity + model.ropes[0].nbytes + model.positions.nbytes
         cost = Cost.of(model.config, torch.float32)
-        counted += memory.held([cost], 512, 16, SCRATCH)
+        counted += memory.held([cost], 512, 16, LOOKAHEAD)
         assert kv == 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * (
-            512 + SCRATCH
+            512 + LOOKAHEAD
         )
     # RoPE's table and the positions have no scratch columns; the lengths have one extra entry
-    assert counted - 2 * SCRATCH * (2 * 16 * 4 + 8) + 2 * 4 == found
+    assert counted - 2 * LOOKAHEAD * (2 * 16 * 4 + 8) + 2 * 4 == found
 
 
 def test_every_rope_table_is_counted(tmp_path):
@@ -147,7 +147,7 @@ def room_for(pair, context, monkeypatch):
     configs = [checkpoint.read_config(pair[0]), checkpoint.read_config(pair[1], max_context=512)]
     costs = [Cost.of(c, torch.float32) for c in configs]
     spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(memory, "free", lambda device: needed(costs, context, 16, SCRATCH) + spare)
+    monkeypatch.setattr(memory, "free", lambda device: needed(costs, context, 16, LOOKAHEAD) + spare)
     monkeypatch.setattr(memory, "check_weights", lambda *_: None)
 
 
@@ -176,7 +176,7 @@ def test_a_large_batch_leaves_less_for_its_context(pair, monkeypatch):
 
 def test_a_draft_has_no_more_positions_than_its_target(pair):
     engine = specker.load(*pair, device="cpu", page_size=16)
-    assert engine.drafter.cache.capacity == engine.cache.capacity == 512 + SCRATCH
+    assert engine.drafter.cache.capacity == engine.cache.capacity == 512 + LOOKAHEAD
     long = engine.generate([1, 2, 3], 600)
     assert len(long.tokens) == 509 and long.tokens == engine.generate_ar([1, 2, 3], 600).tokens
 
@@ -184,7 +184,7 @@ def test_a_draft_has_no_more_positions_than_its_target(pair):
 def test_del_has_one_cache(pair, monkeypatch):
     configs = [checkpoint.read_config(pair[0])]
     spare = memory.reserve(configs, torch.float32, torch.device("cpu"))
-    need = needed([Cost.of(configs[0], torch.float32)], 512, 16, SCRATCH)
+    need = needed([Cost.of(configs[0], torch.float32)], 512, 16, LOOKAHEAD)
     monkeypatch.setattr(memory, "check_weights", lambda *_: None)
     for short in (0, 1):
         monkeypatch.setattr(memory, "free", lambda device, short=short: need + spare - short)

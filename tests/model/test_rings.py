@@ -20,7 +20,7 @@ from specker.model.decoder import COMPILED_CHUNK, PREFILL_CHUNK, Model, forward,
 from specker.model.memory import Cost, needed
 from specker.runtime.engine import cache_memory
 from specker.runtime.round.drafter import CATCH_UP_ROWS
-from specker.runtime.strategies.base import SCRATCH
+from specker.runtime.strategies.base import LOOKAHEAD
 
 PAGE, RING = 16, 96  # columns
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96}  # which the compiled layers support
@@ -235,7 +235,7 @@ def test_a_ring_cannot_go_back(pairs):
 def test_rings_are_long_enough(monkeypatch):
     monkeypatch.undo()
     assert max(PREFILL_CHUNK, COMPILED_CHUNK, CATCH_UP_ROWS + 64 * MAX_WORDS) <= rings.AHEAD
-    assert 2 * SCRATCH <= rings.AHEAD  # a round of fixed shape may go back by the longest draft, and ahead by one
+    assert 2 * LOOKAHEAD <= rings.AHEAD  # a round of fixed shape may go back by the longest draft, and ahead by one
 
 
 @pytest.mark.parametrize(("size", "more"), [(1, {}), (1, {"page_size": 1024}), (3, {}), (3, {"kv_tokens": 350})])
@@ -260,10 +260,10 @@ def test_long_contexts_of_gemma_3_cost_a_fifth(pairs, monkeypatch):
     sizes = {"num_layers": 62, "num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "max_context": 131072}
     big = replace(config, layer=layer, **sizes)
     costs = [Cost.of(big, torch.bfloat16, count) for count in (0, 1)]
-    whole, ringed = (memory.held([cost], 32768, 256, SCRATCH) for cost in costs)
+    whole, ringed = (memory.held([cost], 32768, 256, LOOKAHEAD) for cost in costs)
     assert 4.8 < whole / ringed < 5
-    free = memory.held([costs[0]], 32768, 256, SCRATCH) + costs[0].passing * 32768
-    assert memory.largest([costs[1]], free, 256, SCRATCH) > 65_000
+    free = memory.held([costs[0]], 32768, 256, LOOKAHEAD) + costs[0].passing * 32768
+    assert memory.largest([costs[1]], free, 256, LOOKAHEAD) > 65_000
 
 
 def test_a_longer_context_is_admitted(pairs, monkeypatch):
@@ -271,8 +271,8 @@ def test_a_longer_context_is_admitted(pairs, monkeypatch):
     config = read(folder, dtype=torch.float32, device="cpu").config
     spare = memory.reserve([config], torch.float32, torch.device("cpu"))
     plain, ringed = (Cost.of(config, torch.float32, count) for count in (0, 1))
-    room = needed([ringed], 340, PAGE, SCRATCH)
-    assert memory.largest([plain], room, PAGE, SCRATCH) < 340
+    room = needed([ringed], 340, PAGE, LOOKAHEAD)
+    assert memory.largest([plain], room, PAGE, LOOKAHEAD) < 340
     monkeypatch.setattr(memory, "free", lambda device: room + spare)
     monkeypatch.setattr(memory, "check_weights", lambda *_: None)
     engine = specker.load(folder, strategy="ar", device="cpu", dtype="float32", page_size=PAGE)
@@ -285,7 +285,7 @@ def test_a_pool_has_the_positions_that_fit(pairs, tmp_path, kind, monkeypatch):
     engine = specker.load(folder, strategy="ar", device="cpu", dtype="float32", page_size=PAGE, batch_size=4)
     known = cache_memory(engine.target, None, engine.options, None)
     [cost], spare = known._costs, known._spare
-    passing, first = cost.passing * 340, -(-(340 + SCRATCH) // PAGE)
+    passing, first = cost.passing * 340, -(-(340 + LOOKAHEAD) // PAGE)
     for pages in (first, first + 9, 4 * first - 1, 4 * first):
         for short in (0, 1):
             free = cost.kv(pages, PAGE) + passing + spare - short

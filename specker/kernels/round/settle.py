@@ -62,7 +62,7 @@ def settle(
         return report, drawn, *_launch(*given, report, drawn)
     drawn.copy_(target.tokens() if isinstance(target, Splits) else target.reshape(-1))
     moved: tuple[list[int], list[int]] = [], []
-    texts, lengths, roots, told = committed.numpy(), length.numpy(), window.numpy(), report.view(B, -1).numpy()
+    texts, lengths, roots, reports = committed.numpy(), length.numpy(), window.numpy(), report.view(B, -1).numpy()
     capacity = texts.shape[1]
     ups = [None] * B if parents is None else parents.tolist()
     each = zip(tokens.tolist(), ups, drawn.view(B, R).tolist(), lengths.tolist(), limit.tolist(), strict=True)
@@ -70,7 +70,7 @@ def settle(
         path = follow(draft, up, wanted)
         n, emitted = len(path), [wanted[row] for row in path]
         pad = [-1] * (R - n)
-        told[b] = [n, *path, *pad, *emitted, *pad]
+        reports[b] = [n, *path, *pad, *emitted, *pad]
         written = max(0, min(n, min(last, capacity) - at))
         texts[b, at : at + written] = emitted[:written]
         lengths[b] = at + written

@@ -108,7 +108,7 @@ class Acceptance:
 class Auto(Policy):
     """For drafts of a model. One object serves one text; `before` is shared by all texts of an engine."""
 
-    rests = True
+    may_skip_drafting = True
 
     def __init__(self, costs: Costs, before: Acceptance, size: Budget, confident: bool):
         """`size`: the longest draft. `confident`: drafts end by the draft's own probabilities."""
@@ -164,7 +164,7 @@ class Auto(Policy):
 class Experienced(Policy):
     """A base for the policies of papers: they draft as the paper says, but not while plain rounds are faster."""
 
-    rests = True
+    may_skip_drafting = True
     seen: Acceptance | None = None  # what drafts have achieved in this text; None: use the smoothed rate
 
     def expected(self, budget: Budget) -> float:
@@ -182,7 +182,7 @@ def shorter(shapes: Sequence[Budget], budget: Budget) -> Budget:
     return next((shape for shape in reversed(shapes) if shape.depth <= most), shapes[0])
 
 
-class Experience:
+class AcceptanceHistory:
     """What an engine has learnt about its drafts: their costs, and the acceptance in all its texts. It decides only how
     much is drafted, never which tokens are emitted."""
 

@@ -67,7 +67,7 @@ class Chooser:
             return self._none
         shapes = list(dict.fromkeys(shape for p in policies for shape in p.budgets()))
         self.reason, self.trial = "", False
-        if not policies[0].rests or not self.learns:
+        if not policies[0].may_skip_drafting or not self.learns:
             return NONE if not shapes else max(shapes, key=lambda shape: self.rate(policies, shape))
         drafts = [shape for shape in shapes if shape.nodes]
         none = replace(shapes[0], nodes=0, depth=0) if shapes else NONE

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.control.stats import BlockStats
 
 LONGEST = 17  # tokens of the longest chain that a policy chooses; drafts that confidence ends may have one more
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths that policy `auto` chooses from, besides 0
@@ -34,7 +34,7 @@ class Outcome:
     drafted: int  # tokens
     path: list[int]  # accepted rows, row 0 (the root) first
     confidence: list[float] = field(default_factory=list)  # probability of each draft token; empty unless `confident`
-    found: DiffusionStats | None = None  # statistics of a diffusion draft
+    found: BlockStats | None = None  # statistics of a diffusion draft
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Policy:
     """Proposes how much to draft for one sequence. All sequences of a round share one shape (choose.py)."""
 
     confident: bool = False  # whether drafts end by `rule`, token by token
-    rests: bool = False  # whether rounds draft nothing while that is faster
+    may_skip_drafting: bool = False  # whether rounds draft nothing while that is faster
     copies: bool = False  # whether there is text to copy, which the last round may have lacked
     layers: tuple[int, ...] = ()  # depths of the target that `learn` may watch
     rule: StopRule = StopRule()  # this round's

@@ -11,7 +11,7 @@ STAGES = ("prefill", "draft", "search", "verify", "accept", "watch", "commit")
 
 
 @dataclass(frozen=True)
-class DiffusionStats:
+class BlockStats:
     """Results of one draft of a diffusion model: its passes and its path search."""
 
     generated: int  # tokens before the first stop token in the raw argmax
@@ -37,7 +37,7 @@ class Stats:
     experts: float = 0.0  # sum over rounds: experts that the verify pass read in a layer, on average over layers
     kept: int = 0  # emitted tokens in a trimmed head's vocabulary
     lost: int = 0  # rounds whose draft ended at a token outside it
-    found: dict[str, float] = field(default_factory=dict)  # sums of `DiffusionStats` over rounds
+    found: dict[str, float] = field(default_factory=dict)  # sums of `BlockStats` over rounds
     prompt: int = 0  # tokens prefilled
     wall: float = 0.0  # seconds from the prompt to the last token
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -69,7 +69,7 @@ class Stats:
         if exit:
             self.exits[exit] = self.exits.get(exit, 0) + 1
 
-    def observe_found(self, found: DiffusionStats, length: int, accepted: int) -> None:
+    def observe_found(self, found: BlockStats, length: int, accepted: int) -> None:
         """Count one round of a diffusion drafter: paths of `length` tokens, `accepted` of them accepted."""
         self.seconds["draft"] -= found.seconds
         self.seconds["search"] += found.seconds

@@ -221,7 +221,7 @@ def join(options: Options, device: torch.device, divides: bool = False, timeout:
     return Ranks(part, mesh.get_group("tp"), drafting, drafters, ordered, replica, dp, device, timeout)
 
 
-def speaks() -> bool:
+def prints_errors() -> bool:
     """Whether this process prints its error: only the job's first process to fail does."""
     if world_size() == 1:
         return True

@@ -103,21 +103,21 @@ class Guide:
                 return n + 1
         return len(tokens)
 
-    def lead(self, tokens: Sequence[int], most: int, forces: bool) -> tuple[list[int], int]:
+    def constrain(self, tokens: Sequence[int], most: int, forces: bool) -> tuple[list[int], int]:
         """A chain of up to `most` tokens that the grammar allows, and how many of them are the first of `tokens`, the
         drafter's. `forces`: forced tokens replace the drafter's and follow them."""
-        led: list[int] = []
+        constrained: list[int] = []
         kept = 0
-        while len(led) < most and not self._matcher.is_stopped():
-            own = tokens[kept] if kept == len(led) < len(tokens) else None
+        while len(constrained) < most and not self._matcher.is_stopped():
+            own = tokens[kept] if kept == len(constrained) < len(tokens) else None
             only = self._matcher.compute_ff_tokens()[:1]
             token = only[0] if only and (forces or own == only[0]) else None if only else own
             if token is None or not self._take(token):
                 break
-            led.append(token)
+            constrained.append(token)
             kept += token == own
-        self._back(len(led))
-        return led, kept
+        self._back(len(constrained))
+        return constrained, kept
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], allowed: np.ndarray) -> None:
         """Set the bits of the tokens that may follow the root and each draft token that the grammar allows, [N + 1, W]
@@ -169,7 +169,7 @@ def _with(bits: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
     return words.view(np.int32)
 
 
-def guided(r: Round) -> Tensor | None:
+def constrain(r: Round) -> Tensor | None:
     """Hold a round's draft to the grammars of its requests. Returns the bits of the tokens that may follow each row,
     [rows, W] int32; None if no request has a grammar."""
     guides = [request.guide for request in r.requests]
@@ -177,7 +177,7 @@ def guided(r: Round) -> Tensor | None:
     if not words:
         return None
     draft = r.draft
-    (_lead_tree if draft.tree else _lead)(r)
+    (_constrain_trees if draft.tree else _constrain_chains)(r)
     N = draft.size
     tokens = r.window[:, 1 : N + 1].tolist()
     parents = r.state.parents[:, :N].tolist() if draft.tree else [range(N)] * r.n
@@ -188,7 +188,7 @@ def guided(r: Round) -> Tensor | None:
     return torch.from_numpy(allowed).flatten(0, 1).to(r.window.device)
 
 
-def _lead(r: Round) -> None:
+def _constrain_chains(r: Round) -> None:
     """Cut each chain before the first token that its grammar refuses, and put in what it forces. The rows of a chain
     that the target drafted have run its first layers already, so such a chain is only cut."""
     draft, columns = r.draft, r.window.shape[1] - 1
@@ -196,13 +196,13 @@ def _lead(r: Round) -> None:
     before = r.window[:, 1 : draft.size + 1].tolist()
     chains = []
     for slot, (request, chain) in enumerate(zip(r.requests, before, strict=True)):
-        led = chain[: draft.count(slot)]
-        kept = len(led)
+        constrained = chain[: draft.count(slot)]
+        kept = len(constrained)
         if request.guide is not None:
             most = min(columns, request.limit - len(request.text) - 1) if forces else draft.size
-            led, kept = request.guide.lead(led, most, forces)
-        draft.lead(slot, kept, len(led) - kept)
-        chains.append(led)
+            constrained, kept = request.guide.constrain(constrained, most, forces)
+        draft.constrain(slot, kept, len(constrained) - kept)
+        chains.append(constrained)
     draft.size = size = max(map(len, chains))
     padded = [chain + [0] * (size - len(chain)) for chain in chains]
     if padded != before:
@@ -213,13 +213,13 @@ def _lead(r: Round) -> None:
         draft.taps = {depth: rows[:, :size] for depth, rows in draft.taps.items()}
 
 
-def _lead_tree(r: Round) -> None:
+def _constrain_trees(r: Round) -> None:
     """Put the chain of its forced tokens in the place of each tree whose first token is forced."""
     draft, size = r.draft, r.draft.size
     for slot, request in enumerate(r.requests):
         if request.guide is not None and request.guide.forced:
-            chain, _ = request.guide.lead([], min(size, request.limit - len(request.text) - 1), True)
-            draft.lead(slot, 0, len(chain))
+            chain, _ = request.guide.constrain([], min(size, request.limit - len(request.text) - 1), True)
+            draft.constrain(slot, 0, len(chain))
             r.window[slot, 1 : size + 1] = torch.tensor(chain + [0] * (size - len(chain)))
             r.state.parents[slot, :size] = torch.arange(size)
 

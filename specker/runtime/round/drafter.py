@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.control.stats import BlockStats
 
 if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command line imports it
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # strategies/lookup.py builds on this file, and the command l
 CATCH_UP_ROWS = 64  # a longer catch-up is a prompt: prefill it
 
 
-class Led(NamedTuple):
+class Constraint(NamedTuple):
     """What a grammar made of a sequence's chain (runtime/round/constrain.py)."""
 
     drafted: int  # tokens of the drafter
@@ -45,14 +45,14 @@ class Draft:
     tree: bool = False
     depth: int = 0  # tokens of the longest path
     confidence: list[list[float]] = field(default_factory=list)  # of each draft token, of every sequence
-    found: list[DiffusionStats] = field(default_factory=list)  # of a diffusion drafter, one a sequence
+    found: list[BlockStats] = field(default_factory=list)  # of a diffusion drafter, one a sequence
     observed: bool = False  # whether `Drafter.observe` reads the tokens on the host
     hidden: Tensor | None = None  # [n, size, E], rows 0..size-1 at the exit of a self-drafted chain
     taps: dict[int, Tensor] = field(default_factory=dict)  # depth below that exit -> [n, size, E]
     nodes: Tensor | None = None  # [n, size], which grown node of a tree each draft token is; a leaf may be none of them
     scores: list[Tensor] = field(default_factory=list)  # for a trace: log-probabilities [n, ..] of tokens in order
     forwarded: int = 0  # grown nodes whose K/V stands behind the drafter's exact columns
-    led: dict[int, Led] = field(default_factory=dict)  # by slot, what grammars made of chains
+    constrained: dict[int, Constraint] = field(default_factory=dict)  # by slot, what grammars made of chains
 
     @classmethod
     def of(cls, r: Round, tokens: list[list[int]], parents: list[list[int]]) -> Draft:
@@ -75,25 +75,25 @@ class Draft:
 
     def count(self, slot: int) -> int:
         """Draft tokens of the sequence in `slot`, in the window."""
-        if (led := self.led.get(slot)) is not None:
-            return led.kept + led.forced
+        if (constrained := self.constrained.get(slot)) is not None:
+            return constrained.kept + constrained.forced
         return self.counts[slot] if self.counts else self.size
 
-    def lead(self, slot: int, kept: int, forced: int) -> None:
+    def constrain(self, slot: int, kept: int, forced: int) -> None:
         """Note that a grammar left the first `kept` tokens of a chain and put `forced` tokens behind them."""
-        self.led[slot] = Led(self.count(slot), kept, forced)
+        self.constrained[slot] = Constraint(self.count(slot), kept, forced)
 
     def drafted(self, slot: int) -> int:
         """The tokens of the sequence in `slot` that the drafter drafted, with those that a grammar took out."""
-        return self.led[slot].drafted if slot in self.led else self.count(slot)
+        return self.constrained[slot].drafted if slot in self.constrained else self.count(slot)
 
     def forced(self, slot: int) -> int:
         """The tokens of the sequence in `slot` that a grammar put in."""
-        return self.led[slot].forced if slot in self.led else 0
+        return self.constrained[slot].forced if slot in self.constrained else 0
 
     def own(self, slot: int, path: list[int]) -> list[int]:
         """An accepted path up to the last row that the drafter drafted: a grammar's tokens teach nothing about it."""
-        return path[: self.led[slot].kept + 1] if slot in self.led else path
+        return path[: self.constrained[slot].kept + 1] if slot in self.constrained else path
 
     def extend(self, r: Round, head: Head, final: Final, positions: Tensor, out: Tensor) -> None:
         """Write the best candidate of each row [n, E] at `positions` [n] to `out` [n, 1]. If policies end drafts by

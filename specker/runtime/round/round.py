@@ -7,7 +7,7 @@ the new root. The target's token after each row is a function of the seed, the p
 batch.
 
 All requests of a round have one shape. Rows are placed in one of two ways. A round of *fixed* shape reads on the device
-how long each text is: its launches do not depend on what the last round decided, so on a GPU its stretches of work are
+how long each text is: its launches do not depend on what the last round decided, so on a GPU its graph segments are
 CUDA graphs, and the next round may be launched before this one's tokens are known. In any other round the host knows
 every length and places exactly the rows that are needed.
 """
@@ -29,7 +29,7 @@ from specker.model.decoder import Model, experts_read, forward
 from specker.model.rows import begin
 from specker.model.sampling import Draws
 from specker.runtime.control.policy import Budget
-from specker.runtime.round.constrain import guided, masked
+from specker.runtime.round.constrain import constrain, masked
 from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.round.graphs import Graphs
 from specker.runtime.round.state import Request, State, to_host
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     draws: str = "greedy"  # the kind of draws (model/sampling.py)
 
     def key(self, name: Hashable, attends: bool = True, draws: bool = True) -> Hashable | None:
-        """The key of a stretch of work whose launches depend only on `name`, the number of sequences, the KV bucket (if
+        """The key of a graph segment whose launches depend only on `name`, the number of sequences, the KV bucket (if
         it `attends`) and the kind of draws (if it `draws`); None if it must not be captured."""
         return (
             (name, self.sequences, self.bucket if attends else 0, self.draws if draws else "") if self.fixed else None
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
 
 class Workspace:
-    """Values that one stretch of work passes to the next. A replayed graph runs no Python, so rounds of fixed shape
+    """Values that one graph segment passes to the next. A replayed graph runs no Python, so rounds of fixed shape
     pass them through the state's memory; other rounds just keep the tensors."""
 
     def __init__(self, state: State, fixed: bool):
@@ -167,7 +167,7 @@ class Round:
         return out
 
     def run(self, name: Hashable, work: Callable[[], None], attends: bool = True, draws: bool = True) -> None:
-        """Run a stretch of work, captured if shapes are fixed (see `Shape.key`)."""
+        """Run a graph segment, captured if shapes are fixed (see `Shape.key`)."""
         self.graphs.run(self.shape.key(name, attends, draws), work)
 
     def last(self, count: int) -> Tensor:
@@ -185,7 +185,7 @@ class Round:
 def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> None:
     """Start the round: launch drafting, the verify pass and acceptance."""
     capture = r.graphs.capture
-    r.graphs.counters.heal()
+    r.graphs.counters.reset()
     r.marks.append(now(capture))
     drafts = drafter is not None and min(r.budget.nodes, r.budget.depth) > 0
     if drafter is not None and drafts:
@@ -200,7 +200,7 @@ def launch(r: Round, target: Model, cache: KVCache, drafter: Drafter | None) -> 
             if r.instead is not None:
                 r.window[: len(r.instead), 1 : r.instead.shape[1] + 1] = r.instead
     r.marks.append(now(capture))
-    r.allowed = guided(r)
+    r.allowed = constrain(r)
     verify(r, target, cache)
     r.marks.append(now(capture))
     accept(r, target, cache)

@@ -30,7 +30,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int = 0  # of the most probable tokens, that each emitted token comes with
     traced: bool = True  # whether the trace holds its rounds
-    tell: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
+    on_progress: Callable[[int, int], None] | None = None  # called with (prefilled tokens, of all) of its prompt
     ends: str = "length"
     """What the limit is: "length", the number of tokens that were asked for, or "context", the end of the context."""
     guide: Guide | None = None  # its text in a grammar

@@ -63,7 +63,7 @@ def policy(context: PolicyContext) -> Policy:
     if context.options.copy is None:
         return model
     assert context.known is not None
-    return JoinedPolicy(model, lookup.Copying(context.known.matches, COPIED))
+    return JoinedPolicy(model, lookup.NgramPolicy(context.known.matches, COPIED))
 
 
 def plan(context: PolicyContext) -> Plan:
@@ -74,7 +74,7 @@ def plan(context: PolicyContext) -> Plan:
 
 def usual(target: object, draft: object, options: Mapping[str, Any]) -> str:
     """The default strategy, which depends on whether the caller named a target and a draft, and on what draft "auto"
-    chooses. Sizing runs with stand-ins for the models produce no meaningful text to count or to copy. Raises ValueError
+    chooses. Sizing runs with dummy parts produce no meaningful text to count or to copy. Raises ValueError
     if no draft is known."""
     if options.get("load") == "dummy" or options.get("acceptance") is not None:
         return PLAIN

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specker.options import Options
-from specker.runtime.control.auto import Auto, Experience
+from specker.runtime.control.auto import AcceptanceHistory, Auto
 from specker.runtime.control.policy import AUTO, CONFIDENT, LENGTHS, LONGEST, Budget, Policy, general
 from specker.zoo import Family
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from specker.runtime.round.lm_head import Head
     from specker.runtime.strategies.vocabtrim.head import KeptRows
 
-SCRATCH = 256  # cache columns beyond the context: a verify pass of the largest tree
+LOOKAHEAD = 256  # cache columns beyond the context: a verify pass of the largest tree
 # The best of 2, 3 and 4 by the mean over temperatures 0 and 0.7 on the bundled pair (bench/results), within noise.
 DRAFT_TOKENS = 4
 
@@ -92,7 +92,7 @@ class PolicyContext:
     options: Options
     layers: int  # number of the target's layers
     family: Family | None  # the bundled files for the target
-    known: Experience | None = None  # what rounds cost and drafts achieve; None for the warm-up plan alone
+    known: AcceptanceHistory | None = None  # what rounds cost and drafts achieve; None for the warm-up plan alone
     head_cost: float = 0.0  # `Strategy.head_cost`, the same on every rank
     confident: bool = False  # whether policy `auto` may end drafts by token probabilities, which the host reads
 
@@ -144,9 +144,9 @@ class Strategy:
         """Raise ValueError for options that do not fit together. An omitted policy is still None."""
 
     def default_policy(self, options: Options) -> str | None:
-        """The default policy. It is `fixed` if the user chose a length or a tree, and with stand-ins for the models,
+        """The default policy. It is `fixed` if the user chose a length or a tree, and with dummy parts,
         because these say nothing about which length is best."""
-        if options.draft_tokens is not None or options.tree is not None or options.stand_ins:
+        if options.draft_tokens is not None or options.tree is not None or options.dummy_parts:
             return "fixed"
         return self.usual
 
@@ -233,7 +233,7 @@ def allocate(model: Model, options: Options, layers: int | None = None, rings: b
     of `--kv-tokens` positions. `layers`: the number of layers; None: the model's. `rings`: see `KVCache`."""
     from specker.model.cache import KVCache
 
-    page, size, columns = options.page_size, options.batch_size, model.config.max_context + SCRATCH
+    page, size, columns = options.page_size, options.batch_size, model.config.max_context + LOOKAHEAD
     pool = size * columns if options.kv_tokens is None or size == 1 else options.kv_tokens
     return KVCache(
         model.config if layers is None else replace(model.config, num_layers=layers),

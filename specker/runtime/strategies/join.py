@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specker.runtime.control.policy import Budget, Outcome, Policy, StopRule
 from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.strategies.base import Plan
-from specker.runtime.strategies.lookup import Copying, LookupDrafter
+from specker.runtime.strategies.lookup import LookupDrafter, NgramPolicy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +28,9 @@ COPIED = Budget(16, 16, part=1)  # the longest copied draft
 class JoinedPolicy(Policy):
     """The proposals of two policies. Part 0 belongs to the model, part 1 to copied text."""
 
-    def __init__(self, model: Policy, copied: Copying):
-        self.parts: tuple[Policy, Copying] = (model, copied)
-        self.rests, self.layers = model.rests, model.layers
+    def __init__(self, model: Policy, copied: NgramPolicy):
+        self.parts: tuple[Policy, NgramPolicy] = (model, copied)
+        self.may_skip_drafting, self.layers = model.may_skip_drafting, model.layers
         self.part = 0  # the part that drafts in this round
 
     @property

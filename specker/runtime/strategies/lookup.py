@@ -82,10 +82,10 @@ class Index:
                 yield tuple(text[end : end + length])
 
 
-class Copying(Policy):
+class NgramPolicy(Policy):
     """Policy `auto` for copied text: a_n by the length of the match, in this text and in the engine's earlier ones."""
 
-    rests = copies = True
+    may_skip_drafting = copies = True
 
     def __init__(self, known: dict[int, Share], size: Budget):
         """`known`: the engine's counts, by the length of a match. `size`: the longest draft."""
@@ -203,7 +203,7 @@ class Lookup(Strategy):
 
     def auto(self, context: PolicyContext, size: Budget) -> Policy:
         assert context.known is not None
-        return Copying(context.known.matches, size)
+        return NgramPolicy(context.known.matches, size)
 
     def plan(self, context: PolicyContext) -> Plan:
         """A continuation may be short, so the warm-up verifies drafts of every size."""

@@ -12,7 +12,7 @@ from specker.fields import option
 from specker.kernels.noise import gumbel_at
 from specker.model.decoder import Final
 from specker.options import Sampling
-from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.control.stats import BlockStats
 from specker.runtime.round import state as states
 from specker.runtime.round.drafter import Draft
 from specker.runtime.round.lm_head import Head
@@ -94,7 +94,7 @@ def searched(
     position; `passes`: of the drafter, for the statistics."""
     tokens: list[list[int]] = []
     parents: list[list[int]] = []
-    stats: list[DiffusionStats] = []
+    stats: list[BlockStats] = []
     for sequence, own, found in zip(r.requests, guesses, blocks, strict=True):
         start = time.perf_counter()
         whole = found[0] if len(found) == 1 else Lattice.joined(found)
@@ -111,7 +111,7 @@ def searched(
             up = list(range(len(best.tokens)))
         parents.append(up)
         score, seconds = best.score / max(1, len(best.tokens)), time.perf_counter() - start
-        stats.append(DiffusionStats(before_stop(own, stop_ids), passes, whole.width, score, seconds))
+        stats.append(BlockStats(before_stop(own, stop_ids), passes, whole.width, score, seconds))
     draft = Draft.of(r, tokens, parents)
     draft.found = stats
     return draft

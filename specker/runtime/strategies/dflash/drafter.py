@@ -10,7 +10,7 @@ from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model
 from specker.model.dflash import BlockModel
 from specker.runtime.control.policy import Budget
-from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.drafter import Draft, Drafter
 from specker.runtime.round.lm_head import Head
 from specker.runtime.round.round import Round
@@ -57,7 +57,7 @@ class BlockDrafter(Drafter):
             final, positions = self._rows(r, depth)
             guesses, blocks, _ = candidates(r, final, positions.view(-1), self.head, self.search)
             return searched(r, guesses, [[block] for block in blocks], self.search, self.stop_ids)
-        found = [DiffusionStats(0)] * len(r.requests)
+        found = [BlockStats(0)] * len(r.requests)
         draft = Draft(depth, depth=depth, found=found, observed=True)
         if not r.confident and (r.fixed or not r.traced):
             r.run(("block", depth), lambda: self._write(r, depth))
@@ -141,7 +141,7 @@ class BlockDrafter(Drafter):
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
         if r.draft.observed:
             draft = r.host["draft"][slot].tolist()
-            r.draft.found[slot] = DiffusionStats(before_stop(draft, self.stop_ids))
+            r.draft.found[slot] = BlockStats(before_stop(draft, self.stop_ids))
 
     def accepted(self, r: Round) -> None:
         if r.fixed:

@@ -11,7 +11,7 @@ from specker.kernels.ancestors import MAX_WORDS, pack_bits
 from specker.model.cache import KVCache
 from specker.model.decoder import Final, Model, forward
 from specker.runtime.control.policy import Budget
-from specker.runtime.control.stats import DiffusionStats
+from specker.runtime.control.stats import BlockStats
 from specker.runtime.round.drafter import CATCH_UP_ROWS, Draft, ModelDrafter
 from specker.runtime.round.lm_head import Head
 from specker.runtime.round.round import Round
@@ -57,7 +57,7 @@ class DiffusionDrafter(ModelDrafter):
         if r.fixed:
             r.run(("block", depth), lambda: self._fixed_block(r, depth))
             if self.search is None:
-                found = [DiffusionStats(0)] * len(r.requests)
+                found = [BlockStats(0)] * len(r.requests)
                 return Draft(depth, depth=depth, found=found, observed=True)
             lengths = [len(s.text) for s in r.requests]
             new, blocks, _ = self._candidates(r, Final(r.memory.get("hidden", r.n * depth)), lengths)
@@ -92,7 +92,7 @@ class DiffusionDrafter(ModelDrafter):
         kept = [g[: self.stopped(g) + 1] for g in guesses]
         draft = Draft.of(r, kept, [list(range(len(k))) for k in kept])
         draft.confidence = [list(each) for each in zip_longest(*confidence, fillvalue=0.0)] if r.confident else []
-        draft.found = [DiffusionStats(self.stopped(g), passes) for g in guesses]
+        draft.found = [BlockStats(self.stopped(g), passes) for g in guesses]
         return draft
 
     def observe(self, r: Round, slot: int, path: list[int]) -> None:
@@ -100,7 +100,7 @@ class DiffusionDrafter(ModelDrafter):
         if r.fixed and r.draft.size:
             self.cache.exact_len[slot] = self.exact_after_fixed(len(r.requests[slot].text))
         if r.draft.observed:
-            r.draft.found[slot] = DiffusionStats(self.stopped(r.host["draft"][slot].tolist()))
+            r.draft.found[slot] = BlockStats(self.stopped(r.host["draft"][slot].tolist()))
 
     def _positions(self, lengths: list[int], k: int) -> Tensor:
         """[len(lengths) * k] int64: for each of the next k tokens of each text, the position after which plain decoding
@@ -184,7 +184,7 @@ def made(context: DraftContext, strategy: Strategy) -> DiffusionDrafter:
     """Make the drafter that the options describe."""
     assert context.draft is not None
     rows, kept = context.draft.weights.head, context.kept
-    stop_ids = () if context.options.stand_ins else context.target.config.eos_ids
+    stop_ids = () if context.options.dummy_parts else context.target.config.eos_ids
     row_of = range(len(rows)) if kept is None else {token: row for row, token in enumerate(kept.ids.tolist())}
     ids = [token for token in stop_ids if token in row_of]
     at = torch.tensor([row_of[token] for token in ids], dtype=torch.int64, device=rows.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specker.runtime.control.auto import ENGINE, PRIOR, Experience
+from specker.runtime.control.auto import ENGINE, PRIOR, AcceptanceHistory
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import LONGEST, Budget, Chain, Outcome, Policy, StopRule
 
@@ -32,14 +32,14 @@ class DynamicExit(Policy):
     A round without a draft yields no statistics, so a few bad rows could stop drafting for a long time. Therefore g = 0
     must win by PATIENCE; otherwise a draft is proposed, which may be a trial (choose.py)."""
 
-    rests = True
+    may_skip_drafting = True
     layers: tuple[int, ...] = field()  # eligible exit layers, ascending, below `total`
     total: int = field()  # L
     head_cost: float = 0.0  # c_head
     by_length: bool = False
     overhead: float = 0.005  # maximum share of the time spent on watching layers
     costs: Costs | None = None  # measured seconds of rounds; None: TPL counts layers
-    earlier: Experience = field(default_factory=lambda: Experience(Costs(lambda budget: 1.0)))
+    earlier: AcceptanceHistory = field(default_factory=lambda: AcceptanceHistory(Costs(lambda budget: 1.0)))
     """The statistics of the engine's earlier texts, which a text starts from."""
     chosen: tuple[int, int] = field(default=(0, 0), init=False)  # (index into layers, g)
     threshold: float | None = field(default=None, init=False)

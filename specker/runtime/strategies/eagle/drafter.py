@@ -95,7 +95,7 @@ class EagleDrafter(AutoregressiveDrafter):
         return final, rows.positions if r.shape.draws == "greedy" else rows.positions + 1
 
     def _keep(self, r: Round, output: Tensor) -> None:
-        """Keep the head's output for the next step. Drafts that end by confidence are several stretches of work."""
+        """Keep the head's output for the next step. Drafts that end by confidence are several graph segments."""
         if r.confident:
             r.memory.put("hidden", output)
         else:

@@ -42,7 +42,7 @@ class MultiTokenPrediction(Eagle):
         from specker.checkpoints.drafts.heads import HeadCheckpoint
         from specker.model.heads import ReadingHead
         from specker.runtime.strategies.eagle.agreement import chosen
-        from specker.runtime.strategies.mtp.drafter import HeadsInTurn
+        from specker.runtime.strategies.mtp.drafter import MTPDrafter
 
         first = context.draft
         assert isinstance(first, HeadCheckpoint)
@@ -54,4 +54,4 @@ class MultiTokenPrediction(Eagle):
         if context.model is not None:  # another engine's target cannot be asked
             chosen(context.target, context.model, heads[0], context.notes)
         cache, own = context.allocate(heads[0].model, len(heads)), context.head(heads[0].model)
-        return HeadsInTurn(heads, cache, own, context.options.width, context.depth(self))
+        return MTPDrafter(heads, cache, own, context.options.width, context.depth(self))

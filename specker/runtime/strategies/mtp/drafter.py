@@ -33,7 +33,7 @@ from specker.runtime.round.state import Request
 from specker.runtime.strategies.eagle.drafter import BLOCK, WAITING, EagleDrafter
 
 
-class HeadsInTurn(EagleDrafter):
+class MTPDrafter(EagleDrafter):
     """See above. The host places all rounds with a draft, whose rows differ by head."""
 
     synchronous = True  # `learn` reads the target's rows on the host's time, also those of a round of fixed shape

@@ -80,7 +80,7 @@ def ranking(
     order, counts = vocab_memo.learnt(target.tokens, vocab), None
     source = "id" if tokenizer is None else "the tokenizer's order"
     learn = trim.vocab_learn or os.environ.get("SPECKER_VOCAB_LEARN") or "on"
-    if learn != "off" and digest is not None and not options.stand_ins:
+    if learn != "off" and digest is not None and not options.dummy_parts:
         counts = VocabCounts(digest, notes)
         order = counts.first(order)
         if counts.earlier:
